@@ -1,0 +1,35 @@
+"""Errors and warnings of fastlr: each names the thing that is wrong, the reason and the remedy."""
+
+from __future__ import annotations
+
+
+class FastlrError(Exception):
+    """Base of every error that fastlr raises on purpose."""
+
+
+class InputError(FastlrError, ValueError):
+    """An argument or an input tensor is wrong: empty batch, n < 1, wrong dtype, device or shape."""
+
+
+class ModelError(FastlrError, RuntimeError):
+    """The model cannot be measured as it is; the message names the module, the reason and the remedy."""
+
+
+class InteractionError(ModelError):
+    """Samples of a batch influence each other, so no per-sample gradient exists."""
+
+
+class RandomForwardError(ModelError):
+    """Two forward passes on the same input differ (dropout in train mode, sampling)."""
+
+
+class HiddenParameterError(ModelError):
+    """A parameter moves the output but is not in its autograd graph."""
+
+
+class NonFiniteError(ModelError):
+    """An output or a gradient is infinite or not a number."""
+
+
+class FastlrWarning(UserWarning):
+    """Something a user should know, such as a slower exact route being taken."""
