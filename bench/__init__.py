@@ -1,0 +1,1 @@
+"""Benchmarks of fastlr: named cases, timing, and the same work done by other tools."""
