@@ -26,10 +26,9 @@ def cuda_root() -> str | None:
     if nvcc is None:
         return os.environ.get("CUDA_HOME")
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "x.cu"
-        source.write_text("")
+        Path(folder, "x.cu").write_text("")
         try:
-            run = subprocess.run([nvcc, "--dryrun", str(source)], capture_output=True, text=True, cwd=folder, timeout=60)
+            run = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, cwd=folder, timeout=60)
         except (OSError, subprocess.SubprocessError):
             return None
     top = re.search(r"^#\$ _?TOP=(.+)$", run.stderr + run.stdout, re.MULTILINE)

@@ -1,0 +1,278 @@
+"""Models by name (torchvision, timm, your own function), and checkpoints, loaded strictly as plain tensors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlr.errors import InputError
+
+WRAPPERS = ("state_dict", "model_state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.", "model.")
+
+
+def load_model(
+    name: str,
+    *,
+    weights: str | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    num_classes: int | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Build the model called ``name`` and, if asked, load its parameters.
+
+    ``name`` is one of
+
+    - a torchvision name, ``mobilenet_v3_large``; a timm name, ``timm/resnetv2_50`` (or without ``timm/`` if torchvision
+      has none of that name);
+    - ``package.module:function``: the function is called with ``num_classes`` (if given) and ``kwargs`` and returns the
+      model; the current folder is importable.
+
+    The initial parameters are random: call :func:`torch.manual_seed` first to repeat them.
+
+    Args:
+        name: What to build, as above.
+        weights: Published weights, downloaded by torchvision (``"DEFAULT"`` or the name of an entry) or timm
+            (``"DEFAULT"``).
+        checkpoint: A state dict: ``.safetensors``, or anything else that ``torch.load(weights_only=True)`` reads.
+        num_classes: Size of the output; None keeps the model's own.
+        kwargs: Further arguments of the model.
+
+    Returns:
+        The model, in the mode in which its maker leaves it (train), on the CPU.
+
+    Raises:
+        InputError: Unknown name (with the closest ones), arguments that the model does not take, a checkpoint that is
+            missing, unreadable or does not fit.
+    """
+    arguments = dict(kwargs or {})
+    if num_classes is not None:
+        if num_classes < 1:
+            raise InputError(f"num_classes is {num_classes}; give at least 1")
+        arguments["num_classes"] = num_classes
+    if name.startswith("timm/"):
+        model = _from_timm(name.removeprefix("timm/"), weights, arguments)
+    elif ":" in name:
+        if weights is not None:
+            raise InputError(f"{name} is your own function, which has no published weights; give a checkpoint")
+        model = _from_function(name, arguments)
+    elif name in _torchvision_names():
+        model = _from_torchvision(name, weights, arguments)
+    elif find_spec("timm") is not None and _timm_has(name):
+        model = _from_timm(name, weights, arguments)
+    else:
+        raise InputError(_unknown(name, [*_torchvision_names(), *_timm_names()]))
+    if checkpoint is not None:
+        load_state_dict(model, read_checkpoint(checkpoint), source=str(checkpoint))
+    return model
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a state dict from ``path`` onto the CPU, without running code that the file may contain.
+
+    A dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is unwrapped.
+
+    Raises:
+        InputError: No such file, an unreadable one, or one that holds something else than named tensors.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"checkpoint {path}: no such file")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"checkpoint {path}: not readable as plain tensors ({_first_line(error)}); save it with "
+            "torch.save(model.state_dict(), path)"
+        ) from error
+    except Exception as error:  # zip, pickle and safetensors each raise their own
+        raise InputError(f"checkpoint {path}: not readable ({_first_line(error)})") from error
+    for key in WRAPPERS:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+    if not isinstance(state, Mapping) or not any(isinstance(v, torch.Tensor) for v in state.values()):
+        what = f"a dictionary of {_list(map(str, state))}" if isinstance(state, Mapping) else type(state).__name__
+        raise InputError(
+            f"checkpoint {path}: holds {what}, not named tensors; save it with torch.save(model.state_dict(), path)"
+        )
+    return {str(k): v for k, v in state.items()}
+
+
+def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, source: str = "state dict") -> None:
+    """Load ``state`` into ``model``: every name and shape must agree, otherwise nothing is changed.
+
+    A prefix that all names carry (``module.`` of DistributedDataParallel, ``_orig_mod.`` of torch.compile, ``model.``)
+    is dropped if the model has no such names. BatchNorm's step counters, and names that share their tensor with one that
+    is there (tied weights, which safetensors stores once), may be missing.
+
+    Args:
+        model: Changed in place.
+        state: Name to tensor.
+        source: What to call it in errors, such as the file's name.
+
+    Raises:
+        InputError: Missing or unexpected names or different shapes, all listed.
+    """
+    own = model.state_dict()
+    for prefix in PREFIXES:
+        if state and all(k.startswith(prefix) for k in state) and not any(k.startswith(prefix) for k in own):
+            state = {k.removeprefix(prefix): v for k, v in state.items()}
+    present = {_storage(own[k]) for k in state if k in own}
+    missing = [
+        k
+        for k, v in own.items()
+        if k not in state
+        and not k.endswith("num_batches_tracked")
+        and (_storage(v) is None or _storage(v) not in present)
+    ]
+    unexpected = [k for k in state if k not in own]
+    shapes = [
+        f"{k} {_shape(state[k])} for {tuple(v.shape)}"
+        for k, v in own.items()
+        if isinstance(v, torch.Tensor) and k in state and _shape(state[k]) != tuple(v.shape)
+    ]
+    wrong = [("missing", missing), ("unexpected", unexpected), ("of another shape", shapes)]
+    if missing or unexpected or shapes:
+        found = "; ".join(f"{len(names)} {what}: {_list(names)}" for what, names in wrong if names)
+        raise InputError(f"{source} does not fit {type(model).__name__}: {found}; check the model's name and classes")
+    model.load_state_dict(dict(state), strict=False)
+
+
+def _from_torchvision(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:
+    from torchvision.models import get_model
+
+    try:
+        return get_model(name, weights=weights, **arguments)
+    except (TypeError, ValueError, KeyError) as error:
+        raise InputError(f"torchvision's {name} refuses its arguments: {_first_line(error)}") from error
+    except OSError as error:
+        raise InputError(f"weights {weights} of torchvision's {name}: {_first_line(error)}") from error
+
+
+def _from_timm(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:
+    if find_spec("timm") is None:
+        raise InputError(f"timm/{name} needs timm, which is not installed: pip install 'fastlr[models]'")
+    if not _timm_has(name):
+        raise InputError(_unknown(f"timm/{name}", _timm_names()))
+    if weights not in (None, "DEFAULT"):
+        raise InputError(
+            f"weights {weights} of timm/{name}: give DEFAULT; a tag goes into the name, as in resnet50.a1_in1k"
+        )
+    import timm
+
+    try:
+        return timm.create_model(name, pretrained=weights is not None, **arguments)
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        raise InputError(f"timm's {name} refuses its arguments: {_first_line(error)}") from error
+    except OSError as error:
+        raise InputError(f"weights of timm's {name}: {_first_line(error)}") from error
+
+
+def _from_function(name: str, arguments: dict[str, Any]) -> nn.Module:
+    model = call_factory(name, arguments)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def call_factory(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
+    """Import ``package.module:function``, the current folder included, and return what the function returns.
+
+    Raises:
+        InputError: The module or the function does not exist, or the call fails; the original error is its cause.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise InputError(f"{name}: write package.module:function")
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InputError(
+            f"{name}: importing {module_name} failed: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(_unknown(name, [n for n in dir(module) if callable(getattr(module, n))], "function"))
+    try:
+        return function(**(arguments or {}))
+    except Exception as error:
+        raise InputError(f"{name}: the call failed: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _torchvision_names() -> list[str]:
+    from torchvision.models import list_models
+
+    return list_models()
+
+
+def _timm_has(name: str) -> bool:
+    import timm
+
+    return name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) or timm.is_model(name)
+
+
+def _timm_names() -> list[str]:
+    if find_spec("timm") is None:
+        return []
+    import timm
+
+    return [f"timm/{name}" for name in timm.list_models()]
+
+
+def _unknown(name: str, known: Iterable[str], what: str = "model") -> str:
+    """Say that ``name`` is unknown, with the closest known names."""
+    bare = name.rpartition(":")[2] if what == "function" else name
+    known = list(known)
+    close = get_close_matches(bare, known, n=4, cutoff=0.6)
+    if what == "model" and not close:  # compare with timm's names as well without their prefix
+        by_bare = {k.removeprefix("timm/"): k for k in known}
+        close = [by_bare[k] for k in get_close_matches(bare.removeprefix("timm/"), list(by_bare), n=4, cutoff=0.6)]
+    hint = f"did you mean {', '.join(close)}?" if close else ""
+    if what == "model":
+        hint = hint or "give a torchvision or timm name, or package.module:function for your own"
+        return f"no model is called {name}: {hint}"
+    return f"{name}: no such {what} in the module{': ' + hint if hint else ''}"
+
+
+def _shape(value: Any) -> tuple | str:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _storage(value: Any) -> tuple | None:
+    """Tell whether two entries of a state dict are the same memory; None for empty tensors and other objects."""
+    if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.data_ptr() == 0:
+        return None
+    return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
+
+
+def _list(names: Iterable[str], most: int = 4) -> str:
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
