@@ -117,8 +117,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, source: str =
     """Load ``state`` into ``model``: every name and shape must agree, otherwise nothing is changed.
 
     A prefix that all names carry (``module.`` of DistributedDataParallel, ``_orig_mod.`` of torch.compile, ``model.``)
-    is dropped if the model has no such names. BatchNorm's step counters, and names that share their tensor with one that
-    is there (tied weights, which safetensors stores once), may be missing.
+    is dropped if the model has no such names. BatchNorm's step counters may be missing, and so may names that share
+    their tensor with one that is there (tied weights, which safetensors stores once).
 
     Args:
         model: Changed in place.
