@@ -1,0 +1,341 @@
+"""The command line: ``fastlr estimate``, ``fastlr doctor``, ``fastlr demo``.
+
+Exit codes: 0 done; 1 the model cannot be measured (or failed while running); 2 wrong arguments, names or files.
+An error is one line on stderr; ``--traceback`` shows where it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastlr.errors import FastlrWarning, InputError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Local redundancy of a PyTorch model: the mean squared per-sample gradient norm, with a standard error.",
+)
+DTYPES = ("fp32", "bf16", "fp16")
+PROBES = ("rademacher", "sampled", "exact", "batch")
+PREDICTIVES = ("auto", "categorical", "bernoulli", "gaussian")
+_show_traceback = False
+
+
+def _version_and_exit(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        import torch
+
+        print(f"fastlr {version('fastlr')} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version_and_exit, is_eager=True, help="Print the version.")
+    ] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+) -> None:
+    global _show_traceback
+    _show_traceback |= show_traceback
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="A torchvision or timm name, or package.module:function.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="State dict: .pt, .pth or .safetensors.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Published weights (downloads them), such as DEFAULT.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Size of the output; without it, the model's own.")] = None,
+    inputs: Annotated[str, typer.Option(help="shapes, noise, or package.module:function.")] = "shapes",
+    size: Annotated[int, typer.Option(help="Height and width of the images.")] = 224,
+    n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
+    target_rel_stderr: Annotated[
+        float | None, typer.Option(help="Go on until stderr/value is this small, instead of --n inputs.")
+    ] = None,
+    max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: stop here at the latest.")] = None,
+    probe: Annotated[str, typer.Option(help=", ".join(PROBES) + ".")] = "rademacher",
+    predictive: Annotated[str, typer.Option(help=", ".join(PREDICTIVES) + ".")] = "auto",
+    sigma: Annotated[float, typer.Option(help="Standard deviation, with --predictive gaussian.")] = 1.0,
+    batch_size: Annotated[int | None, typer.Option(help="Inputs at a time; without it, by free memory.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs, the probes and the initial parameters.")] = 0,
+    dtype: Annotated[str, typer.Option(help="fp32, or autocast to bf16 or fp16.")] = "fp32",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; without it, a GPU if there is one.")] = None,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write the result here; - is stdout, alone.")] = None,
+    save_images: Annotated[Path | None, typer.Option(help="Picture of the first synthetic images.")] = None,
+    per_layer: Annotated[Path | None, typer.Option(help="Chart of each layer's share (.png, .pdf, .svg).")] = None,
+    support: Annotated[bool, typer.Option("--support", help="Also print how each parameter is handled.")] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+) -> None:
+    """Measure the local redundancy of MODEL on synthetic inputs."""
+    global _show_traceback
+    _show_traceback |= show_traceback
+    _one_of("--probe", probe, PROBES)
+    _one_of("--dtype", dtype, DTYPES)
+    _one_of("--predictive", predictive, PREDICTIVES)
+    for option, path in (("--json", json_file), ("--save-images", save_images), ("--per-layer", per_layer)):
+        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
+            raise InputError(f"{option} {path}: there is no folder {Path(path).absolute().parent}")
+
+    import torch
+
+    import fastlr
+    from fastlr.models import load_model
+    from fastlr.report.tables import summary
+
+    out = Console(stderr=json_file == "-")
+    place = _device(device)
+    source = _inputs(inputs, size)
+    torch.manual_seed(seed)
+    net = load_model(model, weights=weights, checkpoint=checkpoint, num_classes=classes)
+    net = net.to(place).eval()
+
+    if support:
+        x = source.batch(0, 3, seed=seed, device=place, dtype=_float_dtype(net))
+        out.print(fastlr.support_report(net, x))
+    if save_images is not None:
+        _save_images(save_images, source, seed)
+        out.print(f"images: {save_images}", highlight=False, soft_wrap=True)
+
+    with progress_bar(model) as progress:
+        result = fastlr.estimate(
+            net,
+            source,
+            n=n,
+            predictive=_predictive(predictive, sigma),
+            probe=probe,
+            batch_size=batch_size,
+            seed=seed,
+            dtype={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype],
+            target_rel_stderr=target_rel_stderr,
+            max_n=max_n,
+            progress=progress,
+        )
+
+    parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    title = f"{model}: {parameters:,} parameters, {checkpoint or weights or f'initialised with seed {seed}'}"
+    out.print(summary(result, title=title, probe=probe))
+    if per_layer is not None:
+        from fastlr.report.plots import per_layer_chart
+
+        per_layer_chart(result, per_layer, title=title)
+        out.print(f"chart: {per_layer}", highlight=False, soft_wrap=True)
+    if json_file is not None:
+        settings = {
+            "model": model,
+            "checkpoint": None if checkpoint is None else str(checkpoint),
+            "weights": weights,
+            "parameters": parameters,
+            "inputs": inputs,
+            "size": size,
+            "probe": probe,
+            "predictive": predictive,
+            "seed": seed,
+            "dtype": dtype,
+            "device": str(place),
+        }
+        write_json(json_file, {**versions(), "settings": settings, **result.to_dict()})
+        if json_file != "-":
+            out.print(f"json: {json_file}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what fastlr finds on this machine, what is missing, what that costs and the remedy."""
+    from fastlr.doctor import main as examine_and_print
+
+    examine_and_print()
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the charts, images and numbers.")] = Path("demo-output"),
+    seed: Annotated[int, typer.Option(help="Of the model, the training and the inputs.")] = 0,
+) -> None:
+    """Measure MobileNetV3-Large before and after a short training: about two minutes on two CPU cores."""
+    from fastlr.demo import run
+
+    run(output, seed=seed)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of fastlr, torch and Python, and the processor, for the record beside any figure."""
+    import platform
+    from importlib.metadata import version
+
+    import torch
+
+    cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return {
+        "fastlr": version("fastlr"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
+    }
+
+
+def write_json(path: str | Path, record: dict[str, Any]) -> None:
+    """Write ``record`` as JSON to a file, or to stdout for ``-``; infinite numbers and NaN become null.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int, float, float], None] | bool]:
+    """Yield ``progress(done, total, value, stderr)``, which draws a bar on stderr; False if that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield False
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from fastlr.report.tables import pm
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[value]}"), console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None, value="")
+
+        def progress(done: int, total: int, value: float, stderr: float) -> None:
+            bar.update(task, completed=done, total=total, value=pm(value, stderr))
+
+        yield progress
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{option} {value}: choose one of {', '.join(allowed)}")
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {name}: {_line(error)}") from error
+    return device
+
+
+def _inputs(name: str, size: int) -> Any:
+    import fastlr
+
+    if size < 1:
+        raise InputError(f"--size {size}: give at least 1")
+    if name == "shapes":
+        return fastlr.ShapeImages(size=(3, size, size))
+    if name == "noise":
+        return fastlr.NoiseImages(size=(3, size, size))
+    if ":" not in name:
+        raise InputError(f"--inputs {name}: choose shapes, noise, or package.module:function for your own")
+    from fastlr.models.loading import call_factory
+
+    source = call_factory(name)
+    if not hasattr(source, "batch"):
+        raise InputError(f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, stop, ...)")
+    return source
+
+
+def _predictive(name: str, sigma: float) -> Any:
+    import fastlr
+
+    if name == "gaussian":
+        return fastlr.Gaussian(sigma=sigma)
+    return {"auto": None, "categorical": fastlr.Categorical(), "bernoulli": fastlr.Bernoulli()}[name]
+
+
+def _float_dtype(model: Any) -> Any:
+    import torch
+
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _save_images(path: Path, source: Any, seed: int) -> None:
+    from fastlr.report.images import contact_sheet
+
+    contact_sheet(source, path, seed=seed)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
+
+
+def _print_warning(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
+    if issubclass(category, FastlrWarning):
+        print(f"warning: {_line(message)}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code. Errors are one line on stderr, with --traceback after the traceback.
+
+    Args:
+        arguments: Without the program's name; None takes ``sys.argv``.
+    """
+    global _show_traceback
+    _show_traceback = False
+    with warnings.catch_warnings():
+        warnings.showwarning = _print_warning
+        try:
+            code = app(args=arguments, prog_name="fastlr", standalone_mode=False)
+            return code if isinstance(code, int) else 0
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader of our stdout has gone; nothing more can be said there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except Exception as error:
+            return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """Print one line for an error and return its exit code: 2 if the user can mend it by other arguments, else 1."""
+    if _show_traceback:
+        import traceback
+
+        traceback.print_exception(error)
+    if hasattr(error, "format_message"):  # typer's own: unknown options, missing arguments
+        text, code = error.format_message(), 2
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help has been printed
+            return 2
+    elif isinstance(error, typer.Abort):
+        text, code = "aborted", 1
+    else:
+        text, code = str(error), 2 if isinstance(error, InputError) else 1
+        if not text or not type(error).__module__.startswith("fastlr"):
+            text = f"{type(error).__name__}: {text}"
+    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return code

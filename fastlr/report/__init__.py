@@ -1,0 +1,1 @@
+"""Estimates as tables, charts and pictures."""

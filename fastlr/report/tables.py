@@ -1,0 +1,116 @@
+"""Estimates as text: a summary, the largest blocks, the routes; readable at 80 columns."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+def group_by_module(per_parameter: Mapping[str, float], depth: int | None = None) -> dict[str, float]:
+    """Sum the values of parameters by the module that owns them, in the given order.
+
+    Args:
+        per_parameter: Parameter name (``features.0.0.weight``) to value.
+        depth: Keep at most this many components of the module's name; None keeps the owner itself.
+
+    Returns:
+        Module name to sum; parameters of the model itself come under ``(model)``.
+
+    Examples:
+        >>> group_by_module({"a.b.weight": 1.0, "a.b.bias": 2.0, "a.c.weight": 4.0, "scale": 8.0})
+        {'a.b': 3.0, 'a.c': 4.0, '(model)': 8.0}
+        >>> group_by_module({"a.b.weight": 1.0, "a.c.weight": 4.0}, depth=1)
+        {'a': 5.0}
+    """
+    sums: dict[str, float] = {}
+    for name, value in per_parameter.items():
+        owner = name.split(".")[:-1][:depth]
+        key = ".".join(owner) or "(model)"
+        sums[key] = sums.get(key, 0.0) + float(value)
+    return sums
+
+
+def group_to_fit(per_parameter: Mapping[str, float], most: int) -> dict[str, float]:
+    """Group parameters by module at the greatest depth that gives at most ``most`` groups (depth 1 if none does)."""
+    groups = group_by_module(per_parameter)
+    depth = max((len(name.split(".")) for name in per_parameter), default=1) - 1
+    while len(groups) > most and depth > 1:
+        depth -= 1
+        groups = group_by_module(per_parameter, depth)
+    return groups
+
+
+def pm(value: float, stderr: float) -> str:
+    """Write a value with its standard error to two significant digits of the latter.
+
+    Examples:
+        >>> pm(12.3456, 0.567), pm(1234567.0, 8901.0), pm(0.000123456, 0.0000012), pm(3.0, 0.0)
+        ('12.35 ± 0.57', '1.2346e+06 ± 8.9e+03', '1.235e-04 ± 1.2e-06', '3 ± 0')
+    """
+    if not (math.isfinite(value) and math.isfinite(stderr)) or stderr <= 0:
+        return f"{value:.6g} ± {stderr:.2g}"
+    last = math.floor(math.log10(stderr)) - 1  # the decimal place of the second digit
+    size = max(abs(value), stderr)
+    if 1e-3 <= size < 1e5:
+        places = max(0, -last)
+        return f"{value:.{places}f} ± {stderr:.{places}f}"
+    return f"{value:.{max(1, math.floor(math.log10(size)) - last)}e} ± {stderr:.1e}"
+
+
+def summary(estimate: Any, *, title: str = "", probe: str = "", top: int = 8) -> RenderableType:
+    """Return the result as a rich renderable: the value, what it rests on, the largest modules, the routes.
+
+    Args:
+        estimate: A :class:`fastlr.Estimate`.
+        title: What was measured.
+        probe: The probe's name.
+        top: How many modules to list.
+    """
+    value, stderr = estimate.value, estimate.stderr
+    relative = f" ({100 * stderr / value:.1f} %)" if value > 0 and math.isfinite(stderr) else ""
+    lines = [
+        Text(f"local redundancy  {pm(value, stderr)}{relative}", style="bold"),
+        Text(
+            f"{estimate.n} synthetic samples{f', probe {probe}' if probe else ''}, {estimate.seconds:.1f} s "
+            f"({1000 * estimate.seconds / max(1, estimate.n):.1f} ms each)",
+        ),
+        Text(f"redundancy of {estimate.n} samples: at least eps x {estimate.n * value:.4g} nats + O(eps^2)"),
+    ]
+    if title:
+        lines.insert(0, Text(title))
+    parts: list[RenderableType] = [*lines, Text(), top_modules(estimate.per_parameter, top)]
+    parts += [Text(), Text(f"routes: {routes_summary(estimate.routes)}")]
+    return Group(*parts)
+
+
+def top_modules(per_parameter: Mapping[str, float], top: int = 8) -> Table:
+    """Return a table of the modules with the largest shares of the mean squared gradient norm."""
+    groups = group_by_module(per_parameter)
+    total = sum(groups.values())
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(f"largest of {len(groups)} modules", overflow="fold", max_width=48)
+    table.add_column("E||grad||^2", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    largest = max(groups.values(), default=0.0)
+    for name, value in sorted(groups.items(), key=lambda item: -item[1])[:top]:
+        share = value / total if total > 0 else 0.0
+        bar = "█" * round(14 * value / largest) if largest > 0 else ""
+        table.add_row(name, f"{value:.4g}", f"{100 * share:.1f} %", bar)
+    return table
+
+
+def routes_summary(routes: Mapping[str, str]) -> str:
+    """Count the parameters by route.
+
+    Examples:
+        >>> routes_summary({"a": "linear", "b": "linear", "c": "fallback"})
+        'linear 2, fallback 1'
+    """
+    return ", ".join(f"{route} {count}" for route, count in Counter(routes.values()).most_common())
