@@ -1,7 +1,7 @@
-"""Named cases (model, inputs, where the output is) shared by the benchmarks and the tests, and the truth they are held to.
+"""Named cases (model, inputs, where the output is), shared by benchmarks and tests, and the truth they are held to.
 
-The truth of a case is one backward pass per sample in float64: sample j is cut out of every batched input, run alone, and
-every parameter's gradient of ``(output * cotangent[j]).sum()`` is squared and summed. Nothing in it knows about batches.
+The truth of a case is one backward pass per sample in float64: sample j is cut out of every batched input, run alone,
+and every parameter's gradient of ``(output * cotangent[j]).sum()`` is squared and summed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Case:
     Attributes:
         model: the module, used as it is (its train/eval flags included).
         x: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
-        kwargs: ``output`` (a function of what the model returns), ``in_dim`` and ``out_dim``, where they differ from the default.
+        kwargs: ``output`` (a function of what the model returns), ``in_dim`` and ``out_dim``, unless the default.
         expected: ``"ok"``, an error class of fastlr.errors, or several joined by ``"|"`` of which any one is right.
         shared: names (or positions) of the inputs that have no sample axis.
         name: set by the registry.
@@ -145,7 +145,7 @@ def loop_norms(case: Case, cotangent: Tensor, samples: list[int] | None = None) 
         z = forward(case.model, cut(case, case.x, slice(j, j + 1)), case.kwargs.get("output"))
         v = cotangent.narrow(case.out_dim, j, 1).to(z.dtype)
         if z.shape != v.shape:
-            raise ValueError(f"case {case.name!r}: one sample's output is {tuple(z.shape)}, its cotangent {tuple(v.shape)}")
+            raise ValueError(f"{case.name!r}: one sample's output is {tuple(z.shape)}, its cotangent {tuple(v.shape)}")
         rows.append(squares(torch.autograd.grad(z, list(params.values()), v, allow_unused=True), z))
     return dict(zip(params, torch.stack(rows, 1)))
 
@@ -153,7 +153,7 @@ def loop_norms(case: Case, cotangent: Tensor, samples: list[int] | None = None) 
 def masked_norms(case: Case, cotangent: Tensor) -> dict[str, Tensor]:
     """The same from the whole batch: per sample one backward pass whose cotangent is zero in all other samples.
 
-    It needs no cutting of inputs. It equals :func:`loop_norms` exactly when samples do not interact, so the two check each other.
+    It needs no cutting of inputs, and equals :func:`loop_norms` when samples do not interact: the two check each other.
     """
     params = trainable(case.model)
     rows = []
@@ -225,7 +225,7 @@ def vit_b_16(batch: int = 16) -> Case:
 
 
 def patchtst(batch: int = 16) -> Case:
-    """PatchTST of the paper's size: context 512, horizon 96, 7 channels, patches of 16 with stride 8, 4 layers of width 256."""
+    """PatchTST of the paper's size: context 512, horizon 96, 7 channels, patches of 16, stride 8, 4 layers of 256."""
     from transformers import PatchTSTConfig, PatchTSTForPrediction
 
     config = PatchTSTConfig(
