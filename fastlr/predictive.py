@@ -342,3 +342,22 @@ def _element_passes(predictive: Predictive, scale: Tensor, shape: torch.Size, sa
             yield v.reshape(shape).movedim(0, sample_dim)
 
     return passes()
+
+
+def default_predictive(output: Tensor, out_dim: int) -> Predictive:
+    """Return Categorical() for outputs [B, C >= 2]; InputError that says what to pass for any other."""
+    shape = tuple(output.shape)
+    if output.ndim == 2 and out_dim == 0 and shape[1] >= 2:
+        return Categorical()
+    if output.ndim == 1 or (output.ndim == 2 and 1 in shape):
+        hint = (
+            "a single value per sample: pass predictive=fastlr.Bernoulli() for a logit, Gaussian(sigma) for regression"
+        )
+    else:
+        hint = (
+            "pass predictive=fastlr.Categorical(dim=...) for logits at several positions, Bernoulli() for independent "
+            "labels, Gaussian(sigma) for regression"
+        )
+    raise InputError(
+        f"the output has shape {shape} (samples on axis {out_dim}), which does not tell what it means: {hint}"
+    )

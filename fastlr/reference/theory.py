@@ -1,10 +1,9 @@
 """The local redundancy itself, by the Shtarkov sum: exponentially many labelings, for tiny models only.
 
-Paper, section 3: ``R(theta_0, eps) = sup_{x^n} log Z(x^n)``, with ``Z(x^n) = sum_{y^n} sup_theta P_theta(y^n | x^n)`` and
-the inner supremum over the local parameter set
-``{theta_0 - eta grad L(theta_0; x'^n, y'^n) : any dataset (x'^n, y'^n), eta in [0, eps]}``, L the negative log-likelihood
-summed over the dataset (Definition 3.1). Theorem 3.4 bounds it below by ``eps * E ||grad L||^2 + O(eps^2)``, which is
-``eps * n * LR``.
+Paper, section 3: ``R(theta_0, eps) = sup_x^n log Z(x^n)``, ``Z(x^n) = sum_y^n sup_theta P_theta(y^n | x^n)``; the
+inner supremum over the local parameter set: ``theta_0 - eta grad L(theta_0; x'^n, y'^n)`` for any dataset (x'^n, y'^n)
+and any eta in [0, eps], L the negative log-likelihood summed over the dataset (Definition 3.1). Theorem 3.4 bounds it
+below by ``eps * E ||grad L||^2 + O(eps^2)``, which is ``eps * n * LR``.
 """
 
 from __future__ import annotations

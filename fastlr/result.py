@@ -1,0 +1,148 @@
+"""The result of a measurement, and differences of paired results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import InputError
+from fastlr.stats import Moments, in_unit
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """An estimate of the local redundancy ``LR = mean over x of E_{y ~ P(.|x)} ||grad log P(y|x)||^2``.
+
+    Attributes:
+        value: the estimate; times epsilon and the number of inputs it bounds the redundancy in nats (:meth:`bound`).
+        stderr: standard error of ``value`` from the per-sample values, std / sqrt(n); NaN for n = 1.
+        n: number of values averaged: inputs, or batches for ``probe="batch"``.
+        per_parameter: name of each trainable parameter -> its part of ``value``.
+        per_sample: the n values, float64 on the CPU; None if it was loaded from a record without them.
+        routes: parameter -> how its norms were computed (a rule of the engine, or the exact fallback).
+        seconds: wall time of the measurement.
+        probe, seed, predictive, inputs: what was measured, the last two as text.
+        inputs_used: number of inputs; the same as n except for ``probe="batch"``.
+        inputs_digest: hash of the first and last inputs; estimates pair only where it agrees.
+        batch_size: inputs in a chunk (after halving, if memory ran out).
+        dtype, device: autocast dtype (None: the model's own) and device, as text.
+        notes: what the user should know, such as chunks halved for lack of memory.
+        versions: of fastlr, torch and Python.
+    """
+
+    value: float
+    stderr: float
+    n: int
+    per_parameter: dict[str, float]
+    per_sample: Tensor | None
+    routes: dict[str, str]
+    seconds: float
+    probe: str = "rademacher"
+    seed: int = 0
+    predictive: str = ""
+    inputs: str = ""
+    inputs_used: int = 0
+    inputs_digest: str = ""
+    batch_size: int = 0
+    dtype: str | None = None
+    device: str = "cpu"
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def rel_stderr(self) -> float:
+        """Standard error over value (0 where the standard error is 0)."""
+        return ratio(self.stderr, self.value)
+
+    def bound(self, epsilon: float, n: int | None = None, unit: str = "nats") -> float:
+        """Return ``epsilon * n * LR``: the redundancy of n inputs is at least this, up to O(epsilon^2) (Theorem 3.4).
+
+        Args:
+            epsilon: step size on the loss summed over the n inputs, in nats; at least 0.
+            n: number of inputs; default: as many as were measured.
+            unit: "nats" or "bits".
+
+        Raises:
+            InputError: epsilon negative or not finite, n < 1, unknown unit.
+        """
+        if not (math.isfinite(epsilon) and epsilon >= 0):
+            raise InputError(f"epsilon must be finite and at least 0, not {epsilon}")
+        number = (self.inputs_used or self.n) if n is None else count("n", n)
+        return in_unit(epsilon * number * self.value, unit)
+
+    def to_dict(self, *, per_sample: bool = False) -> dict[str, Any]:
+        """Return a dict for strict JSON (NaN as None), with the per-sample values if asked for."""
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = record.pop("per_sample")
+        if per_sample and values is not None:
+            record["per_sample"] = values.tolist()
+        record["stderr"] = None if math.isnan(self.stderr) else self.stderr
+        record.update(notes=list(self.notes), versions=dict(self.versions), routes=dict(self.routes))
+        record["per_parameter"] = dict(self.per_parameter)
+        return record
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Estimate:
+        """Return the estimate that :meth:`to_dict` recorded; keys it does not know are ignored."""
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        values = known.get("per_sample")
+        known["per_sample"] = None if values is None else torch.tensor(values, dtype=torch.float64)
+        known["stderr"] = math.nan if known.get("stderr") is None else known["stderr"]
+        known["notes"] = tuple(known.get("notes", ()))
+        try:
+            return cls(**known)
+        except TypeError as error:
+            raise InputError(f"not a record of an estimate: {error}") from None
+
+    def __str__(self) -> str:
+        """Return the value, what was measured, and the largest parameters, in a few lines."""
+        what = "batches" if self.probe == "batch" else "inputs"
+        lines = [
+            f"local redundancy {self.value:.6g} +- {self.stderr:.2g} ({100 * self.rel_stderr:.2g} %), nats for each "
+            "input and unit step",
+            f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on {self.device}"
+            + (f", autocast {self.dtype}" if self.dtype else ""),
+            f"  inputs {self.inputs}, predictive {self.predictive}",
+        ]
+        top = sorted(self.per_parameter.items(), key=lambda item: -item[1])[:3]
+        if self.value > 0:
+            parts = ", ".join(f"{name} {100 * part / self.value:.0f} %" for name, part in top)
+            lines.append(f"  largest of {len(self.per_parameter)} parameters: {parts}")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
+    """Return (a - b, its standard error) of two estimates on the same inputs, from the differences per sample.
+
+    The variance between inputs that both estimates share cancels, so this is sharper than adding their standard errors.
+
+    Raises:
+        InputError: seeds, inputs, n or probes differ, or the per-sample values are missing.
+    """
+    for name in ("probe", "seed", "n", "inputs_used", "inputs_digest"):
+        left, right = getattr(a, name), getattr(b, name)
+        if left != right:
+            raise InputError(f"the estimates are not paired: {name} is {left!r} and {right!r}; measure both alike")
+    if a.per_sample is None or b.per_sample is None:
+        raise InputError("an estimate has no per-sample values: record it with to_dict(per_sample=True)")
+    moments = Moments()
+    moments.add(a.per_sample - b.per_sample)
+    return moments.mean, moments.stderr
+
+
+def ratio(stderr: float, value: float) -> float:
+    """Relative standard error: 0 where the standard error is 0, infinite where only the value is."""
+    if stderr == 0:
+        return 0.0
+    return stderr / abs(value) if value else math.inf
+
+
+def count(name: str, value: Any) -> int:
+    """Return ``value`` as an int, or raise InputError naming it unless it is an integer of at least 1."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
+        raise InputError(f"{name} must be an integer of at least 1, not {value!r}")
+    return value.__index__()
