@@ -6,13 +6,9 @@ An error is one line on stderr; ``--traceback`` shows where it came from.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,10 +58,9 @@ def estimate(
     inputs: Annotated[str, typer.Option(help="shapes, noise, or package.module:function.")] = "shapes",
     size: Annotated[int, typer.Option(help="Height and width of the images.")] = 224,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
-    target_rel_stderr: Annotated[
-        float | None, typer.Option(help="Go on until stderr/value is this small, instead of --n inputs.")
-    ] = None,
-    max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: stop here at the latest.")] = None,
+    target_rel_stderr: Annotated[float | None, typer.Option(help="Go on until stderr/value is this small.")] = None,
+    min_n: Annotated[int, typer.Option(help="With --target-rel-stderr: the fewest inputs.")] = 512,
+    max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else --n.")] = None,
     probe: Annotated[str, typer.Option(help=", ".join(PROBES) + ".")] = "rademacher",
     predictive: Annotated[str, typer.Option(help=", ".join(PREDICTIVES) + ".")] = "auto",
     sigma: Annotated[float, typer.Option(help="Standard deviation, with --predictive gaussian.")] = 1.0,
@@ -93,6 +88,7 @@ def estimate(
 
     import fastlr
     from fastlr.models import load_model
+    from fastlr.report.record import machine, progress_bar, write_json
     from fastlr.report.tables import summary
 
     out = Console(stderr=json_file == "-")
@@ -120,13 +116,14 @@ def estimate(
             seed=seed,
             dtype={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype],
             target_rel_stderr=target_rel_stderr,
+            min_n=min_n,
             max_n=max_n,
             progress=progress,
         )
 
     parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
     title = f"{model}: {parameters:,} parameters, {checkpoint or weights or f'initialised with seed {seed}'}"
-    out.print(summary(result, title=title, probe=probe))
+    out.print(summary(result, title=title))
     if per_layer is not None:
         from fastlr.report.plots import per_layer_chart
 
@@ -137,16 +134,11 @@ def estimate(
             "model": model,
             "checkpoint": None if checkpoint is None else str(checkpoint),
             "weights": weights,
+            "classes": classes,
             "parameters": parameters,
-            "inputs": inputs,
-            "size": size,
-            "probe": probe,
-            "predictive": predictive,
-            "seed": seed,
-            "dtype": dtype,
-            "device": str(place),
+            "machine": machine(),
         }
-        write_json(json_file, {**versions(), "settings": settings, **result.to_dict()})
+        write_json(json_file, {**settings, **result.to_dict()})
         if json_file != "-":
             out.print(f"json: {json_file}", highlight=False, soft_wrap=True)
 
@@ -168,67 +160,6 @@ def demo(
     from fastlr.demo import run
 
     run(output, seed=seed)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of fastlr, torch and Python, and the processor, for the record beside any figure."""
-    import platform
-    from importlib.metadata import version
-
-    import torch
-
-    cpu = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    return {
-        "fastlr": version("fastlr"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
-    }
-
-
-def write_json(path: str | Path, record: dict[str, Any]) -> None:
-    """Write ``record`` as JSON to a file, or to stdout for ``-``; infinite numbers and NaN become null.
-
-    Raises:
-        InputError: The file cannot be written.
-    """
-    text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int, float, float], None] | bool]:
-    """Yield ``progress(done, total, value, stderr)``, which draws a bar on stderr; False if that is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield False
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from fastlr.report.tables import pm
-
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.fields[value]}"), console=console, transient=True) as bar:
-        task = bar.add_task(label, total=None, value="")
-
-        def progress(done: int, total: int, value: float, stderr: float) -> None:
-            bar.update(task, completed=done, total=total, value=pm(value, stderr))
-
-        yield progress
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -63,25 +63,28 @@ def pm(value: float, stderr: float) -> str:
     return f"{value:.{max(1, math.floor(math.log10(size)) - last)}e} ± {stderr:.1e}"
 
 
-def summary(estimate: Any, *, title: str = "", probe: str = "", top: int = 8) -> RenderableType:
+def summary(estimate: Any, *, title: str = "", top: int = 8) -> RenderableType:
     """Return the result as a rich renderable: the value, what it rests on, the largest modules, the routes.
 
     Args:
         estimate: A :class:`fastlr.Estimate`.
         title: What was measured.
-        probe: The probe's name.
         top: How many modules to list.
     """
     value, stderr = estimate.value, estimate.stderr
     relative = f" ({100 * stderr / value:.1f} %)" if value > 0 and math.isfinite(stderr) else ""
+    used = estimate.inputs_used or estimate.n
+    each = 1000 * estimate.seconds / max(1, used)
+    precision = f", autocast {estimate.dtype}" if estimate.dtype else ""
     lines = [
         Text(f"local redundancy  {pm(value, stderr)}{relative}", style="bold"),
         Text(
-            f"{estimate.n} synthetic samples{f', probe {probe}' if probe else ''}, {estimate.seconds:.1f} s "
-            f"({1000 * estimate.seconds / max(1, estimate.n):.1f} ms each)",
+            f"n = {used}, probe {estimate.probe}, seed {estimate.seed}, {estimate.seconds:.1f} s ({each:.1f} ms each)"
         ),
-        Text(f"redundancy of {estimate.n} samples: at least eps x {estimate.n * value:.4g} nats + O(eps^2)"),
+        Text(f"on {estimate.device}{precision}; {estimate.predictive}; {estimate.inputs}"),
+        Text(f"redundancy of {used} inputs: at least eps x {used * value:.4g} nats + O(eps^2)"),
     ]
+    lines += [Text(f"note: {note}") for note in estimate.notes]
     if title:
         lines.insert(0, Text(title))
     parts: list[RenderableType] = [*lines, Text(), top_modules(estimate.per_parameter, top)]

@@ -1,0 +1,73 @@
+"""What the command line and the demo share: the record beside a figure, JSON files, the progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fastlr.errors import InputError
+from fastlr.report.tables import pm
+
+
+def machine() -> str:
+    """Return the GPU's name, or the processor's with the number of threads: part of the record beside any figure."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def write_json(path: str | Path, record: dict[str, Any]) -> None:
+    """Write ``record`` as JSON to a file, or to stdout for ``-``; infinite numbers and NaN become null.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    text = json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int, float, float], None] | bool]:
+    """Yield ``progress(done, total, value, stderr)``, which draws a bar on stderr; False if that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield False
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[value]}"), console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None, value="")
+
+        def progress(done: int, total: int, value: float, stderr: float) -> None:
+            bar.update(task, completed=done, total=total, value=pm(value, stderr))
+
+        yield progress
