@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
-from fastlr.ghost import Engine
 from fastlr.ghost.adapt import OutputSelector, call, select_output, trainable, unwrap
+from fastlr.ghost.engine import Engine
 from fastlr.predictive import PROBES, Predictive, default_predictive
 from fastlr.reference.counter import check_seed
 from fastlr.result import Estimate, count, paired_difference, ratio
@@ -25,6 +25,7 @@ from fastlr.runtime import (
     describe,
     digest,
     free_bytes,
+    move_samples,
     out_of_memory,
     reporter,
     same_device,
@@ -147,6 +148,8 @@ class LocalRedundancy:
             raise InputError(
                 "predictive must be fastlr.Categorical(), Bernoulli() or Gaussian(), or have a cotangent()"
             )
+        if getattr(inputs, "in_dim", 0) not in (0, in_dim):
+            raise InputError(f"the inputs' samples are on axis {inputs.in_dim}, but in_dim={in_dim}: pass the same")
         if probe not in (*PROBES, "batch"):
             raise InputError(f"unknown probe {probe!r}: choose 'rademacher', 'sampled', 'exact' or 'batch'")
         if dtype is not None and dtype not in (torch.bfloat16, torch.float16):
@@ -302,7 +305,7 @@ class LocalRedundancy:
 
     def _batch(self, start: int, stop: int, device: torch.device | None = None) -> Any:
         x = self.inputs.batch(start, stop, seed=self.seed, device=device or self.device, dtype=self.input_dtype)
-        if self.in_dim == 0:
+        if self.in_dim == getattr(self.inputs, "in_dim", 0):
             return x
         return tree_map(lambda t: move_samples(t, self.in_dim, stop - start), x)
 
