@@ -1,0 +1,212 @@
+"""The command line: results, one-line errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from PIL import Image
+
+import fastlr
+from fastlr.cli import main
+
+NETS = """
+import torch
+from torch import nn
+
+import fastlr
+
+
+def net(num_classes=3):
+    features = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*features, nn.Linear(4, num_classes))
+
+
+class MeanOfBatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        z = self.net(x)
+        return z - z.mean(0, keepdim=True) / 2
+
+
+def interacting():
+    return MeanOfBatch()
+
+
+def broken():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            raise RuntimeError("the forward pass\\nfails")
+
+    return Broken()
+
+
+def regression():
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 5))
+
+
+def small_noise():
+    return fastlr.NoiseImages(size=(3, 12, 12))
+"""
+BASE = ["--size", "16", "--n", "6", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def nets(tmp_path, monkeypatch):
+    (tmp_path / "cli_nets.py").write_text(textwrap.dedent(NETS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    sys.modules.pop("cli_nets", None)
+
+
+def one_line(capsys):
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_result_is_the_estimate(capsys):
+    assert main(["estimate", "cli_nets:net", *BASE, "--json", "out.json"]) == 0
+    out = capsys.readouterr().out
+    assert "local redundancy" in out
+    assert max(map(len, out.splitlines())) <= 80
+    record = json.load(open("out.json"))
+    import cli_nets
+
+    torch.manual_seed(0)
+    expected = fastlr.estimate(cli_nets.net(), fastlr.ShapeImages(size=(3, 16, 16)), n=6)
+    assert record["value"] == pytest.approx(expected.value, rel=1e-6)
+    assert record["stderr"] == pytest.approx(expected.stderr, rel=1e-5)
+    assert record["per_parameter"].keys() == expected.per_parameter.keys()
+    assert record["model"] == "cli_nets:net"
+
+
+def test_json_on_stdout_alone():
+    command = [sys.executable, "-m", "fastlr", "estimate", "cli_nets:net", *BASE, "--json", "-"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["n"] == 6
+    assert "local redundancy" in run.stderr
+
+
+def test_options_reach_the_estimate(capsys):
+    options = ["--classes", "2", "--inputs", "noise", "--probe", "exact", "--seed", "3", "--batch-size", "4"]
+    assert main(["estimate", "cli_nets:net", *BASE, *options, "--dtype", "bf16", "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    import cli_nets
+
+    torch.manual_seed(3)
+    model = cli_nets.net(num_classes=2)
+    noise = fastlr.NoiseImages(size=(3, 16, 16))
+    expected = fastlr.estimate(model, noise, n=6, probe="exact", seed=3, batch_size=4, dtype=torch.bfloat16)
+    assert record["value"] == pytest.approx(expected.value, rel=1e-6)
+    assert (record["probe"], record["seed"], record["dtype"]) == ("exact", 3, "bfloat16")
+
+
+def test_target_and_own_inputs_and_gaussian(capsys):
+    options = ["--target-rel-stderr", "0.5", "--min-n", "4", "--max-n", "8", "--inputs", "cli_nets:small_noise"]
+    assert main(["estimate", "cli_nets:net", *options, "--json", "-"]) == 0
+    assert 4 <= json.loads(capsys.readouterr().out)["n"] <= 8
+    gaussian = ["--size", "8", "--n", "3", "--predictive", "gaussian", "--sigma", "2.0", "--json", "-"]
+    assert main(["estimate", "cli_nets:regression", *gaussian]) == 0
+    record = json.loads(capsys.readouterr().out)
+    x = fastlr.ShapeImages(size=(3, 8, 8)).batch(0, 3, seed=0, device="cpu", dtype=torch.float32)
+    exact = 5 / 2.0**2 * (x.flatten(1).square().sum(1) + 1).mean().item()  # one row per output: |x|^2 + 1
+    assert record["value"] == pytest.approx(exact, rel=1e-5)
+
+
+def test_checkpoint_is_measured(capsys):
+    import cli_nets
+
+    torch.manual_seed(11)
+    source = cli_nets.net()
+    torch.save({"state_dict": source.state_dict()}, "c.pt")
+    assert main(["estimate", "cli_nets:net", *BASE, "--checkpoint", "c.pt", "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    expected = fastlr.estimate(source, fastlr.ShapeImages(size=(3, 16, 16)), n=6)
+    assert record["value"] == pytest.approx(expected.value, rel=1e-6)
+
+
+def test_pictures(capsys):
+    files = ["--save-images", "images.png", "--per-layer", "layers.png"]
+    assert main(["estimate", "cli_nets:net", *BASE, *files]) == 0
+    out = capsys.readouterr().out
+    for name in ("images.png", "layers.png"):
+        assert name in out
+        extrema = Image.open(name).convert("L").getextrema()
+        assert extrema[1] - extrema[0] > 50
+
+
+def test_support(capsys):
+    assert main(["estimate", "cli_nets:net", *BASE, "--support"]) == 0
+    assert "0.weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["estimate", "mobilenet_v3_larg"], "mobilenet_v3_large"),
+        (["estimate", "cli_nets:nets"], "did you mean net?"),
+        (["estimate", "no_module_here:f"], "no_module_here"),
+        (["estimate", "cli_nets:net", "--checkpoint", "absent.pt"], "no such file"),
+        (["estimate", "cli_nets:net", "--inputs", "shape"], "choose shapes, noise"),
+        (["estimate", "cli_nets:net", "--inputs", "cli_nets:net"], "no batch"),
+        (["estimate", "cli_nets:net", "--probe", "gauss"], "rademacher"),
+        (["estimate", "cli_nets:net", "--predictive", "poisson"], "categorical"),
+        (["estimate", "cli_nets:net", "--dtype", "int8"], "bf16"),
+        (["estimate", "cli_nets:net", "--device", "tpu9"], "--device tpu9"),
+        (["estimate", "cli_nets:net", "--size", "0"], "--size 0"),
+        (["estimate", "cli_nets:net", "--n", "0"], "at least 1"),
+        (["estimate", "cli_nets:net", "--json", "no/such/folder/out.json"], "there is no folder"),
+        (["estimate", "cli_nets:net", "--per-layer", "no/such/folder/out.png"], "there is no folder"),
+        (["estimate", "cli_nets:net", "--n", "many"], "--n"),
+        (["estimate", "cli_nets:net", "--nonsense"], "--nonsense"),
+        (["estimate"], "Missing argument"),
+        (["estimat"], "estimat"),
+    ],
+    ids=lambda value: "_".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_user_errors_are_one_line_and_exit_2(arguments, says, capsys):
+    assert main(arguments) == 2
+    assert says in one_line(capsys)
+
+
+def test_a_chart_of_unknown_format_is_one_line(capsys):
+    assert main(["estimate", "cli_nets:net", *BASE, "--per-layer", "out.nonsense"]) == 2
+    assert "out.nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["interacting", "broken"])
+def test_model_errors_are_one_line_and_exit_1(name, capsys):
+    assert main(["estimate", f"cli_nets:{name}", *BASE]) == 1
+    one_line(capsys)
+
+
+def test_traceback_on_request(capsys):
+    assert main(["estimate", "cli_nets:broken", *BASE, "--traceback"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error
+    assert error.splitlines()[-1].startswith("error: ")
+    assert main(["estimate", "cli_nets:broken", *BASE]) == 1
+    one_line(capsys)
+
+
+def test_version_and_help(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("fastlr ")
+    assert main(["--help"]) == 0
+    assert "estimate" in capsys.readouterr().out
+    assert main([]) == 2

@@ -1,0 +1,96 @@
+"""The doctor: it says what is missing, what that costs and the remedy, and never fails."""
+
+from __future__ import annotations
+
+import importlib
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from fastlr import doctor
+from fastlr.cli import main
+
+
+def find(name):
+    return next(each for each in doctor.examine() if each.name == name)
+
+
+def text(findings):
+    console = Console(file=io.StringIO(), width=80)
+    console.print(doctor.as_table(findings))
+    return console.file.getvalue()
+
+
+def test_command_exits_0(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for name in ("python", "torch", "triton", "GPU", "C++ compiler", "nvcc", "fastlr._C", "timm", "opacus"):
+        assert name in out
+
+
+def test_torch_is_found_with_its_version():
+    assert find("torch").found
+    assert torch.__version__.startswith(find("torch").detail.split("+")[0])
+
+
+def test_everything_missing_has_a_cost_and_a_remedy(monkeypatch, tmp_path):
+    real = importlib.import_module
+
+    def absent(name, *rest):
+        if name in ("torchvision", "triton", "timm", "transformers", "sklearn", "opacus", "backpack", "fastlr._C"):
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", absent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    findings = doctor.examine()
+    missing = [each for each in findings if not each.found]
+    assert {each.name for each in findings if each.found} == {"python", "torch"}
+    assert all(each.cost and each.remedy and each.detail for each in missing)
+    report = text(findings)
+    assert "pip install 'fastlr[models]'" in report
+    assert "estimates run on the CPU" in report
+
+
+def test_a_broken_package_is_a_finding(monkeypatch):
+    real = importlib.import_module
+
+    def broken(name, *rest):
+        if name == "triton":
+            raise RuntimeError("libcuda is cursed\nsecond line")
+        return real(name, *rest)
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    finding = find("triton")
+    assert not finding.found
+    assert finding.detail == "does not import: libcuda is cursed"
+
+
+def test_a_failing_check_is_a_finding(monkeypatch):
+    def fail():
+        raise OSError("no such tool")
+
+    monkeypatch.setattr(doctor, "_nvcc", fail)
+    finding = find("nvcc")
+    assert not finding.found
+    assert "no such tool" in finding.detail
+
+
+def test_a_gpu_is_named(monkeypatch):
+    class Properties:
+        name, total_memory, major, minor = "Example GPU", 2**30 * 80, 9, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
+    finding = find("GPU")
+    assert finding.found
+    assert "Example GPU (80 GiB, compute 9.0)" in finding.detail
+
+
+@pytest.mark.parametrize("findings", [[doctor.Finding("torch", True, "2")]])
+def test_nothing_missing(findings):
+    assert "Nothing is missing." in text(findings)
