@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from typing import Any
 
-TABLE: dict[str, dict[str, str]] = {}
-
-
-def register(name: str, **backends: str) -> None:
-    """Add an op; each backend is ``"module:function"`` with the same signature as the reference."""
-    TABLE[name] = backends
+TABLE: dict[str, dict[str, str]] = {
+    "shape_images": {"reference": "fastlr.reference.images", "triton": "fastlr.kernels.shape_images"},
+    "linear_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "conv_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "conv_grads": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "embedding_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "channel_sums": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "layer_norm_sums": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+}
 
 
 @cache
-def get(name: str, backend: str) -> Callable:
-    """Return the implementation of op ``name`` on ``backend`` (KeyError if there is none)."""
-    module, function = TABLE[name][backend].split(":")
-    return getattr(import_module(module), function)
+def get(name: str, backend: str) -> Callable[..., Any]:
+    """Return op ``name`` on ``backend``: the function of that name in the backend's module (KeyError if there is none)."""
+    return getattr(import_module(TABLE[name][backend]), name)
 
 
 def backends(name: str) -> tuple[str, ...]:
@@ -30,4 +33,6 @@ def backends(name: str) -> tuple[str, ...]:
     return tuple(TABLE[name])
 
 
-register("shape_images", reference="fastlr.reference.images:shape_images", triton="fastlr.kernels.shape_images:shape_images")
+def run(name: str, *args: Any) -> Any:
+    """Run op ``name`` on its fast plain-torch backend, which serves every device."""
+    return get(name, "torch")(*args)

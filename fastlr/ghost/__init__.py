@@ -1,0 +1,7 @@
+"""Per-sample squared gradient norms of any module by a walk over the autograd graph, proven on three samples."""
+
+from fastlr.ghost.api import per_sample_grad_sq_norms, support_report
+from fastlr.ghost.engine import ChunkNorms, Engine
+from fastlr.ghost.report import ParameterSupport, SupportReport
+
+__all__ = ["ChunkNorms", "Engine", "ParameterSupport", "SupportReport", "per_sample_grad_sq_norms", "support_report"]

@@ -1,0 +1,219 @@
+"""Calling any model and slicing its inputs: wrappers, output selection, the sample axis of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from fastlr.errors import InputError, ModelError, NonFiniteError
+
+OutputSelector = str | int | Callable[[Any], Tensor] | None
+_OUTPUT_FIELDS = ("logits", "prediction_outputs")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    while True:
+        if type(model).__name__ == "FullyShardedDataParallel":
+            raise ModelError(
+                "the model is wrapped in FullyShardedDataParallel, whose parameters are sharded between forward passes; "
+                "measure the unwrapped model with its full state dict loaded"
+            )
+        if hasattr(model, "_orig_mod") and isinstance(model._orig_mod, nn.Module):
+            model = model._orig_mod
+        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        else:
+            return model
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require grad, by name; a parameter held twice is counted once.
+
+    Raises ModelError if there is none, or if one is uninitialised, sharded or complex.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(f"parameter {name} is not initialised (a lazy module); run one forward pass first")
+        if hasattr(parameter, "placements"):
+            raise ModelError(f"parameter {name} is a sharded DTensor; measure a model with whole parameters")
+        if parameter.is_complex():
+            raise ModelError(f"parameter {name} is complex; only real parameters are supported")
+        found[name] = parameter
+    if not found:
+        raise ModelError("the model has no trainable parameters: call requires_grad_(True) on those that count")
+    return found
+
+
+def as_inputs(x: Any) -> Any:
+    """Normalise ``x`` (tensor, tuple, list or mapping), detached, so that no input takes part in the graph."""
+    if isinstance(x, Mapping) and not isinstance(x, dict):
+        x = dict(x)
+    if isinstance(x, list):
+        x = tuple(x)
+    if not isinstance(x, (Tensor, tuple, dict)):
+        raise InputError(f"x must be a tensor, a tuple (positional) or a dict (keywords), got {type(x).__name__}")
+
+    def clean(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.clone() if t.is_inference() else t.detach()
+
+    with torch.inference_mode(False):
+        return tree_map(clean, x)
+
+
+def call(model: Callable, x: Any) -> Any:
+    """Call the model with a tensor, a tuple (positional) or a dict (keywords)."""
+    if isinstance(x, dict):
+        return model(**x)
+    if isinstance(x, tuple):
+        return model(*x)
+    return model(x)
+
+
+def select_output(result: Any, output: OutputSelector) -> Tensor:
+    """Pick the output tensor: ``output`` is a key, an attribute, an index or a function.
+
+    Default: the tensor itself, ``.logits`` or ``.prediction_outputs``. Raises InputError otherwise.
+    """
+    if callable(output):
+        z = output(result)
+    elif output is not None:
+        try:
+            z = result[output] if isinstance(output, int) or isinstance(result, Mapping) else getattr(result, output)
+        except (KeyError, AttributeError, IndexError, TypeError) as error:
+            raise InputError(f"output={output!r} picks nothing from what the model returns, a {_describe(result)}") from error
+    elif isinstance(result, Tensor):
+        z = result
+    else:
+        fields = [getattr(result, name, None) for name in _OUTPUT_FIELDS]
+        z = next((f for f in fields if isinstance(f, Tensor)), result)
+    if not isinstance(z, Tensor):
+        raise InputError(
+            f"the model's output is not a tensor but a {_describe(z)}; "
+            "pass output= (a key, an attribute, an index, or a function of what the model returns)"
+        )
+    if not z.is_floating_point():
+        raise InputError(f"the selected output is {z.dtype}, not a floating-point tensor; pass output=")
+    return z
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with keys {list(value)}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def sample_count(z: Tensor, out_dim: int) -> int:
+    """Return the number of samples in an output, checked: at least one, axis in range."""
+    if not -z.ndim <= out_dim < z.ndim:
+        raise InputError(f"out_dim={out_dim} is not an axis of the output of shape {tuple(z.shape)}")
+    if z.shape[out_dim] == 0:
+        raise InputError(f"the batch is empty: the output has shape {tuple(z.shape)}")
+    return z.shape[out_dim]
+
+
+def check_inputs(model: nn.Module, x: Any) -> None:
+    """Raise InputError if an input tensor is empty, on another device, or float where another float is wanted."""
+    reference = next(iter(model.parameters()))
+    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    for leaf in tree_flatten(x)[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.numel() == 0:
+            raise InputError(f"an input tensor is empty (shape {tuple(leaf.shape)})")
+        if leaf.device != reference.device and leaf.ndim > 0:
+            raise InputError(f"an input is on {leaf.device}, the model on {reference.device}; move one of them")
+        if leaf.is_floating_point():
+            if not torch.isfinite(leaf).all() and not torch.isinf(leaf).any():
+                raise NonFiniteError("an input tensor has values that are not a number")
+            autocast = torch.is_autocast_enabled(leaf.device.type)
+            if len(floats) == 1 and leaf.dtype not in floats and not autocast and leaf.dtype != torch.float32:
+                raise InputError(f"an input is {leaf.dtype}, the model {next(iter(floats))}; convert one of them")
+
+
+class Batch:
+    """The inputs of one call, with the leaves that carry the sample axis, so that samples can be picked.
+
+    ``batched`` lists the indices of the flattened leaves of size ``count`` along ``in_dim``; the others are shared.
+    """
+
+    def __init__(self, x: Any, count: int, in_dim: int, batched: Sequence[int] | None = None) -> None:
+        self.leaves, self.spec = tree_flatten(x)
+        self.count, self.in_dim = count, in_dim
+        fits = [
+            i
+            for i, t in enumerate(self.leaves)
+            if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count
+        ]
+        self.batched = list(fits if batched is None else batched)
+        if not self.batched:
+            shapes = [tuple(t.shape) for t in self.leaves if isinstance(t, Tensor)]
+            raise InputError(
+                f"the output has {count} samples, but no input of shapes {shapes} has that size along in_dim={in_dim}; "
+                "pass in_dim= and out_dim="
+            )
+
+    def pick(self, samples: Sequence[int], dtype: torch.dtype | None = None) -> Any:
+        """Return the inputs of these samples; floating-point leaves cast to ``dtype`` if given."""
+        leaves = list(self.leaves)
+        for i in self.batched:
+            index = torch.as_tensor(list(samples), device=leaves[i].device)
+            leaves[i] = leaves[i].index_select(self.in_dim, index)
+        return cast(tree_unflatten(leaves, self.spec), dtype)
+
+    def distinct(self, need: int, generator: torch.Generator) -> Batch:
+        """Return a batch of at least ``need`` samples that differ, made by jittering copies where there are too few."""
+        picked = list(range(min(self.count, need)))
+        x = self.pick(picked)
+        leaves = tree_flatten(x)[0]
+        copies = need - len(picked)
+        same = len(picked) > 1 and all(
+            torch.equal(leaves[i].select(self.in_dim, 0), leaves[i].select(self.in_dim, k))
+            for i in self.batched
+            for k in range(1, len(picked))
+        )
+        if copies <= 0 and not same:
+            return Batch(x, need, self.in_dim, self.batched)
+        start = 1 if same else len(picked)
+        for i in self.batched:
+            rows = [leaves[i].select(self.in_dim, min(k, len(picked) - 1)) for k in range(need)]
+            for k in range(start, need):
+                rows[k] = _jitter(rows[k], k, generator)
+            leaves[i] = torch.stack(rows, self.in_dim)
+        return Batch(tree_unflatten(leaves, self.spec), need, self.in_dim, self.batched)
+
+
+def _jitter(row: Tensor, shift: int, generator: torch.Generator) -> Tensor:
+    if row.is_floating_point():
+        noise = torch.randn(row.shape, generator=generator, dtype=torch.float64).to(row)
+        return row + (0.25 * row.abs().mean().nan_to_num(1.0, 1.0, 1.0) + 0.1) * noise
+    return row.roll(shift, -1) if row.ndim else row
+
+
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the floating-point tensors of a nested structure."""
+    if dtype is None:
+        return x
+    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
+
+
+@contextmanager
+def quiet_rng(device: torch.device) -> Iterator[None]:
+    """Leave the random states of the CPU and of ``device`` as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield

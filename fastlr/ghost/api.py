@@ -1,0 +1,88 @@
+"""The two public functions of the engine, with plans kept for as long as the model lives."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from fastlr.ghost import adapt
+from fastlr.ghost.engine import Cotangent, Engine
+from fastlr.ghost.report import SupportReport
+
+_ENGINES: WeakKeyDictionary[nn.Module, dict[tuple, Engine]] = WeakKeyDictionary()
+
+
+def engine_for(model: nn.Module, output: adapt.OutputSelector, in_dim: int, out_dim: int) -> Engine:
+    """Return the engine of this model and these options: made once, dropped with the model."""
+    module = adapt.unwrap(model)
+    engines = _ENGINES.setdefault(module, {})
+    key = (output, in_dim, out_dim)
+    if key not in engines:
+        if len(engines) >= 8:  # a new function as ``output`` at every call must not pile up plans
+            engines.clear()
+        engines[key] = Engine(module, output=output, in_dim=in_dim, out_dim=out_dim)
+    return engines[key]
+
+
+def per_sample_grad_sq_norms(
+    model: nn.Module,
+    x: Any,
+    cotangent: Cotangent,
+    *,
+    output: adapt.OutputSelector = None,
+    in_dim: int = 0,
+    out_dim: int = 0,
+    per_parameter: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """Squared norm of the gradient of <v_b, output_b> with respect to all trainable parameters, for each sample b.
+
+    With v_b the gradient of a loss at the output, this is the squared norm of that loss's per-sample gradient. The
+    gradients themselves are not formed: a walk over the autograd graph finds every use of every parameter, and one
+    backward pass turns what arrives there into norms. The first call on a model proves the result on three samples in
+    float64 and keeps the plan; the model is taken as it is (call ``model.eval()`` yourself) and left as it was.
+
+    Args:
+        model: any nn.Module; DDP and torch.compile wrappers are looked through.
+        x: inputs: a tensor, a tuple (positional) or a dict (keywords).
+        cotangent: v, shaped like the output, or a function of the detached output that returns it; any scale.
+        output: picks the output tensor from what the model returns (a key, attribute, index or function); default the tensor
+            itself, ``.logits`` or ``.prediction_outputs``.
+        in_dim: sample axis of the batched inputs.
+        out_dim: sample axis of the output.
+        per_parameter: return one tensor for each trainable parameter instead of their sum.
+
+    Returns:
+        Tensor [B], float64, or a dict from parameter name to such tensors.
+
+    Raises:
+        InputError: inputs on another device or of another dtype, empty batch, output not a tensor, cotangent of another shape.
+        InteractionError: samples influence each other (batch norm in train mode). RandomForwardError: dropout is active.
+        HiddenParameterError: a parameter moves the output outside the autograd graph (reentrant checkpointing).
+        NonFiniteError: output or gradient not finite. ModelError: anything else that makes the norms meaningless.
+
+    Source: the quantity under the mean in Theorem 3.4 of the paper; ghost norms: Goodfellow 2015 (arXiv:1510.01799).
+
+    Example:
+        >>> import torch, fastlr
+        >>> model, x = torch.nn.Linear(3, 2, bias=False), torch.randn(4, 3)
+        >>> norms = fastlr.per_sample_grad_sq_norms(model, x, torch.ones(4, 2))
+        >>> torch.allclose(norms, 2 * x.double().square().sum(1), rtol=1e-5)
+        True
+    """
+    result = engine_for(model, output, in_dim, out_dim).run(x, cotangent)
+    return result.per_parameter if per_parameter else result.total
+
+
+def support_report(
+    model: nn.Module, x: Any, *, output: adapt.OutputSelector = None, in_dim: int = 0, out_dim: int = 0
+) -> SupportReport:
+    """Plan and prove for these inputs and tell, for every trainable parameter, how it is measured.
+
+    Args and errors as for `per_sample_grad_sq_norms`. Prints as a table (parameter, node kind, sample axis, route, largest
+    deviation from the exact gradients of three samples); the rows are in ``.parameters``.
+    """
+    engine = engine_for(model, output, in_dim, out_dim)
+    ledger = engine.prove(x)
+    return SupportReport.of(engine.names, ledger)

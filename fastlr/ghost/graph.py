@@ -1,0 +1,235 @@
+"""Walk the autograd graph of an output once: every node, every use of every parameter.
+
+Three kinds of nodes are told apart. *Parameter-side* nodes compute something of parameters alone (a transposed weight,
+W + B A, a normalised weight). *Sample-side* nodes have a sample axis. The others have no parameter below them. A *use*
+is a sample-side node with a parameter-side input: there the per-sample gradient can be had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+# Each element of the output is one element of the input, none twice: the squared norm goes through unchanged.
+VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "T Transpose Permute View UnsafeView ReshapeAlias ReshapeCopy Alias Split SplitWithSizes Chunk Slice Select Unbind "
+        "Unsqueeze Squeeze Narrow Flip Clone ToCopy Roll Detach"
+    ).split()
+) | {f"SqueezeBackward{i}" for i in range(1, 4)} | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
+CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
+# Row numbers that depend on the data: the sample of a row must be looked up on every chunk.
+DATA_DEPENDENT = frozenset(
+    f"{name}Backward{i}"
+    for name in (
+        "Index IndexPut IndexPutImpl IndexAdd IndexCopy IndexSelect IndexFill IndexReduce MaskedSelect MaskedScatter Take "
+        "Gather Scatter ScatterAdd ScatterReduce NestedTensorFromTensorList NestedTensorFromMask ToPaddedTensor "
+        "PackPaddedSequence PadPackedSequence GroupedMm"
+    ).split()
+    for i in range(3)
+)
+
+NEITHER, PARAMETER, SAMPLE = range(3)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One parameter-side input of a sample-side node."""
+
+    node: int
+    slot: int
+    child: int  # the parameter-side node (or AccumulateGrad) that feeds the slot
+    child_output: int
+    key: tuple  # what a proof of one use transfers by: node kind, slot, the parameter side below
+
+    @property
+    def source(self) -> tuple[int, int]:
+        """Where the parameter side ends: node and output number."""
+        return self.child, self.child_output
+
+
+@dataclass
+class Graph:
+    """The graph below one output: ``nodes`` in post-order (inputs before what consumes them)."""
+
+    nodes: list
+    names: list[str]
+    children: list[tuple[tuple[int, int], ...]]
+    parameters: dict[int, str]  # AccumulateGrad node -> parameter name
+    others: list[int]  # AccumulateGrad nodes of leaves that are not trainable parameters of the model
+    side: list[int] = field(default_factory=list)
+    keys: list = field(default_factory=list)
+    undecided: list[int] = field(default_factory=list)
+
+    def shape(self, node: int, output: int = 0) -> torch.Size:
+        """Shape of an output of a node in the forward pass."""
+        return torch.Size(self.nodes[node]._input_metadata[output].shape)
+
+    def dtype(self, node: int, output: int = 0) -> torch.dtype:
+        """Dtype of an output of a node in the forward pass."""
+        return self.nodes[node]._input_metadata[output].dtype
+
+    def outputs(self, node: int) -> int:
+        """Return the number of outputs of a node."""
+        return len(self.nodes[node]._input_metadata)
+
+    def sizes(self, node: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of all outputs of a node."""
+        return tuple(tuple(m.shape) for m in self.nodes[node]._input_metadata)
+
+    def lowest_dtype(self) -> torch.dtype:
+        """Least precise floating-point dtype in the graph."""
+        found = {m.dtype for n in self.nodes for m in n._input_metadata if m.dtype.is_floating_point}
+        return max(found, key=lambda d: torch.finfo(d).eps, default=torch.float64)
+
+    @property
+    def data_dependent(self) -> bool:
+        """Whether a sample-side node picks or moves rows by data."""
+        return any(
+            name in DATA_DEPENDENT and self.side[i] == SAMPLE for i, name in enumerate(self.names) if i < len(self.side)
+        )
+
+    def signature(self) -> tuple:
+        """Structure of the graph: kinds, edges, parameters, train flags of batch norms. Shapes are not in it."""
+        flags = tuple(
+            getattr(n, "_saved_training", None) for n, name in zip(self.nodes, self.names, strict=True) if "BatchNorm" in name
+        )
+        return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), flags
+
+    def classify(self, decide: Callable[[int, tuple], bool | None]) -> None:
+        """Decide the side of each node, bottom up.
+
+        ``decide(node, key)`` is asked for a node whose differentiable inputs are all parameter-side: True if it is
+        parameter-side too, False if it has a sample axis, None if unknown (listed in ``undecided``, taken for the latter).
+        """
+        self.side, self.keys, self.undecided = [], [], []
+        for i, name in enumerate(self.names):
+            if i in self.parameters:
+                self._append(PARAMETER, ("parameter", self.parameters[i]))
+                continue
+            below = [(c, o) for c, o in self.children[i] if c >= 0 and self.side[c] != NEITHER]
+            if not below:
+                self._append(NEITHER, None)
+            elif any(self.side[c] == SAMPLE for c, _ in below):
+                self._append(SAMPLE, self._key(i))
+            elif name in VIEWS:
+                self._append(PARAMETER, self.keys[below[0][0]] if name in CASTS else self._key(i))
+            else:
+                key = self._key(i)
+                answer = decide(i, key)
+                if answer is None:
+                    self.undecided.append(i)
+                self._append(PARAMETER if answer else SAMPLE, key)
+
+    def _append(self, side: int, key: tuple | None) -> None:
+        self.side.append(side)
+        self.keys.append(key)
+
+    def _key(self, i: int) -> tuple:
+        def below(c: int, o: int) -> tuple | str | None:
+            if c < 0 or self.side[c] == NEITHER:
+                return None
+            return "sample" if self.side[c] == SAMPLE else (self.keys[c], o)
+
+        return (self.names[i], tuple(below(c, o) for c, o in self.children[i]))
+
+    def uses(self) -> list[Use]:
+        """Every parameter-side input of a sample-side node."""
+        return [
+            Use(i, slot, c, o, (self.keys[i], slot))
+            for i in range(len(self.nodes))
+            if self.side[i] == SAMPLE
+            for slot, (c, o) in enumerate(self.children[i])
+            if c >= 0 and self.side[c] == PARAMETER
+        ]
+
+    def is_root(self, node: int) -> bool:
+        """Whether nothing that has parameters lies on the sample side below: the engine captures its gradient."""
+        return not any(c >= 0 and self.side[c] == SAMPLE for c, _ in self.children[node])
+
+    def parameters_below(self, node: int) -> tuple[int, ...]:
+        """AccumulateGrad nodes of parameters at or below a parameter-side node."""
+        seen, stack, found = set(), [node], []
+        while stack:
+            i = stack.pop()
+            if i < 0 or i in seen:
+                continue
+            seen.add(i)
+            if i in self.parameters:
+                found.append(i)
+            stack.extend(c for c, _ in self.children[i])
+        return tuple(sorted(found))
+
+    def view_chain(self, node: int) -> list[tuple[int, int]] | None:
+        """Nodes from a source down to its one parameter if all are views (with the output number used), else None."""
+        chain, output = [], 0
+        while node not in self.parameters:
+            if self.names[node] not in VIEWS:
+                return None
+            chain.append((node, output))
+            (node, output), *more = [(c, o) for c, o in self.children[node] if c >= 0] or [(-1, 0)]
+            if more or node < 0:
+                return None
+        return chain
+
+
+def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
+    """Collect the graph below ``z``, inputs before consumers, in an order fixed by the graph alone."""
+    names_of = {id(p): name for name, p in parameters.items()}
+    index: dict = {}
+    graph = Graph([], [], [], {}, [])
+    stack: list[tuple] = [(z.grad_fn, False)]
+    opened = set()
+    while stack:
+        node, done = stack.pop()
+        if done:
+            i = len(graph.nodes)
+            index[node] = i
+            graph.nodes.append(node)
+            name = node.name()
+            graph.names.append(name)
+            graph.children.append(tuple((-1, 0) if c is None else (index[c], o) for c, o in node.next_functions))
+            if name == ACCUMULATE:
+                known = names_of.get(id(node.variable))
+                if known is None:
+                    graph.others.append(i)
+                else:
+                    graph.parameters[i] = known
+            continue
+        if node in opened:
+            continue
+        opened.add(node)
+        stack.append((node, True))
+        stack.extend((c, False) for c, _ in reversed(node.next_functions) if c is not None and c not in opened)
+    return graph
+
+
+def call_node(node: object, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Run the backward formula of one node: its vector-Jacobian product with respect to all its inputs."""
+    result = node(*gradients) if callable(node) else node.apply(*gradients)  # type: ignore[attr-defined]
+    return result if isinstance(result, tuple) else (result,)
+
+
+def position_map(graph: Graph, chain: list[tuple[int, int]], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """For a chain of views from a parameter: for each parameter element, how often it is seen and at which position.
+
+    Found by running the views' own backward formulas on ones and on 0, 1, 2, ...; float64 is exact to 2^53.
+    """
+    size = math.prod(shape)
+    device = graph.nodes[chain[0][0]]._input_metadata[0].device if chain else torch.device("cpu")
+    seen = torch.ones(shape, dtype=torch.float64, device=device)
+    position = torch.arange(size, dtype=torch.float64, device=device).view(shape)
+    for node, output in chain:
+        if graph.names[node] in CASTS:
+            continue
+        count = graph.outputs(node)
+        seen, position = (
+            call_node(graph.nodes[node], tuple(t if k == output else None for k in range(count)))[0] for t in (seen, position)
+        )
+    return seen, position

@@ -1,0 +1,470 @@
+"""The proof on three samples: rules against one backward pass a sample, the sample axes, interaction, randomness.
+
+It runs on a functional copy in float64 with every parameter and buffer perturbed, so that nothing is zero by
+initialisation; where that copy cannot run, on a deep copy; where that cannot either, on the model itself in its own dtype
+(and the report says so). What is proven is kept in a `Ledger` by local structure (node kind, slot, parameter side), so a
+larger batch, whose graph has the same uses, needs no new proof.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import CheckpointError
+
+from fastlr.errors import HiddenParameterError, InteractionError, ModelError, NonFiniteError, RandomForwardError
+from fastlr.ghost import adapt
+from fastlr.ghost.execute import Structure, sq_norms
+from fastlr.ghost.graph import CASTS, Graph, walk
+from fastlr.ghost.layout import Layout, Ragged, candidates
+
+SAMPLES = 3
+
+
+@dataclass
+class UseProof:
+    """What the proof found of one kind of use."""
+
+    layouts: dict[int, list[Layout]]  # by output of the node, likelier ones first
+    route: str  # "rule", "node"
+    kind: str
+    reason: str = ""
+
+
+@dataclass
+class ParameterProof:
+    """What the proof found of one parameter."""
+
+    route: str  # "rule", "node", "loop", "zero"
+    deviation: float = 0.0  # largest |fast - truth| over the samples, relative to the sample's total
+    alive: bool = False  # whether its gradient was nonzero, so that something was proven
+    kinds: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass
+class Ledger:
+    """Everything proven so far of a model in one state of its flags."""
+
+    parameter_side: set[tuple] = field(default_factory=set)  # (key, shapes)
+    sample_side: set[tuple] = field(default_factory=set)  # keys
+    uses: dict[tuple, UseProof] = field(default_factory=dict)
+    parameters: dict[str, ParameterProof] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    subject: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def decide(self, graph: Graph) -> Callable[[int, tuple], bool | None]:
+        """Sides of nodes as far as proven (see Graph.classify)."""
+
+        def answer(i: int, key: tuple) -> bool | None:
+            if (key, graph.sizes(i)) in self.parameter_side:
+                return True
+            return False if key in self.sample_side else None
+
+        return answer
+
+    @property
+    def loop(self) -> frozenset[str]:
+        """Names of parameters that only the loop over samples gets right."""
+        return frozenset(name for name, p in self.parameters.items() if p.route == "loop")
+
+
+def tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    """(relative to the parameter's own squared norm, relative to the sample's total) for a rule against the truth."""
+    return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
+
+
+@dataclass
+class Subject:
+    """Something that computes like the model: the model itself or a perturbed copy."""
+
+    name: str
+    model: nn.Module
+    tensors: dict[str, Tensor] | None  # for functional calls
+    parameters: dict[str, Tensor]
+    dtype: torch.dtype | None
+
+    def __call__(self, x: Any) -> Any:
+        if self.tensors is None:
+            return adapt.call(self.model, adapt.cast(x, self.dtype))
+        x = adapt.cast(x, self.dtype)
+        args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
+        return functional_call(self.model, self.tensors, args, kwargs, tie_weights=True)
+
+
+def _perturbed(t: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+    width = 0.3 / math.sqrt(max(1, t[0].numel())) if t.ndim > 1 else 0.1
+    return (t.detach().double() + scale * width * noise) if t.is_floating_point() else t.detach().clone()
+
+
+def _perturbed_buffer(t: Tensor, name: str, scale: float, generator: torch.Generator) -> Tensor:
+    if not t.is_floating_point():
+        return t.detach().clone()
+    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+    new = t.detach().double() * torch.exp(0.1 * scale * noise)  # keeps signs, zeros and infinities
+    return new + 0.1 * scale * noise if name.endswith("running_mean") else new
+
+
+def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int) -> Iterator[Subject]:
+    """Copies to prove on, the strictest first."""
+    generator = torch.Generator().manual_seed(seed)
+    held = {n: _perturbed(p, scale, generator).requires_grad_(n in parameters) for n, p in model.named_parameters()}
+    buffers = {n: _perturbed_buffer(b, n, scale, generator) for n, b in model.named_buffers()}
+    own = {n: held[n] for n in parameters}
+    yield Subject("perturbed float64 copy", model, {**held, **buffers}, own, torch.float64)
+    try:
+        clone = copy.deepcopy(model).double()
+    except (RuntimeError, TypeError, ValueError):
+        clone = None
+    if clone is not None:
+        with torch.no_grad():
+            for n, p in clone.named_parameters():
+                p.copy_(held[n])
+            for n, b in clone.named_buffers():
+                b.copy_(buffers[n])
+        own = {n: p for n, p in clone.named_parameters() if n in parameters}
+        yield Subject("perturbed float64 deep copy", clone, None, own, torch.float64)
+    del clone, held, buffers, own
+    yield Subject("model itself, in its own dtype", model, None, dict(parameters), None)
+
+
+class Prover:
+    """Proves the uses of a model on three samples; `prove` adds what it finds to a ledger."""
+
+    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], output: adapt.OutputSelector, out_dim: int):
+        self.model, self.parameters, self.output, self.out_dim = model, parameters, output, out_dim
+
+    def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
+        """Prove on the first three samples of ``batch``; raises what makes per-sample gradients meaningless."""
+        failure: Exception | None = None
+        for scale in (1.0, 0.1, 0.0):
+            for subject in subjects(self.model, self.parameters, scale, seed):
+                try:
+                    with self._precision(subject):
+                        if self._prove_on(subject, batch, ledger):
+                            return
+                except (InteractionError, RandomForwardError, HiddenParameterError):
+                    raise
+                except NonFiniteError as error:
+                    failure = error
+                    break  # a gentler perturbation
+                except CheckpointError as error:
+                    self._all_by_loop(ledger, f"activation checkpointing: {str(error).splitlines()[0]}")
+                    return
+                except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                    if isinstance(error, torch.OutOfMemoryError) and subject.dtype is None:
+                        raise
+                    ledger.notes.append(f"{subject.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                    failure = error
+        assert failure is not None
+        if isinstance(failure, ModelError):
+            raise failure
+        raise ModelError(f"the model could not be proven on three samples: {'; '.join(ledger.notes)}") from failure
+
+    @contextmanager
+    def _precision(self, subject: Subject) -> Iterator[None]:
+        device = next(iter(self.parameters.values())).device.type
+        with torch.autocast(device, enabled=False) if subject.dtype is not None else nullcontext():
+            yield
+
+    def _all_by_loop(self, ledger: Ledger, reason: str) -> None:
+        for name in self.parameters:
+            ledger.parameters[name] = ParameterProof("loop", alive=True, reason=reason)
+
+    def _forward(self, subject: Subject, batch: adapt.Batch, samples: list[int]) -> Tensor:
+        with torch.enable_grad():
+            z = adapt.select_output(subject(batch.pick(samples)), self.output)
+        if adapt.sample_count(z, self.out_dim) != len(samples):
+            raise ModelError(
+                f"{len(samples)} samples give an output of shape {tuple(z.shape)}, which does not have that size along "
+                f"out_dim={self.out_dim}: pass in_dim= and out_dim="
+            )
+        return z
+
+    def _prove_on(self, subject: Subject, batch: adapt.Batch, ledger: Ledger) -> bool:
+        z = self._forward(subject, batch, list(range(SAMPLES)))
+        if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
+            raise NonFiniteError("the model's output is not finite on three samples of the inputs")
+        if not z.requires_grad:
+            raise ModelError("the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)")
+        graph = walk(z, subject.parameters)
+        originals = {id(p) for p in self.parameters.values()}
+        if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
+            raise TypeError("the forward pass uses parameters held outside the module, which a copy does not replace")
+        self._check_samples(subject, batch, z)
+        self._sides(subject, batch, graph, ledger)
+        structure = Structure.of(graph)
+        ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
+        v = self._cotangent(z)
+        truth, layouts, alternatives = self._truth(subject, graph, structure, z, v)
+        self._compare(graph, structure, z, v, truth, layouts, alternatives, ledger)
+        self._absent(subject, batch, z, graph, ledger)
+        ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
+        return True
+
+    def _cotangent(self, z: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
+
+    # -- forward checks ---------------------------------------------------------------------------------------------
+
+    def _check_samples(self, subject: Subject, batch: adapt.Batch, z: Tensor) -> None:
+        """The forward pass is a function, and what a sample gives does not depend on the others."""
+        close = 1e-9 if z.dtype == torch.float64 else 1e-3 if z.dtype == torch.float32 else 5e-2
+        with torch.no_grad():
+            again = self._forward(subject, batch, list(range(SAMPLES)))
+            if _far(z, again, close):
+                raise RandomForwardError(self._random_message())
+            for j in range(SAMPLES):
+                alone = self._forward(subject, batch, [j] * SAMPLES)
+                want = z.narrow(self.out_dim, j, 1).expand_as(alone)
+                if _far(want, alone, close):
+                    raise InteractionError(self._interaction_message(subject, batch, close))
+
+    def _random_message(self) -> str:
+        active = [n for n, m in self.model.named_modules() if m.training and "dropout" in type(m).__name__.lower()]
+        where = f"; in train mode: {', '.join(active[:5])}" if active else ""
+        return f"two forward passes on the same inputs differ (dropout, sampling){where}: call model.eval()"
+
+    def _interaction_message(self, subject: Subject, batch: adapt.Batch, close: float) -> str:
+        """Name the first module whose output for sample 0 changes when the other samples do."""
+        records: list[list[tuple[str, Tensor]]] = []
+        handles = []
+
+        def hook_for(name: str) -> Callable:
+            def hook(_module: nn.Module, _inputs: Any, result: Any) -> None:
+                if isinstance(result, Tensor) and result.ndim and result.shape[0] % SAMPLES == 0:
+                    records[-1].append((name, result.detach()[: len(result) // SAMPLES].clone()))
+
+            return hook
+
+        modules = dict(subject.model.named_modules())
+        for name, module in modules.items():
+            if name:
+                handles.append(module.register_forward_hook(hook_for(name)))
+        try:
+            for samples in (list(range(SAMPLES)), [0] * SAMPLES):
+                records.append([])
+                with torch.no_grad():
+                    self._forward(subject, batch, samples)
+        finally:
+            for handle in handles:
+                handle.remove()
+        first = next((n for (n, a), (_, b) in zip(*records, strict=False) if a.shape == b.shape and _far(a, b, close)), None)
+        message = "samples of the batch interact: what one gives depends on the others"
+        if first is None:
+            return f"{message}. Make the forward pass work on each sample alone"
+        module = modules[first]
+        message += f", first seen in module {first} ({type(module).__name__})"
+        if module.training and "Norm" in type(module).__name__:
+            return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
+        return f"{message}. Make it work on each sample alone"
+
+    def _sides(self, subject: Subject, batch: adapt.Batch, graph: Graph, ledger: Ledger) -> None:
+        """Tell parameter side from sample side: with every sample twice, the sample side doubles, the other does not."""
+        twice = walk(self._forward(subject, batch, [0, 1, 2, 0, 1, 2]), subject.parameters)
+        if graph.names != twice.names or graph.children != twice.children:
+            raise ValueError("the graph of a batch of 6 has another structure than that of 3")
+        # BUG GUARD: shapes are all that is compared; values of parameter-side nodes do not depend on inputs.
+
+        def decide(i: int, key: tuple) -> bool:
+            same = graph.sizes(i) == twice.sizes(i)
+            if same:
+                ledger.parameter_side.add((key, graph.sizes(i)))
+            else:
+                ledger.sample_side.add(key)
+            return same
+
+        graph.classify(decide)
+
+    # -- backward checks --------------------------------------------------------------------------------------------
+
+    def _truth(
+        self, subject: Subject, graph: Graph, structure: Structure, z: Tensor, v: Tensor
+    ) -> tuple[dict[str, Tensor], dict[tuple[int, int], Layout], dict[tuple[int, int], list[Layout]]]:
+        """Exact squared norms [3] of every parameter, and the layouts that the gradients of single samples allow."""
+        options: dict[tuple[int, int], list[Layout]] = {}
+        touched: dict[tuple[int, int, int], list[Tensor]] = {}  # (node, output, dim) -> rows touched by each sample
+        sample = 0
+
+        def hook_for(i: int) -> Callable:
+            def hook(gradients: tuple[Tensor | None, ...]) -> None:
+                for output, g in enumerate(gradients):
+                    if g is None:
+                        continue
+                    if (i, output) not in options:
+                        options[i, output] = list(candidates(g.shape, SAMPLES))
+                    rows = {}
+                    for dim in range(g.ndim):
+                        nonzero = (g != 0).movedim(dim, 0).reshape(g.shape[dim], -1).any(1)
+                        rows[dim] = nonzero
+                        touched.setdefault((i, output, dim), []).append(nonzero)
+                    options[i, output] = [
+                        c
+                        for c in options[i, output]
+                        if not rows[c.dim][c.samples(g.shape[c.dim], SAMPLES, g.device) != sample].any()  # type: ignore[union-attr]
+                    ]
+
+            return hook
+
+        handles = [graph.nodes[i].register_prehook(hook_for(i)) for i in structure.by_node]
+        names = list(subject.parameters)
+        truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=z.device) for name in names}
+        try:
+            for sample in range(SAMPLES):
+                only = torch.zeros_like(v)
+                only.narrow(self.out_dim, sample, 1).copy_(v.narrow(self.out_dim, sample, 1))
+                grads = torch.autograd.grad(z, list(subject.parameters.values()), only, retain_graph=True, allow_unused=True)
+                for name, grad in zip(names, grads, strict=True):
+                    if grad is not None:
+                        dense = grad.to_dense() if grad.layout != torch.strided else grad
+                        truth[name][sample] = dense.double().square().sum()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not torch.isfinite(torch.stack(list(truth.values()))).all():
+            bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
+            raise NonFiniteError(f"the gradient of parameter {bad} is not finite on three samples of the inputs")
+        layouts: dict[tuple[int, int], Layout] = {}
+        for place, regular in options.items():
+            if not regular:
+                options[place] = regular = [*_ragged(place, touched)]
+            if regular:
+                layouts[place] = regular[0]
+        return truth, layouts, options
+
+    def _compare(
+        self,
+        graph: Graph,
+        structure: Structure,
+        z: Tensor,
+        v: Tensor,
+        truth: dict[str, Tensor],
+        layouts: dict[tuple[int, int], Layout],
+        alternatives: dict[tuple[int, int], list[Layout]],
+        ledger: Ledger,
+    ) -> None:
+        """Run the rules on the three samples at once and compare each parameter's norms with the truth."""
+        own, total_part = tolerance(graph.lowest_dtype())
+        total = torch.stack(list(truth.values())).sum(0)
+        routes: dict[tuple, str] = {}
+        reasons: dict[tuple, str] = {}
+
+        def wrong(got: dict[str, Tensor]) -> dict[str, float]:
+            bad = {}
+            for name, value in got.items():
+                gap = (value - truth[name]).abs()
+                if not bool((gap <= own * truth[name] + total_part * total).all()):
+                    bad[name] = float((gap / total.clamp_min(1e-300)).max())
+            return bad
+
+        def run() -> dict[str, Tensor]:
+            return sq_norms(
+                graph, structure, z, v, layouts, SAMPLES, routes, retain=True, reasons=reasons, tolerant=True
+            )
+
+        lost: dict[str, str] = {}
+        got = run()
+        bad = wrong(got)
+        if bad:  # the nodes' own backward formulas instead of the rules, for these parameters
+            affected = [u for u in structure.uses if any(graph.parameters[p] in bad for p in graph.parameters_below(u.child))]
+            for use in affected:
+                if routes.get(use.key, "rule") == "rule":
+                    routes[use.key] = "node"
+                    reasons[use.key] = "the rule's result differs from the truth"
+            got = run()
+            bad = wrong(got)
+            lost = {name: f"no route but the loop is right (off by {gap:.1e})" for name, gap in bad.items()}
+        for use in structure.uses:
+            found = {o: alternatives.get((use.node, o), []) for o in range(graph.outputs(use.node))}
+            route = routes.get(use.key, "rule")
+            ledger.uses[use.key] = UseProof(found, route, graph.names[use.node], reasons.get(use.key, ""))
+        for name, value in got.items():
+            uses = [u for u in structure.uses if any(graph.parameters[p] == name for p in graph.parameters_below(u.child))]
+            gap = float(((value - truth[name]).abs() / total.clamp_min(1e-300)).max())
+            kinds = tuple(dict.fromkeys(_kind(graph, u.node) for u in uses))
+            axes = tuple(dict.fromkeys(str(layouts[u.node, 0]) if (u.node, 0) in layouts else "unknown" for u in uses))
+            route = "loop" if name in lost else "node" if any(routes.get(u.key) == "node" for u in uses) else "rule"
+            reason = lost.get(name) or next((reasons[u.key] for u in uses if u.key in reasons), "")
+            alive = bool((truth[name] > 0).any())
+            known = ledger.parameters.get(name)
+            if known is None or not known.alive or known.route == "zero":
+                ledger.parameters[name] = ParameterProof(route, 0.0 if name in lost else gap, alive, kinds, axes, reason)
+
+    def _absent(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
+        """Parameters that are not in the graph: zero if they do not move the output, otherwise an error."""
+        present = set(graph.parameters.values())
+        absent = [n for n in self.parameters if n not in present and n not in ledger.parameters]
+        if not absent:
+            return
+        moved = self._moves(subject, batch, z, absent)
+        if moved:
+            culprits = [n for n in absent if self._moves(subject, batch, z, [n])] or absent
+            module = culprits[0].rpartition(".")[0]
+            while module and "checkpoint" not in repr(type(self.model.get_submodule(module))).lower() and "." in module:
+                if sum(n.startswith(module + ".") for n in culprits) == len(culprits):
+                    break
+                module = module.rpartition(".")[0]
+            kind = type(self.model.get_submodule(module)).__name__
+            raise HiddenParameterError(
+                f"parameter {culprits[0]}"
+                + (f" and {len(culprits) - 1} more" if len(culprits) > 1 else "")
+                + f" of module {module or '(root)'} ({kind}) change the output but are not in its autograd graph: "
+                "reentrant activation checkpointing (use use_reentrant=False or switch it off), no_grad, detach or .data in "
+                "the forward pass; or freeze them with requires_grad_(False) if they should not count"
+            )
+        for n in absent:
+            ledger.parameters[n] = ParameterProof("zero", reason="not used by the output", alive=True)
+
+    def _moves(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str]) -> bool:
+        generator = torch.Generator().manual_seed(2)
+        saved = {n: subject.parameters[n].detach().clone() for n in names}
+        with torch.no_grad():
+            try:
+                for n in names:
+                    p = subject.parameters[n]
+                    noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+                    p.add_(noise * (0.5 * p.abs().mean() + 0.1))
+                again = self._forward(subject, batch, list(range(SAMPLES)))
+            finally:
+                for n in names:
+                    subject.parameters[n].copy_(saved[n])
+        return _far(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6)
+
+
+def _kind(graph: Graph, node: int) -> str:
+    name = graph.names[node].removesuffix("Backward0")
+    return name.removesuffix("Backward") if graph.names[node] not in CASTS else name
+
+
+def _ragged(place: tuple[int, int], touched: dict[tuple[int, int, int], list[Tensor]]) -> Iterator[Ragged]:
+    """Axes along which no index belongs to two samples."""
+    for (node, output, dim), rows in touched.items():
+        if (node, output) == place and len(rows) == SAMPLES:
+            stacked = torch.stack(rows)
+            if bool((stacked.sum(0) <= 1).all()) and bool(stacked.any()):
+                yield Ragged(dim, stacked.to(torch.uint8).argmax(0))
+
+
+def _far(a: Tensor, b: Tensor, relative: float) -> bool:
+    """Whether two tensors differ by more than rounding, relative to the first one's size."""
+    if a.shape != b.shape:
+        return True
+    a, b = a.detach().double(), b.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    finite = a[a.isfinite()]
+    size = float(finite.abs().max()) if finite.numel() else 1.0
+    gap = (a - b).abs().masked_fill(same, 0.0)
+    return not bool((gap <= relative * max(size, 1e-30)).all())

@@ -1,0 +1,106 @@
+"""The outcome of planning and proof, parameter by parameter."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastlr.ghost.proof import Ledger
+
+
+@dataclass(frozen=True)
+class ParameterSupport:
+    """How one parameter is measured.
+
+    ``route``: "rule" (walk of the graph), "node" (the node's own backward formula, sample by sample), "loop" (one pass a
+    sample), "zero" (not used by the output). ``deviation``: largest |fast - truth| of its squared norm on the proof's three
+    samples, relative to the sample's total. ``proven`` is False where its gradient was zero on those samples.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    axes: tuple[str, ...]
+    route: str
+    deviation: float
+    proven: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class SupportReport:
+    """Every trainable parameter with its route; prints as a table."""
+
+    parameters: tuple[ParameterSupport, ...]
+    subject: str
+    dtype: str
+    others: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @staticmethod
+    def of(names: list[str], ledger: Ledger) -> SupportReport:
+        """Build the report of a ledger."""
+        rows = []
+        for name in names:
+            p = ledger.parameters[name]
+            rows.append(ParameterSupport(name, p.kinds, p.axes, p.route, p.deviation, p.alive, p.reason))
+        dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
+        return SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(dict.fromkeys(ledger.notes)))
+
+    @property
+    def routes(self) -> dict[str, str]:
+        """Route of each parameter."""
+        return {p.name: p.route for p in self.parameters}
+
+    @property
+    def largest_deviation(self) -> float:
+        """Largest deviation from the truth over all parameters."""
+        return max((p.deviation for p in self.parameters), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain types."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [("parameter", "node", "samples along", "route", "deviation")]
+        for label, p in _grouped(self.parameters):
+            deviation = f"{p.deviation:.0e}" if p.proven and p.route in ("rule", "node") else "-"
+            rows.append((label, "+".join(p.kinds) or "-", ", ".join(p.axes) or "-", p.route, deviation))
+        widths = [max(len(r[k]) for r in rows) for k in range(5)]
+        widths[0] = min(widths[0], 44)
+        lines = ["  ".join(_fit(c, w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+        lines.insert(1, "-" * max(len(line) for line in lines))
+        count = {route: sum(p.route == route for p in self.parameters) for route in ("rule", "node", "loop", "zero")}
+        lines.append("")
+        lines.append(f"{len(self.parameters)} parameters: " + ", ".join(f"{n} by {r}" for r, n in count.items() if n))
+        if self.subject:
+            lines.append(f"proven on three samples of a {self.subject} ({self.dtype}): off by at most {self.largest_deviation:.1e}")
+        unproven = [p.name for p in self.parameters if not p.proven]
+        if unproven:
+            lines.append(f"gradient zero on those samples, so checked when it is not: {', '.join(unproven[:4])}"
+                         + (f" and {len(unproven) - 4} more" if len(unproven) > 4 else ""))
+        reasons = dict.fromkeys(f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule")
+        lines += [*reasons]
+        if self.others:
+            lines.append(f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}")
+        lines += [f"note: {n}" for n in self.notes]
+        return "\n".join(lines)
+
+
+def _fit(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else "..." + text[len(text) - width + 3 :]
+
+
+def _grouped(parameters: tuple[ParameterSupport, ...]) -> list[tuple[str, ParameterSupport]]:
+    """Join parameters of one module that share node, axis and route into one row."""
+    rows: list[tuple[str, list[str], ParameterSupport]] = []
+    for p in parameters:
+        module, _, leaf = p.name.rpartition(".")
+        last = rows[-1] if rows else None
+        if last and last[0] == module and (last[2].kinds, last[2].axes, last[2].route, last[2].proven) == (
+            p.kinds, p.axes, p.route, p.proven
+        ):
+            worst = p if p.deviation > last[2].deviation else last[2]
+            rows[-1] = (module, [*last[1], leaf], worst)
+        else:
+            rows.append((module, [leaf], p))
+    return [(f"{m}.{{{','.join(ls)}}}" if len(ls) > 1 else f"{m}.{ls[0]}" if m else ls[0], p) for m, ls, p in rows]
