@@ -17,7 +17,12 @@ from fastlr.errors import (
     NonFiniteError,
     RandomForwardError,
 )
+from fastlr.estimate import LocalRedundancy, estimate
 from fastlr.ghost import per_sample_grad_sq_norms, support_report
+from fastlr.inputs import GaussianSeries, NoiseImages, ShapeImages, TensorInputs, TokenInputs
+from fastlr.predictive import Bernoulli, Categorical, Gaussian
+from fastlr.result import Estimate, paired_difference
+from fastlr.stats import memorization_gain, regression_memorization_bound
 
 try:
     __version__ = version("fastlr")
@@ -25,14 +30,28 @@ except PackageNotFoundError:  # used from a source tree that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Bernoulli",
+    "Categorical",
+    "Estimate",
     "FastlrError",
     "FastlrWarning",
+    "Gaussian",
+    "GaussianSeries",
     "HiddenParameterError",
     "InputError",
     "InteractionError",
+    "LocalRedundancy",
     "ModelError",
+    "NoiseImages",
     "NonFiniteError",
     "RandomForwardError",
+    "ShapeImages",
+    "TensorInputs",
+    "TokenInputs",
+    "estimate",
+    "memorization_gain",
+    "paired_difference",
     "per_sample_grad_sq_norms",
+    "regression_memorization_bound",
     "support_report",
 ]
