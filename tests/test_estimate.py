@@ -11,6 +11,7 @@ from torch import nn
 
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.estimate import (
+    CHECK_EVERY,
     LocalRedundancy,
     estimate,
     memorization_gain,
