@@ -9,6 +9,7 @@ Everything here is integer arithmetic and table look-ups, so the CPU, a GPU and 
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from statistics import NormalDist
 
@@ -25,10 +26,13 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 STREAMS = {"shapes": 1, "noise": 2, "series": 3, "tokens": 4, "labels": 5, "cotangent": 6}
 
 NORMAL_BITS = 16
+BLOCK = 1 << 20  # words are drawn in blocks of about this many where that bounds the memory
 _NORMAL_FRACTION = 20
 
 
-def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox4x32(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10: four random 32-bit words for each counter (c0, c1, c2, c3) under the key (k0, k1).
 
     Args:
@@ -69,7 +73,9 @@ def check_range(start: int, stop: int) -> tuple[int, int]:
     if stop <= start:
         raise InputError(f"the range [{start}, {stop}) is empty: stop must be larger than start")
     if start < 0 or stop > 1 << 64:
-        raise InputError(f"the range [{start}, {stop}) leaves [0, 2**64): indices of samples are unsigned 64-bit integers")
+        raise InputError(
+            f"the range [{start}, {stop}) leaves [0, 2**64): indices of samples are unsigned 64-bit integers"
+        )
     return start, stop
 
 
@@ -122,13 +128,15 @@ def uniform_integers(words: Tensor, bound: int | Tensor) -> Tensor:
 def normal_quantiles() -> Tensor:
     """The ``2**16`` standard normal values that a 16-bit uniform draw picks from, float32, ascending.
 
-    Entry k is the normal quantile at ``(k + 1/2) / 2**16``, multiplied by 1.0000101 so that the mean of the squares is 1,
-    and rounded to a multiple of ``2**-20`` (exact in float32, hence the same on every machine). As a discrete distribution
-    it has mean 0, variance 1 within 1e-8, kurtosis 2.9992 (a normal has 3) and no value beyond 4.325, which a normal
-    exceeds in size with probability 1.5e-5.
+    Entry k is the normal quantile at ``(k + 1/2) / 2**16``, multiplied by 1.0000101 so that the mean of the squares is
+    1, and rounded to a multiple of ``2**-20`` (exact in float32, hence the same on every machine). As a discrete
+    distribution it has mean 0, variance 1 within 1e-8, kurtosis 2.9992 (a normal has 3) and no value beyond 4.325,
+    which a normal exceeds in size with probability 1.5e-5.
     """
     levels = 1 << NORMAL_BITS
-    upper = torch.tensor([NormalDist().inv_cdf((k + 0.5) / levels) for k in range(levels // 2, levels)], dtype=torch.float64)
+    upper = torch.tensor(
+        [NormalDist().inv_cdf((k + 0.5) / levels) for k in range(levels // 2, levels)], dtype=torch.float64
+    )
     upper = torch.round(upper / upper.square().mean().sqrt() * 2**_NORMAL_FRACTION) / 2**_NORMAL_FRACTION
     return torch.cat([-upper.flip(0), upper]).float()
 
@@ -137,3 +145,47 @@ def half_words(seed: int, index: Tensor, stream: int, count: int) -> Tensor:
     """Uniform 16-bit draws, two a word, the low half first: ``[n, count]`` int64 in ``[0, 2**16)``."""
     words = random_words(seed, index, stream, (count + 1) // 2)
     return torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, :count]
+
+
+def normals(
+    start: int,
+    stop: int,
+    shape: tuple[int, ...],
+    *,
+    stream: int,
+    seed: int = 0,
+    tables: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Independent N(0, 1) values for the samples ``start .. stop-1``, from :func:`normal_quantiles`.
+
+    Args:
+        start: index of the first sample.
+        stop: one past the last.
+        shape: of one sample.
+        stream: which use of randomness, one of ``STREAMS``.
+        seed: integer in ``[0, 2**64)``.
+        tables: float32 ``[G, 2**16]``, what each 16-bit draw becomes, in place of the normal quantiles; a sample's
+            values form G equal runs (channels, say), one table each.
+        dtype: of the output; table entries are rounded to it.
+        device: where to draw.
+
+    Returns:
+        ``[stop - start, *shape]``, the same bits on every device and in every chunk.
+
+    Raises:
+        InputError: seed or range out of bounds.
+    """
+    start, stop = check_range(start, stop)
+    tables = normal_quantiles()[None] if tables is None else tables
+    count, groups = math.prod(shape), len(tables)
+    tables = tables.to(device=device, dtype=dtype).flatten()
+    offset = torch.arange(groups, device=device)[:, None] << NORMAL_BITS
+    out = torch.empty(stop - start, count, dtype=dtype, device=device)
+    block = max(1, BLOCK // count)
+    for first in range(start, stop, block):
+        index = indices(first, min(first + block, stop), device)
+        draws = half_words(seed, index, stream, count).unflatten(1, (groups, -1)) + offset
+        torch.index_select(tables, 0, draws.flatten(), out=out[first - start : first - start + len(index)].view(-1))
+    return out.view(stop - start, *shape)

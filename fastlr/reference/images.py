@@ -1,4 +1,4 @@
-"""Synthetic images of random shapes, the vision inputs of the paper (Section 5.2 "Synthetic Memorization Datasets").
+"""Synthetic images of random shapes, the vision inputs of the paper (Section 3.6, "Synthetic Memorization Datasets").
 
 The definition, in plain torch; ``kernels/shape_images.py`` is the same op in Triton, bit for bit.
 """
@@ -46,7 +46,9 @@ def check_images(size: tuple[int, ...], rectangles: int, circles: int) -> tuple[
         raise InputError(f"size must be three integers (channels, height, width), got {size!r}")
     channels, height, width = size
     if not 1 <= channels <= 4:
-        raise InputError(f"size has {channels} channels: shape images have 1 to 4 channels of 8 bits, such as (3, 224, 224)")
+        raise InputError(
+            f"size has {channels} channels: shape images have 1 to 4 channels of 8 bits, such as (3, 224, 224)"
+        )
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
         raise InputError(f"size is {height} x {width} pixels: each side must lie in 1..{MAX_SIDE}")
     for name, count in (("rectangles", rectangles), ("circles", circles)):
@@ -56,7 +58,7 @@ def check_images(size: tuple[int, ...], rectangles: int, circles: int) -> tuple[
 
 
 def resolve_table(table: Tensor | None, channels: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    """The ``[channels, 256]`` table of output values in ``dtype``, checked; the default is the byte (uint8) or byte / 255."""
+    """The ``[channels, 256]`` table of outputs in ``dtype``, checked; by default the byte (uint8) or byte / 255."""
     if dtype != torch.uint8 and not dtype.is_floating_point:
         raise InputError(f"dtype must be a floating-point type, or torch.uint8 for raw bytes, got {dtype}")
     if table is None:
@@ -66,7 +68,7 @@ def resolve_table(table: Tensor | None, channels: int, dtype: torch.dtype, devic
         raise InputError("a normalisation table has no meaning for dtype torch.uint8: pass table=None for raw bytes")
     if table.shape != (channels, 256) or table.dtype != torch.float32:
         raise InputError(
-            f"table must be float32 of shape ({channels}, 256), one row a channel, got {table.dtype} {tuple(table.shape)}"
+            f"table must be float32 [{channels}, 256], one row a channel, got {table.dtype} {list(table.shape)}"
         )
     return table.to(device=device, dtype=dtype).contiguous()
 
@@ -80,7 +82,7 @@ def draw_shapes(index: Tensor, *, size: tuple[int, int, int], rectangles: int, c
     shifts = torch.arange(0, 8 * channels, 8, device=index.device)
     colours = colour[..., None] >> shifts & 0xFF
 
-    # Random order: of the m shapes still to paint, r of them rectangles, the next is a rectangle with probability r / m.
+    # Random order: of m shapes still to paint, r of them rectangles, the next is a rectangle with probability r / m.
     circle = torch.empty(len(index), count, dtype=torch.bool, device=index.device)
     left_over = torch.full_like(index, rectangles)
     for step in range(count):
@@ -105,22 +107,23 @@ def draw_shapes(index: Tensor, *, size: tuple[int, int, int], rectangles: int, c
 
 
 def paint(shapes: Shapes, height: int, width: int) -> Tensor:
-    """Return which shape is on top at each pixel: ``[n, height, width]`` int64, 0 for the canvas, s for the s-th shape."""
+    """Return the shape on top at each pixel: ``[n, height, width]`` int64, 0 for the canvas, s for the s-th shape."""
     circle, top, bottom, left, right = (t.int()[..., None] for t in shapes[:5])
     n, count = shapes.circle.shape
     circle, radius = circle.bool(), (bottom - top) // 2
 
-    # A pixel is inside where y <= limit - x. Circle: squared distances, radius**2. Rectangle: 0 inside, _OUTSIDE else, 0.
+    # A pixel is inside where y + x <= limit. Circle: squared distances and radius**2.
+    # Rectangle: 0 between the bounds, _OUTSIDE elsewhere, and 0. The comparison is y <= limit - x, to save an addition.
     def distance(length: int, low: Tensor, high: Tensor) -> Tensor:
         position = torch.arange(length, dtype=torch.int32, device=low.device)
         inside = (position >= low) & (position < high)
         return torch.where(circle, (position - low - radius).square(), torch.where(inside, 0, _OUTSIDE))
 
     y = distance(height, top, bottom)
-    x = torch.where(circle, radius.square(), 0) - distance(width, left, right)
+    limit_x = torch.where(circle, radius.square(), 0) - distance(width, left, right)
     top_shape = torch.zeros(n, height, width, dtype=torch.uint8 if count < 256 else torch.int32, device=circle.device)
     for step in range(count):
-        inside = y[:, step, :, None] <= x[:, step, None, :]
+        inside = y[:, step, :, None] <= limit_x[:, step, None, :]
         torch.maximum(top_shape, inside.to(top_shape.dtype).mul_(step + 1), out=top_shape)
     return top_shape.long()
 
@@ -140,15 +143,15 @@ def shape_images(
 ) -> Tensor:
     """Images ``start .. stop-1`` of overlapping random shapes: image i is a pure function of (seed, i).
 
-    The canvas has one uniform random colour; then ``rectangles`` rectangles and ``circles`` circles are painted over it in
-    uniformly random order, each in a uniform random 8-bit colour. With all integers uniform in their ranges:
+    The canvas has one uniform random colour; then ``rectangles`` rectangles and ``circles`` circles are painted over it
+    in uniformly random order, each in a uniform random 8-bit colour. With all integers uniform in their ranges:
 
     - a rectangle has height in ``[H // 8, H // 2]`` and width in ``[W // 8, W // 2]`` (at least 1);
-    - a circle has radius r in ``[min(H, W) // 16, min(H, W) // 4]`` and covers the pixels with ``dy**2 + dx**2 <= r**2``;
+    - a circle has radius r in ``[min(H, W) // 16, min(H, W) // 4]`` and covers ``dy**2 + dx**2 <= r**2``;
     - centres are uniform over the pixels, and what lies outside the image is cut off.
 
-    The paper (Section 5.2 and Appendix A.3) fixes the numbers of shapes, the random order and that sizes, positions and
-    colours are random; the ranges are ours.
+    The paper (Sections 3.6 and 4.1, Appendix A.3) fixes the numbers of shapes, the random order and that sizes,
+    positions and colours are random; the ranges are ours.
 
     Args:
         start: index of the first image, from 0.
@@ -157,8 +160,8 @@ def shape_images(
         rectangles: rectangles an image.
         circles: circles an image.
         seed: integer in ``[0, 2**64)``.
-        table: float32 ``[C, 256]``, the output for each byte of each channel (a normalisation). None: byte / 255, or the
-            byte itself for ``dtype=torch.uint8``.
+        table: float32 ``[C, 256]``, the output for each byte of each channel (a normalisation). None: byte / 255, or
+            the byte itself for ``dtype=torch.uint8``.
         dtype: of the output; table entries are rounded to it, nothing else is.
         channels_last: give the output ``torch.channels_last`` memory format.
         device: where to make the images.

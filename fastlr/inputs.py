@@ -1,0 +1,422 @@
+"""Synthetic and user-supplied inputs: every batch is a pure function of (seed, sample index).
+
+The lower bound of the paper holds for any inputs that do not depend on the labels (Theorem 3.3); what matters is that
+they make the network's capacity visible. All generators here draw from one counter-based generator (Philox4x32-10 under
+the 64-bit seed, one stream for each class), so that sample i has the same bits on every device, in every chunk and on
+every rank, and the same images can be used at every measurement of a run.
+
+Anything with a method ``batch(start, stop, *, seed, device, dtype)`` that is such a pure function can stand in for
+these.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr import ops
+from fastlr.errors import InputError
+from fastlr.reference.counter import (
+    BLOCK,
+    STREAMS,
+    check_range,
+    check_seed,
+    indices,
+    normal_quantiles,
+    normals,
+    random_words,
+    uniform_integers,
+)
+from fastlr.reference.images import check_images
+
+Batch = Tensor | tuple | dict
+Normalize = str | tuple | None
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Inputs:
+    """Base of the inputs: :meth:`batch` checks its arguments and calls ``_make``.
+
+    Attributes:
+        limit: the number of samples there are, or None where there is no end.
+    """
+
+    limit: int | None = None
+
+    def batch(
+        self,
+        start: int,
+        stop: int,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Batch:
+        """Return samples ``start .. stop-1``.
+
+        Args:
+            start: index of the first sample, from 0.
+            stop: one past the last.
+            seed: integer in ``[0, 2**64)``.
+            device: where the batch is wanted (None: torch's default device).
+            dtype: of floating-point tensors: float16, bfloat16, float32 or float64 (None: float32). Others are not
+                cast.
+
+        Returns:
+            A tensor, a tuple (positional arguments of the model) or a dict (keyword arguments).
+
+        Raises:
+            InputError: an argument is out of range, or the range reaches beyond ``limit``.
+        """
+        start, stop = check_range(start, stop)
+        if self.limit is not None and stop > self.limit:
+            raise InputError(
+                f"{type(self).__name__} has {self.limit} samples, but samples up to {stop - 1} were asked for: "
+                f"ask for n <= {self.limit}, or supply more"
+            )
+        if dtype is not None and dtype not in _DTYPES:
+            raise InputError(f"dtype must be one of float16, bfloat16, float32 and float64, got {dtype}")
+        device = torch.get_default_device() if device is None else torch.device(device)
+        return self._make(start, stop, check_seed(seed), device, dtype)
+
+    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
+        raise NotImplementedError(f"{type(self).__name__} must implement _make(start, stop, seed, device, dtype)")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what defines these inputs, ready for JSON: the class under "inputs", and its arguments."""
+        return {"inputs": type(self).__name__, **_plain(asdict(self))}
+
+
+def _plain(value: Any) -> Any:
+    """Tuples to lists, so that a record equals itself after a round trip through JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _positive(**counts: int) -> None:
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise InputError(f"{name} must be an integer of at least 1, got {count!r}")
+
+
+def _mean_std(normalize: Normalize, channels: int) -> tuple[Tensor, Tensor] | None:
+    """The float64 mean and standard deviation of each channel that ``normalize`` names, or None for None."""
+    if normalize is None:
+        return None
+    if normalize == "imagenet":
+        normalize = IMAGENET
+    if isinstance(normalize, str) or not isinstance(normalize, Sequence) or len(normalize) != 2:
+        raise InputError(f'normalize must be "imagenet", None or (mean, std), got {normalize!r}')
+    pair = []
+    for name, values in zip(("mean", "std"), normalize, strict=True):
+        values = [values] * channels if isinstance(values, (int, float)) else list(values)
+        if len(values) != channels or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
+            raise InputError(f"normalize: {name} must be one finite number or {channels}, one a channel, got {values}")
+        pair.append(torch.tensor(values, dtype=torch.float64, device="cpu")[:, None])
+    if not (pair[1] > 0).all():
+        raise InputError(f"normalize: std must be positive, got {pair[1].flatten().tolist()}")
+    return pair[0], pair[1]
+
+
+@dataclass(frozen=True)
+class ShapeImages(Inputs):
+    """Images of overlapping random shapes: the vision inputs of the paper (Section 3.6).
+
+    A canvas in a uniform random colour; over it ``rectangles`` rectangles and ``circles`` circles in random order, with
+    random sizes, positions and 8-bit colours. :func:`fastlr.reference.images.shape_images` gives the distributions. On
+    a GPU the images are made by the Triton kernel of the same name, with the same bits.
+
+    Args:
+        size: (C, H, W), C in 1..4.
+        rectangles: rectangles an image.
+        circles: circles an image.
+        normalize: "imagenet" (three channels), (mean, std) with one number or one a channel, in units where a byte of
+            255 is 1: the output is (byte / 255 - mean) / std; None gives byte / 255.
+        channels_last: give batches ``torch.channels_last`` memory format.
+
+    Batches are ``[n, C, H, W]``.
+
+    >>> ShapeImages((3, 8, 8)).batch(0, 2, seed=1).shape
+    torch.Size([2, 3, 8, 8])
+    """
+
+    size: tuple[int, int, int] = (3, 224, 224)
+    rectangles: int = 5
+    circles: int = 5
+    normalize: Normalize = "imagenet"
+    channels_last: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        channels, _, _ = check_images(self.size, self.rectangles, self.circles)
+        object.__setattr__(self, "size", tuple(self.size))
+        if self.normalize == "imagenet" and channels != 3:
+            raise InputError(f'normalize="imagenet" needs 3 channels, size has {channels}: pass (mean, std) or None')
+        _mean_std(self.normalize, channels)
+
+    def table(self) -> Tensor:
+        """Return the output of each byte in each channel, ``[C, 256]`` float32, rounded once from float64."""
+        levels = torch.arange(256, dtype=torch.float64, device="cpu")[None] / 255
+        mean_std = _mean_std(self.normalize, self.size[0])
+        levels = levels.expand(self.size[0], 256) if mean_std is None else (levels - mean_std[0]) / mean_std[1]
+        return levels.float()
+
+    def raw(self, start: int, stop: int, *, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
+        """Return the images ``start .. stop-1`` as bytes, ``[n, C, H, W]`` uint8: what the eye sees."""
+        device = torch.get_default_device() if device is None else torch.device(device)
+        return self._images(start, stop, seed, device, torch.uint8, None)
+
+    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+        return self._images(start, stop, seed, device, dtype or torch.float32, self.table())
+
+    def _images(
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype, table: Tensor | None
+    ) -> Tensor:
+        fast = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        return ops.get("shape_images", "triton" if fast else "reference")(
+            start,
+            stop,
+            size=self.size,
+            rectangles=self.rectangles,
+            circles=self.circles,
+            seed=seed,
+            table=table,
+            dtype=dtype,
+            channels_last=self.channels_last,
+            device=device,
+        )
+
+
+@dataclass(frozen=True)
+class NoiseImages(Inputs):
+    """Independent Gaussian noise in every pixel and channel: input type (i) of the paper's ablation (Appendix A.4).
+
+    The paper gives no scale. Here the network sees z ~ N(0, 1), noise of unit variance in the *normalised* space, the
+    scale of ImageNet images after the usual normalisation. With ``normalize`` the *pixels* are z ~ N(0, 1), unclipped,
+    and the network sees (z - mean) / std. z is discretised as :func:`fastlr.reference.counter.normal_quantiles`
+    describes (65536 values; mean 0, variance 1, kurtosis 2.9992).
+
+    Args:
+        size: (C, H, W), any C.
+        normalize: None, "imagenet" or (mean, std) as for :class:`ShapeImages`.
+
+    Batches are ``[n, C, H, W]``.
+    """
+
+    size: tuple[int, int, int] = (3, 224, 224)
+    normalize: Normalize = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, (tuple, list)) or len(self.size) != 3:
+            raise InputError(f"size must be three integers (channels, height, width), got {self.size!r}")
+        for name, side in zip(("size's channels", "size's height", "size's width"), self.size, strict=True):
+            _positive(**{name: side})
+        object.__setattr__(self, "size", tuple(self.size))
+        _mean_std(self.normalize, self.size[0])
+
+    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+        tables = normal_quantiles()[None]
+        mean_std = _mean_std(self.normalize, self.size[0])
+        if mean_std is not None:
+            tables = ((tables.double() - mean_std[0]) / mean_std[1]).float()
+        how = {"seed": seed, "dtype": dtype or torch.float32, "device": device}
+        return normals(start, stop, self.size, stream=STREAMS["noise"], tables=tables, **how)
+
+
+@dataclass(frozen=True)
+class GaussianSeries(Inputs):
+    """Random context windows x ~ N(0, I): the time series inputs of the paper (Section 3.6).
+
+    Args:
+        length: time steps.
+        features: channels of the series.
+
+    Batches are ``[n, length, features]``, discretised as :func:`fastlr.reference.counter.normal_quantiles` describes.
+
+    >>> GaussianSeries(length=96).batch(0, 4, seed=0).shape
+    torch.Size([4, 96, 7])
+    """
+
+    length: int = 512
+    features: int = 7
+
+    def __post_init__(self) -> None:
+        _positive(length=self.length, features=self.features)
+
+    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+        shape, dtype = (self.length, self.features), dtype or torch.float32
+        return normals(start, stop, shape, stream=STREAMS["series"], seed=seed, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class TokenInputs(Inputs):
+    """Independent, uniformly random tokens, for language models.
+
+    Args:
+        vocab_size: tokens are uniform in ``[0, vocab_size)``, below ``2**31``.
+        length: tokens a sample.
+        attention_mask: add ``attention_mask``, all ones.
+
+    Batches are ``{"input_ids": [n, length] int64}``, with ``"attention_mask": [n, length] int64`` where asked for.
+
+    >>> sorted(TokenInputs(50257, 16, attention_mask=True).batch(0, 2, seed=0))
+    ['attention_mask', 'input_ids']
+    """
+
+    vocab_size: int
+    length: int
+    attention_mask: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(vocab_size=self.vocab_size, length=self.length)
+        if self.vocab_size >= 1 << 31:
+            raise InputError(f"vocab_size must be below 2**31, got {self.vocab_size}")
+
+    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
+        out = torch.empty(stop - start, self.length, dtype=torch.int64, device=device)
+        block = max(1, BLOCK // self.length)
+        for first in range(start, stop, block):
+            index = indices(first, min(first + block, stop), device)
+            words = random_words(seed, index, STREAMS["tokens"], self.length)
+            out[first - start : first - start + len(index)] = uniform_integers(words, self.vocab_size)
+        return {"input_ids": out, "attention_mask": torch.ones_like(out)} if self.attention_mask else {"input_ids": out}
+
+
+class TensorInputs(Inputs):
+    """The user's own inputs, in their order; the seed changes nothing.
+
+    Args:
+        tensors: a tensor, a tuple of positional or a dict of keyword arguments of the model, or a map-style torch
+            Dataset whose items are tensors, tuples or dicts of them (with the same item at every access: no random
+            augmentation). Values other than tensors are passed on as they are; a tensor of size 1 along ``in_dim``
+            beside longer ones (such as position ids) is not batched and is passed on whole.
+        in_dim: the sample axis of the batched tensors.
+        item: for a Dataset, the part of an item that the model takes: an index or key, such as 0 where items are
+            (image, label), or a function of the item. None: the whole item.
+
+    Batches own their memory. Floating-point tensors are cast to ``dtype`` if one is given, others keep theirs.
+
+    Raises:
+        InputError: no tensor, no samples, lengths that differ, or (in ``batch``) more samples than there are.
+
+    >>> TensorInputs((torch.zeros(10, 3), torch.ones(10, 2))).batch(2, 6)[0].shape
+    torch.Size([4, 3])
+    """
+
+    def __init__(self, tensors: Any, in_dim: int = 0, *, item: int | str | Callable[[Any], Any] | None = None):
+        if type(in_dim) is not int:
+            raise InputError(f"in_dim must be an integer, got {in_dim!r}")
+        self.tensors, self.in_dim, self.item = tensors, in_dim, item
+        if isinstance(tensors, (Tensor, tuple, Mapping)):
+            self.dataset = None
+            if item is not None:
+                raise InputError("item= picks from the items of a Dataset: leave it out for tensors")
+            self.limit = self._common_length(tensors)
+        elif hasattr(tensors, "__getitem__") and hasattr(tensors, "__len__") and not isinstance(tensors, (list, str)):
+            self.dataset, self.limit = tensors, len(tensors)
+        else:
+            raise InputError(
+                f"tensors must be a tensor, a tuple, a dict or a map-style Dataset, got {type(tensors).__name__}: "
+                "torch.stack a list of samples; use a tuple for positional arguments"
+            )
+        if self.limit < 1:
+            raise InputError("there are no samples: TensorInputs needs at least one")
+
+    def __len__(self) -> int:
+        return self.limit
+
+    def __repr__(self) -> str:
+        return f"TensorInputs({self._describe()}, in_dim={self.in_dim}, length={self.limit})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the shapes and dtypes (not the values), the sample axis and the number of samples, ready for JSON."""
+        return {"inputs": "TensorInputs", "tensors": self._describe(), "in_dim": self.in_dim, "length": self.limit}
+
+    def _describe(self) -> str:
+        if self.dataset is not None:
+            return type(self.dataset).__name__
+        return ", ".join(
+            name + (f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" if isinstance(v, Tensor) else repr(v))
+            for name, v in _leaves(self.tensors)
+        )
+
+    def _common_length(self, tensors: Any) -> int:
+        lengths = {}
+        for name, value in _leaves(tensors):
+            if not isinstance(value, Tensor):
+                continue
+            if not -value.ndim <= self.in_dim < value.ndim:
+                raise InputError(f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set in_dim")
+            lengths[name.rstrip("=")] = value.shape[self.in_dim]
+        if not lengths:
+            raise InputError("no tensor among the inputs: TensorInputs needs at least one")
+        batched = set(lengths.values()) - {1} or {1}
+        if len(batched) > 1:
+            raise InputError(f"the tensors have different numbers of samples along axis {self.in_dim}: {lengths}")
+        return batched.pop()
+
+    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
+        if self.dataset is not None:
+            return _map(self._stack(start, stop), lambda t: _cast(t, device, dtype))
+
+        def take(tensor: Tensor) -> Tensor:
+            batched = tensor.shape[self.in_dim] == self.limit
+            return _cast(tensor.narrow(self.in_dim, start, stop - start) if batched else tensor, device, dtype)
+
+        return _map(self.tensors, take)
+
+    def _stack(self, start: int, stop: int) -> Batch:
+        items = []
+        for i in range(start, stop):
+            value = self.dataset[i]
+            if self.item is not None:
+                value = self.item(value) if callable(self.item) else value[self.item]
+            items.append(value)
+        try:
+            return _stack_items(items, self.in_dim)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise InputError(
+                f"samples {start}..{stop - 1} of {type(self.dataset).__name__} do not stack into a batch ({error}): "
+                "items must be tensors, or tuples or dicts of them, of the same shapes; item= picks a part of an item"
+            ) from error
+
+
+def _leaves(tensors: Any) -> Iterator[tuple[str, Any]]:
+    """(prefix, value) of a tensor, each element of a tuple or each entry of a dict."""
+    if isinstance(tensors, Mapping):
+        yield from ((f"{key}=", value) for key, value in tensors.items())
+    elif isinstance(tensors, tuple):
+        yield from ((f"{i}=", value) for i, value in enumerate(tensors))
+    else:
+        yield "", tensors
+
+
+def _map(tensors: Any, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Apply ``function`` to the tensors; a mapping becomes a dict."""
+    if isinstance(tensors, Mapping):
+        return {key: function(v) if isinstance(v, Tensor) else v for key, v in tensors.items()}
+    if isinstance(tensors, tuple):
+        return tuple(function(v) if isinstance(v, Tensor) else v for v in tensors)
+    return function(tensors)
+
+
+def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """A detached copy on ``device``, in ``dtype`` if it is floating-point."""
+    return tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
+
+
+def _stack_items(items: list, dim: int) -> Batch:
+    first = items[0]
+    if isinstance(first, Mapping):
+        return {key: _stack_items([i[key] for i in items], dim) for key in first}
+    if isinstance(first, (tuple, list)):
+        return tuple(_stack_items(list(part), dim) for part in zip(*items, strict=True))
+    return torch.stack([torch.as_tensor(i) for i in items], dim if torch.as_tensor(first).ndim else 0)

@@ -1,0 +1,67 @@
+"""Contact sheets: many images in one PNG, to see what a network is measured on."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import InputError
+
+
+def contact_sheet(images: Tensor, path: str | Path, columns: int = 8, gap: int = 4, background: int = 255) -> Path:
+    """Save images side by side as a PNG file, row by row.
+
+    Args:
+        images: ``[n, C, H, W]``, C = 1 (grey) or 3 (RGB); uint8, or floating-point in [0, 1] (not normalised).
+        path: the file to write; missing folders are made.
+        columns: images a row, at most.
+        gap: pixels between images and around them.
+        background: grey level of the gaps, 0..255.
+
+    Returns:
+        The path. The same images give the same bytes (for one version of zlib).
+
+    Raises:
+        InputError: wrong shape, no images, values outside [0, 1], or an argument out of range.
+    """
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
+        raise InputError(f"images must be [n, C, H, W] with C = 1 or 3 and n >= 1, got {list(images.shape)}")
+    if columns < 1 or gap < 0 or not 0 <= background <= 255:
+        raise InputError(f"need columns >= 1, gap >= 0 and background in 0..255, got {columns}, {gap} and {background}")
+    images = images.detach().cpu()
+    if images.is_floating_point():
+        if not ((images >= 0) & (images <= 1)).all():
+            raise InputError("images must lie in [0, 1]: pass the raw images, not the normalised ones")
+        images = (images.double() * 255).round().to(torch.uint8)
+    elif images.dtype != torch.uint8:
+        raise InputError(f"images must be uint8 or floating-point in [0, 1], got {images.dtype}")
+    n, channels, height, width = images.shape
+    columns = min(columns, n)
+    rows = -(-n // columns)
+    sheet = torch.full((rows * (height + gap) + gap, columns * (width + gap) + gap, channels), background).to(
+        torch.uint8
+    )
+    for i, image in enumerate(images):
+        y, x = gap + i // columns * (height + gap), gap + i % columns * (width + gap)
+        sheet[y : y + height, x : x + width] = image.permute(1, 2, 0)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_png(sheet))
+    return path
+
+
+def encode_png(pixels: Tensor) -> bytes:
+    """The PNG file of ``[H, W, C]`` uint8 pixels, C = 1 (grey) or 3 (RGB)."""
+    height, width, channels = pixels.shape
+    rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.reshape(height, -1)], dim=1)  # filter 0 a row
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
+    data = zlib.compress(bytes(rows.flatten().tolist()), 6)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
