@@ -67,7 +67,7 @@ def conv_sq_norms(
     count, images, channels = x.shape[:3]
     kernel = weight.shape[2:]
     if transposed:  # the roles of input and output gradient are exchanged
-        x, g, transposed = g, x, False
+        x, g, output_padding = g, x, [0] * len(kernel)
         channels = x.shape[2]
     if prod(kernel) == 1 and not any(padding):
         cut = (slice(None),) * 3 + tuple(

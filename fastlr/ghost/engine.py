@@ -16,9 +16,9 @@ from fastlr.errors import FastlrWarning, InputError, InteractionError, ModelErro
 from fastlr.ghost import adapt
 from fastlr.ghost.execute import Structure, backward, sq_norms
 from fastlr.ghost.fallback import by_loop
-from fastlr.ghost.graph import Graph, walk
+from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout, Ragged, explains, marks, row_sums
-from fastlr.ghost.proof import SAMPLES, Ledger, ParameterProof, Prover, _far
+from fastlr.ghost.proof import SAMPLES, Ledger, ParameterProof, Prover, far
 
 Cotangent = Tensor | Callable[[Tensor], "Tensor | Iterable[Tensor]"]
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
@@ -170,12 +170,8 @@ class Engine:
         retain: bool,
     ) -> dict[str, Tensor]:
         if count == 1:  # the gradient of the only sample is the gradient
-            found = torch.autograd.grad(z, list(self.parameters.values()), v, retain_graph=retain, allow_unused=True)
-            zero = torch.zeros(1, dtype=torch.float64, device=z.device)
-            return {
-                name: zero if g is None else (g.to_dense() if g.layout != torch.strided else g).double().square().sum()[None]
-                for name, g in zip(self.parameters, found, strict=True)
-            }
+            exact = exact_grads(z, self.parameters, v, retain=retain)
+            return {name: value[None] for name, value in zip(self.parameters, exact, strict=True)}
         ledger = self.ledger
         routes = {use_key: proof.route for use_key, proof in ledger.uses.items()}
         before = dict(routes)
@@ -298,7 +294,7 @@ class Engine:
                 except (RuntimeError, ValueError, IndexError) as error:
                     failures.append(str(error).splitlines()[0])
                     continue
-                if not _far(want, got, close):
+                if not far(want, got, close):
                     batch = trial
                     break
             else:
@@ -385,13 +381,7 @@ class Engine:
         j = int(torch.randint(count, (), generator=torch.Generator().manual_seed(seed)))
         only = torch.zeros_like(v)
         only.narrow(self.out_dim, j, 1).copy_(v.narrow(self.out_dim, j, 1))
-        grads = torch.autograd.grad(z, list(self.parameters.values()), only, retain_graph=True, allow_unused=True)
-        return j, {
-            name: torch.zeros((), dtype=torch.float64, device=z.device) if g is None else (
-                g.to_dense() if g.layout != torch.strided else g
-            ).double().square().sum()
-            for name, g in zip(self.parameters, grads, strict=True)
-        }
+        return j, dict(zip(self.parameters, exact_grads(z, self.parameters, only, retain=True), strict=True))
 
     def _disproved(self, norms: dict[str, Tensor], spot: tuple[int, dict[str, Tensor]]) -> dict[str, Tensor]:
         """Parameters whose norm of the spot-checked sample is not its exact norm: from now on done by the loop."""

@@ -224,6 +224,8 @@ def _factors(
         try:
             if name not in RULES:
                 raise Unsupported(f"no rule for {name}")
+            if any(graph.dtype(*u.source).is_complex for u in uses) or any(g is not None and g.is_complex() for g in site.gradients):
+                raise Unsupported("complex numbers")
             return RULES[name](site, slots)
         except errors as error:
             if isinstance(error, CheckpointError):
@@ -270,7 +272,7 @@ def _through_parameter_side(graph: Graph, group: Group, held: dict[Source, list[
             for p, grad in zip(group.parameters, _pull_back(graph, inner, variables), strict=True):
                 if grad is not None:
                     sums[p] = added([grad, sums[p]]) if p in sums else grad
-        parts.append({p: g.flatten(1).double().square().sum(1) for p, g in sums.items()})
+        parts.append({p: g.reshape(hi - lo, -1).double().square().sum(1) for p, g in sums.items()})
     return {graph.parameters[p]: torch.cat([part[p] for part in parts]) for p in parts[0]}
 
 

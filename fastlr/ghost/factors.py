@@ -25,7 +25,7 @@ class Dense:
 
     def sq_norms(self) -> Tensor:
         """Squared norm of each sample."""
-        return self.grads.flatten(1).double().square().sum(1)
+        return self.grads.reshape(len(self.grads), -1).double().square().sum(1)
 
     def dense(self, lo: int, hi: int) -> Tensor:
         """Gradients of samples lo..hi."""
@@ -150,7 +150,7 @@ def combined_sq_norms(factors: list[Factor], shape: torch.Size) -> Tensor:
     parts = []
     for lo, hi in chunks(batch_size(merged[0]), shape.numel()):
         total = added([f.dense(lo, hi).reshape(hi - lo, *shape) for f in merged])
-        parts.append(total.flatten(1).double().square().sum(1))
+        parts.append(total.reshape(hi - lo, -1).double().square().sum(1))
     return torch.cat(parts)
 
 

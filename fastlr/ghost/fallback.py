@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fastlr.errors import ModelError
 from fastlr.ghost import adapt
 from fastlr.ghost.factors import Dense
-from fastlr.ghost.graph import call_node
+from fastlr.ghost.graph import call_node, dense, exact_grads
 from fastlr.ghost.layout import Ragged
 from fastlr.ghost.rules import Site, Unsupported
 
@@ -49,12 +49,10 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
             results = call_node(site.node, only)
         for slot in slots:
             grad = results[slot]
-            found[slot].append(torch.zeros(site.shapes[slot], device=site.g.device) if grad is None else _dense(grad))
+            if grad is None:
+                grad = torch.zeros(site.shapes[slot], device=next(g for g in only if g is not None).device)
+            found[slot].append(dense(grad).sum_to_size(site.shapes[slot]))  # the engine sums over broadcast axes
     return {slot: Dense(torch.stack(grads)) for slot, grads in found.items()}
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.layout != torch.strided else grad
 
 
 def by_loop(
@@ -79,8 +77,6 @@ def by_loop(
             )
         if not z.requires_grad:
             continue
-        grads = torch.autograd.grad(z, list(parameters.values()), cotangent.to(z.dtype), allow_unused=True)
-        for name, grad in zip(parameters, grads, strict=True):
-            if grad is not None:
-                norms[name][j] = _dense(grad).double().square().sum()
+        for name, value in zip(parameters, exact_grads(z, parameters, cotangent.to(z.dtype)), strict=True):
+            norms[name][j] = value
     return norms

@@ -233,3 +233,15 @@ def position_map(graph: Graph, chain: list[tuple[int, int]], shape: torch.Size) 
             call_node(graph.nodes[node], tuple(t if k == output else None for k in range(count)))[0] for t in (seen, position)
         )
     return seen, position
+
+
+def exact_grads(z: Tensor, parameters: dict[str, Tensor], v: Tensor, *, retain: bool = False) -> list[Tensor]:
+    """Squared norms (float64) of the gradients of <v, z>, by plain autograd, in the order of ``parameters``."""
+    grads = torch.autograd.grad(z, list(parameters.values()), v, retain_graph=retain, allow_unused=True)
+    zero = torch.zeros((), dtype=torch.float64, device=z.device)
+    return [zero if g is None else dense(g).double().square().sum() for g in grads]
+
+
+def dense(grad: Tensor) -> Tensor:
+    """Return a sparse gradient (nn.Embedding(sparse=True)) as a dense one."""
+    return grad.to_dense() if grad.layout != torch.strided else grad

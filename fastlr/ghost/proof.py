@@ -22,9 +22,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastlr.errors import HiddenParameterError, InteractionError, ModelError, NonFiniteError, RandomForwardError
 from fastlr.ghost import adapt
-from fastlr.ghost.execute import Structure, sq_norms
-from fastlr.ghost.graph import CASTS, Graph, walk
-from fastlr.ghost.layout import Layout, Ragged, candidates
+from fastlr.ghost.execute import Structure, backward, sq_norms
+from fastlr.ghost.graph import CASTS, Graph, exact_grads, walk
+from fastlr.ghost.layout import Layout, Ragged, Regular, candidates
 
 SAMPLES = 3
 
@@ -204,13 +204,14 @@ class Prover:
         if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
             raise TypeError("the forward pass uses parameters held outside the module, which a copy does not replace")
         self._check_samples(subject, batch, z)
+        self._absent(subject, batch, z, graph, ledger)
         self._sides(subject, batch, graph, ledger)
         structure = Structure.of(graph)
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = self._cotangent(z)
-        truth, layouts, alternatives = self._truth(subject, graph, structure, z, v)
+        truth = self._truth(subject, batch, v)
+        layouts, alternatives = self._sample_axes(graph, structure, z, v)
         self._compare(graph, structure, z, v, truth, layouts, alternatives, ledger)
-        self._absent(subject, batch, z, graph, ledger)
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
         return True
 
@@ -225,12 +226,12 @@ class Prover:
         close = 1e-9 if z.dtype == torch.float64 else 1e-3 if z.dtype == torch.float32 else 5e-2
         with torch.no_grad():
             again = self._forward(subject, batch, list(range(SAMPLES)))
-            if _far(z, again, close):
+            if far(z, again, close):
                 raise RandomForwardError(self._random_message())
             for j in range(SAMPLES):
                 alone = self._forward(subject, batch, [j] * SAMPLES)
                 want = z.narrow(self.out_dim, j, 1).expand_as(alone)
-                if _far(want, alone, close):
+                if far(want, alone, close):
                     raise InteractionError(self._interaction_message(subject, batch, close))
 
     def _random_message(self) -> str:
@@ -262,7 +263,7 @@ class Prover:
         finally:
             for handle in handles:
                 handle.remove()
-        first = next((n for (n, a), (_, b) in zip(*records, strict=False) if a.shape == b.shape and _far(a, b, close)), None)
+        first = next((n for (n, a), (_, b) in zip(*records, strict=False) if a.shape == b.shape and far(a, b, close)), None)
         message = "samples of the batch interact: what one gives depends on the others"
         if first is None:
             return f"{message}. Make the forward pass work on each sample alone"
@@ -277,7 +278,6 @@ class Prover:
         twice = walk(self._forward(subject, batch, [0, 1, 2, 0, 1, 2]), subject.parameters)
         if graph.names != twice.names or graph.children != twice.children:
             raise ValueError("the graph of a batch of 6 has another structure than that of 3")
-        # BUG GUARD: shapes are all that is compared; values of parameter-side nodes do not depend on inputs.
 
         def decide(i: int, key: tuple) -> bool:
             same = graph.sizes(i) == twice.sizes(i)
@@ -291,59 +291,59 @@ class Prover:
 
     # -- backward checks --------------------------------------------------------------------------------------------
 
-    def _truth(
-        self, subject: Subject, graph: Graph, structure: Structure, z: Tensor, v: Tensor
-    ) -> tuple[dict[str, Tensor], dict[tuple[int, int], Layout], dict[tuple[int, int], list[Layout]]]:
-        """Exact squared norms [3] of every parameter, and the layouts that the gradients of single samples allow."""
-        options: dict[tuple[int, int], list[Layout]] = {}
-        touched: dict[tuple[int, int, int], list[Tensor]] = {}  # (node, output, dim) -> rows touched by each sample
-        sample = 0
-
-        def hook_for(i: int) -> Callable:
-            def hook(gradients: tuple[Tensor | None, ...]) -> None:
-                for output, g in enumerate(gradients):
-                    if g is None:
-                        continue
-                    if (i, output) not in options:
-                        options[i, output] = list(candidates(g.shape, SAMPLES))
-                    rows = {}
-                    for dim in range(g.ndim):
-                        nonzero = (g != 0).movedim(dim, 0).reshape(g.shape[dim], -1).any(1)
-                        rows[dim] = nonzero
-                        touched.setdefault((i, output, dim), []).append(nonzero)
-                    options[i, output] = [
-                        c
-                        for c in options[i, output]
-                        if not rows[c.dim][c.samples(g.shape[c.dim], SAMPLES, g.device) != sample].any()  # type: ignore[union-attr]
-                    ]
-
-            return hook
-
-        handles = [graph.nodes[i].register_prehook(hook_for(i)) for i in structure.by_node]
+    def _truth(self, subject: Subject, batch: adapt.Batch, v: Tensor) -> dict[str, Tensor]:
+        """Exact squared norms [3] of every parameter: each sample alone, one plain backward pass each."""
         names = list(subject.parameters)
-        truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=z.device) for name in names}
-        try:
-            for sample in range(SAMPLES):
-                only = torch.zeros_like(v)
-                only.narrow(self.out_dim, sample, 1).copy_(v.narrow(self.out_dim, sample, 1))
-                grads = torch.autograd.grad(z, list(subject.parameters.values()), only, retain_graph=True, allow_unused=True)
-                for name, grad in zip(names, grads, strict=True):
-                    if grad is not None:
-                        dense = grad.to_dense() if grad.layout != torch.strided else grad
-                        truth[name][sample] = dense.double().square().sum()
-        finally:
-            for handle in handles:
-                handle.remove()
+        truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=v.device) for name in names}
+        for sample in range(SAMPLES):
+            only = v.narrow(self.out_dim, sample, 1)
+            try:
+                z = self._forward(subject, batch, [sample])
+                usable = z.shape == only.shape
+            except (RuntimeError, ValueError, IndexError):
+                usable = False
+            if not usable:  # a model that cannot take a batch of one: three copies, of which the first counts
+                z = self._forward(subject, batch, [sample] * SAMPLES)
+                padded = torch.zeros_like(z)
+                padded.narrow(self.out_dim, 0, 1).copy_(only)
+                only = padded
+            for name, grad in zip(names, exact_grads(z, subject.parameters, only), strict=True):
+                truth[name][sample] = grad
         if not torch.isfinite(torch.stack(list(truth.values()))).all():
             bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
             raise NonFiniteError(f"the gradient of parameter {bad} is not finite on three samples of the inputs")
-        layouts: dict[tuple[int, int], Layout] = {}
-        for place, regular in options.items():
-            if not regular:
-                options[place] = regular = [*_ragged(place, touched)]
-            if regular:
-                layouts[place] = regular[0]
-        return truth, layouts, options
+        return truth
+
+    def _sample_axes(
+        self, graph: Graph, structure: Structure, z: Tensor, v: Tensor
+    ) -> tuple[dict[tuple[int, int], Layout], dict[tuple[int, int], list[Layout]]]:
+        """The layouts that the gradients of single samples allow at every use: one, and all."""
+        options: dict[tuple[int, int], list[Layout]] = {}
+        touched: dict[tuple[int, int], dict[int, list[Tensor]]] = {}  # (node, output) -> axis -> indices of each sample
+
+        for sample in range(SAMPLES):
+            only = torch.zeros_like(v)
+            only.narrow(self.out_dim, sample, 1).copy_(v.narrow(self.out_dim, sample, 1))
+
+            def visit(i: int, gradients: tuple[Tensor | None, ...], sample: int = sample) -> None:
+                for output, g in enumerate(gradients):
+                    if g is None:
+                        continue
+                    place = (i, output)
+                    rows = {d: (g != 0).movedim(d, 0).reshape(g.shape[d], -1).any(1) for d in range(g.ndim)}
+                    for d, nonzero in rows.items():
+                        touched.setdefault(place, {}).setdefault(d, []).append(nonzero)
+                    options[place] = [
+                        c
+                        for c in options.get(place, candidates(g.shape, SAMPLES))
+                        if isinstance(c, Regular)
+                        and not rows[c.dim][c.samples(g.shape[c.dim], SAMPLES, g.device) != sample].any()
+                    ]
+
+            backward(graph, structure, z, only, visit, retain=True)
+        for place in options:
+            options[place] = options[place] or [*_ragged(touched[place])]
+        return {place: found[0] for place, found in options.items() if found}, options
 
     def _compare(
         self,
@@ -441,7 +441,7 @@ class Prover:
             finally:
                 for n in names:
                     subject.parameters[n].copy_(saved[n])
-        return _far(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6)
+        return far(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6)
 
 
 def _kind(graph: Graph, node: int) -> str:
@@ -449,16 +449,16 @@ def _kind(graph: Graph, node: int) -> str:
     return name.removesuffix("Backward") if graph.names[node] not in CASTS else name
 
 
-def _ragged(place: tuple[int, int], touched: dict[tuple[int, int, int], list[Tensor]]) -> Iterator[Ragged]:
+def _ragged(touched: dict[int, list[Tensor]]) -> Iterator[Ragged]:
     """Axes along which no index belongs to two samples."""
-    for (node, output, dim), rows in touched.items():
-        if (node, output) == place and len(rows) == SAMPLES:
+    for dim, rows in touched.items():
+        if len(rows) == SAMPLES:
             stacked = torch.stack(rows)
             if bool((stacked.sum(0) <= 1).all()) and bool(stacked.any()):
                 yield Ragged(dim, stacked.to(torch.uint8).argmax(0))
 
 
-def _far(a: Tensor, b: Tensor, relative: float) -> bool:
+def far(a: Tensor, b: Tensor, relative: float) -> bool:
     """Whether two tensors differ by more than rounding, relative to the first one's size."""
     if a.shape != b.shape:
         return True
