@@ -89,6 +89,7 @@ def estimate(
     import fastlr
     from fastlr.models import load_model
     from fastlr.report.record import machine, progress_bar, write_json
+    from fastlr.report.record import save_images as picture
     from fastlr.report.tables import summary
 
     out = Console(stderr=json_file == "-")
@@ -102,7 +103,7 @@ def estimate(
         x = source.batch(0, 3, seed=seed, device=place, dtype=_float_dtype(net))
         out.print(fastlr.support_report(net, x))
     if save_images is not None:
-        _save_images(save_images, source, seed)
+        picture(save_images, source, seed=seed)
         out.print(f"images: {save_images}", highlight=False, soft_wrap=True)
 
     with progress_bar(model) as progress:
@@ -211,12 +212,6 @@ def _float_dtype(model: Any) -> Any:
     import torch
 
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _save_images(path: Path, source: Any, seed: int) -> None:
-    from fastlr.report.images import contact_sheet
-
-    contact_sheet(source, path, seed=seed)
 
 
 def _line(error: BaseException) -> str:

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 import fastlr
 from fastlr.errors import InputError
 from fastlr.models import load_model
-from fastlr.report.images import contact_sheet
 from fastlr.report.plots import per_layer_chart
-from fastlr.report.record import machine, progress_bar, write_json
+from fastlr.report.record import machine, progress_bar, save_images, write_json
 from fastlr.report.tables import pm, top_modules
 
 MODEL = "mobilenet_v3_large"
@@ -213,14 +212,11 @@ def run(
     say.print(top_modules(after.per_parameter))
 
     per_layer_chart(
-        after,
+        {"at initialisation": before, "after training": after},
         folder / "per-layer.png",
         title=f"{MODEL}: local redundancy by layer, in network order",
-        label="after training",
-        other=before,
-        other_label="at initialisation",
     )
-    contact_sheet(images, folder / "images.png", seed=seed)
+    save_images(folder / "images.png", images, seed=seed)
     record = {
         "machine": machine(),
         "command": f"python -m fastlr.demo (seed {seed})",
@@ -256,6 +252,7 @@ def _measure(say: Console, model: nn.Module, images: Any, seed: int, min_n: int,
 
 def _first(estimate: fastlr.Estimate, n: int) -> fastlr.Estimate:
     """Cut an estimate to its first ``n`` images: those are the same for both, however many each has needed."""
+    assert estimate.per_sample is not None  # it was just measured
     part = estimate.per_sample[:n]
     stderr = part.std().item() / len(part) ** 0.5
     return dataclasses.replace(

@@ -8,83 +8,73 @@ from typing import Any
 from fastlr.errors import InputError
 from fastlr.report.tables import group_to_fit, pm
 
-INK, MUTED, BAR, PAIR = "#1f2933", "#66717d", "#2f6f9f", "#d9822b"
+INK, MUTED, GRID, BARS = "#1f2933", "#66717d", "#e3e7eb", ("#2f6f9f", "#b8621b")
 
 
 def per_layer_chart(
-    estimate: Any,
+    estimates: Any,
     path: str | os.PathLike[str],
     *,
-    title: str = "",
-    label: str = "",
-    other: Any = None,
-    other_label: str = "",
+    title: str = "Local redundancy by layer, in network order",
     most: int = 48,
 ) -> None:
     """Draw each module's share of the mean squared gradient norm, top to bottom in network order, into ``path``.
 
     The shares of the parameters of a module are added up; where that gives more than ``most`` bars, modules are joined
-    into the blocks that hold them.
+    into the blocks that hold them. The axis is linear: bars can be compared and add up to 100 %.
 
     Args:
-        estimate: A :class:`fastlr.Estimate`; the shares are ``per_parameter`` over their sum.
+        estimates: A :class:`fastlr.Estimate`, whose shares are ``per_parameter`` over their sum; or a dict from names
+            to estimates of the same parameters, which are drawn side by side, each on its own axis.
         path: The picture: ``.png``, ``.pdf`` or ``.svg``.
-        title: First line above the chart.
-        label: Name of the estimate, in the legend if there are two.
-        other: A second estimate of the same parameters, drawn beside the first.
-        other_label: Its name.
+        title: The line above the chart.
         most: The largest number of bars.
 
     Raises:
-        InputError: Nothing to show (no parameters or all values zero), other parameters, or an unwritable path.
+        InputError: Nothing to show (no parameters or all values zero), different parameters, or an unwritable path.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
 
-    series = [(estimate, label, BAR)] + ([(other, other_label, PAIR)] if other is not None else [])
-    if len({tuple(each.per_parameter) for each, _, _ in series}) > 1:
-        raise InputError("the two estimates are of different parameters, so their bars cannot stand side by side")
-    shares = []
-    for each, _, _ in series:
-        groups = group_to_fit(each.per_parameter, most)
-        total = sum(groups.values())
-        if not total > 0:
-            raise InputError("the estimate is zero or has no parameters: there are no shares to draw")
-        shares.append({name: value / total for name, value in groups.items()})
-    names = list(shares[0])
+    panels = estimates if isinstance(estimates, dict) else {"": estimates}
+    if len({tuple(each.per_parameter) for each in panels.values()}) != 1:
+        raise InputError("the estimates are of different parameters, so their bars cannot stand side by side")
+    if any(not sum(each.per_parameter.values()) > 0 for each in panels.values()):
+        raise InputError("an estimate is zero or has no parameters: there are no shares to draw")
+    groups = [group_to_fit(each.per_parameter, most) for each in panels.values()]
+    names = list(groups[0])
 
-    height = 0.8 / len(series)
-    figure = Figure(figsize=(8, 1.7 + 0.2 * len(names) * (1 if len(series) == 1 else 1.25)), layout="constrained")
+    figure = Figure(figsize=(3.2 + 4.4 * len(panels), 1.7 + 0.2 * len(names)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for i, (each, name, colour) in enumerate(series):
-        at = [row + (i - (len(series) - 1) / 2) * height for row in range(len(names))]
-        text = f"{name}: {pm(each.value, each.stderr)}" if name else pm(each.value, each.stderr)
-        bars = axes.barh(at, [shares[i][n] for n in names], height=height, color=colour, label=text)
-        if len(series) == 1:
-            texts = [f"{100 * shares[i][n]:.1f}" if shares[i][n] >= 0.0005 else "" for n in names]
-            axes.bar_label(bars, texts, padding=3, fontsize=7, color=MUTED)
-    axes.set_yticks(range(len(names)), names, fontsize=8, color=INK)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, 1.1 * max(max(s.values()) for s in shares))
-    axes.xaxis.set_major_formatter(
-        PercentFormatter(1.0, decimals=0 if max(max(s.values()) for s in shares) > 0.1 else 1)
-    )
-    axes.set_xlabel("share of the local redundancy (mean squared per-sample gradient norm)", fontsize=9, color=INK)
-    axes.tick_params(axis="x", labelsize=8, colors=MUTED)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="x", color="#e3e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    heading = title or "Local redundancy by layer, in network order"
-    if len(series) == 1:
-        heading += f"\nlocal redundancy {pm(estimate.value, estimate.stderr)}, n = {estimate.n}"
-    else:
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    axes.set_title(heading, loc="left", fontsize=10, color=INK)
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (name, estimate), group, colour in zip(row, panels.items(), groups, BARS * len(panels)):
+        total = sum(group.values())
+        _bars(axes, [value / total for value in group.values()], colour)
+        result = f"{pm(estimate.value, estimate.stderr)}, n = {estimate.n}"
+        axes.set_title(f"{name}: {result}" if name else result, loc="left", fontsize=9, color=INK)
+    row[0].set_yticks(range(len(names)), names, fontsize=8, color=INK)
+    row[0].set_ylim(len(names) - 0.4, -0.6)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    figure.supxlabel("share of the local redundancy (mean squared per-sample gradient norm)", fontsize=9, color=INK)
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write the chart {path}: {error}") from error
+
+
+def _bars(axes: Any, shares: list[float], colour: str) -> None:
+    """Draw one panel: a bar a row with its percentage, no frame, light vertical lines."""
+    from matplotlib.ticker import PercentFormatter
+
+    largest = max(shares)
+    bars = axes.barh(range(len(shares)), shares, height=0.78, color=colour)
+    texts = [f"{100 * share:.1f}" if share >= 0.0005 else "" for share in shares]
+    axes.bar_label(bars, texts, padding=3, fontsize=7, color=MUTED)
+    axes.set_xlim(0, 1.12 * largest)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if largest > 0.1 else 1))
+    axes.tick_params(axis="x", labelsize=8, colors=MUTED)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

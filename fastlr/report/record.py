@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fastlr.errors import InputError
+from fastlr.report.images import contact_sheet
 from fastlr.report.tables import pm
 
 
@@ -30,6 +31,33 @@ def machine() -> str:
     except (OSError, StopIteration):
         pass
     return f"{name}, {torch.get_num_threads()} threads"
+
+
+def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32) -> None:
+    """Save the first synthetic images as one PNG: as they were drawn, or else rescaled to their own range.
+
+    Args:
+        path: The file.
+        inputs: An object whose ``batch(start, stop, *, seed, device, dtype)`` returns [n, C, H, W], C = 1 or 3;
+            :class:`fastlr.ShapeImages` are shown before normalisation, others from their least to largest value.
+        seed: As for the estimate.
+        count: How many.
+
+    Raises:
+        InputError: The inputs are no images, or the file cannot be written.
+    """
+    if hasattr(inputs, "raw"):
+        images = inputs.raw(0, count, seed=seed)
+    else:
+        images = inputs.batch(0, count, seed=seed, device="cpu", dtype=torch.float32)
+        if not isinstance(images, torch.Tensor) or images.dim() != 4:
+            raise InputError(f"{path}: the inputs are no images [n, C, H, W], so there is no picture to save")
+        low, high = images.aminmax()
+        images = (images - low) / (high - low).clamp_min(1e-12)
+    try:
+        contact_sheet(images, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def write_json(path: str | Path, record: dict[str, Any]) -> None:
