@@ -37,24 +37,27 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return dict(zip(("registers", "stack", "shared", "local"), map(int, found[0]), strict=True))
 
 
-def compile_module(module: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, object]]:
-    """Compile every case of ``module`` for every architecture and return the records."""
+def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
+    """Compile one case (see above) for ``arch``, with options of Triton such as num_warps or maxnreg; measure it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    records = []
-    for name, kernel, signature, constexprs in importlib.import_module(module).compile_cases():
-        names = {**signature, **dict.fromkeys(constexprs, "constexpr")}
-        for arch in architectures:
-            source = ASTSource(kernel, {key: names[key] for key in kernel.arg_names}, constexprs)
-            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-            usage = resource_usage(compiled.asm["cubin"])
-            # ptxas puts spilled registers on the stack (local memory); these kernels have no arrays of their own there.
-            usage["spills"] = usage["stack"] + usage["local"]
-            usage["shared"] = max(usage["shared"], compiled.metadata.shared)
-            records.append({"case": name, "arch": arch, **usage})
-    return records
+    name, kernel, signature, constexprs = case
+    types = {**signature, **dict.fromkeys(constexprs, "constexpr")}
+    source = ASTSource(kernel, {key: types[key] for key in kernel.arg_names}, constexprs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage = resource_usage(compiled.asm["cubin"])
+    # ptxas puts spilled registers on the stack (local memory); these kernels have no arrays of their own there.
+    usage["spills"] = usage["stack"] + usage["local"]
+    usage["shared"] = max(usage["shared"], compiled.metadata.shared)
+    return {"case": name, "arch": arch, **usage}
+
+
+def compile_module(module: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, object]]:
+    """Compile every case of ``module`` for every architecture and return the records."""
+    cases = importlib.import_module(module).compile_cases()
+    return [compile_case(case, arch) for case in cases for arch in architectures]
 
 
 if __name__ == "__main__":
