@@ -118,7 +118,7 @@ def _mean_std(normalize: Normalize, channels: int) -> tuple[Tensor, Tensor] | No
         raise InputError(f'normalize must be "imagenet", None or (mean, std), got {normalize!r}')
     pair = []
     for name, values in zip(("mean", "std"), normalize, strict=True):
-        values = [values] * channels if isinstance(values, (int, float)) else list(values)
+        values = list(values) if isinstance(values, Sequence) else [values] * channels
         if len(values) != channels or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
             raise InputError(f"normalize: {name} must be one finite number or {channels}, one a channel, got {values}")
         pair.append(torch.tensor(values, dtype=torch.float64, device="cpu")[:, None])
