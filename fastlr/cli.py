@@ -101,12 +101,12 @@ def estimate(
 
     if support:
         x = source.batch(0, 3, seed=seed, device=place, dtype=_float_dtype(net))
-        out.print(fastlr.support_report(net, x))
+        out.print(str(fastlr.support_report(net, x)), highlight=False, markup=False)
     if save_images is not None:
         picture(save_images, source, seed=seed)
         out.print(f"images: {save_images}", highlight=False, soft_wrap=True)
 
-    with progress_bar(model) as progress:
+    with progress_bar(model, max_n or n) as progress:
         result = fastlr.estimate(
             net,
             source,

@@ -241,7 +241,7 @@ def run(
 
 
 def _measure(say: Console, model: nn.Module, images: Any, seed: int, min_n: int, max_n: int) -> Any:
-    with progress_bar("   images") as progress:
+    with progress_bar("   images", max_n) as progress:
         result = fastlr.estimate(
             model, images, seed=seed, target_rel_stderr=0.05, min_n=min_n, max_n=max_n, progress=progress
         )

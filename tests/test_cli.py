@@ -66,6 +66,7 @@ BASE = ["--size", "16", "--n", "6", "--device", "cpu"]
 def nets(tmp_path, monkeypatch):
     (tmp_path / "cli_nets.py").write_text(textwrap.dedent(NETS))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     sys.modules.pop("cli_nets", None)
 

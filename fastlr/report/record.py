@@ -85,7 +85,7 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int, float, float], None] | bool]:
+def progress_bar(label: str, total: int | None = None) -> Iterator[Callable[[int, int, float, float], None] | bool]:
     """Yield ``progress(done, total, value, stderr)``, which draws a bar on stderr; False if that is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -93,7 +93,7 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int, float, float], None
         return
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[value]}"), console=console, transient=True) as bar:
-        task = bar.add_task(label, total=None, value="")
+        task = bar.add_task(label, total=total, value="")
 
         def progress(done: int, total: int, value: float, stderr: float) -> None:
             bar.update(task, completed=done, total=total, value=pm(value, stderr))

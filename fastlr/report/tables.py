@@ -81,7 +81,8 @@ def summary(estimate: Any, *, title: str = "", top: int = 8) -> RenderableType:
         Text(
             f"n = {used}, probe {estimate.probe}, seed {estimate.seed}, {estimate.seconds:.1f} s ({each:.1f} ms each)"
         ),
-        Text(f"on {estimate.device}{precision}; {estimate.predictive}; {estimate.inputs}"),
+        Text(f"on {estimate.device}{precision}, {estimate.predictive}"),
+        Text(estimate.inputs),
         Text(f"redundancy of {used} inputs: at least eps x {used * value:.4g} nats + O(eps^2)"),
     ]
     lines += [Text(f"note: {note}") for note in estimate.notes]
