@@ -250,6 +250,7 @@ class LocalRedundancy:
                     report(moments.n if self.probe != "batch" else done, self.total, moments.mean, moments.stderr)
                 if finished:
                     break
+        assert sums is not None  # the first chunk that ends without an error sets it
         return torch.cat(kept), dict(zip(names, sums.tolist(), strict=True)), routes
 
     def _look(self, moments: Moments, values: Tensor, done: int, stop: int) -> tuple[int, bool]:
