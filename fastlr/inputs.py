@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -92,7 +92,7 @@ class Inputs:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what defines these inputs, ready for JSON: the class under "inputs", and its arguments."""
-        return {"inputs": type(self).__name__, **_plain(asdict(self))}
+        return {"inputs": type(self).__name__, **_plain(vars(self))}
 
 
 def _plain(value: Any) -> Any:
@@ -227,8 +227,8 @@ class NoiseImages(Inputs):
         mean_std = _mean_std(self.normalize, self.size[0])
         if mean_std is not None:
             tables = ((tables.double() - mean_std[0]) / mean_std[1]).float()
-        how = {"seed": seed, "dtype": dtype or torch.float32, "device": device}
-        return normals(start, stop, self.size, stream=STREAMS["noise"], tables=tables, **how)
+        stream, dtype = STREAMS["noise"], dtype or torch.float32
+        return normals(start, stop, self.size, stream=stream, seed=seed, tables=tables, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -311,12 +311,14 @@ class TensorInputs(Inputs):
     torch.Size([4, 3])
     """
 
+    limit: int
+
     def __init__(self, tensors: Any, in_dim: int = 0, *, item: int | str | Callable[[Any], Any] | None = None):
         if type(in_dim) is not int:
             raise InputError(f"in_dim must be an integer, got {in_dim!r}")
         self.tensors, self.in_dim, self.item = tensors, in_dim, item
+        self.dataset: Any = None
         if isinstance(tensors, (Tensor, tuple, Mapping)):
-            self.dataset = None
             if item is not None:
                 raise InputError("item= picks from the items of a Dataset: leave it out for tensors")
             self.limit = self._common_length(tensors)

@@ -227,7 +227,8 @@ CASES = {
     "64": (10, 12, {"size": (3, 64, 64), "seed": 1}),
     "224": (4, 5, {"size": (3, 224, 224), "table": "normalised"}),
     "33x47": (0, 3, {"size": (3, 33, 47), "table": "normalised"}),
-    "7x5": (0, 70, {"size": (3, 7, 5)}),
+    "7x5": (0, 3, {"size": (3, 7, 5)}),
+    "two-blocks-of-images": (0, 66, {"size": (1, 3, 2), "rectangles": 1, "circles": 0}),
     "1x1": (1, 2, {"size": (1, 1, 1), "seed": 1}),
     "four-channels": (0, 2, {"size": (4, 9, 40)}),
     "no-shapes": (0, 2, {"size": (3, 9, 40), "rectangles": 0, "circles": 0}),
@@ -240,8 +241,8 @@ CASES = {
     "bytes": (0, 2, {"size": (3, 33, 47), "dtype": "uint8"}),
     "seed-over-32-bits": (0, 2, {"size": (3, 32, 32), "seed": (1 << 40) + 17}),
     "largest-seed": (0, 2, {"size": (3, 32, 32), "seed": (1 << 64) - 1}),
-    "index-over-32-bits": ((1 << 32) - 2, (1 << 32) + 2, {"size": (3, 32, 32)}),
-    "index-at-bit-31": ((1 << 31) - 2, (1 << 31) + 2, {"size": (3, 32, 32)}),
+    "index-over-32-bits": ((1 << 32) - 1, (1 << 32) + 1, {"size": (3, 32, 32)}),
+    "index-at-bit-31": ((1 << 31) - 1, (1 << 31) + 1, {"size": (3, 32, 32)}),
     "last-index": ((1 << 64) - 2, 1 << 64, {"size": (3, 32, 32)}),
 }
 
