@@ -135,7 +135,9 @@ def normal_quantiles() -> Tensor:
     """
     levels = 1 << NORMAL_BITS
     upper = torch.tensor(
-        [NormalDist().inv_cdf((k + 0.5) / levels) for k in range(levels // 2, levels)], dtype=torch.float64
+        [NormalDist().inv_cdf((k + 0.5) / levels) for k in range(levels // 2, levels)],
+        dtype=torch.float64,
+        device="cpu",
     )
     upper = torch.round(upper / upper.square().mean().sqrt() * 2**_NORMAL_FRACTION) / 2**_NORMAL_FRACTION
     return torch.cat([-upper.flip(0), upper]).float()
