@@ -44,7 +44,7 @@ __all__ = [
 
 CHECK_EVERY = 128  # samples between two looks at target_rel_stderr, whatever the chunk
 BATCH_PROBE_SIZE = 250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
-_CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 1 << 30, 16 << 30, 1024
+_CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 16 << 30, 1024
 _WORK = 3  # a chunk's peak memory over the activations that its graph saves
 
 Progress = bool | Report
