@@ -42,8 +42,9 @@ def _torchvision(name: str, small: int, options: dict[str, Any]) -> None:
         extra = {"image_size": size} if name == "vit_b_16" else {}
         return image(getattr(torchvision.models, name), size, **options, **extra)
 
-    zoo(name, long=name in WIDE)(lambda: build(small))
-    zoo(f"{name}@224", long=True)(lambda: build(224))
+    kinked = name == "densenet121"
+    zoo(name, long=name in WIDE, kinked=kinked)(lambda: build(small))
+    zoo(f"{name}@224", long=True, kinked=kinked)(lambda: build(224))
     CALIBRATED.update({name, f"{name}@224"})
 
 

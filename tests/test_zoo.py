@@ -1,4 +1,4 @@
-"""Every model of the zoo against one backward pass per sample in float64; what has no per-sample gradient is refused by name.
+"""Every model of the zoo against one backward pass per sample in float64; the undefined is refused by name.
 
 Run all, slow ones included: ``pytest tests/test_zoo.py -m "long or not long"``.
 """
@@ -38,7 +38,7 @@ def assert_same_state(before: tuple, after: tuple) -> None:
 
 def measure(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
     """The library's answer, with the check that it left the model as it was."""
-    import fastlr
+    from fastlr import ghost as fastlr
 
     before = state(case.model)
     try:
@@ -80,6 +80,8 @@ def test_zoo(name: str) -> None:
     compare(exact, cotangent, truth, itself=1e-10, total=1e-13)
     del exact
     single = zoo.make(name, torch.float32)
+    if single.kinked:  # hold it to float32 autograd on the same batch, which has the same kinks
+        truth = cases.masked_norms(single, cotangent.float())
     compare(single, cotangent.float(), truth, itself=0.0, total=1e-4)
 
 
@@ -96,7 +98,7 @@ def test_zoo_refuses(name: str) -> None:
 
 @pytest.mark.parametrize("name", SOUND)
 def test_two_truths_agree(name: str) -> None:
-    """Cutting the inputs and masking the cotangent give the same: the truth is right and the samples do not interact."""
+    """Cutting the inputs and masking the cotangent give the same: the truth is right, samples do not interact."""
     if name == "embedding_scaled_by_frequency":
         pytest.skip("its gradient counts ids over the whole batch")
     case = zoo.make(name, torch.float64)
