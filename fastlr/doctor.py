@@ -57,7 +57,7 @@ def examine() -> list[Finding]:
         ("C++ compiler", _compiler),
         ("nvcc", _nvcc),
         ("fastlr._C", _extension),
-        *[(name, lambda name=name: _package(name, *OPTIONAL[name])) for name in OPTIONAL],  # type: ignore[misc]
+        *[(name, lambda name=name: _package(name, *OPTIONAL[name])) for name in OPTIONAL],
     ]
     findings = []
     for name, check in checks:

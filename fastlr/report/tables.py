@@ -47,14 +47,16 @@ def group_to_fit(per_parameter: Mapping[str, float], most: int) -> dict[str, flo
 
 
 def pm(value: float, stderr: float) -> str:
-    """Write a value with its standard error to two significant digits of the latter.
+    """Write a value with its standard error to two significant digits of the latter (seven of the value at most).
 
     Examples:
-        >>> pm(12.3456, 0.567), pm(1234567.0, 8901.0), pm(0.000123456, 0.0000012), pm(3.0, 0.0)
-        ('12.35 ± 0.57', '1.2346e+06 ± 8.9e+03', '1.235e-04 ± 1.2e-06', '3 ± 0')
+        >>> pm(12.3456, 0.567), pm(1234567.0, 8901.0), pm(0.000123456, 0.0000012)
+        ('12.35 ± 0.57', '1.2346e+06 ± 8.9e+03', '1.235e-04 ± 1.2e-06')
+        >>> pm(3.0, 0.0), pm(0.517883063, 2.5e-13), pm(41000.0, 4100.0), pm(2.0, float("nan"))
+        ('3 ± 0', '0.5178831 ± 2.5e-13', '41000 ± 4100', '2 ± nan')
     """
-    if not (math.isfinite(value) and math.isfinite(stderr)) or stderr <= 0:
-        return f"{value:.6g} ± {stderr:.2g}"
+    if not (math.isfinite(value) and math.isfinite(stderr)) or stderr < 1e-6 * abs(value) or stderr == 0:
+        return f"{value:.7g} ± {stderr:.2g}"
     last = math.floor(math.log10(stderr)) - 1  # the decimal place of the second digit
     size = max(abs(value), stderr)
     if 1e-3 <= size < 1e5:
