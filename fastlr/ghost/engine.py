@@ -18,7 +18,7 @@ from fastlr.ghost.execute import Structure, backward, sq_norms
 from fastlr.ghost.fallback import by_loop
 from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout, Ragged, explains, marks, row_sums
-from fastlr.ghost.proof import SAMPLES, Ledger, ParameterProof, Prover, far
+from fastlr.ghost.proof import SAMPLES, Ledger, ParameterProof, Prover, far, generic_cotangent
 
 Cotangent = Tensor | Callable[[Tensor], "Tensor | Iterable[Tensor]"]
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
@@ -115,11 +115,7 @@ class Engine:
     def prove(self, x: Any) -> Ledger:
         """Plan and prove for these inputs, with a random cotangent, and return what was found."""
 
-        def generic(z: Tensor) -> Tensor:
-            generator = torch.Generator().manual_seed(3)
-            return torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z.device)
-
-        self.run(x, generic)
+        self.run(x, generic_cotangent)
         return self.ledger
 
     # -- one call ---------------------------------------------------------------------------------------------------
@@ -142,7 +138,7 @@ class Engine:
         spot = None
         if count > 1 and (layouts is None or state.data_dependent):
             first = layouts is None
-            layouts = self._layouts(graph, state, z, v, count)
+            layouts = self._layouts(graph, state, z, count)
             state.layouts[key] = layouts
             spot = self._spot(z, v, count, len(state.layouts)) if first else None
         sums: dict[str, Tensor] = {}
@@ -154,6 +150,7 @@ class Engine:
             if not more:
                 break
             v, scale, more = next(passes)
+            spot = None
         return self._result(sums, output, count)
 
     def _pass(
@@ -317,8 +314,12 @@ class Engine:
 
     # -- checks on the real batch -----------------------------------------------------------------------------------
 
-    def _layouts(self, graph: Graph, state: _State, z: Tensor, v: Tensor, count: int) -> dict[tuple[int, int], Layout]:
-        """Find and verify the sample axis of every use by a marked backward pass at the real batch size."""
+    def _layouts(self, graph: Graph, state: _State, z: Tensor, count: int) -> dict[tuple[int, int], Layout]:
+        """Find and verify the sample axis of every use by a marked backward pass at the real batch size.
+
+        The cotangent is a dense random one, whatever the caller's: one with zeros would leave rows undecided.
+        """
+        v = generic_cotangent(z)
         ledger = self.ledger
         candidates: dict[tuple[int, int], list[Layout]] = {}
         for node, uses in state.structure.by_node.items():

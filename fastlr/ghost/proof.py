@@ -208,16 +208,12 @@ class Prover:
         self._sides(subject, batch, graph, ledger)
         structure = Structure.of(graph)
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
-        v = self._cotangent(z)
+        v = generic_cotangent(z)
         truth = self._truth(subject, batch, v)
         layouts, alternatives = self._sample_axes(graph, structure, z, v)
         self._compare(graph, structure, z, v, truth, layouts, alternatives, ledger)
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
         return True
-
-    def _cotangent(self, z: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        return torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
 
     # -- forward checks ---------------------------------------------------------------------------------------------
 
@@ -456,6 +452,12 @@ def _ragged(touched: dict[int, list[Tensor]]) -> Iterator[Ragged]:
             stacked = torch.stack(rows)
             if bool((stacked.sum(0) <= 1).all()) and bool(stacked.any()):
                 yield Ragged(dim, stacked.to(torch.uint8).argmax(0))
+
+
+def generic_cotangent(z: Tensor) -> Tensor:
+    """Return a dense random cotangent for an output, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
 
 
 def far(a: Tensor, b: Tensor, relative: float) -> bool:

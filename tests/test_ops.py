@@ -1,0 +1,130 @@
+"""Every fast op against its definition in fastlr.reference, at odd sizes, in the dtypes it meets."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlr import ops
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}  # low precision is raised before products
+DTYPES = list(TOLERANCE)
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Relative to the largest value of the definition."""
+    assert got.shape == want.shape
+    assert float((got.double() - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max())
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normal numbers with an offset, so that common modes would show a cancellation."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3).to(dtype)
+
+
+def both(name: str, *args: object, dtype: torch.dtype) -> None:
+    """Run an op on both backends."""
+    got, want = ops.get(name, "torch")(*args), ops.get(name, "reference")(*args)
+    for a, b in zip(*[(t if isinstance(t, tuple) else (t,)) for t in (got, want)], strict=True):
+        close(a, b, dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in ops.TABLE if len(ops.backends(name)) > 1 and "triton" not in ops.backends(name)])
+def test_signatures_agree(name: str) -> None:
+    reference, *fast = [inspect.signature(ops.get(name, backend)) for backend in ops.backends(name)]
+    assert all(f == reference for f in fast)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("count", "groups", "rows", "inputs", "outputs"),
+    [(1, 1, 1, 1, 1), (3, 1, 1, 7, 5), (2, 3, 2, 33, 17), (5, 1, 197, 12, 10), (3, 2, 64, 9, 31), (4, 1, 5, 300, 200)],
+)
+def test_linear(count: int, groups: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+    a, g = draw(count, groups, rows, inputs, dtype=dtype), draw(count, groups, rows, outputs, dtype=dtype, seed=1)
+    both("linear_sq_norms", a, g, dtype=dtype)
+    both("linear_sq_norms", a.mT.contiguous().mT, g, dtype=dtype)
+
+
+CONVOLUTIONS = {  # C, O, kernel, stride, padding, dilation, groups, size, images of a sample
+    "pointwise": (6, 10, (1, 1), (1, 1), (0, 0), (1, 1), 1, (5, 7), 1),
+    "pointwise_strided": (6, 10, (1, 1), (2, 3), (0, 0), (1, 1), 1, (5, 7), 1),
+    "pointwise_grouped": (6, 9, (1, 1), (1, 1), (0, 0), (1, 1), 3, (5, 7), 2),
+    "pointwise_padded": (6, 10, (1, 1), (1, 1), (1, 2), (1, 1), 1, (5, 7), 1),
+    "3x3": (5, 7, (3, 3), (1, 1), (1, 1), (1, 1), 1, (9, 11), 1),
+    "3x3_few_positions": (40, 50, (3, 3), (1, 1), (1, 1), (1, 1), 1, (3, 2), 2),
+    "3x3_large": (16, 24, (3, 3), (1, 1), (1, 1), (1, 1), 1, (28, 29), 1),
+    "3x3_strided": (5, 7, (3, 3), (2, 2), (1, 1), (1, 1), 1, (9, 12), 1),
+    "3x3_dilated": (5, 7, (3, 3), (1, 2), (2, 1), (2, 1), 1, (9, 12), 2),
+    "3x5_grouped": (6, 4, (3, 5), (2, 1), (0, 2), (1, 1), 2, (9, 12), 1),
+    "stem": (3, 8, (7, 7), (2, 2), (3, 3), (1, 1), 1, (33, 31), 1),
+    "depthwise": (12, 12, (3, 3), (1, 1), (1, 1), (1, 1), 12, (9, 7), 1),
+    "depthwise_5_strided": (12, 12, (5, 5), (2, 2), (2, 2), (1, 1), 12, (13, 11), 2),
+    "depthwise_twice": (6, 12, (3, 3), (1, 1), (1, 1), (1, 1), 6, (9, 7), 1),
+    "even_kernel": (5, 7, (2, 4), (1, 1), (0, 2), (1, 1), 1, (9, 8), 1),
+    "1d": (5, 7, (3,), (2,), (1,), (1,), 1, (23,), 2),
+    "1d_depthwise": (6, 6, (5,), (1,), (2,), (2,), 6, (23,), 1),
+    "3d": (3, 4, (3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 1, (5, 6, 7), 1),
+}
+
+
+def convolution(name: str, dtype: torch.dtype, transposed: bool) -> tuple:
+    """Arguments of conv_grads for a named case."""
+    channels, outputs, kernel, stride, padding, dilation, groups, size, images = CONVOLUTIONS[name]
+    x = draw(3, images, channels, *size, dtype=dtype)
+    weight = draw(outputs, channels // groups, *kernel, dtype=dtype)
+    extra = [0] * len(kernel)
+    if transposed:
+        weight = draw(channels, outputs // groups, *kernel, dtype=dtype)
+        extra = [min(s - 1, 1) for s in stride]
+    options = (list(stride), list(padding), list(dilation), transposed, extra, groups)
+    y = torch.ops.aten.convolution(x.double().flatten(0, 1), weight.double(), None, *options)
+    g = draw(3, images, *y.shape[1:], dtype=dtype, seed=2)
+    return x, g, weight, *options
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_conv(name: str, transposed: bool, dtype: torch.dtype) -> None:
+    args = convolution(name, dtype, transposed)
+    both("conv_sq_norms", *args, dtype=dtype)
+    if dtype != torch.bfloat16:
+        close(ops.run("conv_grads", *args), ops.get("conv_grads", "reference")(*(a.double() if isinstance(a, Tensor) else a for a in args)), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["3x3", "3x3_strided", "depthwise", "pointwise", "stem", "depthwise_5_strided"])
+def test_conv_channels_last(name: str, dtype: torch.dtype) -> None:
+    x, g, *rest = convolution(name, dtype, False)
+    x, g = (t.movedim(2, -1).contiguous().movedim(-1, 2) for t in (x, g))
+    both("conv_sq_norms", x, g, *rest, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "rows", "width", "table"), [(1, 1, 1, 1), (3, 17, 5, 4), (4, 9, 33, 1000)])
+def test_embedding(count: int, rows: int, width: int, table: int, dtype: torch.dtype) -> None:
+    ids = torch.randint(table, (count, rows), generator=torch.Generator().manual_seed(0))
+    both("embedding_sq_norms", ids, draw(count, rows, width, dtype=dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (2, 1, 6, 7, 9), (4, 3, 5, 11), (2, 1, 3, 3, 2, 5), (3, 1, 64, 56, 1)])
+def test_channel_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, g = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    both("channel_sums", x, g, dtype=dtype)
+    if len(shape) == 5:
+        both("channel_sums", x.movedim(2, -1).contiguous().movedim(-1, 2), g, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (2, 197, 33)])
+def test_layer_norm_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, g = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+    mean = x.double().mean(-1, keepdim=True)
+    rstd = torch.rsqrt(x.double().var(-1, keepdim=True, correction=0) + 1e-5)
+    both("layer_norm_sums", x, g, mean, rstd, dtype=dtype)
