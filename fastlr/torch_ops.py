@@ -30,7 +30,11 @@ def _chunks(count: int, elements: int) -> list[tuple[int, int]]:
 def _square_sum(t: Tensor) -> Tensor:
     """Sum of squares of each sample: [B, ...] -> [B], float64."""
     flat = t.flatten(1)
-    return torch.linalg.vector_norm(flat, dim=1).double().square() if flat.dtype == torch.float64 else flat.square().sum(1).double()
+    return (
+        torch.linalg.vector_norm(flat, dim=1).double().square()
+        if flat.dtype == torch.float64
+        else flat.square().sum(1).double()
+    )
 
 
 def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
@@ -62,30 +66,55 @@ def conv_sq_norms(
     output_padding: Sequence[int],
     groups: int,
 ) -> Tensor:
-    """See fastlr.reference.norms.conv_sq_norms."""
+    """See fastlr.reference.norms.conv_sq_norms. By shape: as a matrix product, depthwise, or one sample at a time."""
     x, g = _raise(x), _raise(g)
+    kernel = tuple(weight.shape[2:])
+    none = [0] * len(kernel)
+    if transposed:  # the gradient of the weight is the same with input and output gradient exchanged
+        x, g = g, x
     count, images, channels = x.shape[:3]
-    kernel = weight.shape[2:]
-    if transposed:  # the roles of input and output gradient are exchanged
-        x, g, output_padding = g, x, [0] * len(kernel)
-        channels = x.shape[2]
+    outputs = g.shape[2]
     if prod(kernel) == 1 and not any(padding):
-        cut = (slice(None),) * 3 + tuple(
-            slice(0, (n - 1) * s + 1, s) for n, s in zip(g.shape[3:], stride, strict=True)
-        )
-        return linear_sq_norms(_grouped_rows(x[cut], groups), _grouped_rows(g, groups))
-    positions = images * prod(g.shape[3:])
-    fan_in = channels // groups * prod(kernel)
-    if groups == 1 and positions * (fan_in + g.shape[2]) < fan_in * g.shape[2] and len(kernel) == 2:
+        cut = tuple(slice(0, (n - 1) * s + 1, s) for n, s in zip(g.shape[3:], stride, strict=True))
+        return linear_sq_norms(_grouped_rows(x[(..., *cut)], groups), _grouped_rows(g, groups))
+    if groups == channels == outputs and images == 1:
+        return _square_sum(_depthwise_grads(x[:, 0], g[:, 0], kernel, stride, padding, dilation))
+    positions, fan_in = images * prod(g.shape[3:]), channels // groups * prod(kernel)
+    if groups == 1 and len(kernel) == 2 and positions * (fan_in + outputs) < fan_in * outputs:
         columns = F.unfold(x.flatten(0, 1), kernel, dilation, padding, stride).view(count, images, fan_in, -1)
         return linear_sq_norms(columns.mT.reshape(count, 1, positions, fan_in), _grouped_rows(g, 1))
-    return torch.cat(
-        [_square_sum(conv_grads(x[b : b + 1], g[b : b + 1], _like(weight, x, g, groups, kernel), stride, padding, dilation, False, output_padding, groups)) for b in range(count)]
-    )
+    like = weight.new_empty(outputs, channels // groups, *kernel)
+    options = (stride, padding, dilation, False, none, groups)
+    return torch.cat([_square_sum(conv_grads(x[b : b + 1], g[b : b + 1], like, *options)) for b in range(count)])
 
 
-def _like(weight: Tensor, x: Tensor, g: Tensor, groups: int, kernel: Sequence[int]) -> Tensor:
-    return weight.new_empty(g.shape[2], x.shape[2] // groups, *kernel)
+def _depthwise_grads(
+    x: Tensor,
+    g: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """Weight gradients [B, C, *kernel] of a depthwise convolution: samples become channels.
+
+    A small kernel by the library's own weight gradient. For more taps the gradient is had as the convolution of the input
+    with the output gradient for a kernel, where stride and dilation change roles: 10 to 60 times faster on a CPU at 5x5.
+    """
+    count, channels = x.shape[:2]
+    merged = count * channels
+    one, weight = x.reshape(1, merged, *x.shape[2:]), g.reshape(merged, 1, *g.shape[2:])
+    none = [0] * len(kernel)
+    if prod(kernel) > 9 or g.device.type != "cpu":
+        grads = torch.ops.aten.convolution(one, weight, None, dilation, padding, stride, False, none, merged)
+        grads = grads[(..., *(slice(0, k) for k in kernel))]
+    else:
+        like = weight.new_empty(merged, 1, *kernel)
+        options = (stride, padding, dilation, False, none, merged)
+        grads = torch.ops.aten.convolution_backward(
+            g.reshape(1, merged, *g.shape[2:]), one, like, None, *options, [False, True, False]
+        )[1]
+    return grads.reshape(count, channels, *kernel)
 
 
 def _grouped_rows(t: Tensor, groups: int) -> Tensor:
@@ -101,23 +130,37 @@ def embedding_sq_norms(ids: Tensor, g: Tensor) -> Tensor:
     count, rows, _ = g.shape
     if g.device.type == "cpu":
         number = int(ids.max()) + 1 if ids.numel() else 1
-        unique, place = (ids + number * torch.arange(count, device=ids.device)[:, None]).flatten().unique(return_inverse=True)
+        unique, place = (
+            (ids + number * torch.arange(count, device=ids.device)[:, None]).flatten().unique(return_inverse=True)
+        )
         table = g.new_zeros(len(unique), g.shape[-1]).index_add_(0, place, g.flatten(0, 1))
         norms = torch.zeros(count, dtype=torch.float64, device=g.device)
         return norms.index_add_(0, unique // number, table.square().sum(1).double())
     return torch.cat(
         [
-            (g[lo:hi] @ g[lo:hi].mT).mul_(ids[lo:hi, :, None] == ids[lo:hi, None, :]).flatten(1).sum(1, dtype=torch.float64)
+            (g[lo:hi] @ g[lo:hi].mT)
+            .mul_(ids[lo:hi, :, None] == ids[lo:hi, None, :])
+            .flatten(1)
+            .sum(1, dtype=torch.float64)
             for lo, hi in _chunks(count, 2 * rows * rows)
         ]
     )
 
 
 def channel_sums(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """See fastlr.reference.norms.channel_sums."""
+    """See fastlr.reference.norms.channel_sums. Both sums in one pass, by the backward of an identity batch norm."""
     x, g = _raise(x), _raise(g)
-    axes = [1, *range(3, x.ndim)]
-    return (g * x).sum(axes), g.sum(axes)
+    count, images, channels = x.shape[:3]
+    if images > 1 or x.ndim == 3:
+        axes = [1, *range(3, x.ndim)]
+        return (g * x).sum(axes), g.sum(axes)
+    one = x.new_ones(count * channels)
+    zero = torch.zeros_like(one)
+    flat = (t.reshape(1, count * channels, -1) for t in (g, x))
+    _, gx, gs = torch.ops.aten.native_batch_norm_backward(
+        *flat, one, zero, one, None, None, False, 0.0, [False, True, True]
+    )
+    return gx.view(count, channels), gs.view(count, channels)
 
 
 def layer_norm_sums(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,9 @@ def both(name: str, *args: object, dtype: torch.dtype) -> None:
         close(a, b, dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in ops.TABLE if len(ops.backends(name)) > 1 and "triton" not in ops.backends(name)])
+@pytest.mark.parametrize(
+    "name", [name for name in ops.TABLE if len(ops.backends(name)) > 1 and "triton" not in ops.backends(name)]
+)
 def test_signatures_agree(name: str) -> None:
     reference, *fast = [inspect.signature(ops.get(name, backend)) for backend in ops.backends(name)]
     assert all(f == reference for f in fast)
@@ -94,7 +96,11 @@ def test_conv(name: str, transposed: bool, dtype: torch.dtype) -> None:
     args = convolution(name, dtype, transposed)
     both("conv_sq_norms", *args, dtype=dtype)
     if dtype != torch.bfloat16:
-        close(ops.run("conv_grads", *args), ops.get("conv_grads", "reference")(*(a.double() if isinstance(a, Tensor) else a for a in args)), dtype)
+        close(
+            ops.run("conv_grads", *args),
+            ops.get("conv_grads", "reference")(*(a.double() if isinstance(a, Tensor) else a for a in args)),
+            dtype,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -113,7 +119,9 @@ def test_embedding(count: int, rows: int, width: int, table: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 5), (2, 1, 6, 7, 9), (4, 3, 5, 11), (2, 1, 3, 3, 2, 5), (3, 1, 64, 56, 1)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (3, 2, 5), (2, 1, 6, 7, 9), (4, 3, 5, 11), (2, 1, 3, 3, 2, 5), (3, 1, 64, 56, 1)]
+)
 def test_channel_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, g = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
     both("channel_sums", x, g, dtype=dtype)

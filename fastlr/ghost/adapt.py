@@ -93,7 +93,9 @@ def select_output(result: Any, output: OutputSelector) -> Tensor:
         try:
             z = result[output] if isinstance(output, int) or isinstance(result, Mapping) else getattr(result, output)
         except (KeyError, AttributeError, IndexError, TypeError) as error:
-            raise InputError(f"output={output!r} picks nothing from what the model returns, a {_describe(result)}") from error
+            raise InputError(
+                f"output={output!r} picks nothing from what the model returns, a {_describe(result)}"
+            ) from error
     elif isinstance(result, Tensor):
         z = result
     else:

@@ -114,7 +114,6 @@ class Engine:
 
     def prove(self, x: Any) -> Ledger:
         """Plan and prove for these inputs, with a random cotangent, and return what was found."""
-
         self.run(x, generic_cotangent)
         return self.ledger
 
@@ -128,7 +127,9 @@ class Engine:
         if torch.isnan(output).any() or (output == torch.inf).any():
             raise NonFiniteError("the model's output has infinite values or values that are not a number")
         if not z.requires_grad:
-            raise ModelError("the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)")
+            raise ModelError(
+                "the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)"
+            )
         graph = walk(z, self.parameters)
         passes = _passes(cotangent, output, self.out_dim)
         v, scale, more = next(passes)
@@ -175,14 +176,12 @@ class Engine:
         loop = state.loop | ledger.loop
         norms = {}
         if not all(name in loop for name in graph.parameters.values()):
-            norms = sq_norms(
-                graph, state.structure, z, v, layouts, count, routes, retain=retain, skip=frozenset(loop)
-            )
+            norms = sq_norms(graph, state.structure, z, v, layouts, count, routes, retain=retain, skip=frozenset(loop))
         for use_key, route in routes.items():
             if before.get(use_key) != route and use_key in ledger.uses:
                 ledger.uses[use_key].route = route
         present = set(graph.parameters.values())
-        slow = {name: p for name, p in self.parameters.items() if name in loop and name in present}
+        slow: dict[str, Tensor] = {name: p for name, p in self.parameters.items() if name in loop and name in present}
         if spot is not None:
             slow |= self._disproved(norms, spot)
         if slow:
@@ -228,9 +227,15 @@ class Engine:
             generator = torch.Generator().manual_seed(5)
             prover = Prover(self.model, self.parameters, self.output, self.out_dim)
             tried = 0
-            while (unproven or not ledger.parameters) and tried < MAX_PROOFS and (tried == 0 or tried * SAMPLES < count):
-                chosen = adapt.Batch(batch.pick([(tried * SAMPLES + k) % count for k in range(min(count, SAMPLES))]),
-                                     min(count, SAMPLES), self.in_dim, batch.batched)
+            while (
+                (unproven or not ledger.parameters) and tried < MAX_PROOFS and (tried == 0 or tried * SAMPLES < count)
+            ):
+                chosen = adapt.Batch(
+                    batch.pick([(tried * SAMPLES + k) % count for k in range(min(count, SAMPLES))]),
+                    min(count, SAMPLES),
+                    self.in_dim,
+                    batch.batched,
+                )
                 prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=tried)
                 tried += 1
                 if ledger.loop == frozenset(self.parameters):
@@ -267,7 +272,9 @@ class Engine:
             proof = ledger.parameters.get(name)
             if proof is None or (name in present and proof.route == "zero"):
                 missing[name] = None
-        return [name for name in missing if ledger.parameters.get(name) is None or ledger.parameters[name].route != "loop"]
+        return [
+            name for name in missing if ledger.parameters.get(name) is None or ledger.parameters[name].route != "loop"
+        ]
 
     def _slice_key(self, x: Any, count: int) -> tuple:
         return (count, tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in adapt.tree_flatten(x)[0]))
@@ -306,8 +313,9 @@ class Engine:
                 prover.prove(chosen.distinct(SAMPLES, torch.Generator().manual_seed(5)), Ledger())
                 if z.dtype in (torch.float32, torch.float64):
                     raise InteractionError(
-                        f"three samples alone give another output than within the batch of {count}: samples interact, or an "
-                        f"input is shared that in_dim={self.in_dim} makes look batched. Make the forward pass work on each sample alone"
+                        f"three samples alone give another output than within the batch of {count}: samples interact, or "
+                        f"an input is shared that in_dim={self.in_dim} makes look batched. Make the forward pass work on "
+                        "each sample alone"
                     )
         self._slices[self._slice_key(x, count)] = batch.batched
         return batch
@@ -325,16 +333,18 @@ class Engine:
         for node, uses in state.structure.by_node.items():
             for output in range(graph.outputs(node)):
                 shape = graph.shape(node, output)
-                proven = [c for u in uses for c in ledger.uses[u.key].layouts.get(output, [])] if all(
-                    u.key in ledger.uses for u in uses
-                ) else []
+                proven = (
+                    [c for u in uses for c in ledger.uses[u.key].layouts.get(output, [])]
+                    if all(u.key in ledger.uses for u in uses)
+                    else []
+                )
                 fitted = [fit for c in proven if (fit := c.fits(shape, count)) is not None]
                 loose: list[Layout] = [Ragged(d) for d in range(len(shape))] if state.data_dependent else []
                 candidates[node, output] = [*fitted, *loose]
         factors = marks(count, v.device)
-        shape = [1] * v.ndim
-        shape[self.out_dim] = count
-        marked_v = v * factors.view(shape).to(v.dtype)
+        broadcast = [1] * v.ndim
+        broadcast[self.out_dim] = count
+        marked_v = v * factors.view(broadcast).to(v.dtype)
         sums = [self._rows(graph, state.structure, z, w, candidates) for w in (v, marked_v)]
         loose_by = {torch.float64: 1e-6, torch.float32: 1e-2}.get(graph.lowest_dtype(), 0.1)
         layouts: dict[tuple[int, int], Layout] = {}
@@ -352,12 +362,18 @@ class Engine:
                 lost.add(place[0])
         if lost:
             names = {
-                graph.parameters[p] for n in lost for u in state.structure.by_node[n] for p in graph.parameters_below(u.child)
+                graph.parameters[p]
+                for n in lost
+                for u in state.structure.by_node[n]
+                for p in graph.parameters_below(u.child)
             }
             for name in names:
                 old = ledger.parameters.get(name)
                 ledger.parameters[name] = ParameterProof(
-                    "loop", alive=True, kinds=old.kinds if old else (), reason=f"its sample axis was not found in a batch of {count}"
+                    "loop",
+                    alive=True,
+                    kinds=old.kinds if old else (),
+                    reason=f"its sample axis was not found in a batch of {count}",
                 )
         return layouts
 
@@ -391,12 +407,15 @@ class Engine:
         dtypes = {p.dtype for p in self.parameters.values()}
         low = torch.is_autocast_enabled(total.device.type) or any(torch.finfo(d).bits < 32 for d in dtypes)
         close = 0.1 if low else 1e-8 if dtypes == {torch.float64} and not low else 1e-3
-        wrong = {}
+        wrong: dict[str, Tensor] = {}
         for name, value in norms.items():
             gap = float((value[j] - exact[name]).abs())
             if not gap <= close * float(exact[name]) + 0.1 * close * float(total):
                 proof = self.ledger.parameters[name]
-                proof.route, proof.reason = "loop", f"spot check of a sample: off by {gap / float(total):.1e} of its total"
+                proof.route, proof.reason = (
+                    "loop",
+                    f"spot check of a sample: off by {gap / float(total):.1e} of its total",
+                )
                 wrong[name] = self.parameters[name]
         return wrong
 
@@ -455,4 +474,6 @@ def _scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(rows.abs().amax(1)).exponent
     shape = [1] * v.ndim
     shape[out_dim] = len(rows)
-    return torch.ldexp(v, -exponent.view(shape)).to(output.dtype), torch.ldexp(torch.ones_like(rows[:, 0]), 2 * exponent)
+    return torch.ldexp(v, -exponent.view(shape)).to(output.dtype), torch.ldexp(
+        torch.ones_like(rows[:, 0]), 2 * exponent
+    )

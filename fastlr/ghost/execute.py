@@ -224,7 +224,9 @@ def _factors(
         try:
             if name not in RULES:
                 raise Unsupported(f"no rule for {name}")
-            if any(graph.dtype(*u.source).is_complex for u in uses) or any(g is not None and g.is_complex() for g in site.gradients):
+            if any(graph.dtype(*u.source).is_complex for u in uses) or any(
+                g is not None and g.is_complex() for g in site.gradients
+            ):
                 raise Unsupported("complex numbers")
             return RULES[name](site, slots)
         except errors as error:

@@ -16,13 +16,17 @@ from torch import Tensor
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 # Each element of the output is one element of the input, none twice: the squared norm goes through unchanged.
-VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "T Transpose Permute View UnsafeView ReshapeAlias ReshapeCopy Alias Split SplitWithSizes Chunk Slice Select Unbind "
-        "Unsqueeze Squeeze Narrow Flip Clone ToCopy Roll Detach"
-    ).split()
-) | {f"SqueezeBackward{i}" for i in range(1, 4)} | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
+VIEWS = (
+    frozenset(
+        f"{name}Backward0"
+        for name in (
+            "T Transpose Permute View UnsafeView ReshapeAlias ReshapeCopy Alias Split SplitWithSizes Chunk Slice Select Unbind "
+            "Unsqueeze Squeeze Narrow Flip Clone ToCopy Roll Detach"
+        ).split()
+    )
+    | {f"SqueezeBackward{i}" for i in range(1, 4)}
+    | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
+)
 CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
 # Row numbers that depend on the data: the sample of a row must be looked up on every chunk.
 DATA_DEPENDENT = frozenset(
@@ -98,7 +102,9 @@ class Graph:
     def signature(self) -> tuple:
         """Structure of the graph: kinds, edges, parameters, train flags of batch norms. Shapes are not in it."""
         flags = tuple(
-            getattr(n, "_saved_training", None) for n, name in zip(self.nodes, self.names, strict=True) if "BatchNorm" in name
+            getattr(n, "_saved_training", None)
+            for n, name in zip(self.nodes, self.names, strict=True)
+            if "BatchNorm" in name
         )
         return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), flags
 
@@ -230,12 +236,13 @@ def position_map(graph: Graph, chain: list[tuple[int, int]], shape: torch.Size) 
             continue
         count = graph.outputs(node)
         seen, position = (
-            call_node(graph.nodes[node], tuple(t if k == output else None for k in range(count)))[0] for t in (seen, position)
+            call_node(graph.nodes[node], tuple(t if k == output else None for k in range(count)))[0]
+            for t in (seen, position)
         )
     return seen, position
 
 
-def exact_grads(z: Tensor, parameters: dict[str, Tensor], v: Tensor, *, retain: bool = False) -> list[Tensor]:
+def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retain: bool = False) -> list[Tensor]:
     """Squared norms (float64) of the gradients of <v, z>, by plain autograd, in the order of ``parameters``."""
     grads = torch.autograd.grad(z, list(parameters.values()), v, retain_graph=retain, allow_unused=True)
     zero = torch.zeros((), dtype=torch.float64, device=z.device)

@@ -96,6 +96,7 @@ class Subject:
     dtype: torch.dtype | None
 
     def __call__(self, x: Any) -> Any:
+        """Run the forward pass."""
         if self.tensors is None:
             return adapt.call(self.model, adapt.cast(x, self.dtype))
         x = adapt.cast(x, self.dtype)
@@ -143,7 +144,9 @@ def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float
 class Prover:
     """Proves the uses of a model on three samples; `prove` adds what it finds to a ledger."""
 
-    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], output: adapt.OutputSelector, out_dim: int):
+    def __init__(
+        self, model: nn.Module, parameters: dict[str, nn.Parameter], output: adapt.OutputSelector, out_dim: int
+    ):
         self.model, self.parameters, self.output, self.out_dim = model, parameters, output, out_dim
 
     def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
@@ -198,7 +201,9 @@ class Prover:
         if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
             raise NonFiniteError("the model's output is not finite on three samples of the inputs")
         if not z.requires_grad:
-            raise ModelError("the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)")
+            raise ModelError(
+                "the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)"
+            )
         graph = walk(z, subject.parameters)
         originals = {id(p) for p in self.parameters.values()}
         if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
@@ -259,7 +264,9 @@ class Prover:
         finally:
             for handle in handles:
                 handle.remove()
-        first = next((n for (n, a), (_, b) in zip(*records, strict=False) if a.shape == b.shape and far(a, b, close)), None)
+        first = next(
+            (n for (n, a), (_, b) in zip(*records, strict=False) if a.shape == b.shape and far(a, b, close)), None
+        )
         message = "samples of the batch interact: what one gives depends on the others"
         if first is None:
             return f"{message}. Make the forward pass work on each sample alone"
@@ -375,7 +382,9 @@ class Prover:
         got = run()
         bad = wrong(got)
         if bad:  # the nodes' own backward formulas instead of the rules, for these parameters
-            affected = [u for u in structure.uses if any(graph.parameters[p] in bad for p in graph.parameters_below(u.child))]
+            affected = [
+                u for u in structure.uses if any(graph.parameters[p] in bad for p in graph.parameters_below(u.child))
+            ]
             for use in affected:
                 if routes.get(use.key, "rule") == "rule":
                     routes[use.key] = "node"
@@ -388,7 +397,9 @@ class Prover:
             route = routes.get(use.key, "rule")
             ledger.uses[use.key] = UseProof(found, route, graph.names[use.node], reasons.get(use.key, ""))
         for name, value in got.items():
-            uses = [u for u in structure.uses if any(graph.parameters[p] == name for p in graph.parameters_below(u.child))]
+            uses = [
+                u for u in structure.uses if any(graph.parameters[p] == name for p in graph.parameters_below(u.child))
+            ]
             gap = float(((value - truth[name]).abs() / total.clamp_min(1e-300)).max())
             kinds = tuple(dict.fromkeys(_kind(graph, u.node) for u in uses))
             axes = tuple(dict.fromkeys(str(layouts[u.node, 0]) if (u.node, 0) in layouts else "unknown" for u in uses))
@@ -397,7 +408,9 @@ class Prover:
             alive = bool((truth[name] > 0).any())
             known = ledger.parameters.get(name)
             if known is None or not known.alive or known.route == "zero":
-                ledger.parameters[name] = ParameterProof(route, 0.0 if name in lost else gap, alive, kinds, axes, reason)
+                ledger.parameters[name] = ParameterProof(
+                    route, 0.0 if name in lost else gap, alive, kinds, axes, reason
+                )
 
     def _absent(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
         """Parameters that are not in the graph: zero if they do not move the output, otherwise an error."""

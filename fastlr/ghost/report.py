@@ -73,15 +73,21 @@ class SupportReport:
         lines.append("")
         lines.append(f"{len(self.parameters)} parameters: " + ", ".join(f"{n} by {r}" for r, n in count.items() if n))
         if self.subject:
-            lines.append(f"proven on three samples of a {self.subject} ({self.dtype}): off by at most {self.largest_deviation:.1e}")
+            lines.append(
+                f"proven on three samples of a {self.subject} ({self.dtype}): off by at most {self.largest_deviation:.1e}"
+            )
         unproven = [p.name for p in self.parameters if not p.proven]
         if unproven:
-            lines.append(f"gradient zero on those samples, so checked when it is not: {', '.join(unproven[:4])}"
-                         + (f" and {len(unproven) - 4} more" if len(unproven) > 4 else ""))
+            lines.append(
+                f"gradient zero on those samples, so checked when it is not: {', '.join(unproven[:4])}"
+                + (f" and {len(unproven) - 4} more" if len(unproven) > 4 else "")
+            )
         reasons = dict.fromkeys(f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule")
         lines += [*reasons]
         if self.others:
-            lines.append(f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}")
+            lines.append(
+                f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}"
+            )
         lines += [f"note: {n}" for n in self.notes]
         return "\n".join(lines)
 
@@ -96,8 +102,10 @@ def _grouped(parameters: tuple[ParameterSupport, ...]) -> list[tuple[str, Parame
     for p in parameters:
         module, _, leaf = p.name.rpartition(".")
         last = rows[-1] if rows else None
-        if last and last[0] == module and (last[2].kinds, last[2].axes, last[2].route, last[2].proven) == (
-            p.kinds, p.axes, p.route, p.proven
+        if (
+            last
+            and last[0] == module
+            and (last[2].kinds, last[2].axes, last[2].route, last[2].proven) == (p.kinds, p.axes, p.route, p.proven)
         ):
             worst = p if p.deviation > last[2].deviation else last[2]
             rows[-1] = (module, [*last[1], leaf], worst)

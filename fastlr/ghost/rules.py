@@ -107,7 +107,9 @@ def _wide(g: Tensor) -> torch.dtype:
     return torch.float64 if g.dtype == torch.float64 else torch.float32
 
 
-def _matmul(site: Site, slot: int, left: Callable[[], Tensor], right: Callable[[], Tensor], g: Tensor, scale: float) -> Factor:
+def _matmul(
+    site: Site, slot: int, left: Callable[[], Tensor], right: Callable[[], Tensor], g: Tensor, scale: float
+) -> Factor:
     """Product of [N, n, k] and [N, k, m] with the parameter on the right (slot 1) or on the left (slot 0)."""
     dim = site.layout.dim + 3 - site.g.ndim
     shape = tuple(site.shapes[slot])
@@ -230,7 +232,9 @@ def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     rows = site.split(g, dim)  # [B, copies * own, other axes]
     if rows.shape[1] % own:
         raise Unsupported("a sample owns a part of a copy")
-    rows = rows.reshape(site.count, rows.shape[1] // own, own, *rows.shape[2:]).sum(1, dtype=_wide(g)).movedim(1, 1 + dim)
+    rows = (
+        rows.reshape(site.count, rows.shape[1] // own, own, *rows.shape[2:]).sum(1, dtype=_wide(g)).movedim(1, 1 + dim)
+    )
     sizes, axes = [site.count], []
     for d in range(g.ndim):
         size = shape[d - lead] if d >= lead else 1
@@ -239,7 +243,9 @@ def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return _one(slots, 0, lambda: Dense(rows.reshape(sizes).sum(axes).reshape(site.count, *shape)))
 
 
-@rule("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0", about="batch norm in eval mode")
+@rule(
+    "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0", about="batch norm in eval mode"
+)
 def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: (sum g x - mean sum g) / sigma; bias: sum g; running statistics."""
     n = site.node

@@ -41,7 +41,12 @@ def conv_grads(
         x: inputs [B, K, C, *spatial]; each sample owns K images.
         g: output gradients [B, K, O, *spatial'].
         weight: the weight, for its shape [O, C/groups, *kernel] ([C, O/groups, *kernel] if transposed).
-        stride: as in torch.nn.functional.conv2d; so ``padding``, ``dilation``, ``transposed``, ``output_padding``, ``groups``.
+        stride: one number for each spatial axis, as in torch.nn.functional.conv2d.
+        padding: as in conv2d.
+        dilation: as in conv2d.
+        transposed: whether it is a transposed convolution.
+        output_padding: as in conv_transpose2d.
+        groups: as in conv2d.
 
     Returns:
         [B, *weight.shape] in the dtype of ``g``.
