@@ -75,13 +75,16 @@ def conv_sq_norms(
     count, images, channels = x.shape[:3]
     outputs = g.shape[2]
     if prod(kernel) == 1 and not any(padding):
-        cut = tuple(slice(0, (n - 1) * s + 1, s) for n, s in zip(g.shape[3:], stride, strict=True))
-        return linear_sq_norms(_grouped_rows(x[(..., *cut)], groups), _grouped_rows(g, groups))
+        for axis, (n, s) in enumerate(zip(g.shape[3:], stride, strict=True)):
+            x = x.narrow(3 + axis, 0, (n - 1) * s + 1)[(slice(None),) * (3 + axis) + (slice(None, None, s),)]
+        return linear_sq_norms(_grouped_rows(x, groups), _grouped_rows(g, groups))
     if groups == channels == outputs and images == 1:
         return _square_sum(_depthwise_grads(x[:, 0], g[:, 0], kernel, stride, padding, dilation))
     positions, fan_in = images * prod(g.shape[3:]), channels // groups * prod(kernel)
     if groups == 1 and len(kernel) == 2 and positions * (fan_in + outputs) < fan_in * outputs:
-        columns = F.unfold(x.flatten(0, 1), kernel, dilation, padding, stride).view(count, images, fan_in, -1)
+        columns = F.unfold(x.flatten(0, 1), kernel, tuple(dilation), tuple(padding), tuple(stride)).view(
+            count, images, fan_in, -1
+        )
         return linear_sq_norms(columns.mT.reshape(count, 1, positions, fan_in), _grouped_rows(g, 1))
     like = weight.new_empty(outputs, channels // groups, *kernel)
     options = (stride, padding, dilation, False, none, groups)
@@ -107,7 +110,8 @@ def _depthwise_grads(
     none = [0] * len(kernel)
     if prod(kernel) > 9 or g.device.type != "cpu":
         grads = torch.ops.aten.convolution(one, weight, None, dilation, padding, stride, False, none, merged)
-        grads = grads[(..., *(slice(0, k) for k in kernel))]
+        for axis, k in enumerate(kernel):
+            grads = grads.narrow(2 + axis, 0, k)
     else:
         like = weight.new_empty(merged, 1, *kernel)
         options = (stride, padding, dilation, False, none, merged)

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from fastlr.errors import FastlrWarning, InputError, InteractionError, ModelError, NonFiniteError
 from fastlr.ghost import adapt
-from fastlr.ghost.execute import Structure, backward, sq_norms
+from fastlr.ghost.execute import Structure, sq_norms
 from fastlr.ghost.fallback import by_loop
 from fastlr.ghost.graph import Graph, exact_grads, walk
-from fastlr.ghost.layout import Layout, Ragged, explains, marks, row_sums
-from fastlr.ghost.proof import SAMPLES, Ledger, ParameterProof, Prover, far, generic_cotangent
+from fastlr.ghost.layout import Layout
+from fastlr.ghost.ledger import Ledger, ParameterProof
+from fastlr.ghost.proof import SAMPLES, Prover, far, generic_cotangent
+from fastlr.ghost.verify import sample_axes, spot_check
 
 Cotangent = Tensor | Callable[[Tensor], "Tensor | Iterable[Tensor]"]
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
@@ -139,9 +141,9 @@ class Engine:
         spot = None
         if count > 1 and (layouts is None or state.data_dependent):
             first = layouts is None
-            layouts = self._layouts(graph, state, z, count)
+            layouts = self._layouts(graph, state, z)
             state.layouts[key] = layouts
-            spot = self._spot(z, v, count, len(state.layouts)) if first else None
+            spot = spot_check(z, v, self.out_dim, self.parameters, len(state.layouts)) if first else None
         sums: dict[str, Tensor] = {}
         while True:
             norms = self._pass(graph, state, x, z, v, layouts or {}, count, spot, retain=more)
@@ -322,83 +324,17 @@ class Engine:
 
     # -- checks on the real batch -----------------------------------------------------------------------------------
 
-    def _layouts(self, graph: Graph, state: _State, z: Tensor, count: int) -> dict[tuple[int, int], Layout]:
-        """Find and verify the sample axis of every use by a marked backward pass at the real batch size.
-
-        The cotangent is a dense random one, whatever the caller's: one with zeros would leave rows undecided.
-        """
-        v = generic_cotangent(z)
-        ledger = self.ledger
-        candidates: dict[tuple[int, int], list[Layout]] = {}
-        for node, uses in state.structure.by_node.items():
-            for output in range(graph.outputs(node)):
-                shape = graph.shape(node, output)
-                proven = (
-                    [c for u in uses for c in ledger.uses[u.key].layouts.get(output, [])]
-                    if all(u.key in ledger.uses for u in uses)
-                    else []
-                )
-                fitted = [fit for c in proven if (fit := c.fits(shape, count)) is not None]
-                loose: list[Layout] = [Ragged(d) for d in range(len(shape))] if state.data_dependent else []
-                candidates[node, output] = [*fitted, *loose]
-        factors = marks(count, v.device)
-        broadcast = [1] * v.ndim
-        broadcast[self.out_dim] = count
-        marked_v = v * factors.view(broadcast).to(v.dtype)
-        sums = [self._rows(graph, state.structure, z, w, candidates) for w in (v, marked_v)]
-        loose_by = {torch.float64: 1e-6, torch.float32: 1e-2}.get(graph.lowest_dtype(), 0.1)
-        layouts: dict[tuple[int, int], Layout] = {}
-        lost: set[int] = set()
-        for place, options in candidates.items():
-            if place not in {(n, o) for n, o, _ in sums[0]}:
-                continue  # no gradient arrived there
-            for option in options:
-                row = (*place, option.dim)
-                held = explains(option, sums[0][row], sums[1][row], factors, loose_by)
-                if held is not None:
-                    layouts[place] = held
-                    break
-            else:
-                lost.add(place[0])
-        if lost:
-            names = {
-                graph.parameters[p]
-                for n in lost
-                for u in state.structure.by_node[n]
-                for p in graph.parameters_below(u.child)
-            }
-            for name in names:
+    def _layouts(self, graph: Graph, state: _State, z: Tensor) -> dict[tuple[int, int], Layout]:
+        """Verified layouts of all uses; parameters at a use where none holds go to the loop."""
+        ledger, structure, v = self.ledger, state.structure, generic_cotangent(z)
+        layouts, lost = sample_axes(graph, structure, ledger, z, v, self.out_dim, data_dependent=state.data_dependent)
+        for use in (u for node in lost for u in structure.by_node[node]):
+            for name in (graph.parameters[p] for p in graph.parameters_below(use.child)):
                 old = ledger.parameters.get(name)
-                ledger.parameters[name] = ParameterProof(
-                    "loop",
-                    alive=True,
-                    kinds=old.kinds if old else (),
-                    reason=f"its sample axis was not found in a batch of {count}",
-                )
+                kinds = old.kinds if old else ()
+                reason = f"its sample axis was not found in a batch of {z.shape[self.out_dim]}"
+                ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
         return layouts
-
-    def _rows(
-        self, graph: Graph, structure: Structure, z: Tensor, v: Tensor, options: dict[tuple[int, int], list[Layout]]
-    ) -> dict[tuple[int, int, int], Tensor]:
-        sums: dict[tuple[int, int, int], Tensor] = {}
-
-        def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
-            for output, g in enumerate(gradients):
-                if g is not None:
-                    for dim in {option.dim for option in options[i, output]}:
-                        sums[i, output, dim] = row_sums(g, dim)
-                    if not options[i, output]:
-                        sums[i, output, -1] = row_sums(g, 0)
-
-        backward(graph, structure, z, v, visit, retain=True)
-        return sums
-
-    def _spot(self, z: Tensor, v: Tensor, count: int, seed: int) -> tuple[int, dict[str, Tensor]]:
-        """Exact squared norms of one sample of the batch, by a plain backward pass."""
-        j = int(torch.randint(count, (), generator=torch.Generator().manual_seed(seed)))
-        only = torch.zeros_like(v)
-        only.narrow(self.out_dim, j, 1).copy_(v.narrow(self.out_dim, j, 1))
-        return j, dict(zip(self.parameters, exact_grads(z, self.parameters, only, retain=True), strict=True))
 
     def _disproved(self, norms: dict[str, Tensor], spot: tuple[int, dict[str, Tensor]]) -> dict[str, Tensor]:
         """Parameters whose norm of the spot-checked sample is not its exact norm: from now on done by the loop."""

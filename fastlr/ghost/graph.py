@@ -235,10 +235,8 @@ def position_map(graph: Graph, chain: list[tuple[int, int]], shape: torch.Size) 
         if graph.names[node] in CASTS:
             continue
         count = graph.outputs(node)
-        seen, position = (
-            call_node(graph.nodes[node], tuple(t if k == output else None for k in range(count)))[0]
-            for t in (seen, position)
-        )
+        own = [tuple(t if k == output else None for k in range(count)) for t in (seen, position)]
+        seen, position = (dense(call_node(graph.nodes[node], gradients)[0]) for gradients in own)
     return seen, position
 
 
@@ -249,6 +247,7 @@ def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retai
     return [zero if g is None else dense(g).double().square().sum() for g in grads]
 
 
-def dense(grad: Tensor) -> Tensor:
+def dense(grad: Tensor | None) -> Tensor:
     """Return a sparse gradient (nn.Embedding(sparse=True)) as a dense one."""
+    assert grad is not None
     return grad.to_dense() if grad.layout != torch.strided else grad

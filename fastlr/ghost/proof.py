@@ -8,16 +8,12 @@ larger batch, whose graph has the same uses, needs no new proof.
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.errors import HiddenParameterError, InteractionError, ModelError, NonFiniteError, RandomForwardError
@@ -25,120 +21,15 @@ from fastlr.ghost import adapt
 from fastlr.ghost.execute import Structure, backward, sq_norms
 from fastlr.ghost.graph import CASTS, Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout, Ragged, Regular, candidates
+from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
+from fastlr.ghost.subjects import Subject, subjects
 
 SAMPLES = 3
-
-
-@dataclass
-class UseProof:
-    """What the proof found of one kind of use."""
-
-    layouts: dict[int, list[Layout]]  # by output of the node, likelier ones first
-    route: str  # "rule", "node"
-    kind: str
-    reason: str = ""
-
-
-@dataclass
-class ParameterProof:
-    """What the proof found of one parameter."""
-
-    route: str  # "rule", "node", "loop", "zero"
-    deviation: float = 0.0  # largest |fast - truth| over the samples, relative to the sample's total
-    alive: bool = False  # whether its gradient was nonzero, so that something was proven
-    kinds: tuple[str, ...] = ()
-    axes: tuple[str, ...] = ()
-    reason: str = ""
-
-
-@dataclass
-class Ledger:
-    """Everything proven so far of a model in one state of its flags."""
-
-    parameter_side: set[tuple] = field(default_factory=set)  # (key, shapes)
-    sample_side: set[tuple] = field(default_factory=set)  # keys
-    uses: dict[tuple, UseProof] = field(default_factory=dict)
-    parameters: dict[str, ParameterProof] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
-    dtype: torch.dtype | None = None
-    subject: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    def decide(self, graph: Graph) -> Callable[[int, tuple], bool | None]:
-        """Sides of nodes as far as proven (see Graph.classify)."""
-
-        def answer(i: int, key: tuple) -> bool | None:
-            if (key, graph.sizes(i)) in self.parameter_side:
-                return True
-            return False if key in self.sample_side else None
-
-        return answer
-
-    @property
-    def loop(self) -> frozenset[str]:
-        """Names of parameters that only the loop over samples gets right."""
-        return frozenset(name for name, p in self.parameters.items() if p.route == "loop")
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     """(relative to the parameter's own squared norm, relative to the sample's total) for a rule against the truth."""
     return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
-
-
-@dataclass
-class Subject:
-    """Something that computes like the model: the model itself or a perturbed copy."""
-
-    name: str
-    model: nn.Module
-    tensors: dict[str, Tensor] | None  # for functional calls
-    parameters: dict[str, Tensor]
-    dtype: torch.dtype | None
-
-    def __call__(self, x: Any) -> Any:
-        """Run the forward pass."""
-        if self.tensors is None:
-            return adapt.call(self.model, adapt.cast(x, self.dtype))
-        x = adapt.cast(x, self.dtype)
-        args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
-        return functional_call(self.model, self.tensors, args, kwargs, tie_weights=True)
-
-
-def _perturbed(t: Tensor, scale: float, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
-    width = 0.3 / math.sqrt(max(1, t[0].numel())) if t.ndim > 1 else 0.1
-    return (t.detach().double() + scale * width * noise) if t.is_floating_point() else t.detach().clone()
-
-
-def _perturbed_buffer(t: Tensor, name: str, scale: float, generator: torch.Generator) -> Tensor:
-    if not t.is_floating_point():
-        return t.detach().clone()
-    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
-    new = t.detach().double() * torch.exp(0.1 * scale * noise)  # keeps signs, zeros and infinities
-    return new + 0.1 * scale * noise if name.endswith("running_mean") else new
-
-
-def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int) -> Iterator[Subject]:
-    """Copies to prove on, the strictest first."""
-    generator = torch.Generator().manual_seed(seed)
-    held = {n: _perturbed(p, scale, generator).requires_grad_(n in parameters) for n, p in model.named_parameters()}
-    buffers = {n: _perturbed_buffer(b, n, scale, generator) for n, b in model.named_buffers()}
-    own = {n: held[n] for n in parameters}
-    yield Subject("perturbed float64 copy", model, {**held, **buffers}, own, torch.float64)
-    try:
-        clone = copy.deepcopy(model).double()
-    except (RuntimeError, TypeError, ValueError):
-        clone = None
-    if clone is not None:
-        with torch.no_grad():
-            for n, p in clone.named_parameters():
-                p.copy_(held[n])
-            for n, b in clone.named_buffers():
-                b.copy_(buffers[n])
-        own = {n: p for n, p in clone.named_parameters() if n in parameters}
-        yield Subject("perturbed float64 deep copy", clone, None, own, torch.float64)
-    del clone, held, buffers, own
-    yield Subject("model itself, in its own dtype", model, None, dict(parameters), None)
 
 
 class Prover:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastlr.ghost.proof import Ledger
+from fastlr.ghost.ledger import Ledger
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""What has been proven of a model, by local structure: node kind, slot, parameter side below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from fastlr.ghost.graph import Graph
+from fastlr.ghost.layout import Layout
+
+
+@dataclass
+class UseProof:
+    """What the proof found of one kind of use."""
+
+    layouts: dict[int, list[Layout]]  # by output of the node, likelier ones first
+    route: str  # "rule", "node"
+    kind: str
+    reason: str = ""
+
+
+@dataclass
+class ParameterProof:
+    """What the proof found of one parameter."""
+
+    route: str  # "rule", "node", "loop", "zero"
+    deviation: float = 0.0  # largest |fast - truth| over the samples, relative to the sample's total
+    alive: bool = False  # whether its gradient was nonzero, so that something was proven
+    kinds: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass
+class Ledger:
+    """Everything proven so far of a model in one state of its flags."""
+
+    parameter_side: set[tuple] = field(default_factory=set)  # (key, shapes)
+    sample_side: set[tuple] = field(default_factory=set)  # keys
+    uses: dict[tuple, UseProof] = field(default_factory=dict)
+    parameters: dict[str, ParameterProof] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    subject: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def decide(self, graph: Graph) -> Callable[[int, tuple], bool | None]:
+        """Sides of nodes as far as proven (see Graph.classify)."""
+
+        def answer(i: int, key: tuple) -> bool | None:
+            if (key, graph.sizes(i)) in self.parameter_side:
+                return True
+            return False if key in self.sample_side else None
+
+        return answer
+
+    @property
+    def loop(self) -> frozenset[str]:
+        """Names of parameters that only the loop over samples gets right."""
+        return frozenset(name for name, p in self.parameters.items() if p.route == "loop")

@@ -1,0 +1,71 @@
+"""Copies of a model to prove on: functional or deep, in float64, every parameter and buffer perturbed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fastlr.ghost import adapt
+
+
+@dataclass
+class Subject:
+    """Something that computes like the model: the model itself or a perturbed copy."""
+
+    name: str
+    model: nn.Module
+    tensors: dict[str, Tensor] | None  # for functional calls
+    parameters: dict[str, Tensor]
+    dtype: torch.dtype | None
+
+    def __call__(self, x: Any) -> Any:
+        """Run the forward pass."""
+        if self.tensors is None:
+            return adapt.call(self.model, adapt.cast(x, self.dtype))
+        x = adapt.cast(x, self.dtype)
+        args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
+        return functional_call(self.model, self.tensors, args, kwargs, tie_weights=True)
+
+
+def _perturbed(t: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+    width = 0.3 / math.sqrt(max(1, t[0].numel())) if t.ndim > 1 else 0.1
+    return (t.detach().double() + scale * width * noise) if t.is_floating_point() else t.detach().clone()
+
+
+def _perturbed_buffer(t: Tensor, name: str, scale: float, generator: torch.Generator) -> Tensor:
+    if not t.is_floating_point():
+        return t.detach().clone()
+    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+    new = t.detach().double() * torch.exp(0.1 * scale * noise)  # keeps signs, zeros and infinities
+    return new + 0.1 * scale * noise if name.endswith("running_mean") else new
+
+
+def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int) -> Iterator[Subject]:
+    """Copies to prove on, the strictest first."""
+    generator = torch.Generator().manual_seed(seed)
+    held = {n: _perturbed(p, scale, generator).requires_grad_(n in parameters) for n, p in model.named_parameters()}
+    buffers = {n: _perturbed_buffer(b, n, scale, generator) for n, b in model.named_buffers()}
+    own = {n: held[n] for n in parameters}
+    yield Subject("perturbed float64 copy", model, {**held, **buffers}, own, torch.float64)
+    try:
+        clone = copy.deepcopy(model).double()
+    except (RuntimeError, TypeError, ValueError):
+        clone = None
+    if clone is not None:
+        with torch.no_grad():
+            for n, p in clone.named_parameters():
+                p.copy_(held[n])
+            for n, b in clone.named_buffers():
+                b.copy_(buffers[n])
+        own = {n: p for n, p in clone.named_parameters() if n in parameters}
+        yield Subject("perturbed float64 deep copy", clone, None, own, torch.float64)
+    del clone, held, buffers, own
+    yield Subject("model itself, in its own dtype", model, None, dict(parameters), None)
