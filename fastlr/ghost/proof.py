@@ -18,11 +18,12 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastlr.errors import HiddenParameterError, InteractionError, ModelError, NonFiniteError, RandomForwardError
 from fastlr.ghost import adapt
-from fastlr.ghost.execute import Structure, backward, sq_norms
+from fastlr.ghost.execute import Structure, sq_norms
 from fastlr.ghost.graph import CASTS, Graph, exact_grads, walk
-from fastlr.ghost.layout import Layout, Ragged, Regular, candidates
+from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
 from fastlr.ghost.subjects import Subject, subjects
+from fastlr.ghost.verify import explained
 
 SAMPLES = 3
 
@@ -99,32 +100,28 @@ class Prover:
         originals = {id(p) for p in self.parameters.values()}
         if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
             raise TypeError("the forward pass uses parameters held outside the module, which a copy does not replace")
-        self._check_samples(subject, batch, z)
+        self._sides(subject, batch, z, graph, ledger)
         self._absent(subject, batch, z, graph, ledger)
-        self._sides(subject, batch, graph, ledger)
         structure = Structure.of(graph)
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = generic_cotangent(z)
-        truth = self._truth(subject, batch, v)
-        layouts, alternatives = self._sample_axes(graph, structure, z, v)
-        self._compare(graph, structure, z, v, truth, layouts, alternatives, ledger)
+        truth = self._truth(subject, batch, z, v)
+        layouts = explained(graph, structure, z, v, self.out_dim)
+        self._compare(graph, structure, z, v, truth, layouts, ledger)
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
         return True
 
     # -- forward checks ---------------------------------------------------------------------------------------------
 
-    def _check_samples(self, subject: Subject, batch: adapt.Batch, z: Tensor) -> None:
-        """The forward pass is a function, and what a sample gives does not depend on the others."""
+    def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
+        """Require that samples give what they gave in the batch of three; say what is wrong if they do not."""
         close = 1e-9 if z.dtype == torch.float64 else 1e-3 if z.dtype == torch.float32 else 5e-2
+        if not far(want, got, close):
+            return
         with torch.no_grad():
-            again = self._forward(subject, batch, list(range(SAMPLES)))
-            if far(z, again, close):
+            if far(z, self._forward(subject, batch, list(range(SAMPLES))), close):
                 raise RandomForwardError(self._random_message())
-            for j in range(SAMPLES):
-                alone = self._forward(subject, batch, [j] * SAMPLES)
-                want = z.narrow(self.out_dim, j, 1).expand_as(alone)
-                if far(want, alone, close):
-                    raise InteractionError(self._interaction_message(subject, batch, close))
+        raise InteractionError(self._interaction_message(subject, batch, close))
 
     def _random_message(self) -> str:
         active = [n for n, m in self.model.named_modules() if m.training and "dropout" in type(m).__name__.lower()]
@@ -167,9 +164,11 @@ class Prover:
             return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
         return f"{message}. Make it work on each sample alone"
 
-    def _sides(self, subject: Subject, batch: adapt.Batch, graph: Graph, ledger: Ledger) -> None:
+    def _sides(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
         """Tell parameter side from sample side: with every sample twice, the sample side doubles, the other does not."""
-        twice = walk(self._forward(subject, batch, [0, 1, 2, 0, 1, 2]), subject.parameters)
+        z6 = self._forward(subject, batch, [*range(SAMPLES), *range(SAMPLES)])
+        self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
+        twice = walk(z6, subject.parameters)
         if graph.names != twice.names or graph.children != twice.children:
             raise ValueError("the graph of a batch of 6 has another structure than that of 3")
 
@@ -185,59 +184,35 @@ class Prover:
 
     # -- backward checks --------------------------------------------------------------------------------------------
 
-    def _truth(self, subject: Subject, batch: adapt.Batch, v: Tensor) -> dict[str, Tensor]:
-        """Exact squared norms [3] of every parameter: each sample alone, one plain backward pass each."""
+    def _truth(self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Exact squared norms [3] of every parameter: each sample alone, one plain backward pass each.
+
+        Alone a sample must give what it gave in the batch: samples that interact through anything, be it a detached mean,
+        are found here.
+        """
         names = list(subject.parameters)
         truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=v.device) for name in names}
         for sample in range(SAMPLES):
-            only = v.narrow(self.out_dim, sample, 1)
+            own, only = (t.narrow(self.out_dim, sample, 1) for t in (z, v))
             try:
-                z = self._forward(subject, batch, [sample])
-                usable = z.shape == only.shape
+                alone = self._forward(subject, batch, [sample])
+                usable = alone.shape == only.shape
             except (RuntimeError, ValueError, IndexError):
                 usable = False
             if not usable:  # a model that cannot take a batch of one: three copies, of which the first counts
-                z = self._forward(subject, batch, [sample] * SAMPLES)
-                padded = torch.zeros_like(z)
+                alone = self._forward(subject, batch, [sample] * SAMPLES)
+                padded = torch.zeros_like(alone)
                 padded.narrow(self.out_dim, 0, 1).copy_(only)
-                only = padded
-            for name, grad in zip(names, exact_grads(z, subject.parameters, only), strict=True):
+                own, only = own.expand_as(alone), padded
+            self._same(subject, batch, z, own, alone)
+            if not alone.requires_grad:
+                continue
+            for name, grad in zip(names, exact_grads(alone, subject.parameters, only), strict=True):
                 truth[name][sample] = grad
         if not torch.isfinite(torch.stack(list(truth.values()))).all():
             bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
             raise NonFiniteError(f"the gradient of parameter {bad} is not finite on three samples of the inputs")
         return truth
-
-    def _sample_axes(
-        self, graph: Graph, structure: Structure, z: Tensor, v: Tensor
-    ) -> tuple[dict[tuple[int, int], Layout], dict[tuple[int, int], list[Layout]]]:
-        """The layouts that the gradients of single samples allow at every use: one, and all."""
-        options: dict[tuple[int, int], list[Layout]] = {}
-        touched: dict[tuple[int, int], dict[int, list[Tensor]]] = {}  # (node, output) -> axis -> indices of each sample
-
-        for sample in range(SAMPLES):
-            only = torch.zeros_like(v)
-            only.narrow(self.out_dim, sample, 1).copy_(v.narrow(self.out_dim, sample, 1))
-
-            def visit(i: int, gradients: tuple[Tensor | None, ...], sample: int = sample) -> None:
-                for output, g in enumerate(gradients):
-                    if g is None:
-                        continue
-                    place = (i, output)
-                    rows = {d: (g != 0).movedim(d, 0).reshape(g.shape[d], -1).any(1) for d in range(g.ndim)}
-                    for d, nonzero in rows.items():
-                        touched.setdefault(place, {}).setdefault(d, []).append(nonzero)
-                    options[place] = [
-                        c
-                        for c in options.get(place, candidates(g.shape, SAMPLES))
-                        if isinstance(c, Regular)
-                        and not rows[c.dim][c.samples(g.shape[c.dim], SAMPLES, g.device) != sample].any()
-                    ]
-
-            backward(graph, structure, z, only, visit, retain=True)
-        for place in options:
-            options[place] = options[place] or [*_ragged(touched[place])]
-        return {place: found[0] for place, found in options.items() if found}, options
 
     def _compare(
         self,
@@ -246,11 +221,11 @@ class Prover:
         z: Tensor,
         v: Tensor,
         truth: dict[str, Tensor],
-        layouts: dict[tuple[int, int], Layout],
         alternatives: dict[tuple[int, int], list[Layout]],
         ledger: Ledger,
     ) -> None:
         """Run the rules on the three samples at once and compare each parameter's norms with the truth."""
+        layouts = {place: found[0] for place, found in alternatives.items() if found}
         own, total_part = tolerance(graph.lowest_dtype())
         total = torch.stack(list(truth.values())).sum(0)
         routes: dict[tuple, str] = {}
@@ -347,15 +322,6 @@ class Prover:
 def _kind(graph: Graph, node: int) -> str:
     name = graph.names[node].removesuffix("Backward0")
     return name.removesuffix("Backward") if graph.names[node] not in CASTS else name
-
-
-def _ragged(touched: dict[int, list[Tensor]]) -> Iterator[Ragged]:
-    """Axes along which no index belongs to two samples."""
-    for dim, rows in touched.items():
-        if len(rows) == SAMPLES:
-            stacked = torch.stack(rows)
-            if bool((stacked.sum(0) <= 1).all()) and bool(stacked.any()):
-                yield Ragged(dim, stacked.to(torch.uint8).argmax(0))
 
 
 def generic_cotangent(z: Tensor) -> Tensor:

@@ -14,9 +14,47 @@ from torch import Tensor
 from fastlr.ghost.execute import Structure, backward
 from fastlr.ghost.graph import Graph, exact_grads
 from fastlr.ghost.layout import Layout, Ragged, explains, marks, row_sums
+from fastlr.ghost.layout import candidates as regular_layouts
 from fastlr.ghost.ledger import Ledger
 
 Place = tuple[int, int]  # node, output
+
+
+def explained(
+    graph: Graph,
+    structure: Structure,
+    z: Tensor,
+    v: Tensor,
+    out_dim: int,
+    candidates: Mapping[Place, list[Layout]] | None = None,
+) -> dict[Place, list[Layout]]:
+    """For every output of a use where a gradient arrives: the candidate layouts that a marked backward pass confirms.
+
+    ``v`` should be dense: a cotangent with zeros would leave rows undecided. Without ``candidates``, every regular layout
+    that the shapes allow, and rows in any order where none of these holds.
+    """
+    count = z.shape[out_dim]
+    factors = marks(count, v.device)
+    broadcast = [1] * v.ndim
+    broadcast[out_dim] = count
+    marked = v * factors.view(broadcast).to(v.dtype)
+    before, after = (_row_sums(graph, structure, z, w, candidates) for w in (v, marked))
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(graph.lowest_dtype(), 0.1)
+
+    def confirmed(place: Place, options: list[Layout]) -> list[Layout]:
+        rows = ((o, before[place][o.dim], after[place][o.dim]) for o in options)
+        held = (explains(o, plain, scaled, factors, tolerance) for o, plain, scaled in rows)
+        return [h for h in held if h is not None]
+
+    found: dict[Place, list[Layout]] = {}
+    for place in before:
+        shape = graph.shape(*place)
+        if candidates is None:
+            any_order: list[Layout] = [Ragged(d) for d in range(len(shape))]
+            found[place] = confirmed(place, [*regular_layouts(shape, count)]) or confirmed(place, any_order)
+        else:
+            found[place] = confirmed(place, candidates[place])
+    return found
 
 
 def sample_axes(
@@ -24,52 +62,37 @@ def sample_axes(
 ) -> tuple[dict[Place, Layout], set[int]]:
     """Find and verify the layout of every use; also return the nodes for which none holds.
 
-    ``v`` should be dense: a cotangent with zeros would leave rows undecided. Where rows depend on data, any order of rows
-    along one axis is a candidate too.
+    Candidates are the proven layouts fitted to the shapes; where rows depend on data, any order of rows along an axis too.
     """
-    count = z.shape[out_dim]
     candidates: dict[Place, list[Layout]] = {}
     for node, uses in structure.by_node.items():
         known = [ledger.uses[u.key].layouts for u in uses if u.key in ledger.uses]
         for output in range(graph.outputs(node)):
             shape = graph.shape(node, output)
-            fitted = [fit for layouts in known for c in layouts.get(output, []) if (fit := c.fits(shape, count))]
+            fits = (c.fits(shape, z.shape[out_dim]) for layouts in known for c in layouts.get(output, []))
             loose: list[Layout] = [Ragged(d) for d in range(len(shape))] if data_dependent else []
-            candidates[node, output] = [*fitted, *loose]
-    factors = marks(count, v.device)
-    broadcast = [1] * v.ndim
-    broadcast[out_dim] = count
-    marked = v * factors.view(broadcast).to(v.dtype)
-    before, after = (_row_sums(graph, structure, z, w, candidates) for w in (v, marked))
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(graph.lowest_dtype(), 0.1)
-    arrived = {(node, output) for node, output, _ in before}
-    layouts: dict[Place, Layout] = {}
-    lost: set[int] = set()
-    for place, options in candidates.items():
-        if place not in arrived:
-            layouts |= dict.fromkeys([place], options[0]) if options else {}
-            continue
-        rows = ((o, before[(*place, o.dim)], after[(*place, o.dim)]) for o in options)
-        held = (explains(o, plain, scaled, factors, tolerance) for o, plain, scaled in rows)
-        layout = next((h for h in held if h is not None), None)
-        if layout is None:
-            lost.add(place[0])
+            candidates[node, output] = [*(fit for fit in fits if fit is not None), *loose]
+    layouts = {place: options[0] for place, options in candidates.items() if options}
+    lost = set()
+    for place, held in explained(graph, structure, z, v, out_dim, candidates).items():
+        if held:
+            layouts[place] = held[0]
         else:
-            layouts[place] = layout
+            lost.add(place[0])
     return layouts, lost
 
 
 def _row_sums(
-    graph: Graph, structure: Structure, z: Tensor, v: Tensor, options: Mapping[Place, list[Layout]]
-) -> dict[tuple[int, int, int], Tensor]:
-    """Row sums of the gradients along every candidate axis (axis -1 stands for a gradient without candidates)."""
-    sums: dict[tuple[int, int, int], Tensor] = {}
+    graph: Graph, structure: Structure, z: Tensor, v: Tensor, candidates: Mapping[Place, list[Layout]] | None
+) -> dict[Place, dict[int, Tensor]]:
+    """Row sums of the gradients that arrive at uses, along every axis or those of the candidates."""
+    sums: dict[Place, dict[int, Tensor]] = {}
 
     def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
         for output, g in enumerate(gradients):
             if g is not None:
-                for dim in {option.dim for option in options[i, output]} or {-1}:
-                    sums[i, output, dim] = row_sums(g, max(dim, 0))
+                dims = range(g.ndim) if candidates is None else {c.dim for c in candidates[i, output]}
+                sums[i, output] = {dim: row_sums(g, dim) for dim in dims}
 
     backward(graph, structure, z, v, visit, retain=True)
     return sums
