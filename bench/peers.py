@@ -166,7 +166,7 @@ def measure_model(model: str, args: argparse.Namespace, say: Callable[[str], Non
 
 
 def tables(results: dict[str, dict[str, dict[str, Any]]]) -> list[Any]:
-    """One table per model, for the terminal."""
+    """One table per model, and under it a line for each contender that is wrong or cannot run."""
     from rich.table import Table
     from rich.text import Text
 
@@ -176,7 +176,7 @@ def tables(results: dict[str, dict[str, dict[str, Any]]]) -> list[Any]:
         table.add_column("contender", no_wrap=True)
         for head in ("time", "p20-p80", "ms", "memory"):
             table.add_column(head, justify="right", no_wrap=True)
-        table.add_column("error", ratio=1)
+        table.add_column("error", no_wrap=True)
         for name, row in rows.items():
             if "ratio" in row:
                 cells = [f"{row['ratio']:.2f}", f"{row['ratio_p20']:.2f}-{row['ratio_p80']:.2f}"]
@@ -184,9 +184,13 @@ def tables(results: dict[str, dict[str, dict[str, Any]]]) -> list[Any]:
                 error = f"{row['deviation']:.0e}" if "deviation" in row else "-"
             else:
                 cells = ["-"] * 4
-                error = f"cannot run: {row['error']}" if "error" in row else wrong(row)
+                error = "cannot run" if "error" in row else "WRONG"
             table.add_row(Text(TITLES[name]), *cells, Text(error), style=None if "ratio" in row else "red")
         made.append(table)
+        for name, row in rows.items():
+            if "ratio" not in row:
+                text = f"cannot run: {row['error']}" if "error" in row else wrong(row)
+                made.append(Text(f"{TITLES[name]}: {text}", style="red"))
     return made
 
 

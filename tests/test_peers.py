@@ -147,8 +147,8 @@ def test_peak_sees_what_is_freed_again_and_only_that() -> None:
 def test_a_contender_that_cannot_run_gives_its_reason(tmp_path) -> None:
     row = peers.in_child("loop", "patchtst", 2, 1, tmp_path / "absent.pt", 300)
     assert "absent.pt" in row["error"]
-    (table,) = peers.tables({"patchtst": {"loop": row}})
-    assert table.row_count == 1
+    table, line = peers.tables({"patchtst": {"loop": row}})
+    assert table.row_count == 1 and "absent.pt" in line.plain and "cannot run" in line.plain
 
 
 def test_end_to_end(tmp_path) -> None:
