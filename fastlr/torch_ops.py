@@ -46,13 +46,58 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
         return (a.square().sum(-1) * g.square().sum(-1)).double().sum((1, 2))
     direct, gram = rows * inputs * outputs, rows * rows * (inputs + outputs)
     if gram < direct:
-        parts = [
-            ((a[lo:hi] @ a[lo:hi].mT).mul_(g[lo:hi] @ g[lo:hi].mT)).flatten(1).sum(1, dtype=torch.float64)
-            for lo, hi in _chunks(count, 2 * groups * rows * rows)
-        ]
+        parts = [_gram(a[lo:hi], g[lo:hi]) for lo, hi in _chunks(count, 2 * groups * rows * rows)]
     else:
         parts = [_square_sum(g[lo:hi].mT @ a[lo:hi]) for lo, hi in _chunks(count, groups * inputs * outputs)]
     return torch.cat(parts)
+
+
+def _gram(a: Tensor, g: Tensor) -> Tensor:
+    """<A A^T, G G^T> for each sample, summed over groups: the squared norm of G^T A without forming it.
+
+    Both sides are centred over the rows first: M = sum_t (g_t - mean g)(a_t - mean a)^T + T (mean g)(mean a)^T. Activations
+    after a ReLU have a large common part that M hardly sees and the Gram matrices would square.
+    """
+    rows = a.shape[2]
+    mean_a, mean_g = a.mean(2, keepdim=True), g.mean(2, keepdim=True)
+    a, g = a - mean_a, g - mean_g
+    inner = (a @ a.mT).mul_(g @ g.mT).flatten(1).sum(1, dtype=torch.float64)
+    cross = ((a @ mean_a.mT) * (g @ mean_g.mT)).flatten(1).sum(1, dtype=torch.float64)
+    common = (mean_a.square().sum(-1) * mean_g.square().sum(-1)).flatten(1).sum(1, dtype=torch.float64)
+    return inner + 2 * rows * cross + rows * rows * common
+
+
+def _conv_gram(
+    x: Tensor, g: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> Tensor:
+    """`_gram` of a 2d convolution [B, C, H, W] without unfolding: patches' inner products are sums of pixels' ones.
+
+    With P = X^T X over the pixels of the padded image, <patch_t, patch_s> = sum over taps of P[t + tap, s + tap]. Pixels
+    and gradients are centred by channel first, as in `_gram`.
+    """
+    count, outputs = g.shape[:2]
+    size = g.shape[2:]
+    x = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    mean_x, mean_g = x.mean((2, 3)), g.mean((2, 3))
+    high, wide = x.shape[2:]
+    taps = [
+        tuple(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in zip(tap, dilation, size, stride, strict=True))
+        for tap in ((i, j) for i in range(kernel[0]) for j in range(kernel[1]))
+    ]
+    total = torch.stack([x[:, :, rows, columns].sum((2, 3)) for rows, columns in taps], 1)  # [B, taps, C]
+    x = (x - mean_x[:, :, None, None]).flatten(2)
+    g = (g - mean_g[:, :, None, None]).flatten(2)
+    pixels = (x.mT @ x).view(count, high, wide, high, wide)
+    with_total = torch.einsum("bcp,bkc->bkp", x, total).view(count, -1, high, wide)
+    patches = torch.zeros_like(pixels[:, :1, :1, :1, :1]).expand(count, *size, *size).contiguous()
+    along = patches.new_zeros(count, *size)  # centred patch_t . sum of patches
+    for k, (rows, columns) in enumerate(taps):
+        patches += pixels[:, rows, columns, rows, columns]
+        along += with_total[:, k, rows, columns]
+    inner = (patches.view(count, -1) * (g.mT @ g).view(count, -1)).sum(1, dtype=torch.float64)
+    cross = (along.flatten(1) * torch.einsum("bot,bo->bt", g, mean_g)).sum(1, dtype=torch.float64)
+    common = total.flatten(1).double().square().sum(1) * mean_g.double().square().sum(1)
+    return inner + 2 * cross + common
 
 
 def conv_sq_norms(
@@ -80,15 +125,19 @@ def conv_sq_norms(
         return linear_sq_norms(_grouped_rows(x, groups), _grouped_rows(g, groups))
     if groups == channels == outputs and images == 1:
         return _square_sum(_depthwise_grads(x[:, 0], g[:, 0], kernel, stride, padding, dilation))
-    positions, fan_in = images * prod(g.shape[3:]), channels // groups * prod(kernel)
-    if groups == 1 and len(kernel) == 2 and positions * (fan_in + outputs) < fan_in * outputs:
-        columns = F.unfold(x.flatten(0, 1), kernel, tuple(dilation), tuple(padding), tuple(stride)).view(
-            count, images, fan_in, -1
-        )
-        return linear_sq_norms(columns.mT.reshape(count, 1, positions, fan_in), _grouped_rows(g, 1))
+    if groups == 1 and images == 1 and len(kernel) == 2:
+        positions, fan_in = prod(g.shape[3:]), channels * prod(kernel)
+        pixels = prod(n + 2 * p for n, p in zip(x.shape[3:], padding, strict=True))
+        if (
+            pixels * pixels * channels + positions * positions * (outputs + fan_in // channels)
+            < positions * fan_in * outputs
+        ):
+            options = (kernel, stride, padding, dilation)
+            ranges = _chunks(count, pixels * pixels + 2 * positions * positions)
+            return torch.cat([_conv_gram(x[lo:hi, 0], g[lo:hi, 0], *options) for lo, hi in ranges])
     like = weight.new_empty(outputs, channels // groups, *kernel)
-    options = (stride, padding, dilation, False, none, groups)
-    return torch.cat([_square_sum(conv_grads(x[b : b + 1], g[b : b + 1], like, *options)) for b in range(count)])
+    rest = (stride, padding, dilation, False, none, groups)
+    return torch.cat([_square_sum(conv_grads(x[b : b + 1], g[b : b + 1], like, *rest)) for b in range(count)])
 
 
 def _depthwise_grads(
