@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastlr.errors import FastlrWarning, InputError, InteractionError, ModelError, NonFiniteError
 from fastlr.ghost import adapt
-from fastlr.ghost.execute import Structure, sq_norms
+from fastlr.ghost.execute import Rerouted, Structure, sq_norms
 from fastlr.ghost.fallback import by_loop
 from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout
@@ -112,7 +112,10 @@ class Engine:
         adapt.check_inputs(self.model, x)
         device = next(iter(self.parameters.values())).device
         with torch.inference_mode(False), adapt.quiet_rng(device), self._buffers_kept():
-            return self._run(x, cotangent)
+            try:
+                return self._run(x, cotangent)
+            except Rerouted:
+                return self._run(x, cotangent)
 
     def prove(self, x: Any) -> Ledger:
         """Plan and prove for these inputs, with a random cotangent, and return what was found."""
@@ -178,10 +181,14 @@ class Engine:
         loop = state.loop | ledger.loop
         norms = {}
         if not all(name in loop for name in graph.parameters.values()):
-            norms = sq_norms(graph, state.structure, z, v, layouts, count, routes, retain=retain, skip=frozenset(loop))
-        for use_key, route in routes.items():
-            if before.get(use_key) != route and use_key in ledger.uses:
-                ledger.uses[use_key].route = route
+            try:
+                norms = sq_norms(
+                    graph, state.structure, z, v, layouts, count, routes, retain=retain, skip=frozenset(loop)
+                )
+            finally:
+                for use_key, route in routes.items():
+                    if before.get(use_key) != route and use_key in ledger.uses:
+                        ledger.uses[use_key].route = route
         present = set(graph.parameters.values())
         slow: dict[str, Tensor] = {name: p for name, p in self.parameters.items() if name in loop and name in present}
         if spot is not None:
@@ -224,28 +231,25 @@ class Engine:
         assert self._last is not None
         ledger = self._ledgers.setdefault(self._last, Ledger())
         unproven = self._unproven(graph, ledger)
-        if unproven or not ledger.parameters:
+        absent = frozenset(self.parameters) - frozenset(graph.parameters.values())
+        fresh = not graph.data_dependent or not ledger.parameters  # a new structure is proven anew
+
+        def open_questions() -> bool:
+            return bool(unproven) or not any(absent <= tested for tested in [frozenset[str](), *ledger.absent])
+
+        if fresh or open_questions():
             batch = self._batch(x, z, count)
             generator = torch.Generator().manual_seed(5)
             prover = Prover(self.model, self.parameters, self.output, self.out_dim)
-            tried = 0
-            while (
-                (unproven or not ledger.parameters) and tried < MAX_PROOFS and (tried == 0 or tried * SAMPLES < count)
-            ):
-                chosen = adapt.Batch(
-                    batch.pick([(tried * SAMPLES + k) % count for k in range(min(count, SAMPLES))]),
-                    min(count, SAMPLES),
-                    self.in_dim,
-                    batch.batched,
-                )
-                prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=tried)
-                tried += 1
-                if ledger.loop == frozenset(self.parameters):
+            for start in range(0, min(count, MAX_PROOFS * SAMPLES), SAMPLES):
+                if start and not open_questions():
                     break
+                samples = [(start + k) % count for k in range(min(count, SAMPLES))]
+                chosen = adapt.Batch(batch.pick(samples), len(samples), self.in_dim, batch.batched)
+                prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=start)
                 unproven = self._unproven(graph, ledger)
             for name in unproven:
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason="its use was in no proof")
-            self._unproven(graph, ledger)  # classify with what is now known
         structure = Structure.of(graph)
         state = _State(graph.side, graph.keys, structure, frozenset(unproven), graph.data_dependent)
         if len(self._states) > 64:

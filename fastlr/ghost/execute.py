@@ -21,6 +21,10 @@ from fastlr.ghost.rules import RULES, Site, Unsupported
 Source = tuple[int, int]
 
 
+class Rerouted(Exception):
+    """A rule turned out not to apply, in a pass that cannot be completed: the routes are updated, run again."""
+
+
 @dataclass
 class Group:
     """Parameters that share sources, and how the sources' gradients become theirs.
@@ -170,7 +174,8 @@ def sq_norms(
     """Squared norms [B] (float64) of every parameter in the graph but those in ``skip``.
 
     ``routes`` maps a use's key to "rule" or "node"; where a rule turns out not to apply it is set to "node", with the
-    reason in ``reasons``. ``tolerant`` (during a proof) treats any error of a rule so.
+    reason in ``reasons``. ``tolerant`` (during a proof) treats any error of a rule so. Raises Rerouted where that happens
+    in a pass that does not keep the graph: run the model again.
     """
     home = {s: group for group in structure.groups for s in group.sources}
     waiting = {s: sum(u.source == s for u in structure.uses) for s in home}
@@ -181,23 +186,40 @@ def sq_norms(
     def add(name: str, value: Tensor) -> None:
         norms[name] = norms[name] + value if name in norms else value
 
-    def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def site_of(i: int, gradients: tuple[Tensor | None, ...]) -> tuple[Site, list[Use]]:
         uses = [u for u in structure.by_node[i] if u.source not in skipped]
-        if not uses or all(g is None for g in gradients):
-            return
         shapes = {u.slot: graph.shape(*u.source) for u in uses}
         own = {o: layouts[i, o] for o in range(len(gradients)) if (i, o) in layouts}
-        site = Site(graph.nodes[i], gradients, own, count, shapes)
-        with torch.no_grad():
-            factors = _factors(graph, site, uses, routes, reasons, tolerant)
-            for use in uses:
-                group = home[use.source]
-                if group.separate and waiting[use.source] == 1:
-                    add(graph.parameters[group.parameters[0]], factors[use.slot].sq_norms())
-                else:
-                    stash.setdefault(use.source, []).append(factors[use.slot])
+        return Site(graph.nodes[i], gradients, own, count, shapes), uses
 
-    backward(graph, structure, z, v, visit, retain=retain)
+    def deliver(factors: Mapping[int, Factor], uses: list[Use]) -> None:
+        for use in uses:
+            group = home[use.source]
+            if group.separate and waiting[use.source] == 1:
+                add(graph.parameters[group.parameters[0]], factors[use.slot].sq_norms())
+            else:
+                stash.setdefault(use.source, []).append(factors[use.slot])
+
+    later: list[tuple[Site, list[Use]]] = []
+    keep = retain or any(routes.get(use.key, "rule") == "node" for use in structure.uses)
+
+    @torch.no_grad()
+    def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
+        site, uses = site_of(i, gradients)
+        if not uses or all(g is None for g in gradients):
+            return
+        factors = _by_rule(graph, site, uses, routes, reasons, tolerant)
+        if factors is not None:
+            deliver(factors, uses)
+        elif keep:  # within a backward pass the engine would skip the weight gradients of the node
+            later.append((site, uses))
+        else:
+            raise Rerouted
+
+    backward(graph, structure, z, v, visit, retain=keep)
+    with torch.no_grad():
+        for site, uses in later:
+            deliver(by_node(site, [u.slot for u in uses]), uses)
     with torch.no_grad():
         for group in structure.groups:
             held = {s: stash.pop(s) for s in group.sources if s in stash}
@@ -209,34 +231,34 @@ def sq_norms(
     return {name: norms.get(name, zero) for name in names if name not in skip}
 
 
-def _factors(
+def _by_rule(
     graph: Graph,
     site: Site,
     uses: list[Use],
     routes: dict[tuple, str],
     reasons: dict[tuple, str] | None,
     tolerant: bool,
-) -> Mapping[int, Factor]:
-    slots = [u.slot for u in uses]
+) -> Mapping[int, Factor] | None:
+    """Factors of a node's parameter slots by its rule; None, with the route set to "node", where no rule applies."""
+    if any(routes.get(u.key, "rule") != "rule" for u in uses):
+        return None
     name = graph.names[uses[0].node]
-    if all(routes.get(u.key, "rule") == "rule" for u in uses):
-        errors = (Unsupported, RuntimeError, ValueError, IndexError, AttributeError) if tolerant else (Unsupported,)
-        try:
-            if name not in RULES:
-                raise Unsupported(f"no rule for {name}")
-            if any(graph.dtype(*u.source).is_complex for u in uses) or any(
-                g is not None and g.is_complex() for g in site.gradients
-            ):
-                raise Unsupported("complex numbers")
-            return RULES[name](site, slots)
-        except errors as error:
-            if isinstance(error, CheckpointError):
-                raise
-            for u in uses:
-                routes[u.key] = "node"
-                if reasons is not None:
-                    reasons[u.key] = str(error)
-    return by_node(site, slots)
+    errors = (Unsupported, RuntimeError, ValueError, IndexError, AttributeError) if tolerant else (Unsupported,)
+    try:
+        if name not in RULES:
+            raise Unsupported(f"no rule for {name}")
+        complex_gradient = any(g is not None and g.is_complex() for g in site.gradients)
+        if complex_gradient or any(graph.dtype(*u.source).is_complex for u in uses):
+            raise Unsupported("complex numbers")
+        return RULES[name](site, [u.slot for u in uses])
+    except errors as error:
+        if isinstance(error, CheckpointError):
+            raise
+        for u in uses:
+            routes[u.key] = "node"
+            if reasons is not None:
+                reasons[u.key] = str(error)
+        return None
 
 
 def _settle(graph: Graph, group: Group, held: dict[Source, list[Factor]]) -> dict[str, Tensor]:

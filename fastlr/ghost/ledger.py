@@ -41,6 +41,7 @@ class Ledger:
     sample_side: set[tuple] = field(default_factory=set)  # keys
     uses: dict[tuple, UseProof] = field(default_factory=dict)
     parameters: dict[str, ParameterProof] = field(default_factory=dict)
+    absent: list[frozenset[str]] = field(default_factory=list)  # sets of parameters found not to move the output
     others: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     subject: str = ""

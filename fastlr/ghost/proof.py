@@ -281,8 +281,8 @@ class Prover:
     def _absent(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
         """Parameters that are not in the graph: zero if they do not move the output, otherwise an error."""
         present = set(graph.parameters.values())
-        absent = [n for n in self.parameters if n not in present and n not in ledger.parameters]
-        if not absent:
+        absent = [n for n in self.parameters if n not in present]
+        if not absent or any(set(absent) <= tested for tested in ledger.absent):
             return
         moved = self._moves(subject, batch, z, absent)
         if moved:
@@ -300,8 +300,9 @@ class Prover:
                 "reentrant activation checkpointing (use use_reentrant=False or switch it off), no_grad, detach or .data in "
                 "the forward pass; or freeze them with requires_grad_(False) if they should not count"
             )
+        ledger.absent.append(frozenset(absent))
         for n in absent:
-            ledger.parameters[n] = ParameterProof("zero", reason="not used by the output", alive=True)
+            ledger.parameters.setdefault(n, ParameterProof("zero", reason="not used by the output", alive=True))
 
     def _moves(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str]) -> bool:
         generator = torch.Generator().manual_seed(2)

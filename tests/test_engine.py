@@ -1,0 +1,418 @@
+"""The engine's promises: never silently wrong, nothing touched, plans kept, errors that name thing, reason and remedy."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastlr
+from fastlr.ghost import Engine, rules
+from fastlr.ghost.layout import Ragged, Regular, explains, marks, row_sums
+from fastlr.ghost.proof import Prover
+
+
+class Written(nn.Module):
+    """A module whose forward is a function of itself."""
+
+    def __init__(self, function, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def truth(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
+    """One plain backward pass a sample."""
+    norms = []
+    for j in range(len(x)):
+        z = model(x[j : j + 1])
+        own = [p for p in model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(z, own, v[j : j + 1].to(z.dtype), allow_unused=True)
+        norms.append(sum(g.double().square().sum() for g in grads if g is not None))
+    return torch.stack(norms)
+
+
+def agree(model: nn.Module, x: Tensor, v: Tensor, rtol: float = 1e-10) -> None:
+    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(model, x, v), truth(model, x, v), rtol=rtol, atol=0)
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the proofs made."""
+    made: list[int] = []
+    original = Prover.prove
+
+    def counted(self: Prover, *args: object, **kwargs: object) -> None:
+        made.append(1)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Prover, "prove", counted)
+    return made
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_call_costs_no_proof(proofs: list[int]) -> None:
+    model = mlp()
+    for count in (4, 4, 9, 2, 1, 64):
+        agree(model, draw(count, 5), draw(count, 3))
+    assert len(proofs) == 1
+
+
+def test_weights_may_change_between_calls(proofs: list[int]) -> None:
+    model = mlp()
+    for _ in range(3):
+        agree(model, draw(4, 5), draw(4, 3))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1)
+    assert len(proofs) == 1
+
+
+def test_a_new_structure_is_proven_anew(proofs: list[int]) -> None:
+    model = Written(lambda m, x: m.b(m.a(x)) if m.deep else m.a(x), a=nn.Linear(5, 5), b=nn.Linear(5, 5)).double()
+    for deep in (True, False, True, False):
+        model.deep = deep
+        agree(model, draw(4, 5), draw(4, 5))
+    assert len(proofs) == 2
+
+
+def test_a_change_that_hides_a_parameter_is_seen() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not m.hide):
+            y = m.b(x)
+        return m.a(x) + y
+
+    model = Written(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
+    model.hide = False
+    agree(model, draw(4, 5), draw(4, 3))
+    model.hide = True
+    refused(fastlr.HiddenParameterError, "module b", model, draw(4, 5))
+
+
+def test_a_change_that_makes_samples_interact_is_seen() -> None:
+    model = Written(lambda m, x: m.a(x - x.mean(0).detach()) if m.centre else m.a(x * 1.0) + 0, a=nn.Linear(5, 3))
+    model = model.double()
+    model.centre = False
+    agree(model, draw(4, 5), draw(4, 3))
+    model.centre = True
+    refused(fastlr.InteractionError, "interact", model, draw(4, 5))
+
+
+def test_freezing_is_seen(proofs: list[int]) -> None:
+    model = mlp()
+    agree(model, draw(4, 5), draw(4, 3))
+    model[0].weight.requires_grad_(False)
+    agree(model, draw(4, 5), draw(4, 3))
+    assert set(fastlr.per_sample_grad_sq_norms(model, draw(4, 5), draw(4, 3), per_parameter=True)) == {
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
+
+
+def test_plans_go_with_the_model() -> None:
+    model = mlp()
+    agree(model, draw(4, 5), draw(4, 3))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+def test_a_thousand_calls_leave_memory_flat() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)).eval()
+    x, v = torch.randn(8, 3, 8, 8), torch.randn(8, 3)
+    for _ in range(100):
+        fastlr.per_sample_grad_sq_norms(model, x, v)
+    gc.collect()
+    before, objects = resident(), len(gc.get_objects())
+    for _ in range(1000):
+        fastlr.per_sample_grad_sq_norms(model, x, v)
+    gc.collect()
+    assert resident() - before < 8 << 20
+    assert len(gc.get_objects()) - objects < 100
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)).eval()
+    x, v = torch.randn(8, 3, 8, 8), torch.randn(8, 3)
+    first = fastlr.per_sample_grad_sq_norms(model, x, v)  # with the proof
+    assert all(torch.equal(fastlr.per_sample_grad_sq_norms(model, x, v), first) for _ in range(3))
+
+
+def test_wrappers_are_looked_through() -> None:
+    model = mlp()
+    want = truth(model, draw(4, 5), draw(4, 3))
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(compiled, draw(4, 5), draw(4, 3)), want)
+    parallel = nn.DataParallel(model)
+    assert set(fastlr.per_sample_grad_sq_norms(parallel, draw(4, 5), draw(4, 3), per_parameter=True)) == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
+
+
+def test_distributed_data_parallel_is_looked_through() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = mlp()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        got = fastlr.per_sample_grad_sq_norms(wrapped, draw(4, 5), draw(4, 3))
+        torch.testing.assert_close(got, truth(model, draw(4, 5), draw(4, 3)))
+        assert all(p.grad is None for p in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# -- what a wrong rule or layout meets ----------------------------------------------------------------------------------
+
+
+def wrong_rule(monkeypatch: pytest.MonkeyPatch, when) -> None:
+    """Make the linear rule give twice the gradient where ``when(site)``."""
+    right = rules.RULES["AddmmBackward0"]
+
+    def twice(site, slots):
+        found = right(site, slots)
+        if when(site) and 2 in found:
+            found[2].g = found[2].g * 2
+        return found
+
+    monkeypatch.setitem(rules.RULES, "AddmmBackward0", twice)
+
+
+def test_a_wrong_rule_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_rule(monkeypatch, lambda site: True)
+    model = mlp()
+    agree(model, draw(4, 5), draw(4, 3))
+    report = fastlr.support_report(model, draw(4, 5))
+    assert report.routes["0.weight"] == "node"
+    assert "differs from the truth" in str(report)
+
+
+def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_rule(monkeypatch, lambda site: site.count != 3)
+    model = mlp()
+    with pytest.warns(fastlr.FastlrWarning, match="spot check"):
+        agree(model, draw(8, 5), draw(8, 3))
+    assert fastlr.support_report(model, draw(8, 5)).routes["0.weight"] == "loop"
+
+
+def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(rules.RULES, "AddmmBackward0")
+    model = mlp()
+    agree(model, draw(4, 5), draw(4, 3))
+    report = fastlr.support_report(model, draw(4, 5))
+    assert set(report.routes.values()) == {"node"}
+    assert "no rule for AddmmBackward0" in str(report)
+
+
+@pytest.mark.parametrize(
+    "right", [Regular(0, 1, 3), Regular(0, 3, 1), Regular(1, 1, 1), Regular(1, 2, 2), Regular(2, 2, 1)]
+)
+def test_marks_tell_layouts_apart(right: Regular) -> None:
+    count, shape = 5, [12, 12, 12]
+    shape[right.dim] = right.outer * count * right.inner
+    plain, factors = draw(*shape), marks(count, torch.device("cpu"))
+    ids = right.samples(shape[right.dim], count, plain.device)
+    marked = plain * factors[ids].view([-1 if d == right.dim else 1 for d in range(3)])
+    for outer in (1, 2, 3):
+        for inner in (1, 2, 3):
+            if outer * count * inner == shape[right.dim]:
+                layout = Regular(right.dim, outer, inner)
+                sums = row_sums(plain, right.dim), row_sums(marked, right.dim)
+                assert (explains(layout, *sums, factors, 1e-6) is not None) == (layout == right)
+    found = explains(Ragged(right.dim), row_sums(plain, right.dim), row_sums(marked, right.dim), factors, 1e-6)
+    assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
+
+
+def test_rows_that_mix_samples_have_no_layout() -> None:
+    plain, factors = draw(6, 4), marks(3, torch.device("cpu"))
+    marked = plain * factors.repeat(2)[:, None]
+    marked[0, 0] = plain[0, 0] * factors[1]
+    sums = row_sums(plain, 0), row_sums(marked, 0)
+    assert explains(Regular(0, 2, 1), *sums, factors, 1e-6) is None
+    assert explains(Ragged(0), *sums, factors, 1e-6) is None
+
+
+def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> None:
+    """A table of which the proof's samples use no row that has a gradient."""
+    gate = Written(
+        lambda m, x: m.a(x) * (x[:, :1] > 0) + x.sum(1, keepdim=True) * m.b,
+        a=nn.Linear(5, 1),
+        b=nn.Parameter(torch.ones(1)),
+    )
+    gate = gate.double()
+    x = draw(8, 5)
+    x[:, 0] = -x[:, 0].abs()  # the gate is shut everywhere: a has no gradient at all
+    agree(gate, x, draw(8, 1))
+    x[:, 0] = x[:, 0].abs()
+    agree(gate, x, draw(8, 1))
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def refused(
+    error: type[Exception], pattern: str, model: nn.Module, x: object, v: Tensor | None = None, **options
+) -> None:
+    with pytest.raises(error, match=pattern):
+        fastlr.per_sample_grad_sq_norms(model, x, v if v is not None else draw(4, 3), **options)
+
+
+def test_batch_norm_in_train_mode_is_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    before = {k: t.clone() for k, t in model.state_dict().items()}
+    refused(fastlr.InteractionError, r"module 1 \(BatchNorm1d\).*train mode.*model\.eval\(\)", model, draw(4, 5))
+    assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
+    agree(model.eval(), draw(4, 5), draw(4, 3))
+
+
+def test_a_detached_batch_mean_is_interaction() -> None:
+    model = Written(lambda m, x: m.a(x - x.mean(0, keepdim=True).detach()), a=nn.Linear(5, 3)).double()
+    refused(fastlr.InteractionError, "samples .* interact", model, draw(4, 5))
+
+
+def test_dropout_in_train_mode_is_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+    refused(fastlr.RandomForwardError, r"train mode: 1.*model\.eval\(\)", model, draw(4, 5))
+
+
+def test_parameters_outside_the_graph() -> None:
+    hidden = Written(lambda m, x: m.a(x) + m.b(x).detach(), a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
+    refused(
+        fastlr.HiddenParameterError,
+        r"b\.(weight|bias).*module b \(Linear\).*requires_grad_\(False\)",
+        hidden,
+        draw(4, 5),
+    )
+    unused = Written(lambda m, x: m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
+    agree(unused, draw(4, 5), draw(4, 3))
+    report = fastlr.support_report(unused, draw(4, 5))
+    assert report.routes["b.weight"] == "zero" and "not used by the output" in str(report)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    model = mlp()
+    bad = draw(4, 5)
+    bad[1, 2] = torch.nan
+    refused(fastlr.NonFiniteError, "not a number", model, bad)
+    overflow = Written(lambda m, x: m.a(x).exp().exp(), a=nn.Linear(5, 3)).double()
+    refused(fastlr.NonFiniteError, "not finite|infinite", overflow, 100 * draw(4, 5))
+    root = Written(lambda m, x: (m.a(x) * 0).abs().sqrt(), a=nn.Linear(5, 3)).double()
+    refused(fastlr.NonFiniteError, "gradient of parameter a.weight is not finite", root, draw(4, 5))
+    refused(fastlr.NonFiniteError, "cotangent", model, draw(4, 5), draw(4, 3) * torch.inf)
+
+
+def test_bad_calls_are_named() -> None:
+    model = mlp()
+    refused(fastlr.InputError, "torch.nn.Module", "model", draw(4, 5))  # type: ignore[arg-type]
+    refused(fastlr.ModelError, "no trainable parameters", mlp().requires_grad_(False), draw(4, 5))
+    refused(fastlr.InputError, "empty", model, draw(0, 5), draw(0, 3))
+    refused(fastlr.InputError, "cotangent has shape", model, draw(4, 5), draw(4, 2))
+    refused(fastlr.InputError, "float16.*float64", model, draw(4, 5).half())
+    refused(fastlr.InputError, "on meta", model, draw(4, 5).to("meta"))
+    refused(fastlr.InputError, "out_dim=2", model, draw(4, 5), out_dim=2)
+    refused(
+        fastlr.InputError,
+        "not a tensor but a tuple of 2",
+        Written(lambda m, x: (m.a(x), 1), a=nn.Linear(5, 3)).double(),
+        draw(4, 5),
+    )
+    refused(
+        fastlr.InputError,
+        "picks nothing.*keys",
+        Written(lambda m, x: {"y": m.a(x)}, a=nn.Linear(5, 3)).double(),
+        draw(4, 5),
+        output="z",
+    )
+    refused(fastlr.InputError, "in_dim", Written(lambda m, x: m.a(x.T), a=nn.Linear(5, 3)).double(), draw(5, 4))
+    refused(fastlr.ModelError, "not initialised", nn.LazyLinear(3), draw(4, 5))
+    refused(fastlr.ModelError, "complex", nn.Linear(5, 3, dtype=torch.complex128), draw(4, 5))
+
+
+def test_nothing_is_touched_when_a_call_fails() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)).double()
+    state = {k: t.clone() for k, t in model.state_dict().items()}
+    random = torch.get_rng_state()
+    for x in (draw(4, 5), draw(4, 5) * torch.nan):
+        with pytest.raises(fastlr.FastlrError):
+            fastlr.per_sample_grad_sq_norms(model, x, draw(4, 3))
+    assert all(torch.equal(state[k], t) for k, t in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(m.training for m in model.modules()) and all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
+
+
+# -- precision ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e15])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiny_and_huge_cotangents(scale: float, dtype: torch.dtype) -> None:
+    model, x, v = mlp().to(dtype), draw(4, 5).to(dtype), draw(4, 3).to(dtype).double()
+    got = fastlr.per_sample_grad_sq_norms(model, x, v * scale)
+    unit = fastlr.per_sample_grad_sq_norms(model, x, v)
+    torch.testing.assert_close(got / scale**2, unit, rtol=1e-5 if dtype == torch.float32 else 0.05, atol=0)
+
+
+def test_autocast_is_close() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)).eval()
+    x, v = torch.randn(8, 3, 8, 8), torch.randn(8, 3)
+    want = fastlr.per_sample_grad_sq_norms(model, x, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    torch.testing.assert_close(torch.stack(list(got.values())).sum(0), want, rtol=0.03, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert set(fastlr.support_report(model, x).routes.values()) == {"rule"}
+
+
+def test_several_passes_add_up() -> None:
+    model, x = mlp(), draw(4, 5)
+    several = [draw(4, 3, seed=k) for k in range(3)]
+    got = Engine(model).run(x, lambda z: iter(several)).total
+    torch.testing.assert_close(got, sum(truth(model, x, v) for v in several))
+
+
+def test_unit_passes_keep_the_fast_route() -> None:
+    """One output element at a time, as probe="exact" does: zeros in the cotangent must not lose the sample axis."""
+    model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), draw(4, 7, 5)
+
+    def units(z: Tensor):
+        for p in range(z.shape[1]):
+            v = torch.zeros_like(z)
+            v[:, p, 0] = 1
+            yield v
+
+    result = Engine(model).run(x, units)
+    assert set(result.routes.values()) == {"rule"}
+    want = sum(truth(model, x, v) for v in units(torch.zeros(4, 7, 3, dtype=torch.float64)))
+    torch.testing.assert_close(result.total, want)
