@@ -84,18 +84,21 @@ def _conv_gram(
         tuple(slice(k * d, k * d + (n - 1) * s + 1, s) for k, d, n, s in zip(tap, dilation, size, stride, strict=True))
         for tap in ((i, j) for i in range(kernel[0]) for j in range(kernel[1]))
     ]
-    total = torch.stack([x[:, :, rows, columns].sum((2, 3)) for rows, columns in taps], 1)  # [B, taps, C]
+    seen = x.new_zeros(len(taps), high, wide)  # which pixels a tap meets
+    for k, (rows, columns) in enumerate(taps):
+        seen[k, rows, columns] = 1
+    total = (x.flatten(2) @ seen.flatten(1).T).mT  # [B, taps, C]: sum of the patches
     x = (x - mean_x[:, :, None, None]).flatten(2)
     g = (g - mean_g[:, :, None, None]).flatten(2)
     pixels = (x.mT @ x).view(count, high, wide, high, wide)
-    with_total = torch.einsum("bcp,bkc->bkp", x, total).view(count, -1, high, wide)
-    patches = torch.zeros_like(pixels[:, :1, :1, :1, :1]).expand(count, *size, *size).contiguous()
-    along = patches.new_zeros(count, *size)  # centred patch_t . sum of patches
+    with_total = (total @ x).view(count, -1, high, wide)
+    patches = x.new_zeros(count, *size, *size)
+    along = x.new_zeros(count, *size)  # centred patch_t . sum of patches
     for k, (rows, columns) in enumerate(taps):
         patches += pixels[:, rows, columns, rows, columns]
         along += with_total[:, k, rows, columns]
     inner = (patches.view(count, -1) * (g.mT @ g).view(count, -1)).sum(1, dtype=torch.float64)
-    cross = (along.flatten(1) * torch.einsum("bot,bo->bt", g, mean_g)).sum(1, dtype=torch.float64)
+    cross = (along.flatten(1) * (mean_g[:, None] @ g)[:, 0]).sum(1, dtype=torch.float64)
     common = total.flatten(1).double().square().sum(1) * mean_g.double().square().sum(1)
     return inner + 2 * cross + common
 

@@ -1,1 +1,23 @@
 """Every op in plain torch: the definition, with the same name and signature as its fast twins."""
+
+from fastlr.reference.images import shape_images
+from fastlr.reference.norms import (
+    channel_sums,
+    conv_grads,
+    conv_sq_norms,
+    embedding_sq_norms,
+    layer_norm_sums,
+    linear_sq_norms,
+)
+from fastlr.reference.theory import local_redundancy_exact
+
+__all__ = [
+    "channel_sums",
+    "conv_grads",
+    "conv_sq_norms",
+    "embedding_sq_norms",
+    "layer_norm_sums",
+    "linear_sq_norms",
+    "local_redundancy_exact",
+    "shape_images",
+]
