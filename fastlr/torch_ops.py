@@ -29,12 +29,7 @@ def _chunks(count: int, elements: int) -> list[tuple[int, int]]:
 
 def _square_sum(t: Tensor) -> Tensor:
     """Sum of squares of each sample: [B, ...] -> [B], float64."""
-    flat = t.flatten(1)
-    return (
-        torch.linalg.vector_norm(flat, dim=1).double().square()
-        if flat.dtype == torch.float64
-        else flat.square().sum(1).double()
-    )
+    return torch.linalg.vector_norm(t.flatten(1), dim=1).double().square()
 
 
 def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
@@ -48,23 +43,27 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
     if gram < direct:
         parts = [_gram(a[lo:hi], g[lo:hi]) for lo, hi in _chunks(count, 2 * groups * rows * rows)]
     else:
-        parts = [_square_sum(g[lo:hi].mT @ a[lo:hi]) for lo, hi in _chunks(count, groups * inputs * outputs)]
+        large, small = (g, a) if outputs >= inputs else (a, g)  # the BLAS prefers the longer side as rows
+        ranges = _chunks(count, groups * inputs * outputs)
+        parts = [_square_sum(large[lo:hi].mT @ small[lo:hi]) for lo, hi in ranges]
     return torch.cat(parts)
 
 
 def _gram(a: Tensor, g: Tensor) -> Tensor:
     """<A A^T, G G^T> for each sample, summed over groups: the squared norm of G^T A without forming it.
 
-    Both sides are centred over the rows first: M = sum_t (g_t - mean g)(a_t - mean a)^T + T (mean g)(mean a)^T. Activations
-    after a ReLU have a large common part that M hardly sees and the Gram matrices would square.
+    The narrower side c is centred over the rows: M = sum_t o_t (c_t - mean c)^T + (sum_t o_t)(mean c)^T. Activations after a
+    ReLU have a large common part that M hardly sees and that the Gram matrices would square.
     """
-    rows = a.shape[2]
-    mean_a, mean_g = a.mean(2, keepdim=True), g.mean(2, keepdim=True)
-    a, g = a - mean_a, g - mean_g
-    inner = (a @ a.mT).mul_(g @ g.mT).flatten(1).sum(1, dtype=torch.float64)
-    cross = ((a @ mean_a.mT) * (g @ mean_g.mT)).flatten(1).sum(1, dtype=torch.float64)
-    common = (mean_a.square().sum(-1) * mean_g.square().sum(-1)).flatten(1).sum(1, dtype=torch.float64)
-    return inner + 2 * rows * cross + rows * rows * common
+    c, o = (a, g) if a.shape[-1] <= g.shape[-1] else (g, a)
+    mean = c.mean(2, keepdim=True)
+    c = c - mean
+    other = o @ o.mT
+    along = other.sum(-1)  # o_t . sum of o
+    cross = (along * (c @ mean.mT).squeeze(-1)).flatten(1).sum(1, dtype=torch.float64)
+    common = (along.sum(-1, dtype=torch.float64) * mean.double().square().sum((2, 3))).sum(1)
+    inner = (c @ c.mT).mul_(other).flatten(1).sum(1, dtype=torch.float64)
+    return inner + 2 * cross + common
 
 
 def _conv_gram(
@@ -127,7 +126,9 @@ def conv_sq_norms(
             x = x.narrow(3 + axis, 0, (n - 1) * s + 1)[(slice(None),) * (3 + axis) + (slice(None, None, s),)]
         return linear_sq_norms(_grouped_rows(x, groups), _grouped_rows(g, groups))
     if groups == channels == outputs and images == 1:
-        return _square_sum(_depthwise_grads(x[:, 0], g[:, 0], kernel, stride, padding, dilation))
+        shape = (kernel, stride, padding, dilation)
+        ranges = _chunks(count, 4 * x[0].numel())
+        return torch.cat([_square_sum(_depthwise_grads(x[lo:hi, 0], g[lo:hi, 0], *shape)) for lo, hi in ranges])
     if groups == 1 and images == 1 and len(kernel) == 2:
         positions, fan_in = prod(g.shape[3:]), channels * prod(kernel)
         pixels = prod(n + 2 * p for n, p in zip(x.shape[3:], padding, strict=True))
@@ -138,9 +139,21 @@ def conv_sq_norms(
             options = (kernel, stride, padding, dilation)
             ranges = _chunks(count, pixels * pixels + 2 * positions * positions)
             return torch.cat([_conv_gram(x[lo:hi, 0], g[lo:hi, 0], *options) for lo, hi in ranges])
-    like = weight.new_empty(outputs, channels // groups, *kernel)
-    rest = (stride, padding, dilation, False, none, groups)
-    return torch.cat([_square_sum(conv_grads(x[b : b + 1], g[b : b + 1], like, *rest)) for b in range(count)])
+    step = 4 if images == 1 and channels // groups >= 16 else 1  # samples as groups: a few keep all cores busy
+    rest = (stride, padding, dilation, False, none)
+    parts = []
+    for lo in range(0, count, step):
+        hi = min(count, lo + step)
+        merged = hi - lo
+        like = weight.new_empty(merged * outputs, channels // groups, *kernel)
+        xs, gs = (t[lo:hi].transpose(0, 1).reshape(images, merged * t.shape[2], *t.shape[3:]) for t in (x, g))
+        parts.append(_square_sum(_weight_grad(xs, gs, like, *rest, merged * groups).view(merged, -1)))
+    return torch.cat(parts)
+
+
+def _weight_grad(x: Tensor, g: Tensor, like: Tensor, *options: object) -> Tensor:
+    """Weight gradient of a whole batch by the library: x [B, C, *], g [B, O, *], like [O, C / groups, *kernel]."""
+    return torch.ops.aten.convolution_backward(g, x, like, None, *options, [False, True, False])[1]
 
 
 def _depthwise_grads(
@@ -166,10 +179,8 @@ def _depthwise_grads(
             grads = grads.narrow(2 + axis, 0, k)
     else:
         like = weight.new_empty(merged, 1, *kernel)
-        options = (stride, padding, dilation, False, none, merged)
-        grads = torch.ops.aten.convolution_backward(
-            g.reshape(1, merged, *g.shape[2:]), one, like, None, *options, [False, True, False]
-        )[1]
+        out = g.reshape(1, merged, *g.shape[2:])
+        grads = _weight_grad(one, out, like, stride, padding, dilation, False, none, merged)
     return grads.reshape(count, channels, *kernel)
 
 
