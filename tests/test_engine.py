@@ -192,6 +192,18 @@ def test_distributed_data_parallel_is_looked_through() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim: int) -> None:
+    """A linear layer takes another path through autograd where its input is not contiguous."""
+    model = nn.Linear(2, 3).double()
+    x, v = draw(4, 6, 2).transpose(0, 1), draw(4, 6, 3).transpose(0, 1)  # time first, in memory sample first
+    x, v = (x, v) if in_dim else (x.transpose(0, 1), v.transpose(0, 1))
+    got = fastlr.per_sample_grad_sq_norms(model, x, v, in_dim=in_dim, out_dim=in_dim)
+    want = truth(model, draw(4, 6, 2), draw(4, 6, 3))
+    torch.testing.assert_close(got, want)
+    assert set(fastlr.support_report(model, x, in_dim=in_dim, out_dim=in_dim).routes.values()) == {"rule"}
+
+
 # -- what a wrong rule or layout meets ----------------------------------------------------------------------------------
 
 

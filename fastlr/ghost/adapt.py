@@ -174,7 +174,7 @@ class Batch:
         leaves = list(self.leaves)
         for i in self.batched:
             index = torch.as_tensor(list(samples), device=leaves[i].device)
-            leaves[i] = leaves[i].index_select(self.in_dim, index)
+            leaves[i] = _ordered_like(leaves[i], leaves[i].index_select(self.in_dim, index))
         return cast(tree_unflatten(leaves, self.spec), dtype)
 
     def distinct(self, need: int, generator: torch.Generator) -> Batch:
@@ -195,8 +195,16 @@ class Batch:
             rows = [leaves[i].select(self.in_dim, min(k, len(picked) - 1)) for k in range(need)]
             for k in range(start, need):
                 rows[k] = _jitter(rows[k], k, generator)
-            leaves[i] = torch.stack(rows, self.in_dim)
+            leaves[i] = _ordered_like(leaves[i], torch.stack(rows, self.in_dim))
         return Batch(tree_unflatten(leaves, self.spec), need, self.in_dim, self.batched)
+
+
+def _ordered_like(original: Tensor, t: Tensor) -> Tensor:
+    """Give ``t`` the order of axes in memory that ``original`` has: some operations take another path by it."""
+    order = sorted(range(t.ndim), key=lambda d: -original.stride(d))
+    if order == list(range(t.ndim)):
+        return t
+    return t.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
 
 
 def _jitter(row: Tensor, shift: int, generator: torch.Generator) -> Tensor:
