@@ -201,7 +201,8 @@ class Batch:
 
 def _ordered_like(original: Tensor, t: Tensor) -> Tensor:
     """Give ``t`` the order of axes in memory that ``original`` has: some operations take another path by it."""
-    order = sorted(range(t.ndim), key=lambda d: -original.stride(d))
+    strides = original.stride()
+    order = sorted(range(t.ndim), key=lambda d: -strides[d])
     if order == list(range(t.ndim)):
         return t
     return t.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
