@@ -7,6 +7,7 @@ depends on shapes alone: the same call gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from math import prod
 
 import torch
@@ -173,7 +174,9 @@ def _depthwise_grads(
     merged = count * channels
     one, weight = x.reshape(1, merged, *x.shape[2:]), g.reshape(merged, 1, *g.shape[2:])
     none = [0] * len(kernel)
-    if prod(kernel) > 9 or g.device.type != "cpu":
+    if g.device.type != "cpu":
+        return _depthwise_taps(x, g, kernel, stride, padding, dilation)
+    if prod(kernel) > 9:
         grads = torch.ops.aten.convolution(one, weight, None, dilation, padding, stride, False, none, merged)
         for axis, k in enumerate(kernel):
             grads = grads.narrow(2 + axis, 0, k)
@@ -182,6 +185,25 @@ def _depthwise_grads(
         out = g.reshape(1, merged, *g.shape[2:])
         grads = _weight_grad(one, out, like, stride, padding, dilation, False, none, merged)
     return grads.reshape(count, channels, *kernel)
+
+
+def _depthwise_taps(
+    x: Tensor,
+    g: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """`_depthwise_grads` with one product and one sum for each tap."""
+    padded = F.pad(x, [p for axis in reversed(list(padding)) for p in (axis, axis)])
+    parts = []
+    for tap in product(*(range(k) for k in kernel)):
+        seen = padded
+        for axis, (k, d, s, n) in enumerate(zip(tap, dilation, stride, g.shape[2:], strict=True)):
+            seen = seen[(slice(None),) * (2 + axis) + (slice(k * d, k * d + (n - 1) * s + 1, s),)]
+        parts.append((seen * g).flatten(2).sum(2))
+    return torch.stack(parts, 2).reshape(*x.shape[:2], *kernel)
 
 
 def _grouped_rows(t: Tensor, groups: int) -> Tensor:

@@ -48,7 +48,9 @@ def test_tiny_imagenet_zip(tmp_path):
     assert data.train_x.shape == (6, 3, 64, 64) and data.test_x.shape == (2, 3, 64, 64)
     assert data.train_y.tolist() == [0, 0, 0, 1, 1, 1]
     assert "a and b" in data.name  # the first two by name
-    assert data.train_x[:, 0].amax((1, 2)).mul(255).round().sub(torch.tensor([80, 90, 100, 160, 170, 180])).abs().max() < 6
+    assert (
+        data.train_x[:, 0].amax((1, 2)).mul(255).round().sub(torch.tensor([80, 90, 100, 160, 170, 180])).abs().max() < 6
+    )
 
 
 def test_bad_zips(tmp_path):

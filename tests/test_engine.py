@@ -331,6 +331,14 @@ def test_parameters_outside_the_graph() -> None:
     assert report.routes["b.weight"] == "zero" and "not used by the output" in str(report)
 
 
+def test_leaves_that_are_not_parameters_are_named() -> None:
+    stray = draw(5).requires_grad_()
+    model = Written(lambda m, x: m.a(x * stray), a=nn.Linear(5, 3)).double()
+    with pytest.warns(fastlr.FastlrWarning, match=r"shapes \(5,\) require grad .* not counted"):
+        agree(model, draw(4, 5), draw(4, 3))
+    assert "1 other leaves require grad" in str(fastlr.support_report(model, draw(4, 5)))
+
+
 def test_numbers_that_are_not_finite() -> None:
     model = mlp()
     bad = draw(4, 5)
@@ -349,7 +357,8 @@ def test_bad_calls_are_named() -> None:
     refused(fastlr.ModelError, "no trainable parameters", mlp().requires_grad_(False), draw(4, 5))
     refused(fastlr.InputError, "empty", model, draw(0, 5), draw(0, 3))
     refused(fastlr.InputError, "cotangent has shape", model, draw(4, 5), draw(4, 2))
-    refused(fastlr.InputError, "float16.*float64", model, draw(4, 5).half())
+    for dtype in (torch.float16, torch.float32):
+        refused(fastlr.InputError, f"{dtype}.*float64".removeprefix("torch."), model, draw(4, 5).to(dtype))
     refused(fastlr.InputError, "on meta", model, draw(4, 5).to("meta"))
     refused(fastlr.InputError, "out_dim=2", model, draw(4, 5), out_dim=2)
     refused(

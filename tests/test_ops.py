@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastlr import ops
+from fastlr import ops, torch_ops
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}  # low precision is raised before products
 DTYPES = list(TOLERANCE)
@@ -109,6 +109,14 @@ def test_conv_channels_last(name: str, dtype: torch.dtype) -> None:
     x, g, *rest = convolution(name, dtype, False)
     x, g = (t.movedim(2, -1).contiguous().movedim(-1, 2) for t in (x, g))
     both("conv_sq_norms", x, g, *rest, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["depthwise", "depthwise_5_strided", "1d_depthwise"])
+def test_depthwise_forms_agree(name: str) -> None:
+    """The form for GPUs is plain torch too: hold it to the one for CPUs."""
+    x, g, weight, stride, padding, dilation, *_ = convolution(name, torch.float64, False)
+    args = (x[:, 0], g[:, 0], weight.shape[2:], stride, padding, dilation)
+    torch.testing.assert_close(torch_ops._depthwise_taps(*args), torch_ops._depthwise_grads(*args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -129,9 +129,8 @@ def sample_count(z: Tensor, out_dim: int) -> int:
 
 
 def check_inputs(model: nn.Module, x: Any) -> None:
-    """Raise InputError if an input tensor is empty, on another device, or float where another float is wanted."""
+    """Raise InputError if an input tensor is empty or on another device, NonFiniteError if it holds NaN."""
     reference = next(iter(model.parameters()))
-    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     for leaf in tree_flatten(x)[0]:
         if not isinstance(leaf, Tensor):
             continue
@@ -139,12 +138,25 @@ def check_inputs(model: nn.Module, x: Any) -> None:
             raise InputError(f"an input tensor is empty (shape {tuple(leaf.shape)})")
         if leaf.device != reference.device and leaf.ndim > 0:
             raise InputError(f"an input is on {leaf.device}, the model on {reference.device}; move one of them")
-        if leaf.is_floating_point():
-            if not torch.isfinite(leaf).all() and not torch.isinf(leaf).any():
-                raise NonFiniteError("an input tensor has values that are not a number")
-            autocast = torch.is_autocast_enabled(leaf.device.type)
-            if len(floats) == 1 and leaf.dtype not in floats and not autocast and leaf.dtype != torch.float32:
-                raise InputError(f"an input is {leaf.dtype}, the model {next(iter(floats))}; convert one of them")
+        if leaf.is_floating_point() and torch.isnan(leaf).any():
+            raise NonFiniteError("an input tensor has values that are not a number")
+
+
+def forward(model: nn.Module, x: Any, output: OutputSelector) -> Tensor:
+    """Run the model with gradients and pick its output; a clash of dtypes becomes an InputError that names both."""
+    try:
+        with torch.enable_grad():
+            result = call(model, x)
+    except RuntimeError as error:
+        held = {p.dtype for p in model.parameters()}
+        given = {t.dtype for t in tree_flatten(x)[0] if isinstance(t, Tensor) and t.is_floating_point()}
+        if "dtype" not in str(error) or given <= held:
+            raise
+        names = [", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes)) for dtypes in (given, held)]
+        raise InputError(
+            f"the inputs are {names[0]}, the model is {names[1]}; convert one of them ({error})"
+        ) from error
+    return select_output(result, output)
 
 
 class Batch:

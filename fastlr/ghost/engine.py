@@ -125,8 +125,7 @@ class Engine:
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        with torch.enable_grad():
-            z = adapt.select_output(adapt.call(self.model, x), self.output)
+        z = adapt.forward(self.model, x, self.output)
         count = adapt.sample_count(z, self.out_dim)
         output = z.detach()
         if torch.isnan(output).any() or (output == torch.inf).any():
@@ -136,6 +135,15 @@ class Engine:
                 "the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)"
             )
         graph = walk(z, self.parameters)
+        if graph.others and "others" not in self._warned:
+            self._warned.add("others")
+            shapes = ", ".join(str(tuple(graph.nodes[i].variable.shape)) for i in graph.others[:4])
+            warnings.warn(
+                f"{len(graph.others)} tensors of shapes {shapes} require grad and move the output, but are not parameters of "
+                "the model: they are not counted. Register them as parameters if they should be",
+                FastlrWarning,
+                stacklevel=4,
+            )
         passes = _passes(cotangent, output, self.out_dim)
         v, scale, more = next(passes)
         self._last = self._flags()
@@ -145,6 +153,9 @@ class Engine:
         if count > 1 and (layouts is None or state.data_dependent):
             first = layouts is None
             layouts = self._layouts(graph, state, z)
+            if len(state.layouts) > 256:  # shapes that change at every call must not pile up
+                state.layouts.clear()
+                self._slices.clear()
             state.layouts[key] = layouts
             spot = spot_check(z, v, self.out_dim, self.parameters, len(state.layouts)) if first else None
         sums: dict[str, Tensor] = {}
