@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import fastlr
+from bench.timing import environment
 
 TASKS = (0, 1, 4, 10)  # tasks trained before each measurement
 EPOCHS = 8
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    start, rows = time.time(), []
+    start, rows, where = time.time(), [], environment()
     inputs = fastlr.ShapeImages(size=(3, 16, 16))
     for name, build in NETWORKS.items():
         torch.manual_seed(options.seed)
@@ -178,15 +178,18 @@ def main() -> None:
         "seed": options.seed,
         "epochs_per_task": EPOCHS,
         "inputs": repr(inputs),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
+        "environment": where,
         "seconds": time.time() - start,
         "rows": [{key: None if value != value else value for key, value in row.items()} for row in rows],
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "probe_variance.json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     notes = f"Relative variance of one draw, n = {options.n} images of {inputs!r}, seed {options.seed}; {claim}."
-    (options.out / "probe_variance.md").write_text(f"{notes}\n\n{table(rows)}\n")
+    source = (
+        f"`{where['command']}` at commit {where['commit'][:12]}, {where['cpu']}, {where['threads']} threads, "
+        f"torch {where['versions']['torch']}, {where['date']}."
+    )
+    (options.out / "probe_variance.md").write_text(f"{notes}\n\n{source}\n\n{table(rows)}\n")
 
 
 if __name__ == "__main__":
