@@ -289,6 +289,30 @@ def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> Non
     agree(gate, x, draw(8, 1))
 
 
+def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong rule of a parameter whose gradient was zero in the proof, met on another sample than the spot check's."""
+    wrong_rule(monkeypatch, lambda site: bool(site.g.any()) and site.g.shape[-1] == 1)
+    gate = Written(lambda m, x: m.a(x) * (x[:, :1] > 0) + m.b(x), a=nn.Linear(5, 1), b=nn.Linear(5, 2)).double()
+    x = draw(8, 5)
+    x[:, 0] = -x[:, 0].abs()
+    agree(gate, x, draw(8, 2))
+    assert "gradient zero on those samples" in str(fastlr.support_report(gate, x))
+    x[:, 0] = x[:, 0].abs()
+    agree(gate, x, draw(8, 2))
+    assert fastlr.support_report(gate, x).routes["a.weight"] == "loop"
+
+
+def test_a_later_proof_can_refute_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Written(lambda m, x: m.a(m.a(x)) if m.twice else m.a(x), a=nn.Linear(5, 5)).double()
+    model.twice = False
+    agree(model, draw(4, 5), draw(4, 5))
+    wrong_rule(monkeypatch, lambda site: True)
+    model.twice = True
+    agree(model, draw(4, 5), draw(4, 5))
+    model.twice = False
+    agree(model, draw(4, 5), draw(4, 5))
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------------
 
 

@@ -228,8 +228,9 @@ class Prover:
         layouts = {place: found[0] for place, found in alternatives.items() if found}
         own, total_part = tolerance(graph.lowest_dtype())
         total = torch.stack(list(truth.values())).sum(0)
-        routes: dict[tuple, str] = {}
-        reasons: dict[tuple, str] = {}
+        # a rule that an earlier proof refuted stays refuted
+        routes = {key: use.route for key, use in ledger.uses.items() if use.route == "node"}
+        reasons = {key: ledger.uses[key].reason for key in routes}
 
         def wrong(got: dict[str, Tensor]) -> dict[str, float]:
             bad = {}
@@ -273,7 +274,7 @@ class Prover:
             reason = lost.get(name) or next((reasons[u.key] for u in uses if u.key in reasons), "")
             alive = bool((truth[name] > 0).any())
             known = ledger.parameters.get(name)
-            if known is None or not known.alive or known.route == "zero":
+            if known is None or (known.route != "loop" and (alive or not known.alive)):
                 ledger.parameters[name] = ParameterProof(
                     route, 0.0 if name in lost else gap, alive, kinds, axes, reason
                 )
