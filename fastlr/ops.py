@@ -1,15 +1,21 @@
 """One table: op -> backend -> function. The reference is the definition; the other backends are tested against it.
 
-Backends: ``reference`` (fastlr.reference, the definition), ``torch`` (fast plain torch, fastlr.torch_ops), ``triton``
-(kernels/). Functions are imported on first use, so that importing fastlr never imports triton.
+Backends: ``reference`` (fastlr.reference, the definition), ``torch`` (fast plain torch, fastlr.torch_*), ``triton``
+(kernels/). Functions are imported on first use, so that importing fastlr never imports triton. A kernel may return
+NotImplemented for a case that it does not cover: then plain torch serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+
+from torch import Tensor
 
 TABLE: dict[str, dict[str, str]] = {
     "shape_images": {"reference": "fastlr.reference.images", "triton": "fastlr.kernels.shape_images"},
@@ -19,6 +25,10 @@ TABLE: dict[str, dict[str, str]] = {
     "embedding_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
     "channel_sums": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
     "layer_norm_sums": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "folded_conv": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
+    "activation_grad": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
+    "folded_conv_moments": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
+    "folded_conv_backward": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
 }
 
 
@@ -34,5 +44,33 @@ def backends(name: str) -> tuple[str, ...]:
 
 
 def run(name: str, *args: Any) -> Any:
-    """Run op ``name`` on its fast plain-torch backend, which serves every device."""
+    """Run op ``name``: by its Triton kernel on a GPU, where there is one that covers the case, else in plain torch."""
+    chosen = _chosen.get() or ("triton" if _on_gpu(args) and has_triton() else "torch")
+    if chosen in TABLE[name] and chosen != "torch":
+        result = get(name, chosen)(*args)
+        if result is not NotImplemented:
+            return result
     return get(name, "torch")(*args)
+
+
+_chosen: ContextVar[str | None] = ContextVar("fastlr_backend", default=None)
+
+
+@contextmanager
+def using(backend: str | None) -> Iterator[None]:
+    """Run ops on this backend where it has them (``None``: by device, as usual), for tests and benchmarks."""
+    token = _chosen.set(backend)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def _on_gpu(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, Tensor) and a.is_cuda for a in args)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
