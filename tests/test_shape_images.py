@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from fastlr.errors import InputError
 from fastlr.reference.counter import indices
 from fastlr.reference.images import MAX_SIDE, draw_shapes, shape_images
 
-HERE = Path(__file__).parent
 NORMALISED = ((torch.arange(256.0)[None] / 255 - 0.4) / torch.tensor([[0.2], [0.25], [0.3]])).float()
 
 
@@ -294,34 +291,3 @@ def test_gpu_has_the_same_bits(case):
     for backend in ops.backends("shape_images"):
         made = ops.get("shape_images", backend)(start, stop, device="cuda", **how)
         assert same_bits(made.cpu(), shape_images(start, stop, **arguments_of(case)[2])), backend
-
-
-def run_compiler(code: str) -> list[dict]:
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=HERE, env=clean_environment(), check=True, capture_output=True, text=True
-    )
-    return json.loads(run.stdout)
-
-
-def test_kernels_compile_without_spills(record_property):
-    records = run_compiler(
-        "import json, compile_kernels; print(json.dumps(compile_kernels.compile_module('fastlr.kernels.shape_images')))"
-    )
-    assert {r["arch"] for r in records} == {80, 90, 100}
-    assert len(records) == 3 * 10
-    for record in records:
-        record_property(f"{record['case']}-sm{record['arch']}", f"{record['registers']} registers")
-        assert record["spills"] == 0, record
-        assert 0 < record["registers"] <= 96, record
-
-
-def test_a_spill_would_be_seen():
-    code = """
-import json, compile_kernels
-from fastlr.kernels.shape_images import compile_cases
-cases = [case for case in compile_cases() if case[0] == "paint[fp32]"]
-print(json.dumps([compile_kernels.compile_case(case, 90, maxnreg=24) for case in cases]))
-"""
-    (record,) = run_compiler(code)
-    assert record["spills"] > 0
