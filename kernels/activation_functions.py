@@ -1,0 +1,70 @@
+"""The activations of the folded path and their derivatives, for kernels to call on fp32 tiles in registers.
+
+ACT is a key of ``fastlr.reference.folded.ACTIVATIONS``, as a string constexpr. NaN stays NaN in the forward direction.
+Nothing is launched from here: no traffic of its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_ROOT_HALF = tl.constexpr(0.7071067811865476)
+_NORMAL = tl.constexpr(0.3989422804014327)  # density of the normal distribution at 0
+_TANH_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+_TANH_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _tanh_as_sigmoid(x):
+    """(1 + tanh(u)) / 2 for the u of the tanh form of gelu: a sigmoid, which needs no further function."""
+    return tl.sigmoid(2.0 * _TANH_SCALE * (x + _TANH_CUBIC * x * x * x))
+
+
+@triton.jit
+def act_forward(x, ACT: tl.constexpr):
+    """The activation of fp32 values."""
+    if ACT == "relu":
+        return tl.where(x < 0.0, 0.0, x)
+    elif ACT == "relu6":
+        return tl.where(x < 0.0, 0.0, tl.where(x > 6.0, 6.0, x))
+    elif ACT == "hardswish":
+        gate = x + 3.0
+        gate = tl.where(gate < 0.0, 0.0, tl.where(gate > 6.0, 6.0, gate))
+        return x * gate / 6.0
+    elif ACT == "silu":
+        return x * tl.sigmoid(x)
+    elif ACT == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * _ROOT_HALF))
+    elif ACT == "gelu_tanh":
+        return x * _tanh_as_sigmoid(x)
+    else:
+        tl.static_assert(ACT == "none", "no such activation")
+        return x
+
+
+@triton.jit
+def act_derivative(kept, ACT: tl.constexpr):
+    """Derivative of the activation in fp32: ``kept`` (fp32) is its output for relu and relu6, its input for the others.
+
+    Call it for "none" neither: nothing need be loaded there (the derivative is 1).
+    """
+    if ACT == "relu":
+        return tl.where(kept > 0.0, 1.0, 0.0)
+    elif ACT == "relu6":
+        return tl.where((kept > 0.0) & (kept < 6.0), 1.0, 0.0)
+    elif ACT == "hardswish":
+        return tl.where(kept <= -3.0, 0.0, tl.where(kept < 3.0, kept * (1.0 / 3.0) + 0.5, 1.0))
+    elif ACT == "silu":
+        gate = tl.sigmoid(kept)
+        return gate * (1.0 + kept * (1.0 - gate))
+    elif ACT == "gelu":
+        return 0.5 * (1.0 + tl.erf(kept * _ROOT_HALF)) + kept * _NORMAL * tl.exp(-0.5 * kept * kept)
+    elif ACT == "gelu_tanh":
+        gate = _tanh_as_sigmoid(kept)
+        slope = 2.0 * _TANH_SCALE * (1.0 + 3.0 * _TANH_CUBIC * kept * kept)
+        # Far out the slope overflows where the gate has long been 0 or 1.
+        return gate + tl.where((gate > 0.0) & (gate < 1.0), kept * gate * (1.0 - gate) * slope, 0.0)
+    else:
+        tl.static_assert(ACT == "none", "no such activation")
+        return tl.full(kept.shape, 1.0, tl.float32)
