@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,11 +19,29 @@ from torch import Tensor
 TABLE: dict[str, dict[str, str]] = {
     "shape_images": {"reference": "fastlr.reference.images", "triton": "fastlr.kernels.shape_images"},
     "linear_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
-    "conv_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
-    "conv_grads": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "conv_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_conv"},
+    "conv_grads": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_conv"},
     "embedding_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
-    "channel_sums": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
-    "layer_norm_sums": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "channel_sums": {
+        "reference": "fastlr.reference.norms",
+        "torch": "fastlr.torch_ops",
+        "triton": "fastlr.kernels.channel_sums",
+    },
+    "layer_norm_sums": {
+        "reference": "fastlr.reference.norms",
+        "torch": "fastlr.torch_ops",
+        "triton": "fastlr.kernels.layer_norm_sums",
+    },
+    "rms_norm_sums": {
+        "reference": "fastlr.reference.norms",
+        "torch": "fastlr.torch_ops",
+        "triton": "fastlr.kernels.layer_norm_sums",
+    },
+    "broadcast_sums": {
+        "reference": "fastlr.reference.norms",
+        "torch": "fastlr.torch_ops",
+        "triton": "fastlr.kernels.broadcast_sums",
+    },
     "folded_conv": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
     "activation_grad": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
     "folded_conv_moments": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
@@ -45,7 +62,7 @@ def backends(name: str) -> tuple[str, ...]:
 
 def run(name: str, *args: Any) -> Any:
     """Run op ``name``: by its Triton kernel on a GPU, where there is one that covers the case, else in plain torch."""
-    chosen = _chosen.get() or ("triton" if _on_gpu(args) and has_triton() else "torch")
+    chosen = _forced or ("triton" if _on_gpu(args) and has_triton() else "torch")
     if chosen in TABLE[name] and chosen != "torch":
         result = get(name, chosen)(*args)
         if result is not NotImplemented:
@@ -53,17 +70,18 @@ def run(name: str, *args: Any) -> Any:
     return get(name, "torch")(*args)
 
 
-_chosen: ContextVar[str | None] = ContextVar("fastlr_backend", default=None)
+_forced: str | None = None  # of the process, not of a context: the backward pass on a GPU runs in another thread
 
 
 @contextmanager
 def using(backend: str | None) -> Iterator[None]:
     """Run ops on this backend where it has them (``None``: by device, as usual), for tests and benchmarks."""
-    token = _chosen.set(backend)
+    global _forced
+    before, _forced = _forced, backend
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _forced = before
 
 
 def _on_gpu(args: tuple[Any, ...]) -> bool:

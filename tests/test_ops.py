@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastlr import ops, torch_ops
+from fastlr import ops, torch_conv, torch_folded
+from fastlr.reference.folded import ACTIVATIONS
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}  # low precision is raised before products
 DTYPES = list(TOLERANCE)
@@ -116,7 +117,7 @@ def test_depthwise_forms_agree(name: str) -> None:
     """The form for GPUs is plain torch too: hold it to the one for CPUs."""
     x, g, weight, stride, padding, dilation, *_ = convolution(name, torch.float64, False)
     args = (x[:, 0], g[:, 0], weight.shape[2:], stride, padding, dilation)
-    torch.testing.assert_close(torch_ops._depthwise_taps(*args), torch_ops._depthwise_grads(*args))
+    torch.testing.assert_close(torch_conv._depthwise_taps(*args), torch_conv.depthwise_grads(*args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,3 +145,51 @@ def test_layer_norm_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     mean = x.double().mean(-1, keepdim=True)
     rstd = torch.rsqrt(x.double().var(-1, keepdim=True, correction=0) + 1e-5)
     both("layer_norm_sums", x, g, mean, rstd, dtype=dtype)
+
+
+# -- folded convolutions ------------------------------------------------------------------------------------------------
+
+FOLDABLE = [name for name, case in CONVOLUTIONS.items() if case[-1] == 1]  # one image a sample
+
+
+def folded_case(name: str, dtype: torch.dtype, channels_last: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple]:
+    """x, output-shaped values, weight, scale and options of a named convolution."""
+    x, g, weight, stride, padding, dilation, _, _, groups = convolution(name, dtype, False)
+    x, g = x[:, 0], g[:, 0]
+    if channels_last:
+        x, g = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, g))
+    scale = draw(len(weight), dtype=weight.dtype, seed=3)
+    return x, g, weight, scale, (stride, padding, dilation, groups)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FOLDABLE)
+def test_folded_conv_moments(name: str, dtype: torch.dtype, channels_last: bool) -> None:
+    x, g, weight, scale, options = folded_case(name, dtype, channels_last)
+    both("folded_conv_moments", x, g, weight, scale, *options, dtype=dtype)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["3x3_strided", "depthwise", "pointwise", "stem", "1d_depthwise"])
+def test_folded_conv_and_its_backward(name: str, act: str) -> None:
+    for dtype in (torch.float64, torch.float32):
+        x, g, weight, scale, options = folded_case(name, dtype, True)
+        folded = (weight * scale.view(-1, *[1] * (weight.ndim - 1))).to(dtype)
+        bias = draw(len(weight), dtype=dtype, seed=4)
+        forward = (x, folded, bias, act, *options)
+        both("folded_conv", *forward, dtype=dtype)
+        _, kept = ops.get("folded_conv", "reference")(*forward)
+        both("activation_grad", g, kept, act, dtype=dtype)
+        both("folded_conv_backward", x, g, kept, act, folded, weight, scale, *options, True, dtype=dtype)
+        assert ops.run("folded_conv_backward", x, g, kept, act, folded, weight, scale, *options, False)[0] is None
+
+
+def test_folded_backward_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going through the batch a sample at a time changes nothing."""
+    x, g, weight, scale, options = folded_case("3x3", torch.float64, True)
+    args = (x, g, g, "none", weight, weight, scale, *options, True)
+    whole = ops.run("folded_conv_backward", *args)
+    monkeypatch.setattr(torch_folded, "SLICE_BYTES", 1)
+    for a, b in zip(whole, ops.run("folded_conv_backward", *args), strict=True):
+        torch.testing.assert_close(a, b)

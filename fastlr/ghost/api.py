@@ -85,4 +85,4 @@ def support_report(
     """
     engine = engine_for(model, output, in_dim, out_dim)
     ledger = engine.prove(x)
-    return SupportReport.of(engine.names, ledger)
+    return SupportReport.of(engine.names, ledger, engine.folding)

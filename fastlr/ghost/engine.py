@@ -16,11 +16,14 @@ from fastlr.errors import FastlrWarning, InputError, InteractionError, ModelErro
 from fastlr.ghost import adapt
 from fastlr.ghost.execute import Rerouted, Structure, sq_norms
 from fastlr.ghost.fallback import by_loop
+from fastlr.ghost.folded import FoldRefuted
+from fastlr.ghost.fuse import Folding, unfolded
 from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.proof import SAMPLES, Prover, far, generic_cotangent
 from fastlr.ghost.verify import sample_axes, spot_check
+from fastlr.runtime import out_of_memory
 
 Cotangent = Tensor | Callable[[Tensor], "Tensor | Iterable[Tensor]"]
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
@@ -77,6 +80,7 @@ class Engine:
         self._slices: dict[tuple, list[int]] = {}
         self._last: tuple | None = None
         self._warned: set[str] = set()
+        self.folding = Folding()
 
     @property
     def model(self) -> nn.Module:
@@ -112,10 +116,22 @@ class Engine:
         adapt.check_inputs(self.model, x)
         device = next(iter(self.parameters.values())).device
         with torch.inference_mode(False), adapt.quiet_rng(device), self._buffers_kept():
-            try:
-                return self._run(x, cotangent)
-            except Rerouted:
-                return self._run(x, cotangent)
+            while True:
+                try:
+                    return self._run(x, cotangent)
+                except Rerouted:
+                    continue
+                except FoldRefuted as error:
+                    self.folding.give_up(error.names, error.reason)
+                except (InputError, NonFiniteError):
+                    raise
+                except Exception as error:  # not the folding's fault if it happens without it
+                    if not self.folding.folded or out_of_memory(error):
+                        raise
+                    with unfolded():
+                        result = self._run(x, cotangent)
+                    self.folding.give_up([], f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                    return result
 
     def prove(self, x: Any) -> Ledger:
         """Plan and prove for these inputs, with a random cotangent, and return what was found."""
@@ -125,7 +141,8 @@ class Engine:
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        z = adapt.forward(self.model, x, self.output)
+        named = dict(self.model.named_parameters())
+        z = self.folding.run(named, lambda: adapt.forward(self.model, x, self.output))
         count = adapt.sample_count(z, self.out_dim)
         output = z.detach()
         if torch.isnan(output).any() or (output == torch.inf).any():
@@ -157,7 +174,7 @@ class Engine:
                 state.layouts.clear()
                 self._slices.clear()
             state.layouts[key] = layouts
-            spot = spot_check(z, v, self.out_dim, self.parameters, len(state.layouts)) if first else None
+            spot = self._spot(x, z, v, count, len(state.layouts)) if first else None
         sums: dict[str, Tensor] = {}
         while True:
             norms = self._pass(graph, state, x, z, v, layouts or {}, count, spot, retain=more)
@@ -225,6 +242,17 @@ class Engine:
         batch = self._batch(x, z, count)
         return by_loop(self.model, batch, v, chosen, output=self.output, out_dim=self.out_dim)
 
+    def _spot(self, x: Any, z: Tensor, v: Tensor, count: int, seed: int) -> tuple[int, dict[str, Tensor]]:
+        """Exact squared norms of one random sample; folded, its output must be that of the model as it is."""
+        j, exact = spot_check(z, v, self.out_dim, self.parameters, seed)
+        if self.folding.folded:
+            with torch.no_grad():
+                alone = adapt.forward(self.model, self._batch(x, z, count).pick([j]), self.output)
+            low = torch.finfo(z.dtype).bits < 32 or torch.is_autocast_enabled(z.device.type)
+            if far(alone, z.narrow(self.out_dim, j, 1), 0.1 if low else 1e-8 if z.dtype == torch.float64 else 1e-3):
+                raise FoldRefuted([], "the folded model gives another output")
+        return j, exact
+
     def _result(self, sums: dict[str, Tensor], output: Tensor, count: int) -> ChunkNorms:
         zero = torch.zeros(count, dtype=torch.float64, device=output.device)
         norms = {name: sums.get(name, zero) for name in self.parameters}
@@ -266,7 +294,7 @@ class Engine:
         if fresh or open_questions():
             batch = self._batch(x, z, count)
             generator = torch.Generator().manual_seed(5)
-            prover = Prover(self.model, self.parameters, self.output, self.out_dim)
+            prover = Prover(self.model, self.parameters, self.output, self.out_dim, self.folding)
             for start in range(0, min(count, MAX_PROOFS * SAMPLES), SAMPLES):
                 if start and not open_questions():
                     break

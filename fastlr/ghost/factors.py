@@ -110,7 +110,26 @@ class Conv:
         return None
 
 
-Factor = Dense | Outer | Rows | Conv
+@dataclass
+class Norms:
+    """Squared norms [B] of gradients that were not kept, of a tensor that is used once."""
+
+    values: Tensor
+
+    def sq_norms(self) -> Tensor:
+        """Squared norm of each sample."""
+        return self.values
+
+    def dense(self, lo: int, hi: int) -> Tensor:
+        """Raise TypeError: the gradients are gone."""
+        raise TypeError("only the norms of these gradients are known, so they cannot be added to others")
+
+    def transpose(self) -> None:
+        """No gradients to transpose."""
+        return None
+
+
+Factor = Dense | Outer | Rows | Conv | Norms
 
 
 def _tied(rows: Rows, outer: Outer) -> Tensor:
@@ -170,4 +189,6 @@ def added(grads: list[Tensor]) -> Tensor:
 
 def batch_size(factor: Factor) -> int:
     """Return the number of samples of a factor."""
+    if isinstance(factor, Norms):
+        return len(factor.values)
     return len(factor.grads if isinstance(factor, Dense) else factor.g)

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointError
 from fastlr.errors import HiddenParameterError, InteractionError, ModelError, NonFiniteError, RandomForwardError
 from fastlr.ghost import adapt
 from fastlr.ghost.execute import Structure, sq_norms
+from fastlr.ghost.folded import NODE, FoldRefuted, weights_of
+from fastlr.ghost.fuse import Folding
 from fastlr.ghost.graph import CASTS, Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
@@ -37,9 +39,15 @@ class Prover:
     """Proves the uses of a model on three samples; `prove` adds what it finds to a ledger."""
 
     def __init__(
-        self, model: nn.Module, parameters: dict[str, nn.Parameter], output: adapt.OutputSelector, out_dim: int
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        output: adapt.OutputSelector,
+        out_dim: int,
+        folding: Folding | None = None,
     ):
         self.model, self.parameters, self.output, self.out_dim = model, parameters, output, out_dim
+        self.folding = folding
 
     def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
         """Prove on the first three samples of ``batch``; raises what makes per-sample gradients meaningless."""
@@ -59,6 +67,8 @@ class Prover:
                     self._all_by_loop(ledger, f"activation checkpointing: {str(error).splitlines()[0]}")
                     return
                 except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                    if self.folding is not None and self.folding.folded:
+                        raise FoldRefuted([], f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
                     if isinstance(error, torch.OutOfMemoryError) and subject.dtype is None:
                         raise
                     ledger.notes.append(f"{subject.name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
@@ -78,9 +88,12 @@ class Prover:
         for name in self.parameters:
             ledger.parameters[name] = ParameterProof("loop", alive=True, reason=reason)
 
-    def _forward(self, subject: Subject, batch: adapt.Batch, samples: list[int]) -> Tensor:
+    def _forward(self, subject: Subject, batch: adapt.Batch, samples: list[int], *, fold: bool = False) -> Tensor:
+        """The output for some samples; ``fold``: as it will be measured, otherwise as the model is."""
         with torch.enable_grad():
-            z = adapt.select_output(subject(batch.pick(samples)), self.output)
+            x = batch.pick(samples)
+            result = self.folding.run(subject.named, lambda: subject(x)) if fold and self.folding else subject(x)
+            z = adapt.select_output(result, self.output)
         if adapt.sample_count(z, self.out_dim) != len(samples):
             raise ModelError(
                 f"{len(samples)} samples give an output of shape {tuple(z.shape)}, which does not have that size along "
@@ -89,7 +102,7 @@ class Prover:
         return z
 
     def _prove_on(self, subject: Subject, batch: adapt.Batch, ledger: Ledger) -> bool:
-        z = self._forward(subject, batch, list(range(SAMPLES)))
+        z = self._forward(subject, batch, list(range(SAMPLES)), fold=True)
         if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
             raise NonFiniteError("the model's output is not finite on three samples of the inputs")
         if not z.requires_grad:
@@ -119,7 +132,12 @@ class Prover:
         if not far(want, got, close):
             return
         with torch.no_grad():
-            if far(z, self._forward(subject, batch, list(range(SAMPLES))), close):
+            plain = self._forward(subject, batch, list(range(SAMPLES)))
+            if far(plain, self._forward(subject, batch, list(range(SAMPLES))), close):
+                raise RandomForwardError(self._random_message())
+            if far(z, plain, close):
+                if self.folding is not None and self.folding.folded:
+                    raise FoldRefuted([], "the folded model gives another output")
                 raise RandomForwardError(self._random_message())
         raise InteractionError(self._interaction_message(subject, batch, close))
 
@@ -166,7 +184,7 @@ class Prover:
 
     def _sides(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
         """Tell parameter side from sample side: with every sample twice, the sample side doubles, the other does not."""
-        z6 = self._forward(subject, batch, [*range(SAMPLES), *range(SAMPLES)])
+        z6 = self._forward(subject, batch, [*range(SAMPLES), *range(SAMPLES)], fold=True)
         self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
         twice = walk(z6, subject.parameters)
         if graph.names != twice.names or graph.children != twice.children:
@@ -248,6 +266,13 @@ class Prover:
         lost: dict[str, str] = {}
         got = run()
         bad = wrong(got)
+        for use in structure.uses:
+            if graph.names[use.node] == NODE and (
+                routes.get(use.key) == "node"
+                or any(graph.parameters[p] in bad for p in graph.parameters_below(use.child))
+            ):
+                why = reasons.get(use.key) or "its norms differ from the exact ones"
+                raise FoldRefuted(weights_of(graph, [use.node]), why)
         if bad:  # the nodes' own backward formulas instead of the rules, for these parameters
             affected = [
                 u for u in structure.uses if any(graph.parameters[p] in bad for p in graph.parameters_below(u.child))
@@ -314,7 +339,7 @@ class Prover:
                     p = subject.parameters[n]
                     noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
                     p.add_(noise * (0.5 * p.abs().mean() + 0.1))
-                again = self._forward(subject, batch, list(range(SAMPLES)))
+                again = self._forward(subject, batch, list(range(SAMPLES)), fold=True)
             finally:
                 for n in names:
                     subject.parameters[n].copy_(saved[n])

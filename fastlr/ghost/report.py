@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fastlr.ghost.fuse import Folding
 from fastlr.ghost.ledger import Ledger
 
 
@@ -28,23 +29,32 @@ class ParameterSupport:
 
 @dataclass(frozen=True)
 class SupportReport:
-    """Every trainable parameter with its route; prints as a table."""
+    """Every trainable parameter with its route; prints as a table.
+
+    ``folded``: convolution weights that run as one with their batch norm -> activation; ``unfolded``: the others -> why.
+    """
 
     parameters: tuple[ParameterSupport, ...]
     subject: str
     dtype: str
     others: tuple[str, ...]
     notes: tuple[str, ...]
+    folded: dict[str, str] = field(default_factory=dict)
+    unfolded: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(names: list[str], ledger: Ledger) -> SupportReport:
-        """Build the report of a ledger."""
+    def of(names: list[str], ledger: Ledger, folding: Folding | None = None) -> SupportReport:
+        """Build the report of a ledger, and of what was folded in the last forward pass."""
         rows = []
         for name in names:
             p = ledger.parameters[name]
             rows.append(ParameterSupport(name, p.kinds, p.axes, p.route, p.deviation, p.alive, p.reason))
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
-        return SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(dict.fromkeys(ledger.notes)))
+        notes = list(dict.fromkeys(ledger.notes))
+        if folding is not None and folding.disabled:
+            notes.append(f"nothing is folded: {folding.disabled}")
+        folded, unfolded = (dict(folding.folded), folding.plain | folding.refused) if folding else ({}, {})
+        return SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded)
 
     @property
     def routes(self) -> dict[str, str]:
@@ -82,12 +92,19 @@ class SupportReport:
                 f"gradient zero on those samples, so checked when it is not: {', '.join(unproven[:4])}"
                 + (f" and {len(unproven) - 4} more" if len(unproven) > 4 else "")
             )
-        reasons = dict.fromkeys(f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule")
-        lines += [*reasons]
+        lines += dict.fromkeys(f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule")
         if self.others:
             lines.append(
                 f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}"
             )
+        if self.folded:
+            lines.append(f"{len(self.folded)} convolutions run folded with their batch norm and activation")
+            reasons: dict[str, list[str]] = {}
+            for name, reason in self.unfolded.items():
+                reasons.setdefault(reason, []).append(name)
+            for reason, which in reasons.items():
+                more = f" and {len(which) - 2} more" if len(which) > 2 else ""
+                lines.append(f"not folded ({reason}): {', '.join(which[:2])}{more}")
         lines += [f"note: {n}" for n in self.notes]
         return "\n".join(lines)
 

@@ -25,6 +25,11 @@ class Subject:
     parameters: dict[str, Tensor]
     dtype: torch.dtype | None
 
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """Every parameter that the forward pass uses, trainable or not, by name."""
+        return dict(self.model.named_parameters()) if self.tensors is None else self.tensors
+
     def __call__(self, x: Any) -> Any:
         """Run the forward pass."""
         if self.tensors is None:

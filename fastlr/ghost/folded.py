@@ -1,0 +1,127 @@
+"""Convolution, batch norm in eval mode and activation as one node of the autograd graph, and its rule.
+
+The definitions and identities are in fastlr.reference.folded; which blocks of a model run so is decided in
+fastlr.ghost.fuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr import ops
+from fastlr.ghost.factors import Dense, Factor, Norms
+from fastlr.ghost.graph import Graph
+from fastlr.ghost.layout import Regular
+from fastlr.ghost.rules import Site, Unsupported, rule
+
+NODE = "FoldedConvBackward"
+
+
+class FoldRefuted(Exception):
+    """A folded block did not give the exact norms: these weights must run unfolded."""
+
+    def __init__(self, names: list[str], reason: str) -> None:
+        super().__init__(reason)
+        self.names, self.reason = names, reason
+
+
+class FoldedConv(torch.autograd.Function):
+    """Activation of batch norm (running statistics) of a convolution, as one node with correct gradients.
+
+    Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has computed before the backward
+    pass reaches the node (the output gradient and the input gradient for it); ``norms_only`` says that the gradients of
+    the parameters will not be looked at.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+        act: str,
+        dtype: torch.dtype,
+        options: tuple,
+    ) -> Tensor:
+        x = x.to(dtype)
+        if x.ndim == 4 and dtype != torch.float64:
+            x = x.contiguous(memory_format=torch.channels_last)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        rstd = torch.rsqrt(var.to(wide) + eps)
+        scale = rstd if gamma is None else gamma.to(wide) * rstd
+        shift = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
+        folded_bias = shift * scale if beta is None else torch.addcmul(beta.to(wide), shift, scale)
+        folded = (weight.to(wide) * scale.view(-1, *[1] * (weight.ndim - 1))).to(dtype)
+        out, kept = ops.run("folded_conv", x, folded, folded_bias, act, *options)
+        needed = None if act == "none" else kept  # the model may add to the output in place
+        ctx.save_for_backward(x, needed, weight, folded, scale, rstd, shift)
+        ctx.act, ctx.options, ctx.ready, ctx.norms_only = act, options, None, False
+        tensors = {"x": x, "weight": weight, "bias": bias, "gamma": gamma, "beta": beta}
+        ctx.roles = tuple(role for role, t in tensors.items() if t is not None)
+        return out
+
+    @staticmethod
+    def moments(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Input gradient (None if not needed) and moments, see fastlr.reference.folded.folded_conv_backward."""
+        x, kept, weight, folded, scale, _, _ = ctx.saved_tensors
+        want, kept = ctx.needs_input_grad[0], grad if kept is None else kept
+        return ops.run("folded_conv_backward", x, grad, kept, ctx.act, folded, weight, scale, *ctx.options, want)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:  # noqa: D102
+        ready, ctx.ready = ctx.ready, None
+        if ready is not None and ready[0] is grad:
+            return (ready[1], *[None] * 10)
+        x, kept, weight, folded, scale, rstd, shift = ctx.saved_tensors
+        g = grad if kept is None else ops.run("activation_grad", grad, kept, ctx.act)
+        *rest, groups = ctx.options
+        mask = [ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:5]) and not ctx.norms_only, False]
+        gx, gw, _ = torch.ops.aten.convolution_backward(
+            g, x, folded, None, *rest, False, [0] * len(rest[0]), groups, mask
+        )
+        if gw is None:
+            return (gx, *[None] * 10)
+        gw, sums = gw.to(scale.dtype), g.to(scale.dtype).sum([0, *range(2, g.ndim)])
+        per_channel = [-1, *[1] * (weight.ndim - 1)]
+        inner = (gw * weight).flatten(1).sum(1)
+        found = (gw * scale.view(per_channel), sums * scale, (inner + shift * sums) * rstd, sums)
+        wanted = ctx.needs_input_grad[1:5]
+        return gx, *(t.to(weight.dtype) if w else None for t, w in zip(found, wanted, strict=True)), *[None] * 6
+
+
+@rule(NODE, about="convolution folded with batch norm in eval mode and an activation")
+def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
+    """Weight, bias, gamma and beta from the moments; the input gradient comes with them and is kept for the node."""
+    if site.layout != Regular(0, 1, 1):
+        raise Unsupported("a sample owns several images")
+    node = site.node
+    gx, sq, inner, sums = FoldedConv.moments(node, site.g)
+    node.ready = (site.g, gx)
+    scale, rstd, shift = node.saved_tensors[-3:]
+    factors: dict[str, Factor] = {
+        "weight": Norms(sq),
+        "bias": Dense(sums * scale.to(sums.dtype)),
+        "gamma": Dense((inner + shift.to(sums.dtype) * sums) * rstd.to(sums.dtype)),
+        "beta": Dense(sums),
+    }
+    return {slot: factors[node.roles[slot]] for slot in slots}
+
+
+def weights_of(graph: Graph, nodes: Iterable[int]) -> list[str]:
+    """Names of the convolution weights of folded nodes; empty if one of them is frozen."""
+    names = []
+    for i in nodes:
+        child, _ = graph.children[i][graph.nodes[i].roles.index("weight")]
+        if child not in graph.parameters:
+            return []
+        names.append(graph.parameters[child])
+    return names

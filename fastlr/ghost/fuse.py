@@ -1,0 +1,314 @@
+"""The folded path: convolution, batch norm in eval mode and activation run as one node of the autograd graph.
+
+While a `Folding` is active, a convolution's result is a `Pending` tensor that has not been computed. If batch norm, and
+then perhaps an activation, is the only thing that happens to it, the three run as one `FoldedConv` with folded weights
+(see fastlr.reference.folded), whose rule gives the norms of the *original* parameters from the pass that gives the input
+gradient. Anything else computes what is pending as the model says. So blocks are found in whatever the forward pass does,
+control flow and functional calls included, and nothing is remembered that could become stale.
+
+A block is left as it is (its name and the reason go into `Folding.refused`) where its parts are seen by anything else,
+where a parameter serves twice, and where a proof refutes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fastlr.ghost.folded import FoldedConv
+
+_enabled: ContextVar[bool] = ContextVar("fastlr_folding", default=True)
+
+
+@contextmanager
+def unfolded() -> Iterator[None]:
+    """Run models as they are within this context: no convolution is folded with its batch norm."""
+    token = _enabled.set(False)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def enabled() -> bool:
+    """Whether models are folded where they can be."""
+    return _enabled.get()
+
+
+class Pending(Tensor):
+    """The result of a convolution, or of batch norm after it, that has not been computed."""
+
+    folding: Folding
+    source: tuple  # the convolution: input, weight, bias, options
+    normed: tuple | None  # the batch norm: statistics, gamma, beta, eps
+    act: str
+    value: Tensor | None
+    taken: bool  # went into a later Pending
+    version: int  # of the convolution's input
+    autocast: bool
+
+    @staticmethod
+    def __new__(cls, folding: Folding, source: tuple, shape: list[int], norm: tuple | None = None) -> Pending:
+        """Stand for a result of this shape."""
+        x = source[0]
+        self: Pending = Tensor._make_wrapper_subclass(cls, shape, dtype=folding.dtype_of(x), device=x.device)
+        self.folding, self.source, self.normed, self.act = folding, source, norm, "none"
+        self.value, self.taken, self.version = None, False, x._version
+        self.autocast = torch.is_autocast_enabled(x.device.type)
+        return self
+
+    def followed(self, normed: tuple | None) -> Pending:
+        """The next step, which takes this one in."""
+        result = Pending(self.folding, self.source, list(self.shape), normed)
+        result.version, self.taken = self.version, True
+        return result
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        return func(*computed(args), **computed(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override] # noqa: D105
+        pending = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Pending)]
+        for p in pending:  # reached without torch's Python interface: autograd has not seen it
+            p.folding.refuse_all(f"{func} got a result past torch's Python interface")
+        return func(*computed(args), **computed(kwargs or {}))
+
+    def __repr__(self) -> str:  # type: ignore[override] # noqa: D105
+        return repr(self.compute())
+
+    def compute(self) -> Tensor:
+        """The tensor that the model would have here."""
+        if self.value is None:
+            x, weight, bias, options = self.source
+            spoiled = "the convolution's input was changed in place" if x._version != self.version else None
+            if self.taken or spoiled:
+                self.folding.refuse(weight, spoiled or "something else uses the result before the activation")
+            kind = x.device.type
+            with torch.enable_grad(), torch.autocast(kind, enabled=self.autocast, dtype=torch.get_autocast_dtype(kind)):
+                if self.normed is None or self.taken or spoiled:
+                    self.value = self.folding.convolve(x, weight, bias, options)
+                    if self.normed is not None:
+                        mean, var, gamma, beta, eps = self.normed
+                        self.value = F.batch_norm(self.value, mean, var, gamma, beta, False, 0.0, eps)
+                        self.value = _AS_FUNCTION[self.act](self.value)
+                else:
+                    mean, var, gamma, beta, eps = self.normed
+                    with torch.autocast(kind, enabled=False):
+                        self.value = FoldedConv.apply(
+                            x, weight, bias, gamma, beta, mean, var, eps, self.act, self.dtype, options
+                        )
+        assert self.value is not None
+        return self.value
+
+
+def computed(tree: Any) -> Any:
+    """Replace what is pending in arguments or results by its value."""
+    if isinstance(tree, tuple) and not any(isinstance(t, (Pending, list, tuple, dict)) for t in tree):
+        return tree
+    return tree_map_only(Pending, Pending.compute, tree)
+
+
+_ALONE = "no batch norm follows"
+_METHODS = "dim ndimension size numel nelement is_floating_point is_complex element_size __len__".split()
+_PROPERTIES = "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta".split()
+_METADATA = {getattr(Tensor, name) for name in _METHODS} | {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+_AS_FUNCTION = {
+    "none": lambda t: t,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+}
+
+
+def _activation(func: Callable, args: tuple, kwargs: dict) -> tuple[str, bool] | None:
+    """Name of the activation that a call is, and whether it works in place; None if it is none of ours."""
+    rest = args[1:]
+    if func in (torch.relu, Tensor.relu) and not rest:
+        return "relu", False
+    if func in (torch.relu_, Tensor.relu_) and not rest:
+        return "relu", True
+    if func is F.gelu and not rest:
+        name = {"none": "gelu", "tanh": "gelu_tanh"}.get(kwargs.get("approximate", "none"))
+        return (name, False) if name else None
+    if func is F.hardtanh:
+        bounds = [
+            *rest,
+            *[kwargs.get(k, d) for k, d in (("min_val", -1.0), ("max_val", 1.0), ("inplace", False))][len(rest) :],
+        ]
+        return ("relu6", bool(bounds[2])) if tuple(bounds[:2]) == (0, 6) else None
+    name = {F.relu: "relu", F.relu6: "relu6", F.hardswish: "hardswish", F.silu: "silu"}.get(func)
+    return (name, bool(rest[0] if rest else kwargs.get("inplace", False))) if name else None
+
+
+class Folding(TorchFunctionMode):
+    """Finds the blocks of one model and folds them; used as a context around its forward pass.
+
+    Args:
+        refused: name of a convolution's weight -> why it runs unfolded; grows.
+    """
+
+    def __init__(self, refused: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self.refused: dict[str, str] = {} if refused is None else refused
+        self.disabled: str | None = None
+        self.names: dict[int, str] = {}
+        self.again = False
+        self.folded: dict[str, str] = {}
+        self.plain: dict[str, str] = {}
+        self.seen: set[int] = set()
+        self.idle = False
+
+    def run(self, tensors: Mapping[str, Tensor], forward: Callable[[], Any]) -> Any:
+        """Run ``forward`` with its blocks folded; once more where something turned out that forbids one.
+
+        Args:
+            tensors: the model's parameters by name, as this forward pass uses them.
+            forward: the forward pass.
+        """
+        self.folded, self.plain = {}, {}
+        if self.disabled or self.idle or not enabled():
+            return forward()
+        self.names = {id(t): name for name, t in tensors.items()}
+        for _ in range(3):
+            self.again, self.folded, self.plain, self.seen = False, {}, {}, set()
+            with self:
+                result = forward()
+            result = computed(result)
+            if self.disabled:
+                break
+            if not self.again:
+                self.idle = not self.folded and set(self.plain.values()) <= {_ALONE}  # do not look again
+                return result
+        self.disabled = self.disabled or "its blocks change from one forward pass to the next"
+        self.folded = {}
+        return forward()
+
+    def refuse(self, weight: Tensor, reason: str) -> None:
+        """Leave a convolution unfolded from now on."""
+        self.refused[self.names.get(id(weight), "?")] = reason
+        self.again = True
+
+    def refuse_all(self, reason: str) -> None:
+        """Fold nothing from now on."""
+        self.disabled, self.again = reason, True
+
+    def give_up(self, names: list[str], reason: str) -> None:
+        """Leave these convolutions unfolded from now on; all of them if none is named."""
+        self.refused.update(dict.fromkeys(names, reason))
+        if not names:
+            self.disabled, self.folded = reason, {}
+
+    def dtype_of(self, x: Tensor) -> torch.dtype:
+        """Dtype of a convolution's result here and now."""
+        kind = x.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple) -> Tensor:
+        """The convolution as the model would run it."""
+        return {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(options[0])](x, weight, bias, *options)
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if func in _CONVOLUTIONS:
+            found = self._convolution(func, *computed(args), **computed(kwargs))
+            return found if found is not None else func(*computed(args), **computed(kwargs))
+        if isinstance(first, Pending):
+            if func in _METADATA:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            following = self._norm(func, args, kwargs) if first.normed is None else self._act(func, first, args, kwargs)
+            if following is not None:
+                return following
+        return func(*computed(args), **computed(kwargs))
+
+    def _convolution(
+        self, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None,
+        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    ) -> Pending | None:  # fmt: skip
+        name = self.names.get(id(weight))
+        axes = _CONVOLUTIONS[func]
+        if name is None or name in self.refused or not torch.is_grad_enabled() or isinstance(padding, str):
+            return None
+        if id(weight) in self.seen:
+            self.refuse(weight, "it is used more than once")
+            return None
+        self.seen.add(id(weight))
+        usable = weight.is_leaf and (bias is None or id(bias) in self.names) and weight.is_floating_point()
+        if not usable or input.ndim != axes + 2 or input.shape[1] != weight.shape[1] * groups:
+            return None
+        if not torch.is_autocast_enabled(input.device.type) and input.dtype != weight.dtype:
+            return None  # an error that the model is to raise itself
+        options = [
+            tuple(int(v) for v in (o if isinstance(o, (tuple, list)) else (o,) * axes))
+            for o in (stride, padding, dilation)
+        ]
+        options = [o * axes if len(o) == 1 else o for o in options]
+        shape = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(input.shape[2:], weight.shape[2:], *options, strict=True)
+        ]
+        if min(shape) < 1:
+            return None
+        self.plain[name] = _ALONE
+        call = (input, weight, bias, (*options, groups))
+        return Pending(self, call, [len(input), len(weight), *shape])
+
+    def _norm(self, func: Callable, args: tuple, kwargs: dict) -> Pending | None:
+        if func is not F.batch_norm:
+            return None
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+        given = (
+            {"weight": None, "bias": None, "training": False, "eps": 1e-5}
+            | dict(zip(names, args, strict=False))
+            | kwargs
+        )
+        pending, mean, var = given["input"], given["running_mean"], given["running_var"]
+        gamma, beta = given["weight"], given["bias"]
+        name = self.names[id(pending.source[1])]
+        if given["training"] or mean is None or var is None:
+            self.plain[name] = "batch norm uses the batch's statistics"
+            return None
+        if any(t is not None and (t.requires_grad and id(t) not in self.names) for t in (mean, var, gamma, beta)):
+            self.plain[name] = "batch norm's parameters are computed"
+            return None
+        again = [t for t in (gamma, beta, pending.source[2]) if t is not None and id(t) in self.seen]
+        if again or pending.taken or pending.value is not None or not torch.is_grad_enabled():
+            self.plain[name] = "a parameter is used more than once" if again else "something else uses its result"
+            return None
+        if pending.dtype != self.dtype_of(pending.source[0]):
+            return None
+        self.seen.update(id(t) for t in (gamma, beta, pending.source[2]) if t is not None)
+        del self.plain[name]
+        self.folded[name] = "none"
+        norm = (mean, var, gamma, beta, float(given["eps"]))
+        return pending.followed(norm)
+
+    def _act(self, func: Callable, pending: Pending, args: tuple, kwargs: dict) -> Any:
+        found = _activation(func, args, kwargs)
+        if found is None or pending.act != "none" or pending.value is not None or not torch.is_grad_enabled():
+            return None
+        act, inplace = found
+        if pending.taken:
+            return None  # computing it refuses the block
+        self.folded[self.names[id(pending.source[1])]] = act
+        result = pending  # in place: whoever holds it sees the change
+        if not inplace:
+            result = pending.followed(pending.normed)
+        result.act = act
+        return result

@@ -1,0 +1,133 @@
+"""Fast plain torch for the ops of fastlr.reference.folded, same names and signatures; inputs stay in their dtype.
+
+The backward pass goes through the batch a few samples at a time, so that the gradient before the activation stays in the
+cache between its three uses (input gradient, weight gradients, sums) and no large temporary is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlr import ops
+from fastlr.torch_conv import conv_gram, gram_pays, gram_ranges, weight_grads
+from fastlr.torch_ops import raised
+
+SLICE_BYTES = 8 << 20  # of gradients worked on at once on a CPU
+aten = torch.ops.aten
+
+
+def folded_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    act: str,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """See fastlr.reference.folded.folded_conv."""
+    zero = [0] * len(stride)
+    pre = aten.convolution(x, weight, bias.to(x.dtype), stride, padding, dilation, False, zero, groups)
+    if act in ("none", "relu", "relu6"):
+        out = pre if act == "none" else pre.relu_() if act == "relu" else pre.clamp_(0, 6)
+        return out, out
+    return _ACT[act](pre), pre
+
+
+_ACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+}
+
+
+def activation_grad(grad: Tensor, kept: Tensor, act: str) -> Tensor:
+    """See fastlr.reference.folded.activation_grad."""
+    if act == "none":
+        return grad
+    if act == "relu":
+        return aten.threshold_backward(grad, kept, 0)
+    if act == "relu6":
+        return aten.hardtanh_backward(grad, kept, 0.0, 6.0)
+    if act == "hardswish":
+        return aten.hardswish_backward(grad, kept)
+    if act == "silu":
+        return aten.silu_backward(grad, kept)
+    return aten.gelu_backward(grad, kept, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
+def folded_conv_moments(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See fastlr.reference.folded.folded_conv_moments. Sums in float32 at least."""
+    x, g = raised(x), raised(g)
+    w = weight.to(g.dtype)
+    s = scale.to(g.dtype)
+    sums = g.flatten(2).sum(2)
+    if groups == 1 and gram_pays(x, g, weight.shape, padding):
+        options = (stride, padding, dilation)
+        scaled = g * s.view(-1, *[1] * (g.ndim - 2))
+        sq = torch.cat(
+            [conv_gram(x[lo:hi], scaled[lo:hi], w.shape[2:], *options) for lo, hi in gram_ranges(x, g, padding)]
+        )
+        through = aten.convolution(x, w, None, *options, False, [0] * len(stride), groups)
+        return sq, (through * g).flatten(2).sum(2), sums
+    squares, inner = [], []
+    flat = w.flatten(1)
+    for _, _, grads in weight_grads(x, g, weight.shape, stride, padding, dilation, groups):
+        squares.append(torch.linalg.vector_norm(grads, dim=2).mul_(s).double().square().sum(1))
+        inner.append(torch.linalg.vecdot(grads, flat))
+    return torch.cat(squares), torch.cat(inner), sums
+
+
+def folded_conv_backward(
+    x: Tensor,
+    grad: Tensor,
+    kept: Tensor,
+    act: str,
+    folded: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    want_input: bool,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """See fastlr.reference.folded.folded_conv_backward: its parts in turn, on a CPU for a few samples at a time."""
+    options = (stride, padding, dilation)
+    ranges = [(0, len(x))]
+    if x.device.type == "cpu":
+        step = max(1, SLICE_BYTES // max(1, prod(grad.shape[1:]) * grad.element_size()))
+        ranges = [(lo, min(len(x), lo + step)) for lo in range(0, len(x), step)]
+    inputs, parts = [], []
+    for lo, hi in ranges:
+        g = ops.run("activation_grad", grad[lo:hi], kept[lo:hi], act)
+        if want_input:
+            inputs.append(_input_grad(g, x[lo:hi], folded, *options, groups))
+        parts.append(ops.run("folded_conv_moments", x[lo:hi], g, weight, scale, *options, groups))
+    sq, inner, sums = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+    gx = None
+    if want_input:
+        gx = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
+    return gx, sq, inner, sums
+
+
+def _input_grad(g: Tensor, x: Tensor, weight: Tensor, *options: object) -> Tensor:
+    *rest, groups = options
+    zero = [0] * (x.ndim - 2)
+    return aten.convolution_backward(g, x, weight, None, *rest, False, zero, groups, [True, False, False])[0]
