@@ -21,7 +21,11 @@ TABLE: dict[str, dict[str, str]] = {
     "linear_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
     "conv_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_conv"},
     "conv_grads": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_conv"},
-    "embedding_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
+    "embedding_sq_norms": {
+        "reference": "fastlr.reference.norms",
+        "torch": "fastlr.torch_ops",
+        "triton": "fastlr.kernels.embedding_norms",
+    },
     "channel_sums": {
         "reference": "fastlr.reference.norms",
         "torch": "fastlr.torch_ops",
@@ -42,8 +46,17 @@ TABLE: dict[str, dict[str, str]] = {
         "torch": "fastlr.torch_ops",
         "triton": "fastlr.kernels.broadcast_sums",
     },
+    "categorical_root_cotangent": {
+        "reference": "fastlr.reference.predictive",
+        "torch": "fastlr.torch_predictive",
+        "triton": "fastlr.kernels.fisher_root",
+    },
     "folded_conv": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
-    "activation_grad": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
+    "activation_grad": {
+        "reference": "fastlr.reference.folded",
+        "torch": "fastlr.torch_folded",
+        "triton": "fastlr.kernels.activations",
+    },
     "folded_conv_moments": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
     "folded_conv_backward": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
 }

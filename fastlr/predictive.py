@@ -23,21 +23,16 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
+from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.reference.counter import STREAMS, check_seed, normal_quantiles, random_words
+from fastlr.torch_predictive import categorical_root, signs
 
 PROBES = ("rademacher", "sampled", "exact")
 
-# Signs, normals and labels take disjoint ranges of the words of one stream: the probes are independent of each other.
+# Signs (from word 0), normals and labels take disjoint ranges of one stream's words: the probes are independent.
 _STREAM = STREAMS["cotangent"]
-_SIGNS, _NORMALS, _LABELS = 0, 1 << 32, 1 << 33
-
-
-def _signs(index: Tensor, count: int, seed: int) -> Tensor:
-    """Return independent signs [B, count] in float64, 32 of them from a word."""
-    words = random_words(seed, index, _STREAM, -(-count // 32), _SIGNS)
-    bits = (words[..., None] >> torch.arange(32, device=index.device)) & 1
-    return bits.flatten(1)[:, :count].double().mul_(2).sub_(1)
+_NORMALS, _LABELS = 1 << 32, 1 << 33
 
 
 def _normals(index: Tensor, count: int, seed: int) -> Tensor:
@@ -194,17 +189,17 @@ class Categorical(Predictive):
             )
         mask = self._positions(z.shape, dim, sample_dim, index)
         moved = z.movedim((sample_dim, dim), (0, -1))
-        log_p = moved.reshape(len(index), -1, classes).double().log_softmax(-1)
+        rows = moved.reshape(len(index), -1, classes)
 
         def restore(v: Tensor) -> Tensor:
             return v.reshape(moved.shape).movedim((0, -1), (sample_dim, dim))
 
-        bad = log_p.isnan().any(-1)
-        if (bad if mask is None else bad & mask).any():
-            raise NonFiniteError(
-                "the output holds NaN, +inf or only -inf where a softmax is taken: no predictive distribution exists; "
-                "look for overflow in the model (its dtype, its weights) or mask the position"
-            )
+        if probe == "rademacher" and mask is None:
+            v = ops.run("categorical_root_cotangent", rows, index, seed)
+            _refuse(v.isnan())
+            return restore(v)
+        log_p = rows.double().log_softmax(-1)
+        _refuse(log_p.isnan() if mask is None else log_p.isnan() & mask[..., None])
         root = (log_p / 2).exp_()  # sqrt(p), without cancellation
         if mask is not None:
             root = torch.where(mask[..., None], root, 0.0)
@@ -215,15 +210,16 @@ class Categorical(Predictive):
             return map(restore, _categorical_columns(root, best, counted))
         if probe == "sampled":
             return restore(_categorical_sampled(root.square_(), best, index, seed))
-        xi = _signs(index, root.shape[1] * classes, seed).view(root.shape).scatter_(-1, best, 0.0)
-        return restore(_categorical_root(root, best, xi))
+        xi = signs(index, root.shape[1] * classes, seed).view(root.shape).scatter_(-1, best, 0.0)
+        return restore(categorical_root(root, best, xi))
 
 
-def _categorical_root(root: Tensor, best: Tensor, xi: Tensor) -> Tensor:
-    """Apply the Householder root of diag(p) - p p^T to xi [..., C] with xi = 0 at ``best``; root = sqrt(p)."""
-    top = root.gather(-1, best)
-    t = (root * xi).sum(-1, keepdim=True)
-    return (xi * root).sub_(root.square().mul_(t / (1 + top))).scatter_(-1, best, -top * t)
+def _refuse(bad: Tensor) -> None:
+    if bad.any():
+        raise NonFiniteError(
+            "the output holds NaN, +inf or only -inf where a softmax is taken: no predictive distribution exists; "
+            "look for overflow in the model (its dtype, its weights) or mask the position"
+        )
 
 
 def _categorical_columns(root: Tensor, best: Tensor, positions: range | list[int]) -> Iterator[Tensor]:
@@ -234,7 +230,7 @@ def _categorical_columns(root: Tensor, best: Tensor, positions: range | list[int
         for step in range(1, classes):
             xi = torch.zeros_like(row).scatter_(-1, (top + step) % classes, 1.0)
             v = torch.zeros_like(root)
-            v[:, position] = _categorical_root(row, top, xi)
+            v[:, position] = categorical_root(row, top, xi)
             yield v
 
 
@@ -285,7 +281,7 @@ class Bernoulli(Predictive):
             v = half / (1 + half * half)
             if probe == "exact":
                 return _element_passes(self, v, moved.shape, sample_dim)
-            v = v * _signs(index, z.shape[1], seed)
+            v = v * signs(index, z.shape[1], seed)
         return v.reshape(moved.shape).movedim(0, sample_dim)
 
 
@@ -326,7 +322,7 @@ class Gaussian(Predictive):
         if probe == "exact":
             scale = torch.full(shape, 1 / self.sigma, dtype=torch.float64, device=z.device)
             return _element_passes(self, scale, moved.shape, sample_dim)
-        draw = _signs if probe == "rademacher" else _normals
+        draw = signs if probe == "rademacher" else _normals
         v = draw(index, shape[1], seed) / self.sigma
         return v.reshape(moved.shape).movedim(0, sample_dim)
 

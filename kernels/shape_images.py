@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastlr.kernels.counter import halves, philox4x32
 from fastlr.reference.counter import STREAMS, check_range, check_seed
 from fastlr.reference.images import check_images, resolve_table
 
@@ -27,20 +28,6 @@ _OUTSIDE = tl.constexpr((1 << 29) + 1)
 _FIELDS = tl.constexpr(8)  # colour, top, bottom, left, right, centre row, centre column, squared radius
 
 TILE_ROWS, TILE_COLUMNS, IMAGES_PER_PROGRAM = 32, 32, 64
-
-
-@triton.jit
-def _philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10 on uint32."""
-    for _ in tl.static_range(10):
-        old_c0, old_c2 = c0, c2
-        c0 = tl.umulhi(old_c2, tl.full(old_c2.shape, 0xCD9E8D57, tl.uint32)) ^ c1 ^ k0
-        c2 = tl.umulhi(old_c0, tl.full(old_c0.shape, 0xD2511F53, tl.uint32)) ^ c3 ^ k1
-        c1 = tl.mul(old_c2, tl.full(old_c2.shape, 0xCD9E8D57, tl.uint32), sanitize_overflow=False)
-        c3 = tl.mul(old_c0, tl.full(old_c0.shape, 0xD2511F53, tl.uint32), sanitize_overflow=False)
-        k0 = tl.add(k0, tl.full(k0.shape, 0x9E3779B9, tl.uint32), sanitize_overflow=False)
-        k1 = tl.add(k1, tl.full(k1.shape, 0xBB67AE85, tl.uint32), sanitize_overflow=False)
-    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -66,7 +53,7 @@ def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value f
     stream = tl.full([BLOCK], _STREAM, tl.uint32)
 
     out = shapes + image.to(tl.int64) * ((1 + COUNT) * _FIELDS)
-    _, colour, _, _ = _philox(tl.zeros([BLOCK], tl.uint32), stream, low, high, k0, k1)
+    _, colour, _, _ = philox4x32(tl.zeros([BLOCK], tl.uint32), stream, low, high, k0, k1)
     tl.store(out, colour.to(tl.int32, bitcast=True), exists)
 
     low_h, high_h = tl.maximum(height // 8, 1), tl.maximum(height // 2, 1)
@@ -76,8 +63,8 @@ def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value f
     left_over = tl.full([BLOCK], RECTANGLES, tl.int32)
     for step in range(COUNT):
         block = tl.zeros([BLOCK], tl.uint32) + 2 * step + 2
-        kind, colour, w2, w3 = _philox(block, stream, low, high, k0, k1)
-        w4, w5, _, _ = _philox(block + 1, stream, low, high, k0, k1)
+        kind, colour, w2, w3 = philox4x32(block, stream, low, high, k0, k1)
+        w4, w5, _, _ = philox4x32(block + 1, stream, low, high, k0, k1)
         is_rectangle = _below(kind, COUNT - step) < left_over
         left_over -= is_rectangle.to(tl.int32)
         y, x = _below(w2, height), _below(w3, width)
@@ -131,12 +118,6 @@ def paint_kernel(
             tl.store(out + channel * pixels + offset, value, exists)
 
 
-def _halves(value: int) -> tuple[int, int]:
-    """The low and high 32 bits of an unsigned 64-bit integer as int32: a kernel then has one variant for all values."""
-    low, high = value & 0xFFFFFFFF, value >> 32
-    return low - ((low >> 31) << 32), high - ((high >> 31) << 32)
-
-
 def shape_images(
     start: int,
     stop: int,
@@ -161,7 +142,7 @@ def shape_images(
     tiles = triton.cdiv(height, TILE_ROWS) * triton.cdiv(width, TILE_COLUMNS)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         draw_shapes_kernel[(triton.cdiv(n, IMAGES_PER_PROGRAM),)](
-            shapes, n, *_halves(start), *_halves(check_seed(seed)), height, width,
+            shapes, n, *halves(start), *halves(check_seed(seed)), height, width,
             RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM,
         )  # fmt: skip
         paint_kernel[(n * tiles,)](

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.predictive import Bernoulli, Categorical, Gaussian, _categorical_root, _uniforms, default_predictive
+from fastlr.predictive import Bernoulli, Categorical, Gaussian, _uniforms, default_predictive
 from fastlr.reference.predictive import bernoulli_fisher, categorical_fisher, gaussian_fisher, householder_root
+from fastlr.torch_predictive import categorical_root
 
 DRAWS = 20_000
 
@@ -40,7 +41,7 @@ def test_rademacher_over_all_signs_is_the_fisher_matrix(classes):
     for signs in product((-1.0, 1.0), repeat=classes - 1):
         xi = torch.tensor(signs, dtype=torch.float64)
         xi = torch.cat([xi[: int(best)], torch.zeros(1, dtype=torch.float64), xi[int(best) :]])
-        patterns.append(_categorical_root(p.sqrt(), best, xi))
+        patterns.append(categorical_root(p.sqrt(), best, xi))
     v = torch.stack(patterns)
     torch.testing.assert_close(v.T @ v / len(v), fisher, rtol=0, atol=2e-16)
     # the public function draws exactly these vectors

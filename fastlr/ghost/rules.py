@@ -97,7 +97,7 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
             )
             found[1] = Conv(site.split(n._saved_input, 0), g, n._saved_weight, options)
         elif slot == 2:
-            found[2] = Dense(g.flatten(3).sum((1, 3), dtype=_wide(g)))
+            found[2] = Dense(ops.run("broadcast_sums", g, None, (1, *range(3, g.ndim))))
         else:
             raise Unsupported("a parameter as the input of a convolution")
     return found
@@ -166,19 +166,24 @@ def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return found
 
 
-def _reduced(site: Site, g: Tensor, shape: torch.Size) -> Tensor:
-    """Sum an output-shaped tensor over the axes along which a tensor of ``shape`` was broadcast: [B, *shape]."""
+def _reduced(site: Site, g: Tensor, shape: torch.Size, other: Tensor | None = None) -> Tensor:
+    """Sum an output-shaped tensor over the axes along which a tensor of ``shape`` was broadcast: [B, *shape].
+
+    With ``other``, which broadcasts to the output, the sum is of ``g * other``.
+    """
     dim = site.layout.dim
     lead = g.ndim - len(shape)
     kept = dim - lead
     if kept >= 0 and shape[kept] != 1:
         raise Unsupported("the parameter has the sample axis")
     full = site.split(g, dim)  # [B, rows, axes of g without dim]
+    if other is not None and other.ndim:
+        other = site.split(other.broadcast_to(g.shape), dim)
     axes = [1]
     for d in range(g.ndim):
         if d != dim and (d < lead or shape[d - lead] == 1) and g.shape[d] != 1:
             axes.append(2 + d - (d > dim))
-    return full.sum(axes, dtype=_wide(g)).reshape(site.count, *shape)
+    return ops.run("broadcast_sums", full, other, axes).reshape(site.count, *shape)
 
 
 @rule("AddBackward0", "SubBackward0", "ExpandBackward0", about="additive parameters with broadcasting, expand")
@@ -205,21 +210,17 @@ def scale(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         if other is None:
             raise Unsupported("the other factor was not saved")
         other = torch.as_tensor(other, device=site.g.device)
-        g = site.g.to(_wide(site.g))
-        if not divide:
-            value = g * other
-        elif slot == 0:
-            value = g / other
-        else:
-            value = -g * n._saved_self / (other * other)
-        found[slot] = Dense(_reduced(site, value, site.shapes[slot]))
+        if divide:
+            wide = other.to(_wide(other))
+            other = wide.reciprocal() if slot == 0 else -n._saved_self / (wide * wide)
+        found[slot] = Dense(_reduced(site, site.g, site.shapes[slot], other))
     return found
 
 
 @rule("PreluKernelBackward0", about="PReLU")
 def prelu(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Output gradient times the negative part of the input."""
-    return _one(slots, 1, lambda: Dense(_reduced(site, site.g * site.node._saved_self.clamp_max(0), site.shapes[1])))
+    return _one(slots, 1, lambda: Dense(_reduced(site, site.g, site.shapes[1], site.node._saved_self.clamp_max(0))))
 
 
 @rule("RepeatBackward0", about="repeated parameters (instance norm repeats its weight for every sample)")
@@ -279,13 +280,7 @@ def layer_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum over rows of g x-hat; bias: sum of g."""
     n = site.node
     shape = tuple(n._saved_normalized_shape)
-    if site.layout.dim >= site.g.ndim - len(shape):
-        raise Unsupported("the sample axis is normalised")
-
-    def rows(t: Tensor, size: int) -> Tensor:
-        lead = t.reshape(*site.g.shape[: site.g.ndim - len(shape)], size)
-        return site.split(lead, site.layout.dim).reshape(site.count, -1, size)
-
+    rows = _normalised_rows(site, shape)
     size = prod(shape)
     weight, bias = ops.run(
         "layer_norm_sums",
@@ -298,15 +293,26 @@ def layer_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {slot: Dense(grads[slot].reshape(site.count, *shape)) for slot in slots}
 
 
+def _normalised_rows(site: Site, shape: tuple[int, ...]) -> Callable[[Tensor, int], Tensor]:
+    """What brings a tensor [*leading axes, ...] of a norm over the trailing axes ``shape`` to [B, rows, size]."""
+    if site.layout.dim >= site.g.ndim - len(shape):
+        raise Unsupported("the sample axis is normalised")
+
+    def rows(t: Tensor, size: int) -> Tensor:
+        lead = t.reshape(*site.g.shape[: site.g.ndim - len(shape)], size)
+        return site.split(lead, site.layout.dim).reshape(site.count, -1, size)
+
+    return rows
+
+
 @rule("FusedRmsNormBackward0", about="fused RMS norm")
 def rms_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum over rows of g x / rms."""
     n = site.node
     shape = tuple(n._saved_normalized_shape)
-    if site.layout.dim >= site.g.ndim - len(shape):
-        raise Unsupported("the sample axis is normalised")
-    value = site.g.to(_wide(site.g)) * n._saved_input * n._saved_result1
-    return _one(slots, 1, lambda: Dense(_reduced(site, value, site.shapes[1])))
+    rows, size = _normalised_rows(site, shape), prod(shape)
+    tensors = (rows(n._saved_input, size), rows(site.g, size), rows(n._saved_result1, 1))
+    return _one(slots, 1, lambda: Dense(ops.run("rms_norm_sums", *tensors).reshape(site.count, *shape)))
 
 
 @rule("EmbeddingBackward0", about="embedding, with padding_idx")

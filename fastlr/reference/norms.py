@@ -134,3 +134,32 @@ def layer_norm_sums(x: Tensor, g: Tensor, mean: Tensor, rstd: Tensor) -> tuple[T
     """
     x, g = x.double(), g.double()
     return (g * (x - mean.double()) * rstd.double()).sum(1), g.sum(1)
+
+
+def rms_norm_sums(x: Tensor, g: Tensor, rrms: Tensor) -> Tensor:
+    """Each sample's gradient of the weight of an RMS norm: sum over rows of g x / rms.
+
+    Args:
+        x: inputs [B, T, D].
+        g: output gradients [B, T, D].
+        rrms: reciprocal root mean squares [B, T, 1].
+
+    Returns:
+        [B, D], float64.
+    """
+    return (g.double() * x.double() * rrms.double()).sum(1)
+
+
+def broadcast_sums(g: Tensor, other: Tensor | None, axes: Sequence[int]) -> Tensor:
+    """Each sample's gradient of a parameter that was broadcast: sum of g, or of g times the other factor.
+
+    Args:
+        g: output gradients [B, ...].
+        other: what the parameter was multiplied with, broadcastable to the shape of ``g``; None: it was added.
+        axes: the axes of ``g`` (not 0) along which the parameter was broadcast.
+
+    Returns:
+        [B, *axes of g that are left, in order], float64.
+    """
+    value = g.double() if other is None else g.double() * other.double()
+    return value.sum(list(axes)) if axes else value

@@ -10,6 +10,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from fastlr.reference.counter import STREAMS, random_words
+
 
 def categorical_fisher(logits: Tensor) -> Tensor:
     """Fisher matrix [C, C] of softmax(logits [C]), summed label by label: sum_y p_y (e_y - p) (e_y - p)^T."""
@@ -39,14 +41,45 @@ def householder_root(p: Tensor) -> Tensor:
     R = diag(s) H with s = sqrt(p) and H the Householder reflection of s to minus the axis k = argmax p, whose column k
     is -s and would give diag(s) (-s) = -p; leaving that column out subtracts p p^T.
     """
-    s = p.double().sqrt()
-    k = int(p.argmax())
+    return _root(p.double().sqrt())
+
+
+def _root(s: Tensor) -> Tensor:
+    """`householder_root` from s = sqrt(p)."""
+    k = int(s.argmax())
     u = s.clone()
     u[k] += 1.0  # s - (-e_k); <u, u> = 2 (1 + s_k)
     reflection = torch.eye(len(s), dtype=torch.float64) - torch.outer(u, u) / (1.0 + s[k])
     root = torch.diag(s) @ reflection
     root[:, k] = 0.0
     return root
+
+
+def categorical_root_cotangent(z: Tensor, index: Tensor, seed: int) -> Tensor:
+    """Rademacher cotangents: `householder_root` of each position's softmax, times random signs.
+
+    The sign of element e = position * C + class is bit e % 32 of word e // 32 of the sample's words in the stream
+    "cotangent".
+
+    Args:
+        z: logits [B, P, C] of any floating dtype; -inf is a class of probability zero. Where NaN, +inf or only -inf leave
+            no distribution, all of the position is NaN.
+        index: global numbers of the samples [B], int64.
+        seed: of the signs, from 0 to 2^64 - 1.
+
+    Returns:
+        [B, P, C], float64.
+    """
+    count, positions, classes = z.shape
+    element = torch.arange(positions * classes)
+    words = random_words(seed, index.cpu(), STREAMS["cotangent"], -(-len(element) // 32))
+    signs = 2.0 * (words[:, element // 32] >> element % 32 & 1) - 1
+    found = torch.empty(count, positions, classes, dtype=torch.float64)
+    for b in range(count):
+        for p in range(positions):
+            s = (z[b, p].double().log_softmax(0) / 2).exp().cpu()
+            found[b, p] = _root(s) @ signs[b].view(positions, classes)[p]
+    return found.to(z.device)
 
 
 def expected_sq_norm(jacobian: Tensor, fisher: Tensor) -> Tensor:

@@ -1,0 +1,20 @@
+"""Sums of g x and of g for each sample and channel in Triton, as ``fastlr.reference.norms.channel_sums``, in one pass.
+
+The limit is reading x and g once (in bf16 4 bytes a position and channel); 8 bytes a channel are written.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastlr.kernels.strided_sums import strided_sums, sums_cases
+
+
+def channel_sums(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """See fastlr.reference.norms.channel_sums; the results are float32."""
+    return strided_sums(g, x, [1, *range(3, g.ndim)], plain=True)
+
+
+def compile_cases() -> list[tuple]:
+    """Variants to compile ahead of time in the tests."""
+    return sums_cases("channel_sums", product=True, plain=True)

@@ -1,0 +1,211 @@
+"""The reduction that channel_sums, layer_norm_sums, rms_norm_sums and broadcast_sums launch: sums of g and of g x.
+
+For each sample and each *kept* index the sums run over the *summed* indices, wherever the strides of the tensors put them:
+NCHW, channels_last, rows, broadcast factors (stride 0), without a copy. Adjacent axes are merged; up to two kept and two
+summed axes may be left. One program takes one sample, a tile of kept indices and up to STEPS tiles of summed ones, adds
+in fp32 registers in a fixed order, and writes one number for each kept index; torch adds the parts of long sums. How the
+work is divided depends on the sample's shape alone, so a sample's sums have the same bits in every batch.
+
+The limit is reading every input once: (bytes of g + bytes of x) a sample, and 4 bytes for each kept index written. Row
+statistics are read once for each tile of kept indices (64 where these are contiguous in memory: 8 bytes to 256 of g and x
+in bf16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+STEPS = 16  # tiles that a program adds up
+TILES = {"kept": ((64, 32), (16, 128)), "summed": ((4, 512), (8, 256), (16, 64))}  # by the side contiguous in memory
+WARPS = 4
+
+
+@triton.jit(do_not_specialize=["samples", "outer_kept", "outer_summed", "steps", "splits"])
+def sums_kernel(
+    sum_g, sum_gx, g, x, shift, factor, samples, outer_kept, kept, outer_summed, summed, steps, splits,
+    g_sample, g_outer_kept, g_kept, g_outer_summed, g_summed,
+    x_sample, x_outer_kept, x_kept, x_outer_summed, x_summed,
+    row_sample, row_outer, row_summed, out_outer, out_kept,
+    KEPT: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """Write sums of g, and of g (x - shift) factor, each of them where its pointer is not None."""
+    tiles = tl.cdiv(kept, KEPT)
+    program = tl.program_id(0)
+    tile, program = program % tiles, program // tiles
+    split, program = program % splits, program // splits
+    lead, sample = program % outer_kept, (program // outer_kept).to(tl.int64)
+    k = tile * KEPT + tl.arange(0, KEPT)
+    g += sample * g_sample + lead * g_outer_kept
+    if x is not None:
+        x += sample * x_sample + lead * x_outer_kept
+    if sum_g is not None:
+        plain = tl.zeros([KEPT, SUMMED], tl.float32)
+    if sum_gx is not None:
+        product = tl.zeros([KEPT, SUMMED], tl.float32)
+    across = tl.cdiv(summed, SUMMED)
+    step = split * steps
+    end = tl.minimum(step + steps, outer_summed * across)
+    while step < end:  # range() over a run-time value fails in the interpreter with NumPy 2.4
+        row = step // across
+        s = step % across * SUMMED + tl.arange(0, SUMMED)
+        exists = (k < kept)[:, None] & (s < summed)[None, :]
+        at = g + row * g_outer_summed + k[:, None] * g_kept + s[None, :] * g_summed
+        value = tl.load(at, exists, 0.0).to(tl.float32)
+        if sum_g is not None:
+            plain += value
+        if sum_gx is not None:
+            at = x + row * x_outer_summed + k[:, None] * x_kept + s[None, :] * x_summed
+            other = tl.load(at, exists, 0.0).to(tl.float32)
+            place = sample * row_sample + row * row_outer + s * row_summed
+            if shift is not None:
+                other -= tl.load(shift + place, s < summed, 0.0).to(tl.float32)[None, :]
+            if factor is not None:
+                other *= tl.load(factor + place, s < summed, 0.0).to(tl.float32)[None, :]
+            product += value * other
+        step += 1
+    out = (split * samples + sample) * (outer_kept * kept) + lead * out_outer + k * out_kept
+    if sum_g is not None:
+        tl.store(sum_g + out, tl.sum(plain, 1), k < kept)
+    if sum_gx is not None:
+        tl.store(sum_gx + out, tl.sum(product, 1), k < kept)
+
+
+class Axis(NamedTuple):
+    """One axis of a sample: its size and the strides of g, x, the row statistics and the result along it."""
+
+    size: int
+    g: int = 0
+    x: int = 0
+    row: int = 0
+    out: int = 0
+
+
+def merged(axes: Iterable[Axis]) -> list[Axis]:
+    """Join axes that lie one inside the other in every tensor; leave out those of size 1. Order: largest stride first."""
+    found: list[Axis] = []
+    for axis in sorted((a for a in axes if a.size != 1), key=lambda a: (a.g, a.x), reverse=True):
+        if found and all(outer == inner * axis.size for outer, inner in zip(found[-1][1:], axis[1:], strict=True)):
+            found[-1] = Axis(found[-1].size * axis.size, *axis[1:])
+        else:
+            found.append(axis)
+    return found
+
+
+def inner_last(axes: list[Axis]) -> list[Axis]:
+    """Two axes, the one that tiles run along last: contiguous in memory if there is such a one, else the longer."""
+    axes = sorted(axes, key=lambda a: (a.g == 1, a.size))
+    return [Axis(1)] * (2 - len(axes)) + axes
+
+
+def tile_sizes(kept: Axis, summed: Axis) -> tuple[int, int]:
+    """Tile (kept, summed) of 1024 or 2048 elements, its long side along memory: one of TILES."""
+    if kept.g == 1 and kept.size > 1:
+        return (64, 32) if kept.size > 32 else (16, 128)
+    if summed.size > 64:
+        return (4, 512) if summed.size > 256 else (8, 256)
+    return (16, 64)
+
+
+def strided_sums(
+    g: Tensor,
+    x: Tensor | None,
+    axes: Sequence[int],
+    *,
+    shift: Tensor | None = None,
+    factor: Tensor | None = None,
+    plain: bool = False,
+) -> tuple[Tensor, ...]:
+    """Sum over ``axes`` of g ``[B, ...]`` (if ``plain``, or x is None) and of g (x - shift) factor (if x is given).
+
+    Args:
+        g: gradients [B, ...] in one of DTYPES.
+        x: of the shape of g, likewise; strides of 0 are welcome. May have another dtype than g.
+        axes: the summed axes, without 0.
+        shift: of the shape of g, constant along the kept axes; ``factor`` has its shape and strides.
+        factor: see ``shift``.
+        plain: whether the sum of g is wanted too.
+
+    Returns:
+        The wanted sums [B, *kept axes], float32: (of the product, of g), or NotImplemented.
+    """
+    tensors = [t for t in (g, x, shift, factor) if t is not None]
+    if any(t.dtype not in DTYPES for t in tensors) or g.numel() == 0:
+        return NotImplemented
+    rows = shift if shift is not None else factor
+    strides = [t.stride() if t is not None else (0,) * g.ndim for t in (g, x, rows)]
+    summed = {axis % g.ndim for axis in axes}
+    shape = [size for axis, size in enumerate(g.shape) if axis not in summed]
+    where = iter(torch.empty(shape, device="meta").stride()[1:])
+    every = [Axis(g.shape[a], *(s[a] for s in strides), 0 if a in summed else next(where)) for a in range(1, g.ndim)]
+    kept_axes = merged(axis for a, axis in enumerate(every, 1) if a not in summed)
+    summed_axes = merged(axis for a, axis in enumerate(every, 1) if a in summed)
+    # Offsets inside a sample are 32-bit.
+    span = max(sum((axis.size - 1) * axis[1 + i] for axis in every) for i in range(4))
+    if len(kept_axes) > 2 or len(summed_axes) > 2 or span >= 1 << 31:
+        return NotImplemented
+    (k0, k1), (s0, s1) = inner_last(kept_axes), inner_last(summed_axes)
+    tile, along = tile_sizes(k1, s1)
+    total = s0.size * triton.cdiv(s1.size, along)
+    splits = triton.cdiv(total, STEPS)
+    programs = len(g) * k0.size * triton.cdiv(k1.size, tile) * splits
+    if programs >= 1 << 31:
+        return NotImplemented
+    wanted = [x is not None, plain or x is None]
+    buffers = g.new_empty(sum(wanted), splits, *shape, dtype=torch.float32)
+    results = iter(buffers)
+    sum_gx, sum_g = (next(results) if want else None for want in wanted)
+    with torch.cuda.device(g.device) if g.is_cuda else nullcontext():
+        sums_kernel[(programs,)](
+            sum_g, sum_gx, g, x, shift, factor,
+            len(g), k0.size, k1.size, s0.size, s1.size, triton.cdiv(total, splits), splits,
+            strides[0][0], k0.g, k1.g, s0.g, s1.g,
+            strides[1][0], k0.x, k1.x, s0.x, s1.x,
+            strides[2][0], s0.row, s1.row, k0.out, k1.out,
+            KEPT=tile, SUMMED=along, num_warps=WARPS,
+        )  # fmt: skip
+    return tuple(buffers[:, 0] if splits == 1 else buffers.sum(1))
+
+
+SIZES = ("samples", "outer_kept", "kept", "outer_summed", "summed", "steps", "splits")
+STRIDES = tuple(
+    f"{name}_{axis}" for name in ("g", "x") for axis in ("sample", "outer_kept", "kept", "outer_summed", "summed")
+) + ("row_sample", "row_outer", "row_summed", "out_outer", "out_kept")
+
+
+def sums_cases(
+    name: str, *, product: bool, plain: bool, shift: bool = False, factor: bool = False, mixed: bool = False
+) -> list[tuple]:
+    """What compile_cases() of an op returns: every dtype and tile, contiguous (either way) and aligned or not at all."""
+    cases = []
+    pairs = [(dtype, dtype) for dtype in DTYPES.values()] + [("bf16", "fp32"), ("fp16", "fp32")] * mixed
+    layouts = {
+        f"{side} contiguous{', aligned' * aligned}": tiles for side, tiles in TILES.items() for aligned in (True, False)
+    }
+    layouts["any strides"] = TILES["kept"] + TILES["summed"]
+    used = {"sum_g": plain, "sum_gx": product, "g": True, "x": product, "shift": shift, "factor": factor}
+    for dtype, other in pairs:
+        kinds = {"sum_g": "*fp32", "sum_gx": "*fp32", "g": f"*{dtype}", "x": f"*{other}"}
+        kinds |= {"shift": "*fp32", "factor": "*fp32"}
+        for layout, tiles in layouts.items():
+            constants = {key: None for key, use in used.items() if not use}
+            if layout != "any strides":
+                side = layout.split()[0]
+                constants |= {f"g_{side}": 1, "out_kept": 1} | ({f"x_{side}": 1} if product else {})
+            signature = {key: kinds[key] for key, use in used.items() if use}
+            signature |= {key: "i32" for key in (*SIZES, *STRIDES) if key not in constants}
+            divisible = [key for key, use in used.items() if use]
+            if "aligned" in layout:
+                divisible += [key for key in (*STRIDES, "kept", "summed") if key in signature]
+            for kept, summed in tiles:
+                what = f"{name}[{dtype}{f' x {other}' * (other != dtype)}, {layout}, {kept}x{summed}]"
+                sizes = {**constants, "KEPT": kept, "SUMMED": summed}
+                cases.append((what, sums_kernel, signature, sizes, {"num_warps": WARPS, "divisible": divisible}))
+    return cases
