@@ -73,7 +73,7 @@ def categorical_root_cotangent(z: Tensor, index: Tensor, seed: int) -> Tensor:
     count, positions, classes = z.shape
     element = torch.arange(positions * classes)
     words = random_words(seed, index.cpu(), STREAMS["cotangent"], -(-len(element) // 32))
-    signs = 2.0 * (words[:, element // 32] >> element % 32 & 1) - 1
+    signs = 2 * (words[:, element // 32] >> element % 32 & 1).double() - 1
     found = torch.empty(count, positions, classes, dtype=torch.float64)
     for b in range(count):
         for p in range(positions):
