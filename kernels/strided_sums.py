@@ -108,10 +108,8 @@ def inner_last(axes: list[Axis]) -> list[Axis]:
 def tile_sizes(kept: Axis, summed: Axis) -> tuple[int, int]:
     """Tile (kept, summed) of 1024 or 2048 elements, its long side along memory: one of TILES."""
     if kept.g == 1 and kept.size > 1:
-        return (64, 32) if kept.size > 32 else (16, 128)
-    if summed.size > 64:
-        return (4, 512) if summed.size > 256 else (8, 256)
-    return (16, 64)
+        return TILES["kept"][0 if kept.size > 32 else 1]
+    return TILES["summed"][0 if summed.size > 256 else 1 if summed.size > 64 else 2]
 
 
 def strided_sums(

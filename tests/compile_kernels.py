@@ -136,6 +136,22 @@ def table(found: dict[str, list[dict[str, object]]]) -> str:
     return "\n".join(["Registers a thread / bytes of shared memory / bytes spilled.", "", *lines])
 
 
+def origin() -> str:
+    """Say in one line what made a table: the command, the versions and the commit."""
+    import torch
+    import triton
+
+    def said(*command: str) -> str:
+        done = subprocess.run(command, cwd=KERNELS, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    commit = said("git", "rev-parse", "--short=12", "HEAD") or "unknown"
+    if said("git", "status", "--porcelain", "--", "."):
+        commit += " with changes in kernels/"
+    command = " ".join(["python tests/compile_kernels.py", *sys.argv[1:]])
+    return f"Made by `{command}` with triton {triton.__version__} (its own ptxas), torch {torch.__version__}, commit {commit}."
+
+
 def main() -> None:
     """Compile what the command line names and print it."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -152,7 +168,7 @@ def main() -> None:
         found = {module: compile_module(module, architectures) for module in modules}
     else:
         found = compile_all(architectures)
-    print(table(found) if chosen.table else json.dumps(found))
+    print(f"# Kernels as compiled\n\n{origin()}\n\n{table(found)}" if chosen.table else json.dumps(found))
 
 
 if __name__ == "__main__":
