@@ -24,7 +24,7 @@ from torch import Tensor
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 STEPS = 16  # tiles that a program adds up
-TILES = {"kept": ((64, 32), (16, 128)), "summed": ((4, 512), (8, 256), (16, 64))}  # by the side contiguous in memory
+TILES = {"kept": ((64, 32), (16, 128)), "summed": ((4, 512), (4, 256), (16, 64))}  # by the side contiguous in memory
 WARPS = 4
 
 
