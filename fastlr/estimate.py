@@ -18,6 +18,7 @@ from fastlr.ghost.adapt import OutputSelector, call, select_output, trainable, u
 from fastlr.ghost.engine import Engine
 from fastlr.predictive import PROBES, Predictive, default_predictive
 from fastlr.reference.counter import check_seed
+from fastlr.replay import CudaRecorder, Recorder, Replay, Replays
 from fastlr.result import Estimate, count, paired_difference, ratio
 from fastlr.runtime import (
     Report,
@@ -177,12 +178,19 @@ class LocalRedundancy:
         self._digests: dict[int, str] = {}
         self._batch_proven = False
         self._used_predictive: Any = predictive
+        self._routes: dict[str, str] = {}
+        self._recorder: Callable[[torch.device], Recorder] = CudaRecorder
+        graphs = self.device.type == "cuda" and probe == "rademacher"
+        self._replays = Replays(self._replay if graphs else None, self.engine)
 
     def measure(self) -> Estimate:
         """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
         start = time.perf_counter()
         with as_it_was(self.model, self.device):
             values, sums, routes = self._values()
+            if not self._replays.clean():
+                with self._replays.pause():
+                    values, sums, routes = self._values()
             total = values.detach().to("cpu", torch.float64)
             if not total.isfinite().all():
                 bad = int((~total.isfinite()).nonzero()[0])
@@ -210,7 +218,7 @@ class LocalRedundancy:
             batch_size=self._chunk,
             dtype=None if self.dtype is None else str(self.dtype).removeprefix("torch."),
             device=str(self.device),
-            notes=tuple(self._notes),
+            notes=(*self._notes, *([self._replays.note] if self._replays.note else [])),
             versions=versions(),
         )
 
@@ -272,9 +280,12 @@ class LocalRedundancy:
         return len(values), False
 
     def _measure_chunk(self, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor], dict[str, str]]:
-        x = self._batch(start, stop)
         if self.probe == "batch":
-            return self._batch_gradient(x, start, stop)
+            return self._batch_gradient(self._batch(start, stop), start, stop)
+        table = self._replays.run(start, stop)
+        if table is not None:
+            return table.sum(0), dict(zip(self.engine.names, table, strict=True)), self._routes
+        x = self._batch(start, stop)
         with self._autocast():  # one context for each chunk: its cache of cast weights must not outlive the chunk
             result = self.engine.run(x, self._cotangent(start, stop, self.probe))
         if len(result.total) != stop - start:
@@ -282,7 +293,19 @@ class LocalRedundancy:
                 f"inputs {start}..{stop - 1} gave {len(result.total)} samples at out_dim={self.out_dim}: the sample "
                 "axes are in_dim= and out_dim=, and batch(start, stop) must return stop - start samples"
             )
+        self._routes = result.routes
         return result.total, result.per_parameter, result.routes
+
+    def _replay(self, size: int) -> Replay:
+        def cotangent(index: Tensor) -> Callable[[Tensor], Any]:
+            return self._cotangent_at(index, self.probe)
+
+        made = self.inputs if self.in_dim == getattr(self.inputs, "in_dim", 0) else None
+        where, dtype = self.device, self.input_dtype
+        recorder = self._recorder(where)
+        return Replay(
+            self.engine, made, self._batch, cotangent, size, self.seed, self._autocast, recorder, where, dtype
+        )
 
     def _batch_gradient(self, x: Any, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor], dict[str, str]]:
         """B ||gradient of the batch's mean log-likelihood of sampled labels||^2, as one value."""
@@ -311,11 +334,14 @@ class LocalRedundancy:
         return tree_map(lambda t: move_samples(t, self.in_dim, stop - start), x)
 
     def _cotangent(self, start: int, stop: int, probe: str) -> Callable[[Tensor], Any]:
+        return self._cotangent_at(range(start, stop), probe)
+
+    def _cotangent_at(self, index: range | Tensor, probe: str) -> Callable[[Tensor], Any]:
         def at(output: Tensor) -> Any:
             if self._used_predictive is None:
                 self._used_predictive = default_predictive(output, self.out_dim)
             where = {} if self.out_dim == 0 else {"sample_dim": self.out_dim}
-            return self._used_predictive.cotangent(output, probe, range(start, stop), self.seed, **where)
+            return self._used_predictive.cotangent(output, probe, index, self.seed, **where)
 
         return at
 
@@ -325,6 +351,8 @@ class LocalRedundancy:
     def _first_chunk(self) -> int:
         if self.batch_size is None:
             self.batch_size = BATCH_PROBE_SIZE if self.probe == "batch" else self._chunk_for_memory()
+            if self.probe != "batch":  # chunks of one size, as far as it goes: one CUDA graph serves them all
+                self.batch_size = -(-self.total // -(-self.total // self.batch_size))
         return min(self.batch_size, self.total)
 
     def _chunk_for_memory(self) -> int:

@@ -15,6 +15,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -176,6 +177,19 @@ class ShapeImages(Inputs):
 
     def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
         return self._images(start, stop, seed, device, dtype or torch.float32, self.table())
+
+    def from_device(
+        self, *, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Callable[[Tensor, int], Tensor] | None:
+        """Return ``(first, n) -> batch(first, first + n)`` with ``first`` ([1] int64) read on the GPU; None elsewhere.
+
+        What a CUDA graph needs that is replayed for other images; the kernel waits for nothing on the host.
+        """
+        if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+            return None
+        options: dict[str, Any] = {"size": self.size, "rectangles": self.rectangles, "circles": self.circles}
+        options |= {"seed": seed, "table": self.table().to(device), "dtype": dtype or torch.float32}
+        return partial(ops.get("shape_images_from", "triton"), channels_last=self.channels_last, **options)
 
     def _images(
         self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype, table: Tensor | None

@@ -18,8 +18,17 @@ from torch import Tensor
 
 TABLE: dict[str, dict[str, str]] = {
     "shape_images": {"reference": "fastlr.reference.images", "triton": "fastlr.kernels.shape_images"},
-    "linear_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_ops"},
-    "conv_sq_norms": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_conv"},
+    "shape_images_from": {"reference": "fastlr.reference.images", "triton": "fastlr.kernels.shape_images"},
+    "linear_sq_norms": {
+        "reference": "fastlr.reference.norms",
+        "torch": "fastlr.torch_ops",
+        "triton": "fastlr.kernels.linear_norms",
+    },
+    "conv_sq_norms": {
+        "reference": "fastlr.reference.norms",
+        "torch": "fastlr.torch_conv",
+        "triton": "fastlr.kernels.conv_norms",
+    },
     "conv_grads": {"reference": "fastlr.reference.norms", "torch": "fastlr.torch_conv"},
     "embedding_sq_norms": {
         "reference": "fastlr.reference.norms",
@@ -57,7 +66,11 @@ TABLE: dict[str, dict[str, str]] = {
         "torch": "fastlr.torch_folded",
         "triton": "fastlr.kernels.activations",
     },
-    "folded_conv_moments": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
+    "folded_conv_moments": {
+        "reference": "fastlr.reference.folded",
+        "torch": "fastlr.torch_folded",
+        "triton": "fastlr.kernels.conv_norms",
+    },
     "folded_conv_backward": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
 }
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.checks import refuse_where, waiting
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.reference.counter import STREAMS, check_seed, normal_quantiles, random_words
 from fastlr.torch_predictive import categorical_root, signs
@@ -58,7 +59,7 @@ def _check_index(index: Tensor | range, size: int, device: torch.device) -> Tens
     if len(index) != size:
         raise InputError(f"index numbers {len(index)} samples but the output holds {size}: pass one number per sample")
     index = index.to(device=device, dtype=torch.int64)
-    if size and int(index.min()) < 0:
+    if size and waiting() and int(index.min()) < 0:
         raise InputError("index holds a negative number: samples are numbered from 0")
     return index
 
@@ -215,11 +216,11 @@ class Categorical(Predictive):
 
 
 def _refuse(bad: Tensor) -> None:
-    if bad.any():
-        raise NonFiniteError(
-            "the output holds NaN, +inf or only -inf where a softmax is taken: no predictive distribution exists; "
-            "look for overflow in the model (its dtype, its weights) or mask the position"
-        )
+    message = (
+        "the output holds NaN, +inf or only -inf where a softmax is taken: no predictive distribution exists; "
+        "look for overflow in the model (its dtype, its weights) or mask the position"
+    )
+    refuse_where(bad, lambda: NonFiniteError(message))
 
 
 def _categorical_columns(root: Tensor, best: Tensor, positions: range | list[int]) -> Iterator[Tensor]:
@@ -265,11 +266,11 @@ class Bernoulli(Predictive):
         return "Bernoulli()"
 
     def _cotangent(self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int) -> Tensor | Iterator[Tensor]:
-        if z.isnan().any():
-            raise NonFiniteError(
-                "the output holds NaN where a sigmoid is taken: no predictive distribution exists; look for overflow "
-                "in the model (its dtype, its weights)"
-            )
+        message = (
+            "the output holds NaN where a sigmoid is taken: no predictive distribution exists; look for overflow "
+            "in the model (its dtype, its weights)"
+        )
+        refuse_where(z.isnan(), lambda: NonFiniteError(message))
         moved = z.movedim(sample_dim, 0)
         z = moved.reshape(len(index), moved[:1].numel()).double()
         if probe == "sampled":
@@ -312,11 +313,11 @@ class Gaussian(Predictive):
         return f"Gaussian(sigma={self.sigma})"
 
     def _cotangent(self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int) -> Tensor | Iterator[Tensor]:
-        if not z.isfinite().all():
-            raise NonFiniteError(
-                "the output holds NaN or infinity where a Gaussian mean is taken; look for overflow in the model "
-                "(its dtype, its weights)"
-            )
+        message = (
+            "the output holds NaN or infinity where a Gaussian mean is taken; look for overflow in the model "
+            "(its dtype, its weights)"
+        )
+        refuse_where(~z.isfinite(), lambda: NonFiniteError(message))
         moved = z.movedim(sample_dim, 0)
         shape = (len(index), moved[:1].numel())
         if probe == "exact":

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr.reference.norms import conv_grads as conv_grads
-from fastlr.torch_ops import chunks, linear_sq_norms, raised, square_sum
+from fastlr.torch_ops import CACHED, chunks, linear_sq_norms, raised, square_sum
 
 FEW_BYTES = 1 << 19  # of one sample's input: below, calls for each sample cost more than a copy of the batch
-CACHED = 1 << 19  # elements of weight gradients held at once on a CPU, so that they stay in the cache for their sums
 aten = torch.ops.aten
 
 

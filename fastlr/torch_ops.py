@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 23  # elements of intermediate products held at once
+CACHED = 1 << 19  # elements of gradients held at once on a CPU, so that they stay in the cache for their sums
 
 
 def raised(t: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
         parts = [_gram(a[lo:hi], g[lo:hi]) for lo, hi in chunks(count, 2 * groups * rows * rows)]
     else:
         large, small = (g, a) if outputs >= inputs else (a, g)  # the BLAS prefers the longer side as rows
-        ranges = chunks(count, groups * inputs * outputs)
+        ranges = chunks(count, groups * inputs * outputs, CACHED if a.device.type == "cpu" else None)
         parts = [square_sum(large[lo:hi].mT @ small[lo:hi]) for lo, hi in ranges]
     return torch.cat(parts)
 

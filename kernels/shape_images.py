@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.counter import halves, philox4x32
-from fastlr.reference.counter import STREAMS, check_range, check_seed
+from fastlr.reference.counter import STREAMS, check_range, check_seed, signed64
 from fastlr.reference.images import check_images, resolve_table
 
 _STREAM = tl.constexpr(STREAMS["shapes"])
@@ -36,17 +36,20 @@ def _below(word, bound):
     return tl.umulhi(word, (tl.zeros(word.shape, tl.int32) + bound).to(tl.uint32)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n", "start_low", "start_high", "seed_low", "seed_high", "height", "width"])
+@triton.jit(do_not_specialize=["n", "seed_low", "seed_high", "height", "width"])
 def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value fails in the interpreter with NumPy 2.4
-    shapes, n, start_low, start_high, seed_low, seed_high, height, width,
+    shapes, first, n, seed_low, seed_high, height, width,
     RECTANGLES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the canvas and the shapes of ``n`` images, in painting order, to ``shapes`` ``[n, 1 + S, 8]`` int32."""
+    """Write the canvas and the shapes of ``n`` images, in painting order, to ``shapes`` ``[n, 1 + S, 8]`` int32.
+
+    ``first`` points to the low and the high 32 bits of the first image's number: a CUDA graph is replayed for other images.
+    """
     image = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = image < n
-    start = tl.zeros([BLOCK], tl.uint32) + start_low.to(tl.uint32, bitcast=True)
+    start = tl.zeros([BLOCK], tl.uint32) + tl.load(first).to(tl.uint32, bitcast=True)
     low = tl.add(start, image.to(tl.uint32), sanitize_overflow=False)
-    high = tl.zeros([BLOCK], tl.uint32) + start_high.to(tl.uint32, bitcast=True)
+    high = tl.zeros([BLOCK], tl.uint32) + tl.load(first + 1).to(tl.uint32, bitcast=True)
     high = tl.add(high, (low < start).to(tl.uint32), sanitize_overflow=False)
     k0 = tl.zeros([BLOCK], tl.uint32) + seed_low.to(tl.uint32, bitcast=True)
     k1 = tl.zeros([BLOCK], tl.uint32) + seed_high.to(tl.uint32, bitcast=True)
@@ -133,16 +136,37 @@ def shape_images(
 ) -> Tensor:
     """Images ``start .. stop-1`` of overlapping random shapes; see :func:`fastlr.reference.images.shape_images`."""
     start, stop = check_range(start, stop)
+    first = torch.full((1,), signed64(start), dtype=torch.int64, device=device)
+    return shape_images_from(
+        first, stop - start, size=size, rectangles=rectangles, circles=circles, seed=seed, table=table, dtype=dtype,
+        channels_last=channels_last,
+    )  # fmt: skip
+
+
+def shape_images_from(
+    first: Tensor,
+    n: int,
+    *,
+    size: tuple[int, int, int] = (3, 224, 224),
+    rectangles: int = 5,
+    circles: int = 5,
+    seed: int = 0,
+    table: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+) -> Tensor:
+    """``n`` images from the number in ``first`` (``[1]`` int64, on the device) on, read when the kernel runs."""
+    device = first.device
     size = channels, height, width = check_images(size, rectangles, circles)
     table = resolve_table(table, channels, dtype, device)
-    n, count = stop - start, rectangles + circles
+    count = rectangles + circles
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     out = torch.empty(n, *size, dtype=dtype, device=device, memory_format=memory_format)
     shapes = torch.empty(n, 1 + count, _FIELDS.value, dtype=torch.int32, device=device)
     tiles = triton.cdiv(height, TILE_ROWS) * triton.cdiv(width, TILE_COLUMNS)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         draw_shapes_kernel[(triton.cdiv(n, IMAGES_PER_PROGRAM),)](
-            shapes, n, *halves(start), *halves(check_seed(seed)), height, width,
+            shapes, first.view(torch.int32), n, *halves(check_seed(seed)), height, width,
             RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM,
         )  # fmt: skip
         paint_kernel[(n * tiles,)](
@@ -154,9 +178,9 @@ def shape_images(
 
 def compile_cases() -> list[tuple[str, triton.JITFunction, dict[str, str], dict[str, object]]]:
     """Variants to compile ahead of time in the tests: (name, kernel, signature, constexprs)."""
-    arguments = ("n", "start_low", "start_high", "seed_low", "seed_high", "height", "width")
+    arguments = ("n", "seed_low", "seed_high", "height", "width")
     counts = {"RECTANGLES": 5, "COUNT": 10, "BLOCK": IMAGES_PER_PROGRAM}
-    cases = [("draw_shapes", draw_shapes_kernel, {"shapes": "*i32", **dict.fromkeys(arguments, "i32")}, counts)]
+    cases = [("draw_shapes", draw_shapes_kernel, {"shapes": "*i32", "first": "*i32", **dict.fromkeys(arguments, "i32")}, counts)]
     tile = {"COUNT": 10, "CHANNELS": 3, "ROWS": TILE_ROWS, "COLUMNS": TILE_COLUMNS}
     for dtype in ("fp32", "bf16", "fp16", "u8"):
         pointers = {"out": f"*{dtype}", "shapes": "*i32", "table": f"*{dtype}"}

@@ -291,3 +291,10 @@ def test_gpu_has_the_same_bits(case):
     for backend in ops.backends("shape_images"):
         made = ops.get("shape_images", backend)(start, stop, device="cuda", **how)
         assert same_bits(made.cpu(), shape_images(start, stop, **arguments_of(case)[2])), backend
+
+
+def test_from_a_number_on_the_device():
+    how = {"size": (3, 20, 20), "seed": 3, "table": NORMALISED}
+    for start in (0, 7, (1 << 64) - 3):
+        first = torch.tensor([start - (1 << 64) if start >> 63 else start])
+        assert same_bits(ops.get("shape_images_from", "reference")(first, 3, **how), shape_images(start, start + 3, **how))

@@ -52,9 +52,8 @@ class FoldedConv(torch.autograd.Function):
         dtype: torch.dtype,
         options: tuple,
     ) -> Tensor:
-        x = x.to(dtype)
-        if x.ndim == 4 and dtype != torch.float64:
-            x = x.contiguous(memory_format=torch.channels_last)
+        last = x.ndim == 4 and dtype != torch.float64  # the faster order for convolutions, on CPUs too
+        x = x.to(dtype, memory_format=torch.channels_last if last else torch.preserve_format)
         wide = torch.promote_types(weight.dtype, torch.float32)
         rstd = torch.rsqrt(var.to(wide) + eps)
         scale = rstd if gamma is None else gamma.to(wide) * rstd

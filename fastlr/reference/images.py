@@ -192,3 +192,23 @@ def shape_images(
             values = values.transpose(1, 2).contiguous()
             torch.gather(values, 2, pixels[:, None, :].expand(-1, channels, -1), out=part.flatten(2))
     return out
+
+
+def shape_images_from(
+    first: Tensor,
+    n: int,
+    *,
+    size: tuple[int, int, int] = (3, 224, 224),
+    rectangles: int = 5,
+    circles: int = 5,
+    seed: int = 0,
+    table: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+) -> Tensor:
+    """`shape_images` ``start .. start + n - 1`` with the start in ``first`` ([1] int64, the same 64 bits), on its device."""
+    start = int(first) % (1 << 64)
+    return shape_images(
+        start, start + n, size=size, rectangles=rectangles, circles=circles, seed=seed, table=table, dtype=dtype,
+        channels_last=channels_last, device=first.device,
+    )  # fmt: skip

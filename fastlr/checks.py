@@ -1,0 +1,34 @@
+"""Checks of values on a device: at once, or gathered as flags while a CUDA graph is captured, which must not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+_gathered: list[Tensor] | None = None
+
+
+def refuse_where(bad: Tensor, error: Callable[[], Exception]) -> None:
+    """Raise ``error()`` if any element of ``bad`` is true; within `gathered`, keep the question instead."""
+    if _gathered is not None:
+        _gathered.append(bad.any())
+    elif bool(bad.any()):
+        raise error()
+
+
+def waiting() -> bool:
+    """Whether checks may wait for the device."""
+    return _gathered is None
+
+
+@contextmanager
+def gathered() -> Iterator[list[Tensor]]:
+    """Gather checks instead of making them: scalar tensors, true where something is wrong."""
+    global _gathered
+    before, _gathered = _gathered, []
+    try:
+        yield _gathered
+    finally:
+        _gathered = before

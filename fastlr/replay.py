@@ -1,0 +1,229 @@
+"""One chunk of an estimate as a CUDA graph: captured once for a shape, replayed for every other chunk.
+
+A chunk is generation of the inputs, forward pass, cotangent, backward pass and norms, hundreds of kernels of a few
+microseconds each; replayed, they follow each other without the host. The graph reads the weights where they are, so
+training may go on in between. What it cannot see is a change of the *program*: storage that moved, a module or a hook
+that came or went, a number that a forward pass reads. `fingerprint` and a comparison with the model's own output after
+every measurement find those; then the graph is dropped and the measurement is made anew, without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from fastlr.checks import gathered
+from fastlr.ghost import adapt
+from fastlr.ghost.engine import Engine
+from fastlr.ghost.execute import Rerouted
+from fastlr.ghost.proof import far
+
+WARM_UP = 2  # runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces
+COMPARED = 2  # samples whose outputs are held to the model's own
+
+
+class Recorder(Protocol):
+    """Captures a function that works on fixed memory, and repeats it."""
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Run the function and keep it; return its result, whose tensors every replay fills anew."""
+
+    def replay(self) -> None:
+        """Repeat what was captured."""
+
+
+class CudaRecorder:
+    """A CUDA graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Warm up on a side stream, then capture."""
+        with torch.cuda.device(self.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    function()
+            torch.cuda.current_stream().wait_stream(side)
+            with torch.cuda.graph(self.graph):
+                return function()
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        self.graph.replay()
+
+
+def fingerprint(model: nn.Module) -> tuple:
+    """Everything about a model that a captured graph has taken for granted, but for the values of its tensors."""
+    modules = []
+    for module in model.modules():
+        plain = tuple((k, v) for k, v in vars(module).items() if _plain(v))
+        hooks = (len(module._forward_hooks), len(module._forward_pre_hooks))
+        forward = getattr(module.forward, "__func__", module.forward)
+        modules.append((id(module), id(forward), hooks, repr(plain)))
+    tensors = [(n, p.data_ptr(), p.dtype, p.requires_grad) for n, p in model.named_parameters()]
+    tensors += [(n, b.data_ptr(), b.dtype, False) for n, b in model.named_buffers()]
+    return tuple(modules), tuple(tensors)
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None)))
+
+
+class Replay:
+    """A captured chunk of one size.
+
+    Args:
+        engine: has run on a chunk of this shape (`Engine.plan`).
+        inputs: what the estimate measures on.
+        batch: (start, stop) -> inputs on the device.
+        cotangent: index [B] int64 -> the function of the output that gives the cotangent.
+        size: samples in a chunk.
+        seed: of inputs and probe.
+        context: makes the autocast context.
+        recorder: captures; `CudaRecorder` on a GPU.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        inputs: Any,
+        batch: Callable[[int, int], Any],
+        cotangent: Callable[[Tensor], Callable[[Tensor], Tensor]],
+        size: int,
+        seed: int,
+        context: Callable[[], AbstractContextManager],
+        recorder: Recorder,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self.engine, self.batch, self.size, self.context, self.recorder = engine, batch, size, context, recorder
+        self.first = torch.zeros(1, dtype=torch.int64, device=device)
+        offsets = torch.arange(size, dtype=torch.int64, device=device)
+        make = getattr(inputs, "from_device", lambda **_: None)(seed=seed, device=device, dtype=dtype)
+        self.fixed = None if make is not None else tree_map(_own, batch(0, size))
+        self.fingerprint = fingerprint(engine.model)
+        plan = engine.plan(size)
+        assert plan is not None
+
+        def chunk() -> tuple[Tensor, Tensor, Any, Tensor]:
+            with gathered() as flags, self.context():
+                x = self.fixed if make is None else adapt.as_inputs(make(self.first, size))
+                table, output = engine.run_planned(plan, x, cotangent(offsets + self.first))
+                bad = torch.stack(flags).any()
+            return table, output, x, bad
+
+        self.table, self.output, self.x, self.bad = recorder.capture(chunk)
+        with self.context():
+            self.low = torch.is_autocast_enabled(device.type)
+        self.seen_bad = torch.zeros((), dtype=torch.bool, device=device)
+
+    def current(self) -> bool:
+        """Whether the model is still the program that was captured."""
+        return self.fingerprint == fingerprint(self.engine.model)
+
+    def run(self, start: int) -> Tensor:
+        """Squared norms [parameters, B] of samples start .. start + size - 1; `clean` must be asked afterwards."""
+        self.first.fill_(start)
+        if self.fixed is not None:
+            new = self.batch(start, start + self.size)
+            for mine, given in zip(tree_flatten(self.fixed)[0], tree_flatten(new)[0], strict=True):
+                if isinstance(mine, Tensor):
+                    if given.shape != mine.shape:
+                        raise ShapeChanged
+                    mine.copy_(given)
+        self.recorder.replay()
+        self.seen_bad |= self.bad
+        return self.table.clone()
+
+    def clean(self) -> bool:
+        """Whether every value since the last question was finite, and the last outputs are the model's own."""
+        few = adapt.Batch(self.x, self.size, self.engine.in_dim).pick(list(range(COMPARED)))
+        with torch.no_grad(), self.context():
+            own = adapt.forward(self.engine.model, few, self.engine.output).detach()
+        captured = self.output.narrow(self.engine.out_dim, 0, min(COMPARED, self.size))
+        close = 1e-9 if own.dtype == torch.float64 else 1e-3 if own.dtype == torch.float32 else 0.1
+        close = max(close, 0.1 if self.low else 0.0)
+        bad = bool(self.seen_bad)
+        self.seen_bad.zero_()
+        return not bad and not far(own, captured, close)
+
+
+class ShapeChanged(Exception):
+    """A batch has other shapes than the captured one."""
+
+
+def _own(t: Any) -> Any:
+    return t.clone() if isinstance(t, Tensor) else t
+
+
+class Replays:
+    """Decides when a chunk is captured and replayed, for one estimator.
+
+    Args:
+        make: size -> `Replay`; None where there are no graphs (no GPU, a probe of several passes).
+        engine: the engine whose runs are replayed.
+    """
+
+    def __init__(self, make: Callable[[int], Replay] | None, engine: Engine) -> None:
+        self.make, self.engine = make, engine
+        self.held: dict[int, Replay] = {}
+        self.used: set[int] = set()
+        self.failures = 0
+        self.note: str | None = None
+        self.paused = False
+
+    def run(self, start: int, stop: int) -> Tensor | None:
+        """Squared norms [parameters, B] of a chunk by replay, or None where it must be run as it is."""
+        size = stop - start
+        if self.make is None or self.paused or self.failures > 1:
+            return None
+        replay = self.held.get(size)
+        if replay is not None and not replay.current():
+            self.drop("the model's modules or memory changed")
+            return None
+        try:
+            if replay is None:
+                if self.engine.plan(size) is None:
+                    return None
+                replay = self.held[size] = self.make(size)
+            table = replay.run(start)
+        except (RuntimeError, Rerouted, ShapeChanged) as error:  # a capture that fails leaves the model as it was
+            self.drop(f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'other shapes'}")
+            self.failures += 1
+            return None
+        self.used.add(size)
+        return table
+
+    def clean(self) -> bool:
+        """Whether what was replayed since the last question holds; otherwise the graphs are dropped."""
+        used, self.used = self.used, set()
+        if all([self.held[size].clean() for size in used]):
+            return True
+        self.drop("replayed values were not finite, or not those of the model as it is now")
+        self.failures += 1
+        return False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Run every chunk as it is."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def drop(self, reason: str) -> None:
+        """Release the graphs and their memory."""
+        self.held.clear()
+        self.used.clear()
+        self.note = f"CUDA graph dropped: {reason}"
