@@ -206,4 +206,9 @@ def sums_cases(
                 what = f"{name}[{dtype}{f' x {other}' * (other != dtype)}, {layout}, {kept}x{summed}]"
                 sizes = {**constants, "KEPT": kept, "SUMMED": summed}
                 cases.append((what, sums_kernel, signature, sizes, {"num_warps": WARPS, "divisible": divisible}))
+    # Triton turns an argument of 1 into a constant: nothing to sum (vectors), or one number a sample.
+    what, kernel, signature, sizes, options = cases[-1]
+    for key in ("kept", "summed"):
+        rest = {name: kind for name, kind in signature.items() if name != key}
+        cases.append((f"{what[:-1]}, one {key}]", kernel, rest, {**sizes, key: 1}, options))
     return cases

@@ -136,8 +136,8 @@ def table(found: dict[str, list[dict[str, object]]]) -> str:
     return "\n".join(["Registers a thread / bytes of shared memory / bytes spilled.", "", *lines])
 
 
-def origin() -> str:
-    """Say in one line what made a table: the command, the versions and the commit."""
+def origin(modules: list[str]) -> str:
+    """Say in one line what made a table of these modules: the command, the versions and the commit."""
     import torch
     import triton
 
@@ -146,8 +146,9 @@ def origin() -> str:
         return done.stdout.strip()
 
     commit = said("git", "rev-parse", "--short=12", "HEAD") or "unknown"
-    if said("git", "status", "--porcelain", "--", "."):
-        commit += " with changes in kernels/"
+    changed = said("git", "status", "--porcelain", "--", *(f"{module.rsplit('.', 1)[-1]}.py" for module in modules))
+    if changed:
+        commit += " with later changes"
     command = " ".join(["python tests/compile_kernels.py", *sys.argv[1:]])
     return f"Made by `{command}` with triton {triton.__version__} (its own ptxas), torch {torch.__version__}, commit {commit}."
 
@@ -168,7 +169,7 @@ def main() -> None:
         found = {module: compile_module(module, architectures) for module in modules}
     else:
         found = compile_all(architectures)
-    print(f"# Kernels as compiled\n\n{origin()}\n\n{table(found)}" if chosen.table else json.dumps(found))
+    print(f"# Kernels as compiled\n\n{origin(list(found))}\n\n{table(found)}" if chosen.table else json.dumps(found))
 
 
 if __name__ == "__main__":
