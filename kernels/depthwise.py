@@ -1,0 +1,299 @@
+"""Depthwise convolutions, channel by channel: weight gradients, their norms and the input gradient in one pass.
+
+A program takes one sample, a block of channels and a strip of columns, and walks down the rows of the output's gradient.
+In registers it holds a window of input rows, the same window of the input gradient, and the sums of the k x k taps. At
+each row it forms g = act'(kept) grad once for each column of the kernel, adds g x to the taps and w g to the window of
+the input gradient, stores the rows that are complete and moves the windows on.
+
+The limit is traffic: x, grad and kept are read once and the input gradient is written once (the k shifted reads of a row
+of gradients meet in the cache): with n elements in and m out, 2 n + 2 m elements; n + 2 m without the input gradient, one
+m less without an activation. Taps are summed over a program's threads once, at its end. Where rows or columns are shared
+between programs their parts (k k + 1 floats a channel) go through a workspace, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastlr.kernels.activation_functions import act_derivative
+from fastlr.kernels.moments import (
+    DTYPES,
+    alignment,
+    channels_last,
+    covered,
+    finish_moments,
+    multiple,
+    on_device,
+    workspace,
+)
+
+ENOUGH_PROGRAMS = 2048  # of four warps, to fill a GPU with
+STATE = 128  # registers of a thread for taps and windows
+WARPS = 4
+
+
+class Tile(NamedTuple):
+    """Block sizes of one program."""
+
+    columns: int
+    channels: int
+
+
+class Geometry(NamedTuple):
+    """Kernel and options of a convolution of two axes."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def window(self) -> int:
+        """Input rows that one output row can meet, or the step to the next if that is larger."""
+        return max((self.kernel[0] - 1) * self.dilation[0] + 1, self.stride[0])
+
+    def constants(self) -> dict[str, int]:
+        """As constants of a kernel."""
+        pairs = zip(("KERNEL", "STRIDE", "PADDING", "DILATION"), self, strict=True)
+        return {f"{name}_{axis}": pair[i] for name, pair in pairs for i, axis in enumerate("HW")}
+
+
+@triton.jit
+def replaced(values, INDEX: tl.constexpr, value):
+    """The tuple with one element replaced."""
+    return values[:INDEX] + (value,) + values[INDEX + 1 :]
+
+
+@triton.jit
+def zeros(COUNT: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr):
+    """A tuple of COUNT tiles of zeros."""
+    values = ()
+    for _ in tl.static_range(COUNT):
+        values = values + (tl.zeros([COLUMNS, CHANNELS], tl.float32),)
+    return values
+
+
+@triton.jit
+def _load(base, y, z, channel, first_row, end_row, width, row_stride, column_stride, channel_stride, has_channel):
+    """Row ``y`` at columns ``z`` of all channels of a tile; zero outside of the rows and columns given."""
+    mask = ((z >= 0) & (z < width) & (y >= first_row) & (y < end_row))[:, None] & has_channel[None, :]
+    at = (y * row_stride + z * column_stride)[:, None] + (channel * channel_stride)[None, :]
+    return tl.load(base + at, mask, other=0.0)
+
+
+@triton.jit
+def depthwise_backward_kernel(
+    x, grad, kept, folded, weight, scale, gx, squares, inner, sums, parts,
+    x_sample, x_channel, x_row, x_column, gx_sample, gx_channel, gx_row, gx_column,
+    grad_sample, grad_channel, grad_row, grad_column, kept_sample, kept_channel, kept_row, kept_column,
+    channels, height, width, out_height, out_width, channel_tiles, strips, segments, steps,
+    ACT: tl.constexpr, WANT_INPUT: tl.constexpr, SPLIT: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
+    WINDOW: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """``steps`` rows of the output for one strip of columns and one block of channels of a sample.
+
+    A place of a strip is STRIDE_W input columns, and the output column that follows when STRIDE_W are stepped over. The
+    input row q = p STRIDE - PADDING + r DILATION meets the output row p at tap r; columns likewise. A program owns the
+    input rows that are complete, and stored, at its steps; gradients of a few rows before are gone through for them.
+    """
+    if ALIGN > 1:
+        if LAST:
+            channels, x_row, x_column = multiple(channels, ALIGN), multiple(x_row, ALIGN), multiple(x_column, ALIGN)
+            gx_row, gx_column = multiple(gx_row, ALIGN), multiple(gx_column, ALIGN)
+            grad_row, grad_column = multiple(grad_row, ALIGN), multiple(grad_column, ALIGN)
+            kept_row, kept_column = multiple(kept_row, ALIGN), multiple(kept_column, ALIGN)
+        x_sample, gx_sample = multiple(x_sample, ALIGN), multiple(gx_sample, ALIGN)
+        grad_sample, kept_sample = multiple(grad_sample, ALIGN), multiple(kept_sample, ALIGN)
+    program = tl.program_id(0)
+    channel_tile, rest = program % channel_tiles, program // channel_tiles
+    strip, rest = rest % strips, rest // strips
+    segment, sample = rest % segments, (rest // segments).to(tl.int64)
+    channel = channel_tile * CHANNELS + tl.arange(0, CHANNELS)
+    has_channel = channel < channels
+    place = strip * COLUMNS + tl.arange(0, COLUMNS)
+    x += sample * x_sample
+    gx += sample * gx_sample
+    grad += sample * grad_sample
+    kept += sample * kept_sample
+
+    first = segment * steps  # the rows of this program
+    top, bottom = first * STRIDE_H - PADDING_H, tl.minimum(height, (first + steps) * STRIDE_H - PADDING_H)
+    top = tl.maximum(top, 0)
+    begin = tl.maximum(first - (WINDOW - 1) // STRIDE_H, 0)
+    taps = zeros(KERNEL_H * KERNEL_W, COLUMNS, CHANNELS)
+    total = tl.zeros([COLUMNS, CHANNELS], tl.float32)
+    back = zeros(WINDOW * STRIDE_W if WANT_INPUT else 0, COLUMNS, CHANNELS)
+    rows = ()
+    for i in tl.static_range(WINDOW):
+        for b in tl.static_range(STRIDE_W):
+            value = _load(
+                x, begin * STRIDE_H - PADDING_H + i, place * STRIDE_W + b, channel, top, bottom, width,
+                x_row, x_column, x_channel, has_channel,
+            )  # fmt: skip
+            rows = rows + (value.to(tl.float32),)
+    for p in range(begin, first + steps):
+        # Inputs are asked for before they are needed.
+        y = p * STRIDE_H - PADDING_H
+        following = ()
+        for i in tl.static_range(STRIDE_H):
+            for b in tl.static_range(STRIDE_W):
+                value = _load(
+                    x, y + WINDOW + i, place * STRIDE_W + b, channel, top, bottom, width,
+                    x_row, x_column, x_channel, has_channel,
+                )  # fmt: skip
+                following = following + (value,)
+        g = _load(
+            grad, p, place, channel, 0, out_height, out_width, grad_row, grad_column, grad_channel, has_channel
+        ).to(tl.float32)  # fmt: skip
+        if ACT != "none":
+            k = _load(
+                kept, p, place, channel, 0, out_height, out_width, kept_row, kept_column, kept_channel, has_channel
+            ).to(tl.float32)  # fmt: skip
+            g = (g * act_derivative(k, ACT)).to(grad.dtype.element_ty).to(tl.float32)
+        total += tl.where(p >= first, g, 0.0)
+        for s in tl.static_range(KERNEL_W):
+            # Tap s of the columns meets input column b of each place, and the gradient this far from the place.
+            b: tl.constexpr = (s * DILATION_W - PADDING_W) % STRIDE_W
+            away: tl.constexpr = (b + PADDING_W - s * DILATION_W) // STRIDE_W
+            g = _load(
+                grad, p, place + away, channel, 0, out_height, out_width, grad_row, grad_column, grad_channel, has_channel
+            ).to(tl.float32)  # fmt: skip
+            if ACT != "none":
+                k = _load(
+                    kept, p, place + away, channel, 0, out_height, out_width, kept_row, kept_column, kept_channel,
+                    has_channel,
+                ).to(tl.float32)  # fmt: skip
+                g = (g * act_derivative(k, ACT)).to(grad.dtype.element_ty).to(tl.float32)
+            for r in tl.static_range(KERNEL_H):
+                at: tl.constexpr = r * DILATION_H * STRIDE_W + b
+                tap: tl.constexpr = r * KERNEL_W + s
+                taps = replaced(taps, tap, taps[tap] + rows[at] * g)
+                if WANT_INPUT:
+                    w = tl.load(folded + tap * channels + channel, has_channel, other=0.0).to(tl.float32)
+                    back = replaced(back, at, back[at] + w[None, :] * g)
+        if WANT_INPUT:
+            for i in tl.static_range(STRIDE_H):
+                for b in tl.static_range(STRIDE_W):
+                    z = place * STRIDE_W + b
+                    mask = (z < width)[:, None] & has_channel[None, :] & (y + i >= top) & (y + i < bottom)
+                    at = ((y + i) * gx_row + z * gx_column)[:, None] + (channel * gx_channel)[None, :]
+                    tl.store(gx + at, back[i * STRIDE_W + b].to(gx.dtype.element_ty), mask)
+            back = back[STRIDE_H * STRIDE_W :] + zeros(STRIDE_H * STRIDE_W, COLUMNS, CHANNELS)
+        rows = rows[STRIDE_H * STRIDE_W :]
+        for i in tl.static_range(STRIDE_H * STRIDE_W):
+            rows = rows + (following[i].to(tl.float32),)
+
+    part = (sample * segments + segment) * strips + strip
+    square = tl.zeros([CHANNELS], tl.float32)
+    along = tl.zeros([CHANNELS], tl.float32)
+    for tap in tl.static_range(KERNEL_H * KERNEL_W):
+        value = tl.sum(taps[tap], 0)
+        if SPLIT:
+            tl.store(parts + (part * (KERNEL_H * KERNEL_W) + tap) * channels + channel, value, has_channel)
+        else:
+            w = tl.load(weight + channel * (KERNEL_H * KERNEL_W) + tap, has_channel, other=0.0).to(tl.float32)
+            along += w * value
+            square += value * value
+    tl.store(sums + part * channels + channel, tl.sum(total, 0), has_channel)
+    if not SPLIT:
+        factor = tl.load(scale + channel, has_channel, other=0.0).to(tl.float32)
+        tl.store(inner + sample * channels + channel, along, has_channel)
+        tl.store(squares + program, tl.sum(square * factor * factor))
+
+
+def lanes(dtype: torch.dtype, tiles: int) -> int:
+    """Elements of each of ``tiles`` tiles that a thread holds: as many as one load takes, if the registers allow it."""
+    widest = 4 if dtype == torch.float32 else 8
+    return next((n for n in (8, 4, 2) if n <= widest and n * tiles <= STATE), 1)
+
+
+def tile_of(elements: int, places: int, channels: int, last: bool) -> Tile:
+    """Share ``elements`` between columns and channels: whole sectors of memory first, then all columns."""
+    least = min(16 if last else 1, triton.next_power_of_2(channels), elements)
+    columns = min(triton.next_power_of_2(places), elements // least)
+    return Tile(columns, min(triton.next_power_of_2(channels), elements // columns))
+
+
+def backward_tile(dtype: torch.dtype, where: Geometry, places: int, channels: int, want: bool, last: bool) -> Tile | None:
+    """Block sizes of the backward kernel; None where the windows and taps are too many for the registers."""
+    tiles = where.kernel[0] * where.kernel[1] + where.window * where.stride[1] * (2 if want else 1)
+    if tiles > STATE:
+        return None
+    return tile_of(32 * WARPS * lanes(dtype, tiles), places, channels, last)
+
+
+def depthwise_backward(
+    x: Tensor, grad: Tensor, kept: Tensor, act: str, folded: Tensor, weight: Tensor, scale: Tensor, where: Geometry,
+    want_input: bool,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`fastlr.reference.folded.folded_conv_backward` for one channel a group; x [B, C, H, W]."""
+    kept = grad if act == "none" else kept
+    if not covered(x, grad, kept):
+        return NotImplemented
+    gx = torch.empty_like(x) if want_input else x
+    if not covered(gx):
+        return NotImplemented
+    count, channels, height, width = x.shape
+    out_height, out_width = grad.shape[2:]
+    last = all(channels_last(t) for t in (x, gx, grad, kept))
+    align = alignment(x.dtype, last, x, gx, grad, kept) if last else 1
+    places = max(triton.cdiv(width, where.stride[1]), out_width)
+    tile = backward_tile(x.dtype, where, places, channels, want_input, last)
+    if tile is None:
+        return NotImplemented
+    folded = folded.reshape(channels, -1).t().contiguous()  # a tap's weights next to each other
+    weight, scale = weight.contiguous(), scale.contiguous()
+    channel_tiles, strips = triton.cdiv(channels, tile.channels), triton.cdiv(places, tile.columns)
+    steps = max(triton.cdiv(height + where.padding[0], where.stride[0]), out_height)
+    segments = max(1, min(triton.cdiv(ENOUGH_PROGRAMS, count * channel_tiles * strips), steps // 8))
+    steps = triton.cdiv(steps, segments)
+    splits = segments * strips
+    device = x.device
+    sums = workspace(count, splits, channels, device=device)
+    squares, inner, parts = sums, sums, sums  # not looked at
+    if splits > 1:
+        parts = workspace(count, splits, where.kernel[0] * where.kernel[1], channels, device=device)
+    else:
+        squares = workspace(count, channel_tiles, device=device)
+        inner = workspace(count, channels, device=device)
+    strides = [s for t in (x, gx, grad, kept) for s in t.stride()]
+    with on_device(x):
+        depthwise_backward_kernel[(count * segments * strips * channel_tiles,)](
+            x, grad, kept, folded, weight, scale, gx, squares, inner, sums, parts, *strides,
+            channels, height, width, out_height, out_width, channel_tiles, strips, segments, steps,
+            ACT=act, WANT_INPUT=want_input, SPLIT=splits > 1, LAST=last, ALIGN=align, **where.constants(),
+            WINDOW=where.window, COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
+        )  # fmt: skip
+    if splits > 1:
+        moments = finish_moments(parts, sums, weight, scale)
+    else:
+        moments = squares.sum(1, dtype=torch.float64), inner, sums[:, 0]
+    return gx if want_input else None, *moments
+
+
+def depthwise_moments(
+    x: Tensor, g: Tensor, weight: Tensor, scale: Tensor,
+    stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`fastlr.reference.folded.folded_conv_moments` for one channel a group; x [B, C, H, W] and weight [C, 1, h, w]."""
+    kernel = (weight.shape[2], weight.shape[3])
+    where = Geometry(kernel, tuple(stride), tuple(padding), tuple(dilation))
+    found = depthwise_backward(x, g, g, "none", weight, weight, scale, where, False)
+    return found if found is NotImplemented else found[1:]
+
+
+def depthwise_sq_norms(
+    x: Tensor, g: Tensor, kernel: tuple[int, int],
+    stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """Squared norms [B] (float64) of each sample's weight gradient, one channel a group; x [B, C, H, W], g [B, C, H', W']."""
+    weight = torch.ones(x.shape[1], 1, *kernel, dtype=torch.float32, device=x.device)
+    found = depthwise_moments(x, g, weight, weight[:, 0, 0, 0].contiguous(), stride, padding, dilation)
+    return found if found is NotImplemented else found[0]

@@ -1,0 +1,86 @@
+"""Folded convolutions in Triton: which kernel serves which call, of fastlr.reference.folded. Nothing is launched here.
+
+Pointwise (folded_pointwise.py) and depthwise (folded_depthwise.py) convolutions of one and two axes have kernels; dense
+K x K and grouped ones are NotImplemented: cuDNN serves, through plain torch, whose parts are ops with kernels again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fastlr.kernels import folded_depthwise, folded_pointwise
+from fastlr.kernels.moments import ACTIVATIONS
+
+
+def kind_of(weight: Tensor, padding: Sequence[int], groups: int) -> str | None:
+    """``"pointwise"``, ``"depthwise"`` or None: which kernels serve a convolution with this weight."""
+    if not 3 <= weight.ndim <= 4:
+        return None
+    if groups == 1 and max(weight.shape[2:]) == 1 and max(padding) == 0:
+        return "pointwise"
+    return "depthwise" if groups == len(weight) and weight.shape[1] == 1 else None
+
+
+def folded_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    act: str,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """See fastlr.reference.folded.folded_conv."""
+    kind = kind_of(weight, padding, groups)
+    if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim:
+        return NotImplemented
+    flat = x.ndim == 3
+    x, weight = (t[:, :, None] if flat else t for t in (x, weight))
+    stride, padding, dilation = _two(stride, 1), _two(padding, 0), _two(dilation, 1)
+    if kind == "pointwise":
+        found = folded_pointwise.folded_conv(x, weight, bias, act, stride)
+    else:
+        found = folded_depthwise.folded_conv(x, weight, bias, act, stride, padding, dilation)
+    if found is NotImplemented or not flat:
+        return found
+    out, kept = found
+    return out.squeeze(2), out.squeeze(2) if kept is out else kept.squeeze(2)
+
+
+def folded_conv_backward(
+    x: Tensor,
+    grad: Tensor,
+    kept: Tensor,
+    act: str,
+    folded: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    want_input: bool,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+    """See fastlr.reference.folded.folded_conv_backward."""
+    kind = kind_of(weight, padding, groups)
+    if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim:
+        return NotImplemented
+    flat = x.ndim == 3
+    x, grad, kept, folded, weight = (t[:, :, None] if flat else t for t in (x, grad, kept, folded, weight))
+    stride, padding, dilation = _two(stride, 1), _two(padding, 0), _two(dilation, 1)
+    given = (x, grad, kept, act, folded, weight, scale, stride)
+    if kind == "pointwise":
+        found = folded_pointwise.folded_conv_backward(*given, want_input)
+    else:
+        found = folded_depthwise.folded_conv_backward(*given, padding, dilation, want_input)
+    if found is NotImplemented or not flat or found[0] is None:
+        return found
+    return found[0].squeeze(2), *found[1:]
+
+
+def _two(option: Sequence[int], missing: int) -> tuple[int, int]:
+    """An option of one or two axes for two: a single axis is the columns."""
+    return (missing, option[0]) if len(option) == 1 else (option[0], option[1])
