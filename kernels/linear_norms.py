@@ -1,0 +1,192 @@
+"""Per-sample squared norms of matrix products in Triton: the op of ``fastlr.reference.norms.linear_sq_norms``.
+
+Three forms, by shape alone. One row: the product of two squared lengths. Otherwise the weight gradient's tiles
+(product_norms) or, where rows are few, Gram matrices: <A A^T, G G^T> = ||G^T A||^2, one program for a pair of blocks of
+rows, which adds up both blocks of inner products in fp32 registers and writes the sum of their products.
+
+The limit is reading a and g once, T (I + O) elements a sample. The Gram form reads them once for each block of 64 or 128
+rows, by programs of the same sample next to each other, so all but once from L2.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastlr.kernels.product_norms import (
+    DTYPES,
+    Operand,
+    Sizes,
+    alignment,
+    choose_tile,
+    covered,
+    product_cases,
+    product_norms,
+    workspace,
+)
+
+_SIZES = ("a_sample", "a_group", "g_sample", "g_group", "groups", "rows", "inputs", "outputs", "blocks")
+_UNIT = ("a_row", "a_column", "g_row", "g_column")
+CENTRED = {torch.float32: True, torch.bfloat16: False}  # see gram_pays
+
+
+@triton.jit
+def _inner_products(
+    base, mean, row, column, first, second, rows, width,
+    CENTRED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Inner products of two blocks of rows [BLOCK, BLOCK], and of the first with the mean of all rows [BLOCK]."""
+    t, s = first + tl.arange(0, BLOCK), second + tl.arange(0, BLOCK)
+    products = tl.zeros([BLOCK, BLOCK], tl.float32)
+    with_mean = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, CHUNK):
+        c = start + tl.arange(0, CHUNK)
+        left_mask, right_mask = (t < rows)[:, None] & (c < width)[None, :], (c < width)[:, None] & (s < rows)[None, :]
+        left = tl.load(base + ((t * row)[:, None] + (c * column)[None, :]), left_mask, other=0.0)
+        right = tl.load(base + ((c * column)[:, None] + (s * row)[None, :]), right_mask, other=0.0)
+        if CENTRED:
+            m = tl.load(mean + c, c < width, other=0.0)
+            left = tl.where(left_mask, left - m[None, :], 0.0)
+            right = tl.where(right_mask, right - m[:, None], 0.0)
+            with_mean += tl.sum(left * m[None, :], 1)
+        products = tl.dot(left, right, products, input_precision="ieee")
+    return products, with_mean
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNIT)
+def gram_norms_kernel(
+    a, g, a_mean, g_mean, squares, a_sample, a_group, a_row, a_column, g_sample, g_group, g_row, g_column,
+    groups, rows, inputs, outputs, blocks,
+    A_LAST: tl.constexpr, G_LAST: tl.constexpr, ALIGN: tl.constexpr, CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One pair of blocks of one sample's rows; the pairs above the diagonal count twice, those below write zero.
+
+    CENTRED: both sides less their means over rows. With s = sum_t g_t, M = sum_t g'_t a'_t^T + s mean(a)^T, so that
+    ||M||^2 = <A'A'^T, G'G'^T> + 2 sum_t (g'_t . s)(a'_t . mean a) + |s|^2 |mean a|^2; the launcher adds the last term.
+    """
+    first, second = tl.program_id(0) % blocks, tl.program_id(0) // blocks % blocks
+    which = (tl.program_id(0) // (blocks * blocks)).to(tl.int64)
+    if second < first:
+        tl.store(squares + tl.program_id(0), 0.0)
+    else:
+        group, sample = which % groups, which // groups
+        a += sample * a_sample + group * a_group
+        g += sample * g_sample + group * g_group
+        if ALIGN > 1:
+            bytes: tl.constexpr = ALIGN * a.dtype.element_ty.primitive_bitwidth // 8
+            a, g = tl.multiple_of(a, bytes), tl.multiple_of(g, bytes)
+            if A_LAST:
+                inputs, a_row = inputs // ALIGN * ALIGN, a_row // ALIGN * ALIGN
+            else:
+                rows, a_column = rows // ALIGN * ALIGN, a_column // ALIGN * ALIGN
+            if G_LAST:
+                outputs, g_row = outputs // ALIGN * ALIGN, g_row // ALIGN * ALIGN
+            else:
+                rows, g_column = rows // ALIGN * ALIGN, g_column // ALIGN * ALIGN
+        a_products, a_along = _inner_products(
+            a, a_mean + which * inputs, a_row, a_column, first * BLOCK, second * BLOCK, rows, inputs,
+            CENTRED, BLOCK, CHUNK,
+        )  # fmt: skip
+        g_products, g_along = _inner_products(
+            g, g_mean + which * outputs, g_row, g_column, first * BLOCK, second * BLOCK, rows, outputs,
+            CENTRED, BLOCK, CHUNK,
+        )  # fmt: skip
+        total = tl.sum(a_products * g_products)
+        if second > first:
+            total += total
+        elif CENTRED:
+            total += 2.0 * rows * tl.sum(a_along * g_along)
+        tl.store(squares + tl.program_id(0), total)
+
+
+def gram_block(dtype: torch.dtype, rows: int, align: int) -> tuple[int, int, int, int]:
+    """Rows of a block, columns of a step, warps and stages of the Gram form."""
+    if dtype == torch.float32:
+        return (64, 16, 8, 3) if align > 1 else (32, 16, 4, 3)
+    if align == 1:  # single elements go through registers
+        return 64, 32, 8, 3
+    return (64, 64, 4, 3) if rows <= 64 else (128, 64, 8, 3)
+
+
+def gram_pays(dtype: torch.dtype, rows: int, inputs: int, outputs: int, align: int) -> bool:
+    """Whether the Gram form takes fewer products than the direct one, both filled up to whole tiles.
+
+    Activations after a ReLU have a large common part that the weight gradient hardly sees and that Gram matrices square.
+    In float32 both sides are centred. bf16 inputs are not: with a ratio r of the common part's square to the rest's, the
+    rounding of the inputs themselves contributes 2^-16 r / 3, more than the sums in fp32 lose. fp16 inputs are finer than
+    that: they take the direct form.
+    """
+    if dtype not in CENTRED:
+        return False
+    block = gram_block(dtype, rows, align)[0]
+    blocks = triton.cdiv(rows, block)
+    tile = choose_tile(dtype, outputs, inputs, vector=align > 1, packed=False, folded=False)
+    across, along = (triton.cdiv(n, b) * b for n, b in ((outputs, tile.outputs), (inputs, tile.columns)))
+    return blocks * (blocks + 1) // 2 * block * block * (inputs + outputs) < rows * across * along
+
+
+def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
+    """See fastlr.reference.norms.linear_sq_norms."""
+    if not covered(a, g):
+        return NotImplemented
+    count, groups, rows, inputs = a.shape
+    outputs = g.shape[-1]
+    if rows == 1:
+        lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).double().square() for t in (a, g))
+        return torch.mul(*lengths).sum((1, 2))
+    # An operand's columns are positions, its channels the inputs or outputs: what convolutions need.
+    x, y = (Operand(t, *t.stride()[:2], t.stride(3), 0, 0, t.stride(2)) for t in (a, g))
+    sizes = Sizes(count, groups, rows, inputs, outputs)
+    align = alignment(x, y, sizes, window=False, g_plain=True)
+    if not gram_pays(a.dtype, rows, inputs, outputs, align):
+        return product_norms(x, y, sizes)[0]
+    block, chunk, num_warps, num_stages = gram_block(a.dtype, rows, align)
+    blocks = triton.cdiv(rows, block)
+    squares = workspace(count * groups * blocks * blocks, device=a.device)
+    centred = CENTRED[a.dtype]
+    means = (a.mean(2).contiguous(), g.mean(2).contiguous()) if centred else (squares, squares)
+    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+        gram_norms_kernel[(len(squares),)](
+            a, g, *means, squares, *a.stride(), *g.stride(), groups, rows, inputs, outputs, blocks,
+            A_LAST=a.stride(3) == 1, G_LAST=g.stride(3) == 1, ALIGN=align, CENTRED=centred, BLOCK=block, CHUNK=chunk,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+    total = squares.view(count, -1).sum(1, dtype=torch.float64)
+    if centred:
+        mean_a, mean_g = (m.double().square().sum(-1) for m in means)
+        total += rows**2 * (mean_a * mean_g).sum(1)
+    return total
+
+
+def compile_cases() -> list[tuple]:
+    """Variants to compile ahead of time in the tests: (name, kernel, signature, constexprs, options)."""
+    cases = product_cases(window=False, folded=False)
+    layouts = {  # A_LAST and G_LAST, strides that are 1, bytes of a load
+        "last": (True, ("a_column", "g_column"), 16),
+        "last,1": (True, ("a_column", "g_column"), 1),
+        "first": (False, ("a_row", "g_row"), 16),
+        "first,8": (False, ("a_row", "g_row"), 8),
+        "first,1": (False, ("a_row", "g_row"), 1),
+        "strided": (False, (), 1),
+    }
+    for dtype, centred in CENTRED.items():
+        short = DTYPES[dtype]
+        for layout, (last, ones, size) in layouts.items():
+            if size == 8 and short == "fp32":
+                continue
+            signature = {"a": f"*{short}", "g": f"*{short}", "a_mean": "*fp32", "g_mean": "*fp32", "squares": "*fp32"}
+            signature |= {name: "i32" for name in (*_SIZES, *_UNIT) if name not in ones}
+            align = max(1, size // dtype.itemsize)
+            for block, chunk, num_warps, num_stages in sorted({gram_block(dtype, rows, align) for rows in (64, 65)}):
+                flags = {
+                    "A_LAST": last, "G_LAST": last, "ALIGN": align, "CENTRED": centred,
+                    "BLOCK": block, "CHUNK": chunk, **dict.fromkeys(ones, 1),
+                }  # fmt: skip
+                options = {"num_warps": num_warps, "num_stages": num_stages, "divisible": "pointers"}
+                cases.append((f"gram[{short},{layout},{block}]", gram_norms_kernel, signature, flags, options))
+    return cases

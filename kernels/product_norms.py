@@ -1,0 +1,332 @@
+"""Per-sample squared norms of weight gradients, tile by tile: what linear_norms and conv_norms launch.
+
+One program takes one sample, one group and one tile of the weight: it adds up M = sum_t g_t x_t^T over the sample's rows
+(positions) in fp32 registers and writes one number, the tile's squared norm. The folded form weighs the squares by s_c^2
+and adds <W_c, M_c> for each channel and tile of inputs and S_c = sum_t g_ct for each channel; M itself is never written.
+
+The limit is reading x and g once: rows (inputs + outputs) elements a sample, and nothing of that size is written. A side
+wider than a tile makes the other side be read again for each of its tiles, by programs next to each other, so from L2.
+Partial sums go to a workspace, every element of which is written, and torch adds them up in a fixed order.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+INT32 = 1 << 31
+
+
+class Tile(NamedTuple):
+    """Block sizes of one program, and how it is compiled."""
+
+    outputs: int
+    columns: int
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+class Operand(NamedTuple):
+    """A tensor and its strides; the positions of a sample are its images x rows x columns."""
+
+    tensor: Tensor
+    sample: int
+    group: int
+    channel: int
+    image: int
+    row: int
+    column: int
+
+
+class Window(NamedTuple):
+    """How an output position meets the inputs: sizes of the input and the output, the kernel and its steps."""
+
+    height: int
+    width: int
+    out_height: int
+    out_width: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+
+class Sizes(NamedTuple):
+    """Samples, groups, rows of a sample (positions of all its images), inputs and outputs of a group."""
+
+    count: int
+    groups: int
+    rows: int
+    inputs: int
+    outputs: int
+
+
+@triton.jit
+def _multiple(n, ALIGN: tl.constexpr):
+    """A number known to be a multiple of ALIGN, so that the compiler knows it too."""
+    return n // ALIGN * ALIGN
+
+
+_UNIT = ("x_channel", "x_column", "g_channel", "g_column")  # strides of which one is 1: a constant then
+_SIZES = (
+    "x_sample", "x_group", "x_image", "x_row", "g_sample", "g_group", "g_image", "g_row",
+    "groups", "rows", "inputs", "outputs", "output_tiles", "column_tiles",
+    "height", "width", "positions", "out_width", "kernel_width", "taps",
+    "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNIT)
+def product_norms_kernel(
+    x, g, weight, scale, squares, inner, sums,
+    x_sample, x_group, x_channel, x_image, x_row, x_column, g_sample, g_group, g_channel, g_image, g_row, g_column,
+    groups, rows, inputs, outputs, output_tiles, column_tiles,
+    height, width, positions, out_width, kernel_width, taps,
+    stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
+    X_PLAIN: tl.constexpr, G_PLAIN: tl.constexpr, X_LAST: tl.constexpr, G_LAST: tl.constexpr, PACKED: tl.constexpr,
+    FOLDED: tl.constexpr, ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One tile of one sample's weight gradient.
+
+    PLAIN: row t is t columns further, no window. LAST: channels are next to each other in memory. PACKED: a tile's
+    columns run over taps and inputs; otherwise over the inputs of one tap, which keeps the window out of the inner axis.
+    ALIGN divides what vector loads need it to divide (see `alignment`): Triton alone takes note of 16 only.
+    """
+    if ALIGN > 1:
+        if X_LAST and not PACKED:
+            inputs, x_column = _multiple(inputs, ALIGN), _multiple(x_column, ALIGN)
+            x_image, x_row = _multiple(x_image, ALIGN), _multiple(x_row, ALIGN)
+        elif X_PLAIN:
+            rows, x_channel = _multiple(rows, ALIGN), _multiple(x_channel, ALIGN)
+        if G_LAST:
+            outputs, g_column = _multiple(outputs, ALIGN), _multiple(g_column, ALIGN)
+            g_image, g_row = _multiple(g_image, ALIGN), _multiple(g_row, ALIGN)
+        else:
+            rows, g_channel = _multiple(rows, ALIGN), _multiple(g_channel, ALIGN)
+    tile = tl.program_id(0)
+    output_tile, rest = tile % output_tiles, tile // output_tiles
+    column_tile, rest = rest % column_tiles, rest // column_tiles
+    group, sample = (rest % groups).to(tl.int64), (rest // groups).to(tl.int64)
+
+    output = output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    has_output = output < outputs
+    g += sample * g_sample + group * g_group
+    x += sample * x_sample + group * x_group
+    if ALIGN > 1:
+        bytes: tl.constexpr = ALIGN * x.dtype.element_ty.primitive_bitwidth // 8
+        g = tl.multiple_of(g, bytes)
+        if X_PLAIN or (X_LAST and not PACKED):  # elsewhere windows leave nothing aligned
+            x = tl.multiple_of(x, bytes)
+    if X_PLAIN:
+        channel = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        has_column = channel < inputs
+        tap = tl.zeros([1], tl.int32)
+    elif PACKED:
+        column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        has_column = column < inputs * taps
+        channel, tap = column % inputs, column // inputs
+    else:
+        tiles = tl.cdiv(inputs, COLUMNS)
+        channel = column_tile % tiles * COLUMNS + tl.arange(0, COLUMNS)
+        has_column = channel < inputs
+        tap = tl.zeros([1], tl.int32) + column_tile // tiles
+    first_row = tap // kernel_width * dilation_h - padding_h
+    first_column = tap % kernel_width * dilation_w - padding_w
+
+    product = tl.zeros([OUTPUTS, COLUMNS], tl.float32)
+    total = tl.zeros([OUTPUTS], tl.float32)
+    for start in range(0, rows, ROWS):
+        t = start + tl.arange(0, ROWS)
+        exists = t < rows
+        image, place = t // positions, t % positions
+        y_out, x_out = place // out_width, place % out_width
+        if X_PLAIN:
+            x_at = (t * x_column)[:, None]
+            seen = exists[:, None]
+        else:
+            y, z = (y_out * stride_h)[:, None] + first_row[None, :], (x_out * stride_w)[:, None] + first_column[None, :]
+            x_at = (image * x_image)[:, None] + y * x_row + z * x_column
+            seen = exists[:, None] & (y >= 0) & (y < height) & (z >= 0) & (z < width)
+        g_at = t * g_column if G_PLAIN else image * g_image + y_out * g_row + x_out * g_column
+        x_tile = tl.load(x + (x_at + (channel * x_channel)[None, :]), seen & has_column[None, :], other=0.0)
+        g_tile = tl.load(
+            g + ((output * g_channel)[:, None] + g_at[None, :]), has_output[:, None] & exists[None, :], other=0.0
+        )
+        product = tl.dot(g_tile, x_tile, product, input_precision="ieee")
+        if FOLDED:
+            if column_tile == 0:
+                total += tl.sum(g_tile.to(tl.float32), 1)
+
+    if FOLDED:
+        at = group * outputs + output  # the channel among all groups
+        weight += group * outputs * (inputs * taps)  # contiguous [O, C, kernel]
+        if X_PLAIN:
+            w = output[:, None] * inputs + channel[None, :]
+        else:
+            w = output[:, None] * (inputs * taps) + (channel * taps + tap)[None, :]
+        w = tl.load(weight + w, has_output[:, None] & has_column[None, :], other=0.0).to(tl.float32)
+        place = (sample * column_tiles + column_tile) * (groups * outputs) + at
+        tl.store(inner + place, tl.sum(w * product, 1), has_output)
+        if column_tile == 0:
+            tl.store(sums + sample * (groups * outputs) + at, total, has_output)
+        product *= tl.load(scale + at, has_output, other=0.0).to(tl.float32)[:, None]
+    tl.store(squares + tile, tl.sum(product * product))
+
+
+def choose_tile(dtype: torch.dtype, outputs: int, columns: int, *, vector: bool, packed: bool, folded: bool) -> Tile:
+    """Block sizes for a weight gradient of this shape: a side that fits one tile is read once only.
+
+    Tiles are smaller where registers are short: float32 products run on the ordinary units, whose operands take them;
+    loads of single elements cannot be sent past them; the folded form holds a tile of the weight at the end.
+    """
+    across, along = (32 if n <= 32 else 64 if n <= 64 else 128 for n in (outputs, columns))
+    if packed or dtype == torch.float32:
+        side = min(64, max(across, along))
+        return Tile(side, side, 16, 8, 3) if dtype == torch.float32 else Tile(side, side, 32, 8, 3)
+    if across == along == 128 and (folded or not vector):
+        across = 64
+    if not vector:
+        return Tile(max(across, 64), max(along, 64), 16 if folded else 32, 8, 3)
+    return Tile(across, along, 64, 8 if across * along > (4096 if folded else 8192) else 4, 3)
+
+
+def workspace(*shape: int, device: torch.device) -> Tensor:
+    """Space for partial results; the kernel writes every element (the tests hand out NaN)."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def merged_stride(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """The stride of the axis that these axes form together, if they form one."""
+    axes = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1]
+    if any(s != n * inner for (_, s), (n, inner) in zip(axes, axes[1:])):
+        return None
+    return axes[-1][1] if axes else 1
+
+
+def covered(*tensors: Tensor) -> bool:
+    """Whether the kernels take these inputs: one dtype of theirs, no empty ones, a sample within int32 offsets."""
+    x = tensors[0]
+    return x.dtype in DTYPES and all(
+        t.dtype == x.dtype
+        and t.numel() > 0
+        and sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) < INT32
+        for t in tensors
+    )
+
+
+def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_plain: bool) -> int:
+    """Elements that can be loaded at once: as many as make 16 or 8 bytes, or 1. Without x: x is loaded one by one anyway.
+
+    Where a contiguous run starts and how long it is must be multiples of it: along channels or along positions.
+    """
+    itemsize = g.tensor.element_size()
+    numbers = [0]
+    for operand, plain, width in ((x, not window, sizes.inputs), (g, g_plain, sizes.outputs)):
+        if operand is None:
+            continue
+        if operand.tensor.data_ptr() % 16:
+            return 1
+        numbers += [operand.sample, operand.group if sizes.groups > 1 else 0]
+        if operand.channel == 1:
+            numbers += [width, operand.column, *(() if plain else (operand.image, operand.row))]
+        elif operand.column == 1 and plain:
+            numbers += [sizes.rows, operand.channel]
+        else:
+            return 1
+    counts = (16 // itemsize,) if window or itemsize == 4 else (8, 4)
+    return next((n for n in counts if not any(k % n for k in numbers)), 1)
+
+
+def product_norms(
+    x: Operand, g: Operand, sizes: Sizes, window: Window | None = None, folded: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Squared norms [B] in float64 and, of the folded form (weight, scale), <W, M> in float64 and sums [B, O].
+
+    Without a window, row t of both operands is ``t * column``; positions that form one axis in memory are best given so.
+    """
+    g_plain, taps, packed = True, 1, False
+    shape = (1, sizes.rows, sizes.rows, sizes.rows, 1, 1, 1, 1, 0, 0, 1, 1)
+    if window:
+        positions, taps = window.out_height * window.out_width, prod(window.kernel)
+        packed = sizes.inputs < 32
+        images = (sizes.rows // positions, window.out_height, window.out_width)
+        column = merged_stride(images, (g.image, g.row, g.column))
+        g_plain = column is not None
+        g = g._replace(column=column) if g_plain else g
+        shape = (window.height, window.width, positions, window.out_width, window.kernel[1], taps)
+        shape += (*window.stride, *window.padding, *window.dilation)
+    x_vectors = window is None or (x.channel == 1 and not packed)
+    align = alignment(x if x_vectors else None, g, sizes, window=window is not None, g_plain=g_plain)
+    columns = sizes.inputs * taps if packed else sizes.inputs
+    tile = choose_tile(
+        x.tensor.dtype, sizes.outputs, columns, vector=x_vectors and align > 1, packed=packed, folded=folded is not None
+    )
+    output_tiles = triton.cdiv(sizes.outputs, tile.outputs)
+    column_tiles = triton.cdiv(columns, tile.columns) * (1 if packed else taps)
+    programs = sizes.count * sizes.groups * column_tiles * output_tiles
+    device = x.tensor.device
+    squares = workspace(programs, device=device)
+    weight = scale = inner = sums = squares  # not looked at
+    if folded:
+        weight, scale = folded
+        inner = workspace(sizes.count, column_tiles, sizes.groups * sizes.outputs, device=device)
+        sums = workspace(sizes.count, sizes.groups * sizes.outputs, device=device)
+    with torch.cuda.device(device) if x.tensor.is_cuda else nullcontext():
+        product_norms_kernel[(programs,)](
+            x.tensor, g.tensor, weight, scale, squares, inner, sums, *x[1:], *g[1:],
+            *sizes[1:], output_tiles, column_tiles, *shape,
+            X_PLAIN=window is None, G_PLAIN=g_plain, X_LAST=x.channel == 1, G_LAST=g.channel == 1, PACKED=packed,
+            FOLDED=folded is not None, ALIGN=align, OUTPUTS=tile.outputs, COLUMNS=tile.columns, ROWS=tile.rows,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    total = squares.view(sizes.count, -1).sum(1, dtype=torch.float64)
+    return (total, inner.sum(1, dtype=torch.float64), sums) if folded else (total, None, None)
+
+
+WIDTHS = (32, 64, 128)  # every tile is chosen for one of these on each side
+LAYOUTS = {  # X_LAST and G_LAST, strides that are 1, bytes of a load
+    "last": (True, ("x_channel", "g_channel"), 16),
+    "last,1": (True, ("x_channel", "g_channel"), 1),
+    "first": (False, ("x_column", "g_column"), 16),
+    "first,8": (False, ("x_column", "g_column"), 8),
+    "first,1": (False, ("x_column", "g_column"), 1),
+    "strided": (False, (), 1),
+}
+
+
+def product_cases(*, window: bool, folded: bool) -> list[tuple]:
+    """Cases for compile_cases(): every tile in every layout, the same for both operands; fp16, which is as bf16, in one."""
+    cases = []
+    for (dtype, short), (layout, (last, ones, size)) in product(DTYPES.items(), LAYOUTS.items()):
+        if (short == "fp16" and layout != "last") or (size == 8 and (window or short == "fp32")):
+            continue
+        align = max(1, size // dtype.itemsize)
+        pointers = {"x": f"*{short}", "g": f"*{short}"}
+        pointers |= dict.fromkeys(("weight", "scale", "squares", "inner", "sums"), "*fp32")
+        numbers = {name: "i32" for name in (*_SIZES, *_UNIT) if name not in ones}
+        for packed in (False, True)[: 1 + window]:
+            vector = align > 1 and (not window or last) and not packed
+            tiles = {
+                choose_tile(dtype, outputs, columns, vector=vector, packed=packed, folded=folded)
+                for outputs, columns in product(WIDTHS, WIDTHS)
+            }
+            form = "packed" if packed else "window" if window else "plain"
+            for tile in sorted(tiles):
+                flags = {
+                    "X_PLAIN": not window, "G_PLAIN": not window or bool(ones), "X_LAST": last, "G_LAST": last,
+                    "PACKED": packed, "FOLDED": folded, "ALIGN": align, "OUTPUTS": tile.outputs,
+                    "COLUMNS": tile.columns, "ROWS": tile.rows, **dict.fromkeys(ones, 1),
+                }  # fmt: skip
+                options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "divisible": "pointers"}
+                name = f"{form}{'_folded' * folded}[{short},{layout},{tile.outputs}x{tile.columns}]"
+                cases.append((name, product_norms_kernel, pointers | numbers, flags, options))
+    return cases
