@@ -1,0 +1,47 @@
+"""From what the user gives as cotangent to the passes of the engine: checked, and each sample scaled to unit size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from fastlr.checks import refuse_where
+from fastlr.errors import InputError, NonFiniteError
+
+Cotangent = Tensor | Callable[[Tensor], "Tensor | Iterable[Tensor]"]
+
+
+def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Scaled cotangents, the factor [B] that undoes the scaling of squared norms, and whether more follow."""
+    made = cotangent if isinstance(cotangent, Tensor) else cotangent(output)
+    several = iter([made] if isinstance(made, Tensor) else made)
+    try:
+        current = next(several)
+    except StopIteration:
+        raise InputError("the cotangent function gave no cotangents") from None
+    while True:
+        following = next(several, None)
+        yield *scaled(current, output, out_dim), following is not None
+        if following is None:
+            return
+        current = following
+
+
+def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
+    """Scale each sample's cotangent by a power of two to unit size, in the output's dtype.
+
+    Confident networks make cotangents so small that their squares vanish in the model's dtype.
+    """
+    if v.shape != output.shape:
+        raise InputError(f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}")
+    v = v.detach().to(output.device, torch.float64)
+    refuse_where(~v.isfinite(), lambda: NonFiniteError("the cotangent has values that are not finite"))
+    rows = v.movedim(out_dim, 0).flatten(1) if v.ndim > 1 else v[:, None]
+    exponent = torch.frexp(rows.abs().amax(1)).exponent
+    shape = [1] * v.ndim
+    shape[out_dim] = len(rows)
+    return torch.ldexp(v, -exponent.view(shape)).to(output.dtype), torch.ldexp(
+        torch.ones_like(rows[:, 0]), 2 * exponent
+    )
