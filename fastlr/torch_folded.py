@@ -30,10 +30,13 @@ def folded_conv(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See fastlr.reference.folded.folded_conv."""
     zero = [0] * len(stride)
     pre = aten.convolution(x, weight, bias.to(x.dtype), stride, padding, dilation, False, zero, groups)
+    if residual is not None:
+        pre.add_(residual)
     if act in ("none", "relu", "relu6"):
         out = pre if act == "none" else pre.relu_() if act == "relu" else pre.clamp_(0, 6)
         return out, out

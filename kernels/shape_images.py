@@ -180,7 +180,8 @@ def compile_cases() -> list[tuple[str, triton.JITFunction, dict[str, str], dict[
     """Variants to compile ahead of time in the tests: (name, kernel, signature, constexprs)."""
     arguments = ("n", "seed_low", "seed_high", "height", "width")
     counts = {"RECTANGLES": 5, "COUNT": 10, "BLOCK": IMAGES_PER_PROGRAM}
-    cases = [("draw_shapes", draw_shapes_kernel, {"shapes": "*i32", "first": "*i32", **dict.fromkeys(arguments, "i32")}, counts)]
+    signature = {"shapes": "*i32", "first": "*i32", **dict.fromkeys(arguments, "i32")}
+    cases = [("draw_shapes", draw_shapes_kernel, signature, counts)]
     tile = {"COUNT": 10, "CHANNELS": 3, "ROWS": TILE_ROWS, "COLUMNS": TILE_COLUMNS}
     for dtype in ("fp32", "bf16", "fp16", "u8"):
         pointers = {"out": f"*{dtype}", "shapes": "*i32", "table": f"*{dtype}"}

@@ -69,7 +69,8 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("gamma", "beta"), ("x",), ("weight", "bias", "gamma", "beta")])
-def test_its_gradients_are_right(act: str, frozen: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("residual", [False, True])
+def test_its_gradients_are_right(act: str, frozen: tuple[str, ...], residual: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = {"x": (2, 4, 5, 6), "weight": (6, 2, 3, 2), "bias": (6,), "gamma": (6,), "beta": (6,)}
     given = {
@@ -79,9 +80,12 @@ def test_its_gradients_are_right(act: str, frozen: tuple[str, ...]) -> None:
     mean, var = torch.randn(6, generator=generator, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.5
     options = ((2, 1), (1, 1), (1, 2), 2)
     rest = (mean, var, 1e-3, act, torch.float64, options)
-    got = FoldedConv.apply(*given.values(), *rest)
     x, weight, bias, gamma, beta = given.values()
-    want = ACTIVATIONS[act](F.batch_norm(F.conv2d(x, weight, bias, *options), mean, var, gamma, beta, False, 0.0, 1e-3))
+    pre = F.batch_norm(F.conv2d(x, weight, bias, *options), mean, var, gamma, beta, False, 0.0, 1e-3)
+    if residual:
+        given["residual"] = torch.randn(pre.shape, generator=generator, dtype=torch.float64).requires_grad_()
+    got = FoldedConv.apply(*given.values(), *[None] * (not residual), *rest)
+    want = ACTIVATIONS[act](pre + given["residual"] if residual else pre)
     torch.testing.assert_close(got, want)
     wanted = [t for t in given.values() if t.requires_grad]
     v = torch.randn(want.shape, generator=generator, dtype=torch.float64)
@@ -140,7 +144,57 @@ def test_functional_calls_and_residuals() -> None:
         z += y[:, :5]
         return z.relu_()
 
-    check(Net(forward), 2)
+    folding = check(Net(forward), 2)
+    assert folding.folded == {"conv.weight": "relu", "other.weight": "add, relu"}
+
+
+def twice(x: Tensor) -> Tensor:
+    """Of the shape that the convolution gives."""
+    return x.repeat(1, 2, 1, 1)[:, :6]
+
+
+ADDITIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "on_the_left": lambda net, x: F.silu(net.bn(net.conv(x)) + twice(x)),
+    "on_the_right": lambda net, x: F.hardswish(twice(x) + net.bn(net.conv(x))),
+    "no_activation": lambda net, x: torch.add(net.bn(net.conv(x)), twice(x)),
+    "two_blocks": lambda net, x: F.relu(net.bn(net.conv(x)).add_(twice(net.bn2(net.other(twice(x)))))),
+    "broadcast": lambda net, x: F.relu(net.bn(net.conv(x)) + x[:, :1]),
+    "scaled": lambda net, x: F.relu(torch.add(net.bn(net.conv(x)), x[:, :1], alpha=2.0)),
+    "a_number": lambda net, x: F.relu(net.bn(net.conv(x)) + 1.0),
+    "itself": lambda net, x: (lambda y: y + y)(net.bn(net.conv(x)) * 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_additions(name: str) -> None:
+    folded = {"two_blocks": 2}.get(name, 1)
+    folding = check(Net(ADDITIONS[name]), folded)
+    added = name in ("on_the_left", "on_the_right", "no_activation", "two_blocks")
+    assert folding.folded["conv.weight"].startswith("add") == added
+
+
+def test_a_sum_of_two_blocks() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = (nn.Sequential(nn.Conv2d(4, 6, 3, 2, bias=False), nn.BatchNorm2d(6)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            main, short = self.a(x), self.b(x)
+            main += short
+            return F.relu(main).flatten(1)
+
+    assert check(Residual(), 2).folded == {"a.0.weight": "add, relu", "b.0.weight": "none"}
+
+
+def test_residual_changed_afterwards() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        other = x.repeat(1, 2, 1, 1)[:, :6].clone()
+        y = net.bn(net.conv(x)) + other
+        other.mul_(2.0)
+        return y * other
+
+    check(Net(forward), 0, why="what is added was changed")
 
 
 # -- what is not --------------------------------------------------------------------------------------------------------
@@ -283,8 +337,8 @@ def test_a_wrong_fold_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     right = FoldedConv.moments
 
     def wrong(ctx: object, grad: Tensor) -> tuple:
-        gx, sq, inner, sums = right(ctx, grad)
-        return gx, sq * 1.001, inner, sums
+        through, gx, sq, inner, sums = right(ctx, grad)
+        return through, gx, sq * 1.001, inner, sums
 
     monkeypatch.setattr(FoldedConv, "moments", wrong)
     model = nn.Sequential(

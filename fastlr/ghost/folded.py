@@ -30,7 +30,7 @@ class FoldRefuted(Exception):
 
 
 class FoldedConv(torch.autograd.Function):
-    """Activation of batch norm (running statistics) of a convolution, as one node with correct gradients.
+    """Activation of batch norm (running statistics) of a convolution (plus a residual), one node with correct gradients.
 
     Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has computed before the backward
     pass reaches the node (the output gradient and the input gradient for it); ``norms_only`` says that the gradients of
@@ -45,6 +45,7 @@ class FoldedConv(torch.autograd.Function):
         bias: Tensor | None,
         gamma: Tensor | None,
         beta: Tensor | None,
+        residual: Tensor | None,
         mean: Tensor,
         var: Tensor,
         eps: float,
@@ -60,26 +61,30 @@ class FoldedConv(torch.autograd.Function):
         shift = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
         folded_bias = shift * scale if beta is None else torch.addcmul(beta.to(wide), shift, scale)
         folded = (weight.to(wide) * scale.view(-1, *[1] * (weight.ndim - 1))).to(dtype)
-        out, kept = ops.run("folded_conv", x, folded, folded_bias, act, *options)
+        out, kept = ops.run("folded_conv", x, folded, folded_bias, act, *options, residual)
         needed = None if act == "none" else kept  # the model may add to the output in place
         ctx.save_for_backward(x, needed, weight, folded, scale, rstd, shift)
         ctx.act, ctx.options, ctx.ready, ctx.norms_only = act, options, None, False
-        tensors = {"x": x, "weight": weight, "bias": bias, "gamma": gamma, "beta": beta}
+        ctx.adds = residual is not None
+        tensors = {"x": x, "weight": weight, "bias": bias, "gamma": gamma, "beta": beta, "residual": residual}
         ctx.roles = tuple(role for role, t in tensors.items() if t is not None)
         return out
 
     @staticmethod
-    def moments(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """Input gradient (None if not needed) and moments, see fastlr.reference.folded.folded_conv_backward."""
+    def moments(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
+        """The gradient handed to the residual, and what fastlr.reference.folded.folded_conv_backward returns."""
         x, kept, weight, folded, scale, _, _ = ctx.saved_tensors
-        want, kept = ctx.needs_input_grad[0], grad if kept is None else kept
-        return ops.run("folded_conv_backward", x, grad, kept, ctx.act, folded, weight, scale, *ctx.options, want)
+        want, act = ctx.needs_input_grad[0], ctx.act
+        if ctx.adds and kept is not None:  # the gradient before the activation has to be made anyway
+            grad, kept, act = ops.run("activation_grad", grad, kept, act), None, "none"
+        kept = grad if kept is None else kept
+        return grad, *ops.run("folded_conv_backward", x, grad, kept, act, folded, weight, scale, *ctx.options, want)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # noqa: D102
         ready, ctx.ready = ctx.ready, None
         if ready is not None and ready[0] is grad:
-            return (ready[1], *[None] * 10)
+            return (ready[1], *[None] * 4, ready[2] if ctx.adds else None, *[None] * 6)
         x, kept, weight, folded, scale, rstd, shift = ctx.saved_tensors
         g = grad if kept is None else ops.run("activation_grad", grad, kept, ctx.act)
         *rest, groups = ctx.options
@@ -87,14 +92,20 @@ class FoldedConv(torch.autograd.Function):
         gx, gw, _ = torch.ops.aten.convolution_backward(
             g, x, folded, None, *rest, False, [0] * len(rest[0]), groups, mask
         )
+        through = g if ctx.needs_input_grad[5] else None
         if gw is None:
-            return (gx, *[None] * 10)
+            return (gx, *[None] * 4, through, *[None] * 6)
         gw, sums = gw.to(scale.dtype), g.to(scale.dtype).sum([0, *range(2, g.ndim)])
         per_channel = [-1, *[1] * (weight.ndim - 1)]
         inner = (gw * weight).flatten(1).sum(1)
         found = (gw * scale.view(per_channel), sums * scale, (inner + shift * sums) * rstd, sums)
         wanted = ctx.needs_input_grad[1:5]
-        return gx, *(t.to(weight.dtype) if w else None for t, w in zip(found, wanted, strict=True)), *[None] * 6
+        return (
+            gx,
+            *(t.to(weight.dtype) if w else None for t, w in zip(found, wanted, strict=True)),
+            through,
+            *[None] * 6,
+        )
 
 
 @rule(NODE, about="convolution folded with batch norm in eval mode and an activation")
@@ -103,8 +114,10 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if site.layout != Regular(0, 1, 1):
         raise Unsupported("a sample owns several images")
     node = site.node
-    gx, sq, inner, sums = FoldedConv.moments(node, site.g)
-    node.ready = (site.g, gx)
+    if any(node.roles[slot] == "residual" for slot in slots):
+        raise Unsupported("what is added is computed of parameters alone")
+    through, gx, sq, inner, sums = FoldedConv.moments(node, site.g)
+    node.ready = (site.g, gx, through)
     scale, rstd, shift = node.saved_tensors[-3:]
     factors: dict[str, Factor] = {
         "weight": Norms(sq),

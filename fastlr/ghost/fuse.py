@@ -54,6 +54,8 @@ class Pending(Tensor):
     taken: bool  # went into a later Pending
     version: int  # of the convolution's input
     autocast: bool
+    residual: Tensor | None  # added to the batch norm's result
+    residual_version: int
 
     @staticmethod
     def __new__(cls, folding: Folding, source: tuple, shape: list[int], norm: tuple | None = None) -> Pending:
@@ -62,6 +64,7 @@ class Pending(Tensor):
         self: Pending = Tensor._make_wrapper_subclass(cls, shape, dtype=folding.dtype_of(x), device=x.device)
         self.folding, self.source, self.normed, self.act = folding, source, norm, "none"
         self.value, self.taken, self.version = None, False, x._version
+        self.residual, self.residual_version = None, 0
         self.autocast = torch.is_autocast_enabled(x.device.type)
         return self
 
@@ -69,6 +72,7 @@ class Pending(Tensor):
         """The next step, which takes this one in."""
         result = Pending(self.folding, self.source, list(self.shape), normed)
         result.version, self.taken = self.version, True
+        result.residual, result.residual_version = self.residual, self.residual_version
         return result
 
     @classmethod
@@ -92,6 +96,8 @@ class Pending(Tensor):
         if self.value is None:
             x, weight, bias, options = self.source
             spoiled = "the convolution's input was changed in place" if x._version != self.version else None
+            if self.residual is not None and self.residual._version != self.residual_version:
+                spoiled = "what is added was changed in place"
             if self.taken or spoiled:
                 self.folding.refuse(weight, spoiled or "something else uses the result before the activation")
             kind = x.device.type
@@ -101,12 +107,13 @@ class Pending(Tensor):
                     if self.normed is not None:
                         mean, var, gamma, beta, eps = self.normed
                         self.value = F.batch_norm(self.value, mean, var, gamma, beta, False, 0.0, eps)
+                        self.value = self.value if self.residual is None else self.value + self.residual
                         self.value = _AS_FUNCTION[self.act](self.value)
                 else:
                     mean, var, gamma, beta, eps = self.normed
                     with torch.autocast(kind, enabled=False):
                         self.value = FoldedConv.apply(
-                            x, weight, bias, gamma, beta, mean, var, eps, self.act, self.dtype, options
+                            x, weight, bias, gamma, beta, self.residual, mean, var, eps, self.act, self.dtype, options
                         )
         assert self.value is not None
         return self.value
@@ -123,6 +130,7 @@ _ALONE = "no batch norm follows"
 _METHODS = "dim ndimension size numel nelement is_floating_point is_complex element_size __len__".split()
 _PROPERTIES = "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta".split()
 _METADATA = {getattr(Tensor, name) for name in _METHODS} | {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _AS_FUNCTION = {
     "none": lambda t: t,
@@ -235,6 +243,10 @@ class Folding(TorchFunctionMode):
             following = self._norm(func, args, kwargs) if first.normed is None else self._act(func, first, args, kwargs)
             if following is not None:
                 return following
+        if func in _ADDITIONS:
+            following = self._add(func, args, kwargs)
+            if following is not None:
+                return following
         return func(*computed(args), **computed(kwargs))
 
     def _convolution(
@@ -299,6 +311,37 @@ class Folding(TorchFunctionMode):
         norm = (mean, var, gamma, beta, float(given["eps"]))
         return pending.followed(norm)
 
+    def _add(self, func: Callable, args: tuple, kwargs: dict) -> Pending | None:
+        """A sum of a block's result before its activation with another tensor of its shape."""
+        if len(args) != 2 or kwargs or not torch.is_grad_enabled():
+            return None
+        pending, other = args
+        inplace = func is Tensor.add_
+        if not self._open(pending) and not inplace:
+            pending, other = other, pending
+        if not self._open(pending) or not isinstance(other, Tensor):
+            return None
+        other = computed((other,))[0]
+        fits = other.shape == pending.shape and other.dtype == pending.dtype and other.device == pending.device
+        if not fits or not self._open(pending) or id(other) in self.names:
+            return None
+        self.folded[self.names[id(pending.source[1])]] = "add"
+        result = pending if inplace else pending.followed(pending.normed)
+        result.residual, result.residual_version = other, other._version
+        return result
+
+    @staticmethod
+    def _open(pending: Any) -> bool:
+        """Whether something can still be added to a result."""
+        return (
+            isinstance(pending, Pending)
+            and pending.normed is not None
+            and pending.act == "none"
+            and pending.residual is None
+            and pending.value is None
+            and not pending.taken
+        )
+
     def _act(self, func: Callable, pending: Pending, args: tuple, kwargs: dict) -> Any:
         found = _activation(func, args, kwargs)
         if found is None or pending.act != "none" or pending.value is not None or not torch.is_grad_enabled():
@@ -306,7 +349,7 @@ class Folding(TorchFunctionMode):
         act, inplace = found
         if pending.taken:
             return None  # computing it refuses the block
-        self.folded[self.names[id(pending.source[1])]] = act
+        self.folded[self.names[id(pending.source[1])]] = act if pending.residual is None else f"add, {act}"
         result = pending  # in place: whoever holds it sees the change
         if not inplace:
             result = pending.followed(pending.normed)

@@ -42,8 +42,9 @@ def folded_conv(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Activation of a convolution with folded weight and bias.
+    """Activation of a convolution with folded weight and bias, and perhaps of its sum with another tensor.
 
     Args:
         x: inputs [B, C, *spatial].
@@ -54,6 +55,7 @@ def folded_conv(
         padding: as in conv2d.
         dilation: as in conv2d.
         groups: as in conv2d.
+        residual: added before the activation, [B, O, *spatial'].
 
     Returns:
         (output, kept): kept is what `activation_grad` takes: the output itself for KEEPS_OUTPUT, else the activation's
@@ -63,6 +65,7 @@ def folded_conv(
     pre = torch.ops.aten.convolution(
         x.double(), weight.double(), bias.double(), stride, padding, dilation, False, zero, groups
     )
+    pre = pre if residual is None else pre + residual.double()
     out = ACTIVATIONS[act](pre).to(x.dtype)
     return out, out if act in KEEPS_OUTPUT else pre.to(x.dtype)
 
