@@ -60,6 +60,11 @@ TABLE: dict[str, dict[str, str]] = {
         "torch": "fastlr.torch_predictive",
         "triton": "fastlr.kernels.fisher_root",
     },
+    "fold_weights": {
+        "reference": "fastlr.reference.folded",
+        "torch": "fastlr.torch_folded",
+        "triton": "fastlr.kernels.fold_weights",
+    },
     "folded_conv": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
     "activation_grad": {
         "reference": "fastlr.reference.folded",

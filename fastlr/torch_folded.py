@@ -134,3 +134,23 @@ def _input_grad(g: Tensor, x: Tensor, weight: Tensor, *options: object) -> Tenso
     *rest, groups = options
     zero = [0] * (x.ndim - 2)
     return aten.convolution_backward(g, x, weight, None, *rest, False, zero, groups, [True, False, False])[0]
+
+
+def fold_weights(
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See fastlr.reference.folded.fold_weights. In float32 at least."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    rstd = torch.rsqrt(var.to(wide) + eps)
+    scale = rstd if gamma is None else gamma.to(wide) * rstd
+    shift = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
+    folded_bias = shift * scale if beta is None else torch.addcmul(beta.to(wide), shift, scale)
+    folded = (weight.to(wide) * scale.view(-1, *[1] * (weight.ndim - 1))).to(dtype)
+    return folded, folded_bias, scale, rstd, shift

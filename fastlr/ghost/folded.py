@@ -55,12 +55,9 @@ class FoldedConv(torch.autograd.Function):
     ) -> Tensor:
         last = x.ndim == 4 and dtype != torch.float64  # the faster order for convolutions, on CPUs too
         x = x.to(dtype, memory_format=torch.channels_last if last else torch.preserve_format)
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        rstd = torch.rsqrt(var.to(wide) + eps)
-        scale = rstd if gamma is None else gamma.to(wide) * rstd
-        shift = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
-        folded_bias = shift * scale if beta is None else torch.addcmul(beta.to(wide), shift, scale)
-        folded = (weight.to(wide) * scale.view(-1, *[1] * (weight.ndim - 1))).to(dtype)
+        folded, folded_bias, scale, rstd, shift = ops.run(
+            "fold_weights", weight, bias, gamma, beta, mean, var, eps, dtype
+        )
         out, kept = ops.run("folded_conv", x, folded, folded_bias, act, *options, residual)
         needed = None if act == "none" else kept  # the model may add to the output in place
         ctx.save_for_backward(x, needed, weight, folded, scale, rstd, shift)

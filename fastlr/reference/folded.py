@@ -162,3 +162,35 @@ def folded_conv_backward(
             g, x.double(), wide, None, stride, padding, dilation, False, zero, groups, mask
         )[0].to(x.dtype)
     return gx, *folded_conv_moments(x, g, weight, scale, stride, padding, dilation, groups)
+
+
+def fold_weights(
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Folded weight and bias of a convolution and the batch norm (running statistics) after it.
+
+    Args:
+        weight: W [O, C/groups, *kernel].
+        bias: of the convolution [O], or None for zero.
+        gamma: weight of the batch norm [O], or None for one.
+        beta: bias of the batch norm [O], or None for zero.
+        mean: running mean [O].
+        var: running variance [O].
+        eps: added to the variance.
+        dtype: of the folded weight.
+
+    Returns:
+        (s W in ``dtype``, beta + s (bias - mean), s, 1/sigma, bias - mean), the last four [O], float64.
+    """
+    rstd = (var.double() + eps).rsqrt()
+    scale = rstd if gamma is None else gamma.double() * rstd
+    shift = -mean.double() if bias is None else bias.double() - mean.double()
+    folded = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
+    return folded.to(dtype), scale * shift + (0.0 if beta is None else beta.double()), scale, rstd, shift
