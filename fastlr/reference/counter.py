@@ -23,7 +23,17 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 
 # One stream for each use, so that the same seed and index never give two uses the same words.
-STREAMS = {"shapes": 1, "noise": 2, "series": 3, "tokens": 4, "labels": 5, "cotangent": 6}
+STREAMS = {
+    "shapes": 1,
+    "noise": 2,
+    "series": 3,
+    "tokens": 4,
+    "labels": 5,
+    "cotangent": 6,
+    "split": 7,
+    "pairs": 8,
+    "textures": 9,
+}
 
 NORMAL_BITS = 16
 BLOCK = 1 << 20  # words are drawn in blocks of about this many where that bounds the memory
