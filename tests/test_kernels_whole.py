@@ -1,0 +1,169 @@
+"""Whole models on their Triton kernels: estimates in the interpreter (float32) and on a GPU against plain torch.
+
+In the interpreter in a process of its own: the variable is read when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastlr
+from fastlr import ops
+from fastlr.ghost.api import engine_for
+
+HERE = Path(__file__).parent
+
+
+class SqueezeExcite(nn.Module):
+    """Scales channels by a function of their means."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.pool, self.scale = nn.AdaptiveAvgPool2d(1), nn.Sequential(
+            nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(self.pool(x))
+
+
+class Inverted(nn.Module):
+    """An inverted residual block: pointwise, depthwise, squeeze and excite, pointwise."""
+
+    def __init__(self, channels: int, wide: int, kernel: int, act: type[nn.Module], se: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide, eps=1e-3), act(),
+            nn.Conv2d(wide, wide, kernel, padding=kernel // 2, groups=wide, bias=False), nn.BatchNorm2d(wide), act(),
+            SqueezeExcite(wide) if se else nn.Identity(),
+            nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+def mobile() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.Hardswish(),
+        Inverted(6, 17, 3, nn.ReLU, False), Inverted(6, 12, 5, nn.Hardswish, True),
+        nn.Conv2d(6, 10, 3, 2, 1), nn.BatchNorm2d(10), nn.ReLU6(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(10, 3),
+    )  # fmt: skip
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(12, 2, 20, 0.0, batch_first=True, norm_first=True, activation="gelu")
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 4, 4), nn.Flatten(2), nn.Unflatten(2, (-1,)), Rows(), nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
+        nn.LayerNorm(12), nn.Flatten(), nn.Linear(12 * 9, 3),
+    )  # fmt: skip
+
+
+class Rows(nn.Module):
+    """[B, C, T] -> [B, T, C]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+MODELS = {"mobile": mobile, "transformer": transformer}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model with random parameters and statistics, inputs, a cotangent."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for tensor_name, t in (*model.named_parameters(), *model.named_buffers()):
+            if t.is_floating_point() and t.ndim == 1:
+                t.copy_(torch.rand_like(t) + 0.5 if tensor_name.endswith("var") else torch.randn_like(t))
+    return model, torch.randn(3, 3, 13, 12), torch.randn(3, 3)
+
+
+def norms(name: str, backend: str | None, device: str = "cpu", dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    model, x, v = (t.to(device) for t in made(name))
+    with ops.using(backend), torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
+        return fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+
+
+def fold_cases() -> dict[str, tuple]:
+    generator = torch.Generator().manual_seed(0)
+    cases = {}
+    for name, shape in {
+        "pointwise": (5, 7, 1, 1),
+        "3x3": (6, 35, 3, 3),
+        "depthwise": (9, 1, 5, 5),
+        "1d": (4, 3, 3),
+    }.items():
+        weight = torch.randn(shape, generator=generator)
+        bias, gamma, beta, mean = torch.randn(4, shape[0], generator=generator)
+        var = torch.rand(shape[0], generator=generator) + 0.1
+        cases[name] = (weight, bias, gamma, beta, mean, var, 1e-3, torch.float32)
+        cases[f"{name}-bare"] = (weight, None, None, None, mean, var, 1e-5, torch.float32)
+    cases["channels-last"] = (cases["3x3"][0].to(memory_format=torch.channels_last), *cases["3x3"][1:])
+    return cases
+
+
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+import interpreter
+import test_kernels_whole as whole
+from fastlr import ops
+found = {name: whole.norms(name, "triton") for name in whole.MODELS}
+fold = {name: ops.get("fold_weights", "triton")(*case) for name, case in whole.fold_cases().items()}
+torch.save((found, fold), sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+    pytest.importorskip("triton")
+    out = tmp_path_factory.mktemp("whole") / "found.pt"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", RUN, str(HERE), str(out)], check=True, env=environment, cwd=HERE.parent)
+    return torch.load(out)
+
+
+def agree(got: dict[str, Tensor], want: dict[str, Tensor], total_part: float) -> None:
+    total = torch.stack(list(want.values())).sum(0)
+    for name, value in want.items():
+        assert bool(((got[name].cpu() - value).abs() <= total_part * total).all()), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_the_interpreter(name: str, interpreted: tuple[dict, dict]) -> None:
+    model, x, v = made(name)
+    model, x, v = model.double(), x.double(), v.double()
+    want = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert len(engine_for(model, None, 0, 0).folding.folded) == {"mobile": 8, "transformer": 0}[name]
+    agree(interpreted[0][name], want, 1e-4)
+
+
+@pytest.mark.parametrize("name", fold_cases())
+def test_folded_weights(name: str, interpreted: tuple[dict, dict]) -> None:
+    case = fold_cases()[name]
+    for got in (interpreted[1][name], ops.get("fold_weights", "torch")(*case)):
+        for a, b in zip(got, ops.get("fold_weights", "reference")(*case), strict=True):
+            torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_a_gpu(name: str, dtype: torch.dtype | None) -> None:
+    model, x, v = made(name)
+    want = fastlr.per_sample_grad_sq_norms(model.double(), x.double(), v.double(), per_parameter=True)
+    agree(norms(name, None, "cuda", dtype), want, 1e-4 if dtype is None else 5e-2)
+    first, second = norms(name, None, "cuda", dtype), norms(name, None, "cuda", dtype)
+    assert all(torch.equal(first[n], second[n]) for n in first), "the same call gives the same bits"
