@@ -106,10 +106,10 @@ def folded_conv_moments(
     if not 3 <= x.ndim <= 4 or not covered(x, g) or not weight.is_floating_point() or weight.dtype == torch.float64:
         return NotImplemented
     if groups == x.shape[1] == g.shape[1]:
-        return _depthwise("folded_conv_moments", x, g, weight, scale, stride, padding, dilation)  # type: ignore
+        return _depthwise("folded_conv_moments", x, g, weight, scale, stride, padding, dilation)
     x, g, kernel, options = _as_image(x[:, None], g[:, None], weight.shape[2:], (stride, padding, dilation))
     operands = _operands(x, g, kernel, options, groups)
-    return product_norms(*operands, folded=(weight.contiguous(), scale.contiguous()))  # type: ignore
+    return product_norms(*operands, folded=(weight.contiguous(), scale.contiguous()))
 
 
 def compile_cases() -> list[tuple]:
