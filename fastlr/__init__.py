@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from fastlr import metrics
 from fastlr.errors import (
     FastlrError,
     FastlrWarning,
@@ -50,6 +51,7 @@ __all__ = [
     "TokenInputs",
     "estimate",
     "memorization_gain",
+    "metrics",
     "paired_difference",
     "per_sample_grad_sq_norms",
     "regression_memorization_bound",

@@ -1,0 +1,27 @@
+"""The plasticity measures that local redundancy is compared with (section 4.1 and appendix A.1 of the paper).
+
+All are for any model, in eval mode, and leave the model as it was (flags, buffers, gradients, hooks, random states). Each
+returns a `Measure`: a float that carries the name of its definition.
+
+- `weight_norm`, `distance_from_init`: of the trainable parameters alone.
+- `dormant_ratio`, `effective_rank`, `feature_rank`: of the activations; `activation_measures` gives them all from one
+  forward pass.
+- `train_grad_norm`: of gradients on real data; `gradient_measures` adds the norm of the batch gradient.
+"""
+
+from fastlr.metrics.activations import activation_measures, dormant_ratio, effective_rank, feature_rank
+from fastlr.metrics.gradients import gradient_measures, train_grad_norm
+from fastlr.metrics.measure import Measure
+from fastlr.metrics.weights import distance_from_init, weight_norm
+
+__all__ = [
+    "Measure",
+    "activation_measures",
+    "distance_from_init",
+    "dormant_ratio",
+    "effective_rank",
+    "feature_rank",
+    "gradient_measures",
+    "train_grad_norm",
+    "weight_norm",
+]

@@ -1,0 +1,298 @@
+"""Measures of the activations: dormant units and the rank of the representation, all from one forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.ghost import adapt
+from fastlr.metrics.measure import Measure
+from fastlr.metrics.spectrum import Spectrum
+from fastlr.metrics.watch import RELU, Site, Watch
+from fastlr.runtime import as_it_was
+
+MEASURES = ("dormant_ratio", "dormant_ratio_tau", "effective_rank", "effective_rank_entropy", "feature_rank")
+_RANKS = MEASURES[2:]
+
+
+def activation_measures(
+    model: nn.Module,
+    x: Any,
+    *,
+    measures: Collection[str] = MEASURES,
+    tau: float = 0.1,
+    delta: float = 0.01,
+    epsilon: float = 0.01,
+    layer: str | None = None,
+    also: Sequence[Any] = (),
+    output: adapt.OutputSelector = None,
+) -> dict[str, Measure]:
+    """All measures of activations, or those named, from one forward pass in eval mode.
+
+    - "dormant_ratio": the paper's, share of ReLU units that are never active (`dormant_ratio` with threshold 0);
+    - "dormant_ratio_tau": share of tau-dormant units of all activations (`dormant_ratio` with threshold ``tau`` > 0);
+    - "effective_rank", "effective_rank_entropy": `effective_rank`, its two definitions;
+    - "feature_rank": `feature_rank`.
+
+    Args:
+        model: any nn.Module; DDP and torch.compile wrappers are looked through.
+        x: one batch (a tensor, a tuple (positional), a dict (keywords)), or an iterable of such batches: a generator, an
+            iterator, a DataLoader of inputs without labels. A list counts as a tuple: pass ``iter(list_of_batches)``.
+        measures: names of those wanted; what only others need is not required of the model.
+        tau: threshold of "dormant_ratio_tau".
+        delta: as for `effective_rank`.
+        epsilon: as for `feature_rank`.
+        layer: as for `effective_rank`.
+        also: as for `dormant_ratio`.
+        output: as for `effective_rank`.
+
+    Returns:
+        Name -> Measure, in the order of ``measures``.
+
+    Raises:
+        As the functions named above.
+
+    Example:
+        >>> import torch, fastlr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> found = fastlr.metrics.activation_measures(model, torch.randn(64, 4))
+        >>> list(found)[:2], float(found["dormant_ratio"])
+        (['dormant_ratio', 'dormant_ratio_tau'], 0.0)
+    """
+    if unknown := [name for name in measures if name not in MEASURES]:
+        raise InputError(f"unknown measures {unknown}: choose from {list(MEASURES)}")
+    _checked(tau=tau, delta=delta, epsilon=epsilon)
+    ranks = any(name in _RANKS for name in measures)
+    sites, spectrum = _observe(model, x, also=also, layer=layer, output=output, ranks=ranks)
+    make = {
+        "dormant_ratio": lambda: _dormant(sites, 0.0, None, True),
+        "dormant_ratio_tau": lambda: _dormant(sites, tau, "all", True),
+        "effective_rank": lambda: spectrum.srank(delta),
+        "effective_rank_entropy": lambda: spectrum.entropy_rank(),
+        "feature_rank": lambda: spectrum.feature_rank(epsilon),
+    }
+    return {name: make[name]() for name in measures}
+
+
+def dormant_ratio(
+    model: nn.Module,
+    x: Any,
+    *,
+    threshold: float = 0.0,
+    units: str | None = None,
+    normalize: bool = True,
+    also: Sequence[Any] = (),
+) -> Measure:
+    """Share of dormant units: dormant over all units of all activations, in eval mode on a batch of real data.
+
+    A unit is a channel of a convolution (its positions pooled with the samples) or an element of the last axis after a linear
+    layer; with ``m_u`` the mean of ``|a_u|`` over all samples and positions, its score is ``s_u = m_u / mean_v m_v``, v
+    over the units of the same activation (0 where that whole layer is silent), and it is dormant if ``s_u <= threshold``.
+
+    - ``threshold=0``: the paper's dead units. A ReLU unit has score 0 exactly if it is never active. As in the paper only
+      ReLU and ReLU6 units are counted, unless the model has none.
+    - ``threshold=tau > 0``: tau-dormant units of Sokar et al., defined for any activation (Hardswish, GELU, SiLU, ...).
+
+    Counted are calls of relu, relu6, hardswish, gelu, silu, mish, elu, selu, celu, leaky_relu, prelu, rrelu and hardtanh,
+    as modules, functions or methods, in place or not; also modules Tanh, Softplus, Softsign and small modules named after
+    an activation, such as Hugging Face's NewGELUActivation. Not counted: gates (sigmoid, hardsigmoid, softmax) and, as
+    parts of formulas, the functions tanh and clamp: see ``also``. A module or function used several times is a layer each time.
+
+    Args:
+        model: any nn.Module; DDP and torch.compile wrappers are looked through.
+        x: one batch or an iterable of batches, as in `activation_measures`; a unit is dormant over all of them. Calls are
+            matched between batches by module and order (experts that some batches skip: give one batch).
+        threshold: at least 0.
+        units: "relu" (ReLU and ReLU6), "all", or None: "relu" at threshold 0 if the model has any, else "all".
+        normalize: False compares ``m_u`` itself with the threshold (0.05 in the paper's appendix on time series).
+        also: more activations: module classes, or functions of torch such as ``torch.tanh``.
+
+    Returns:
+        Measure in [0, 1]; ``details``: "units", "dormant"; ``layers``: the ratio of each activation by module name
+        (``#2``: its second call).
+
+    Raises:
+        InputError: empty batch, no batches, wrong option. ModelError: no activations found.
+        NonFiniteError: an activation is not finite.
+
+    Source: appendix A.1 (iii) of the paper; Sokar et al. 2023 (arXiv:2302.12902).
+
+    Example:
+        >>> import torch, fastlr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+        >>> _ = model[0].bias.data[0].fill_(-100.0)
+        >>> ratio = fastlr.metrics.dormant_ratio(model, torch.ones(5, 3))
+        >>> ratio.details["units"], ratio >= 0.25
+        (4, True)
+    """
+    _checked(threshold=threshold)
+    if units not in (None, "relu", "all"):
+        raise InputError(f"units must be 'relu', 'all' or None, not {units!r}")
+    sites, _ = _observe(model, x, also=also)
+    return _dormant(sites, threshold, units, normalize)
+
+
+def effective_rank(
+    model: nn.Module,
+    x: Any,
+    *,
+    kind: str = "srank",
+    delta: float = 0.01,
+    layer: str | None = None,
+    output: adapt.OutputSelector = None,
+) -> Measure:
+    """Effective rank of the representation: of the features ``Phi`` [n, d], with singular values ``s_1 >= s_2 >= ...``.
+
+    - ``kind="srank"``: ``srank_delta = min {k: sum_{i<=k} s_i >= (1 - delta) sum_i s_i}`` (Kumar et al., as the paper cites);
+    - ``kind="entropy"``: ``exp(-sum_i p_i log p_i)`` with ``p_i = s_i / sum_j s_j`` (Roy and Vetterli).
+
+    The features are the input of the linear layer that makes the output, found by following the output back through
+    elementwise operations and rearrangements; each sample is a row, and each position of it where the features have more
+    than two axes (tokens, pixels). They are not centred. 0 if all features are 0. Computed in float64.
+
+    Args:
+        model: any nn.Module; DDP and torch.compile wrappers are looked through.
+        x: one batch or an iterable of batches, as in `activation_measures`.
+        kind: "srank" or "entropy".
+        delta: share of the singular values' sum left out, in (0, 1).
+        layer: name of the module whose input is the representation; default: the linear layer that is found. A convolution's
+            input is taken with its channels as features.
+        output: picks the output tensor from what the model returns, as in `fastlr.per_sample_grad_sq_norms`.
+
+    Returns:
+        Measure (a whole number for "srank"); ``details``: "n" rows, "d" features, "layer".
+
+    Raises:
+        ModelError: the output does not come from one linear layer, or ``layer`` was not run.
+        InputError: empty batch, no batches, unknown layer, wrong option. NonFiniteError: features that are not finite.
+
+    Source: Kumar et al. 2021 (arXiv:2010.14498); Roy and Vetterli 2007 (EUSIPCO).
+
+    Example:
+        >>> import torch, fastlr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        >>> _ = torch.nn.init.eye_(model[0].weight), torch.nn.init.zeros_(model[0].bias)
+        >>> float(fastlr.metrics.effective_rank(model, torch.eye(3)))
+        3.0
+    """
+    _checked(delta=delta)
+    if kind not in ("srank", "entropy"):
+        raise InputError(f"kind must be 'srank' or 'entropy', not {kind!r}")
+    _, spectrum = _observe(model, x, layer=layer, output=output, ranks=True)
+    return spectrum.srank(delta) if kind == "srank" else spectrum.entropy_rank()
+
+
+def feature_rank(
+    model: nn.Module,
+    x: Any,
+    *,
+    epsilon: float = 0.01,
+    layer: str | None = None,
+    output: adapt.OutputSelector = None,
+) -> Measure:
+    """Feature rank: the number of singular values of ``Phi / sqrt(n)`` above ``epsilon``, an absolute threshold.
+
+    The features ``Phi`` [n, d], the other arguments and the errors are those of `effective_rank`; ``epsilon`` > 0 is in the
+    unit of the features.
+
+    Source: Lyle et al. 2022 (arXiv:2204.09560).
+
+    Example:
+        >>> import torch, fastlr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 2))
+        >>> _ = torch.nn.init.ones_(model[0].weight)
+        >>> float(fastlr.metrics.feature_rank(model, torch.ones(9, 4)))
+        1.0
+    """
+    _checked(epsilon=epsilon)
+    _, spectrum = _observe(model, x, layer=layer, output=output, ranks=True)
+    return spectrum.feature_rank(epsilon)
+
+
+def _checked(**options: float) -> None:
+    for name, value in options.items():
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+        if not right or (name == "delta" and not 0 < value < 1) or (name == "epsilon" and value == 0):
+            wanted = {"delta": "in (0, 1)", "epsilon": "positive"}.get(name, "at least 0")
+            raise InputError(f"{name} must be a finite number {wanted}, not {value!r}")
+
+
+def _observe(
+    model: nn.Module,
+    x: Any,
+    *,
+    also: Sequence[Any] = (),
+    layer: str | None = None,
+    output: adapt.OutputSelector = None,
+    ranks: bool = False,
+) -> tuple[list[Site], Spectrum]:
+    """One forward pass for each batch: the activations' sums, and the features if ``ranks``."""
+    module = adapt.unwrap(model)
+    first = next(module.parameters(), None)
+    if first is None:
+        raise ModelError("the model has no parameters, so it has no plasticity to measure")
+    watch, spectrum, batches = Watch(module, also, layer), Spectrum(), 0
+    with as_it_was(module, first.device), torch.no_grad():
+        for batch in _batches(x):
+            batch = adapt.as_inputs(batch)
+            adapt.check_inputs(module, batch)
+            batches += 1
+            with watch.watching():
+                result = adapt.call(module, batch)
+                chosen = adapt.select_output(result, output) if ranks and layer is None else None
+            if ranks:
+                spectrum.add(*watch.features(chosen))
+            watch.reset()
+    if not batches:
+        raise InputError("x gave no batches (a generator that was used up?)")
+    return list(watch.sites.values()), spectrum
+
+
+def _batches(x: Any) -> Iterable[Any]:
+    if isinstance(x, (Tensor, tuple, list, dict, Mapping)) or not isinstance(x, Iterable):
+        return [x]
+    return x
+
+
+def _dormant(sites: list[Site], threshold: float, units: str | None, normalize: bool) -> Measure:
+    if not sites:
+        raise ModelError(
+            "no activations found in the model's forward pass (a scripted or compiled part, or fused layers such as nn.LSTM, "
+            "hide them; tanh and sigmoid functions do not count): name them by also=(torch.tanh, MyActivation)"
+        )
+    relu = [site for site in sites if site.kind in RELU]
+    if units is None:
+        units = "relu" if threshold == 0 and relu else "all"
+    if units == "relu":
+        if not relu:
+            kinds = ", ".join(sorted({site.kind for site in sites}))
+            raise ModelError(f"the model has no ReLU units; its activations are {kinds}: pass units='all'")
+        sites = relu
+    means = [site.sums / site.count for site in sites]
+    counts, finite = [], []
+    for mean in means:
+        scale = mean.mean() if normalize else torch.ones_like(mean[0])
+        counts.append((mean <= threshold * scale).sum())  # s <= threshold, without 0/0 in a silent layer
+        finite.append(mean.isfinite().all())
+    if not all(torch.stack(finite).tolist()):
+        bad = next(site for site, fine in zip(sites, finite, strict=True) if not fine)
+        raise NonFiniteError(f"the activations of {bad.name} ({bad.kind}) are not finite: the training has diverged")
+    dormant = torch.stack(counts).tolist()
+    total = sum(len(site.sums) for site in sites)
+    of = "ReLU units" if units == "relu" else "units of all activations"
+    if threshold == 0:
+        definition = f"dormant ratio: share of {of} that are never active"
+    elif normalize:
+        definition = f"tau-dormant ratio: share of {of} with mean |a| at most {threshold:g} of their layer's mean"
+    else:
+        definition = f"dormant ratio: share of {of} with mean |a| at most {threshold:g}"
+    same = Counter(site.name for site in sites)
+    names = [site.name if same[site.name] == 1 else f"{site.name}:{site.kind}" for site in sites]
+    layers = {name: n / len(site.sums) for name, n, site in zip(names, dormant, sites, strict=True)}
+    return Measure(sum(dormant) / total, definition, {"units": total, "dormant": sum(dormant)}, layers)

@@ -1,0 +1,131 @@
+"""Measures of the parameters alone: their norm and their distance from initialisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import InputError, NonFiniteError
+from fastlr.ghost.adapt import trainable, unwrap
+from fastlr.metrics.measure import Measure
+
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def weight_norm(model: nn.Module) -> Measure:
+    """l2 norm of all trainable parameters together: ``||theta|| = sqrt(sum over parameters p of sum of p^2)``.
+
+    It is the norm, not its square and not a mean over parameters. A parameter held twice (tied weights) counts once;
+    frozen parameters and buffers do not count. Summed in float64 on the model's device.
+
+    Args:
+        model: any nn.Module; DDP and torch.compile wrappers are looked through.
+
+    Returns:
+        Measure in the unit of the weights; ``details["parameters"]`` is the number of scalars.
+
+    Raises:
+        ModelError: no trainable parameters, or uninitialised, sharded or complex ones.
+        NonFiniteError: a parameter has values that are not finite.
+
+    Source: appendix A.1 (i) of the paper, "total L2 norm of all parameters"; Lyle et al. 2023 (arXiv:2303.01486).
+
+    Example:
+        >>> import torch, fastlr
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.constant_(layer.weight, 3.0)
+        >>> abs(fastlr.metrics.weight_norm(layer) - 18**0.5) < 1e-12
+        True
+    """
+    parameters = trainable(unwrap(model))
+    norm = _norm({name: p.detach() for name, p in parameters.items()}, "parameter {}")
+    count = sum(p.numel() for p in parameters.values())
+    return Measure(norm, "weight norm: l2 norm of all trainable parameters together", {"parameters": count})
+
+
+def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.Module) -> Measure:
+    """l2 distance of the trainable parameters from where they started: ``||theta - theta_init||``.
+
+    Args:
+        model: any nn.Module; DDP and torch.compile wrappers are looked through.
+        init_state: what the model was initialised with: a **copy** of its state dict, ``copy.deepcopy(model.state_dict())``,
+            or a copy of the model. ``model.state_dict()`` alone refers to the live weights, which is refused. Any device
+            and dtype; entries that are not trainable parameters (buffers, frozen ones) do not count.
+
+    Returns:
+        Measure in the unit of the weights; ``details["parameters"]`` is the number of scalars.
+
+    Raises:
+        InputError: a parameter is missing from ``init_state`` or has another shape, ``init_state`` holds names that the
+            model does not have, or it shares memory with the model.
+        ModelError: no trainable parameters. NonFiniteError: a difference is not finite.
+
+    Source: appendix A.1 (ii) of the paper.
+
+    Example:
+        >>> import copy, torch, fastlr
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> init = copy.deepcopy(model.state_dict())
+        >>> _ = model.weight.data.add_(1.0)
+        >>> abs(fastlr.metrics.distance_from_init(model, init) - 2.0) < 1e-6
+        True
+    """
+    module = unwrap(model)
+    parameters = trainable(module)
+    init = _state(init_state)
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(module.state_dict())
+    for prefix in _WRAPPERS:  # saved from a wrapped model
+        if not any(name in known for name in init) and all(name.startswith(prefix) for name in init):
+            init = {name.removeprefix(prefix): value for name, value in init.items()}
+    missing = [name for name in parameters if name not in init]
+    foreign = [name for name in init if name not in known]
+    if missing or foreign:
+        which = [f"lacks {_few(missing)}"] * bool(missing) + [f"has {_few(foreign)}, unknown here"] * bool(foreign)
+        raise InputError(
+            f"init_state is not of this model: it {' and '.join(which)}; pass copy.deepcopy(model.state_dict()), taken "
+            "right after the model was made (and again after layers are added or renamed)"
+        )
+    differences = {}
+    for name, parameter in parameters.items():
+        start, now = init[name], parameter.detach()
+        if start.shape != now.shape:
+            raise InputError(
+                f"init_state[{name!r}] has shape {tuple(start.shape)}, the parameter {tuple(now.shape)}: pass the state "
+                "of this architecture"
+            )
+        if start.device == now.device and start.data_ptr() == now.data_ptr() and now.numel():
+            raise InputError(
+                f"init_state[{name!r}] is the live parameter, not a copy, so its distance would always be 0: keep "
+                "copy.deepcopy(model.state_dict()) when the model is made"
+            )
+        differences[name] = now.double() - start.detach().to(now.device).double()
+    norm = _norm(differences, "the difference of {} from its initial value")
+    count = sum(p.numel() for p in parameters.values())
+    return Measure(norm, "distance from initialisation: l2 norm of theta - theta_init", {"parameters": count})
+
+
+def _state(init: Mapping[str, Tensor] | nn.Module) -> dict[str, Tensor]:
+    if isinstance(init, nn.Module):
+        init = unwrap(init).state_dict()
+    if not isinstance(init, Mapping):
+        raise InputError(f"init_state must be a state dict or a model, not {type(init).__name__}")
+    return {name: value for name, value in init.items() if isinstance(value, Tensor)}
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@torch.no_grad()
+def _norm(tensors: dict[str, Tensor], label: str) -> float:
+    """l2 norm of all tensors together in float64, with one wait for the device."""
+    norms = [torch.linalg.vector_norm(t.flatten(), dtype=torch.float64) for t in tensors.values()]
+    device = norms[0].device
+    values = torch.stack([n.to(device) for n in norms]).tolist()
+    for name, value in zip(tensors, values, strict=True):
+        if not math.isfinite(value):
+            raise NonFiniteError(f"{label.format(name)} has values that are not finite: the training has diverged")
+    return math.hypot(*values)
