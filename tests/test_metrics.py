@@ -287,12 +287,61 @@ def test_dead_units_made_on_purpose_are_found_where_they_are() -> None:
     assert metrics.dormant_ratio(made(Encoder), data(Encoder)).details == {"units": 12, "dormant": 1}
 
 
+class Shaped(nn.Module):
+    """Layers whose results a function rearranges before the activation: 6 channels of a convolution, 9 outputs of a linear."""
+
+    def __init__(self, function: Callable[[Shaped, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.line, self.linear = nn.Conv2d(2, 6, 3), nn.Conv1d(2, 6, 3), nn.Linear(5, 9)
+        self.weight = nn.Parameter(torch.randn(7, 2))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x).relu()
+
+
+UNITS = {  # name: (what is done to x of shape [4, 2, 8, 5], the number of units)
+    "input as an image": (lambda m, x: x, 2),
+    "input as a sequence": (lambda m, x: x[:, 0], 5),
+    "convolution": (lambda m, x: m.conv(x), 6),
+    "permuted": (lambda m, x: m.conv(x).permute(0, 2, 3, 1), 6),
+    "permuted there and back": (lambda m, x: m.conv(x).movedim(1, -1).transpose(1, 3).swapaxes(0, 1), 6),
+    "positions flattened": (lambda m, x: m.conv(x).flatten(2), 6),
+    "positions flattened, then first": (lambda m, x: m.conv(x).flatten(2).mT, 6),
+    "positions unfolded": (lambda m, x: m.line(x.flatten(2)).view(4, 6, 2, 19), 6),
+    "one sample": (lambda m, x: m.conv(x[:1]).squeeze(0).unsqueeze(0).flatten(2), 6),
+    "pooled": (lambda m, x: F.adaptive_avg_pool2d(m.conv(x), 1).flatten(1), 6),
+    "scaled and added": (lambda m, x: (0.5 * m.conv(x).flatten(2) + 1).sub(torch.ones(18)), 6),
+    "half of the channels": (lambda m, x: m.conv(x).flatten(2).chunk(2, 1)[1], 3),
+    "normalised": (lambda m, x: F.batch_norm(m.line(x.flatten(2)), torch.zeros(6), torch.ones(6)), 6),
+    "normalised input": (lambda m, x: F.group_norm(x.flatten(2), 2), 2),
+    "linear on four axes": (lambda m, x: m.linear(x), 9),
+    "linear, moved to channels": (lambda m, x: m.linear(x).permute(0, 3, 1, 2).flatten(2), 9),
+    "linear, rows flattened": (lambda m, x: m.linear(x).view(-1, 9), 9),
+    "linear, layer norm": (lambda m, x: F.layer_norm(m.linear(x), (9,)), 9),
+    "linear, as a map": (lambda m, x: m.linear(x[:, 0, 0])[:, :, None, None].view(1, 4, 9, 1, 1)[0].flatten(2), 9),
+    "product from the right": (lambda m, x: x.movedim(1, -1) @ m.weight.T, 7),
+    "product from the left": (lambda m, x: m.weight @ x.flatten(2), 7),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_are_channels_or_the_last_axis_wherever_they_move(name: str) -> None:
+    function, units = UNITS[name]
+    assert metrics.dormant_ratio(Shaped(function), torch.randn(4, 2, 8, 5)).details["units"] == units
+
+
 def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
     model[0].weight.data = torch.eye(2)
     first, second = torch.tensor([[1.0, -1.0]]), torch.tensor([[-1.0, 1.0]])
     assert metrics.dormant_ratio(model, first) == metrics.dormant_ratio(model, second) == 0.5
     assert metrics.dormant_ratio(model, iter([first, second])) == 0
+    half = {"threshold": 0.6, "normalize": False}  # each unit's mean is 1 in one batch, 1/2 over both
+    assert (
+        metrics.dormant_ratio(model, iter([first, second]), **half) == 1
+        and metrics.dormant_ratio(model, first, **half) < 1
+    )
     assert metrics.dormant_ratio(model, torch.utils.data.DataLoader(torch.cat([first, second]))) == 0
 
 
@@ -429,6 +478,8 @@ def test_ranks_of_known_spectra(rows: int) -> None:
         entropy = -sum(p * math.log(p) for p in (4 / 7, 2 / 7, 1 / 7))
         assert metrics.effective_rank(model, given(), kind="entropy") == pytest.approx(math.exp(entropy), rel=1e-9)
         assert metrics.feature_rank(model, given(), epsilon=1.5 / math.sqrt(rows)) == 2
+    tie = torch.eye(6, dtype=torch.float64) * torch.tensor([3.0, 1.0, 0, 0, 0, 0])
+    assert metrics.effective_rank(model, tie, delta=0.25) == 1  # at least 1 - delta, not more
     assert metrics.effective_rank(model, torch.zeros(4, 6).double()) == 0
     assert metrics.effective_rank(model, torch.zeros(4, 6).double(), kind="entropy") == 0
 
@@ -491,6 +542,11 @@ def test_layer_by_name() -> None:
     found = metrics.effective_rank(model, x, layer="second", kind="entropy")
     assert found == pytest.approx(wanted["effective_rank_entropy"], rel=1e-5)
     assert found.details == {"n": 24 * 64, "d": 8, "layer": "second"}
+    plain, x2 = made(PlainCNN), data(PlainCNN)
+    with torch.no_grad():
+        wanted = plain_ranks(plain.hidden(plain.body(x2).flatten(1)))
+    before_the_change = metrics.effective_rank(plain, x2, layer="act", kind="entropy")  # which works in place
+    assert before_the_change == pytest.approx(wanted["effective_rank_entropy"], rel=1e-5)
     with pytest.raises(InputError, match="no module of the model; its linear layers: fc"):
         metrics.feature_rank(model, x, layer="classifier")
     model.spare = nn.Linear(2, 2)

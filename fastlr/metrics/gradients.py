@@ -51,7 +51,7 @@ def train_grad_norm(
         loss: function (output, y) -> losses, one or more elements for each sample, or a loss of torch (``F.cross_entropy``,
             ``nn.MSELoss()``), which is called with ``reduction="none"``. The elements of a sample (tokens, target
             elements) are **summed**. Outputs in half precision are given to it in float32.
-        batch_size: samples in one pass; default all.
+        batch_size: at most so many samples in one pass; default all.
         output: picks the output tensor from what the model returns, as in `fastlr.per_sample_grad_sq_norms`.
         in_dim: sample axis of the batched inputs.
         out_dim: sample axis of the output.
@@ -181,8 +181,9 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
         raise InputError("batch_size= needs y as a tensor with samples along axis 0; leave batch_size out")
     total = len(labels[0])
     batch = adapt.Batch(x, total, in_dim)
-    for start in range(0, total, size):
-        stop = min(start + size, total)
+    parts = -(-total // size)
+    bounds = [total * i // parts for i in range(parts + 1)]  # no small rest, which might take another path
+    for start, stop in zip(bounds, bounds[1:], strict=False):
 
         def cut(t: Any, start: int = start, stop: int = stop) -> Any:
             return t[start:stop] if isinstance(t, Tensor) and t.ndim and len(t) == total else t
