@@ -298,8 +298,6 @@ def _kept(source: Tensor, axis: int, result: Tensor) -> int | None:
     """Where an axis is in a result: the same place, or where a view has the same size with as much before it."""
     size = source.shape[axis]
     if result.numel() == source.numel() and result.shape != source.shape:
-        if axis == source.ndim - 1 and result.ndim and result.shape[-1] == size:
-            return result.ndim - 1
         before, wanted = 1, source.shape[:axis].numel()
         for d, n in enumerate(result.shape):
             if before == wanted and n == size:
