@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +145,11 @@ def _make(folder: Path, listing: Source, found: Scan, plan: dict[str, Any], work
 
     jpeg = features.version_feature("libjpeg_turbo") or features.version_codec("jpg")
     decoder = f"Pillow {PIL.__version__}, libjpeg {jpeg}, numpy {numpy.__version__}"
-    with open(folder / JOURNAL, "a", encoding="utf-8") as journal:
-        for i, result in run_jobs(jobs, workers, report):
+    with (
+        open(folder / JOURNAL, "a", encoding="utf-8") as journal,
+        closing(run_jobs(jobs, workers, report)) as results,
+    ):
+        for i, result in results:
             assert isinstance(result, dict)
             entry = found.classes[i]
             _check_not_empty(entry, result, listing)

@@ -82,7 +82,7 @@ def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 
         >>> pairs(1000, 3000)[2000:] == pairs(1000, 1000, start=2000)
         True
     """
-    names: Sequence[Any] = range(classes) if isinstance(classes, int) else classes
+    names: Sequence[Any] = classes if isinstance(classes, Sequence) else range(classes)
     n = len(names)
     check_seed(seed)
     if not 2 <= n < 1 << 20:
@@ -262,12 +262,20 @@ def normalise(
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling():  # they become constants of the compiled code
+        return _make_constants(mean, std, dtype, device)
     key = (mean, std, dtype, device)
     if key not in _CONSTANTS:  # made once: a copy to the device in each step would stall it, and no graph can hold it
-        shift = torch.tensor([255 * m for m in mean], dtype=dtype, device=device)
-        scale = torch.tensor([1 / (255 * s) for s in std], dtype=dtype, device=device)
-        _CONSTANTS[key] = shift[:, None, None], scale[:, None, None]
+        _CONSTANTS[key] = _make_constants(*key)
     return _CONSTANTS[key]
+
+
+def _make_constants(
+    mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    shift = torch.tensor([255 * m for m in mean], dtype=dtype, device=device)
+    scale = torch.tensor([1 / (255 * s) for s in std], dtype=dtype, device=device)
+    return shift[:, None, None], scale[:, None, None]
 
 
 _CONSTANTS: dict[tuple, tuple[Tensor, Tensor]] = {}

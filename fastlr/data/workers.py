@@ -9,7 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from fastlr.data import decode
@@ -22,7 +22,7 @@ Job = dict[str, Any]
 
 def run_jobs(
     jobs: Sequence[tuple[int, Job]], workers: int, report: Callable[[int], None]
-) -> Iterator[tuple[int, dict[str, Any] | str]]:
+) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
     """Yield (key, result) of jobs in the order in which they end.
 
     Args:
@@ -70,7 +70,7 @@ def _error(told: list[Any]) -> Exception:
 
 def _in_processes(
     jobs: Sequence[tuple[int, Job]], workers: int, report: Callable[[int], None]
-) -> Iterator[tuple[int, dict[str, Any] | str]]:
+) -> Generator[tuple[int, dict[str, Any] | str], None, None]:
     waiting: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
     for item in jobs:
