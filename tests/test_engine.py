@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fastlr
+from bench import cases
 from fastlr.ghost import Engine, rules
+from fastlr.ghost.api import engine_for
 from fastlr.ghost.layout import Ragged, Regular, explains, marks, row_sums
 from fastlr.ghost.proof import Prover
 
@@ -287,6 +289,17 @@ def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> Non
     agree(gate, x, draw(8, 1))
     x[:, 0] = x[:, 0].abs()
     agree(gate, x, draw(8, 1))
+
+
+def test_a_batch_of_one_settles_nothing_for_larger_ones() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()  # its graph differs for one sample
+    for size in (1, 3, 1, 7):
+        x, v = torch.randn(size, 5, 8), torch.randn(size, 5, 8)
+        got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+        assert set(engine_for(model, None, 0, 0).ledger.loop) == set()
+        for name, want in cases.loop_norms(cases.Case(model, x), v).items():
+            torch.testing.assert_close(got[name].float(), want.float(), rtol=1e-3, atol=1e-6)
 
 
 def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

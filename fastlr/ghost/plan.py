@@ -113,6 +113,8 @@ class Planner:
                 prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=start)
                 unproven = self._unproven(graph, ledger)
             for name in unproven:
+                if count == 1 and name in ledger.parameters:
+                    continue  # one sample needs no rule; its graph may look like that of no larger batch
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason="its use was in no proof")
         structure = Structure.of(graph)
         state = State(graph.side, graph.keys, structure, frozenset(unproven), graph.data_dependent, graph.signature())
