@@ -65,7 +65,11 @@ TABLE: dict[str, dict[str, str]] = {
         "torch": "fastlr.torch_folded",
         "triton": "fastlr.kernels.fold_weights",
     },
-    "folded_conv": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
+    "folded_conv": {
+        "reference": "fastlr.reference.folded",
+        "torch": "fastlr.torch_folded",
+        "triton": "fastlr.kernels.folded",
+    },
     "activation_grad": {
         "reference": "fastlr.reference.folded",
         "torch": "fastlr.torch_folded",
@@ -76,7 +80,11 @@ TABLE: dict[str, dict[str, str]] = {
         "torch": "fastlr.torch_folded",
         "triton": "fastlr.kernels.conv_norms",
     },
-    "folded_conv_backward": {"reference": "fastlr.reference.folded", "torch": "fastlr.torch_folded"},
+    "folded_conv_backward": {
+        "reference": "fastlr.reference.folded",
+        "torch": "fastlr.torch_folded",
+        "triton": "fastlr.kernels.folded",
+    },
 }
 
 

@@ -2,8 +2,8 @@
 
 An implicit matrix product (product_norms): a tile of the weight gradient M[o, (c, tap)] = sum over the sample's images and
 output positions of g[o, t] x[c, t stride + tap dilation - padding] is added up in registers; patches are never written.
-Convolutions in one or two dimensions, transposed or not, grouped; others (and depthwise ones, so far) are left to plain
-torch.
+Convolutions in one or two dimensions, transposed or not, grouped; others are left to plain torch. Depthwise ones have a
+kernel of their own (depthwise).
 
 The limit is reading x and g once. A window makes x be read again for each tap, and a wide side makes the other one be
 read again for each tile, by programs of the same sample at about the same time: from L2. Written: one number a tile, and
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastlr.kernels.depthwise import depthwise_moments, depthwise_sq_norms
 from fastlr.kernels.linear_norms import linear_sq_norms
 from fastlr.kernels.product_norms import (
     Operand,
@@ -29,9 +30,15 @@ from fastlr.kernels.product_norms import (
 )
 
 
-def _depthwise(name: str, *args: object) -> object:
-    """The one place for the kernels of depthwise convolutions (one image a sample): none yet."""
-    return NotImplemented
+def _depthwise(x: Tensor, g: Tensor, weight: Tensor, scale: Tensor | None, options: Sequence[Sequence[int]]) -> object:
+    """Norms (moments, if there is a scale) of a depthwise convolution; x [B, C, *spatial], one image a sample."""
+    kernel = weight.shape[2:]
+    if len(kernel) == 1:
+        x, g, weight, kernel = x.unsqueeze(2), g.unsqueeze(2), weight.unsqueeze(2), (1, *kernel)
+        options = [(one, *axis) for one, axis in zip((1, 0, 1), options, strict=True)]
+    if scale is None:
+        return depthwise_sq_norms(x, g, tuple(kernel), *(tuple(o) for o in options))
+    return depthwise_moments(x, g, weight, scale, *(tuple(o) for o in options))
 
 
 def _operands(x: Tensor, g: Tensor, kernel: Sequence[int], options: Sequence[Sequence[int]], groups: int) -> tuple:
@@ -81,7 +88,7 @@ def conv_sq_norms(
     if not 4 <= x.ndim <= 5 or not covered(x, g):
         return NotImplemented
     if groups == x.shape[2] == g.shape[2] and x.shape[1] == 1:
-        return _depthwise("conv_sq_norms", x, g, weight, stride, padding, dilation)
+        return _depthwise(x[:, 0], g[:, 0], weight, None, (stride, padding, dilation))  # type: ignore
     x, g, kernel, options = _as_image(x, g, weight.shape[2:], (stride, padding, dilation))
     left, right, sizes, window = _operands(x, g, kernel, options, groups)
     if window is None:
@@ -106,7 +113,7 @@ def folded_conv_moments(
     if not 3 <= x.ndim <= 4 or not covered(x, g) or not weight.is_floating_point() or weight.dtype == torch.float64:
         return NotImplemented
     if groups == x.shape[1] == g.shape[1]:
-        return _depthwise("folded_conv_moments", x, g, weight, scale, stride, padding, dilation)
+        return _depthwise(x, g, weight, scale, (stride, padding, dilation))
     x, g, kernel, options = _as_image(x[:, None], g[:, None], weight.shape[2:], (stride, padding, dilation))
     operands = _operands(x, g, kernel, options, groups)
     return product_norms(*operands, folded=(weight.contiguous(), scale.contiguous()))

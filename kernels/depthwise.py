@@ -33,7 +33,7 @@ from fastlr.kernels.moments import (
 )
 
 ENOUGH_PROGRAMS = 2048  # of four warps, to fill a GPU with
-STATE = 128  # registers of a thread for taps and windows
+STATE = 124  # registers of a thread for taps and windows
 WARPS = 4
 
 
@@ -64,9 +64,9 @@ class Geometry(NamedTuple):
 
 
 @triton.jit
-def replaced(values, INDEX: tl.constexpr, value):
-    """The tuple with one element replaced."""
-    return values[:INDEX] + (value,) + values[INDEX + 1 :]
+def added(values, INDEX: tl.constexpr, value):
+    """The tuple with ``value`` added to one element."""
+    return values[:INDEX] + (values[INDEX] + value,) + values[INDEX + 1 :]
 
 
 @triton.jit
@@ -79,11 +79,38 @@ def zeros(COUNT: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _load(base, y, z, channel, first_row, end_row, width, row_stride, column_stride, channel_stride, has_channel):
+def load_row(base, y, z, channel, first_row, end_row, width, row_stride, column_stride, channel_stride, has_channel):
     """Row ``y`` at columns ``z`` of all channels of a tile; zero outside of the rows and columns given."""
     mask = ((z >= 0) & (z < width) & (y >= first_row) & (y < end_row))[:, None] & has_channel[None, :]
     at = (y * row_stride + z * column_stride)[:, None] + (channel * channel_stride)[None, :]
     return tl.load(base + at, mask, other=0.0)
+
+
+@triton.jit
+def _column_of_taps(
+    taps, back, rows, g, folded, WANT_INPUT: tl.constexpr, TAP: tl.constexpr, INPUT: tl.constexpr,
+    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Taps and input gradients with column TAP of the kernel added, which meets the windows at INPUT, INPUT + STEP, ..."""
+    for r in tl.static_range(KERNEL_H):
+        taps = added(taps, r * KERNEL_W + TAP, rows[r * STEP + INPUT] * g)
+        if WANT_INPUT:
+            w = tl.load(folded + ((r * KERNEL_W + TAP) * CHANNELS + tl.arange(0, CHANNELS))).to(tl.float32)
+            back = added(back, r * STEP + INPUT, w[None, :] * g)
+    return taps, back
+
+
+@triton.jit
+def _gradient(
+    grad, kept, y, z, channel, has_channel, height, width,
+    grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT: tl.constexpr,
+):  # fmt: skip
+    """act'(kept) grad of row ``y`` at columns ``z``, rounded to the dtype of the inputs; zero outside."""
+    g = load_row(grad, y, z, channel, 0, height, width, grad_row, grad_column, grad_channel, has_channel)
+    if ACT != "none":
+        k = load_row(kept, y, z, channel, 0, height, width, kept_row, kept_column, kept_channel, has_channel)
+        g = (g.to(tl.float32) * act_derivative(k.to(tl.float32), ACT)).to(g.dtype)
+    return g.to(tl.float32)
 
 
 @triton.jit
@@ -122,6 +149,7 @@ def depthwise_backward_kernel(
     gx += sample * gx_sample
     grad += sample * grad_sample
     kept += sample * kept_sample
+    folded += channel_tile * (KERNEL_H * KERNEL_W * CHANNELS)
 
     first = segment * steps  # the rows of this program
     top, bottom = first * STRIDE_H - PADDING_H, tl.minimum(height, (first + steps) * STRIDE_H - PADDING_H)
@@ -133,7 +161,7 @@ def depthwise_backward_kernel(
     rows = ()
     for i in tl.static_range(WINDOW):
         for b in tl.static_range(STRIDE_W):
-            value = _load(
+            value = load_row(
                 x, begin * STRIDE_H - PADDING_H + i, place * STRIDE_W + b, channel, top, bottom, width,
                 x_row, x_column, x_channel, has_channel,
             )  # fmt: skip
@@ -144,40 +172,28 @@ def depthwise_backward_kernel(
         following = ()
         for i in tl.static_range(STRIDE_H):
             for b in tl.static_range(STRIDE_W):
-                value = _load(
+                value = load_row(
                     x, y + WINDOW + i, place * STRIDE_W + b, channel, top, bottom, width,
                     x_row, x_column, x_channel, has_channel,
                 )  # fmt: skip
                 following = following + (value,)
-        g = _load(
-            grad, p, place, channel, 0, out_height, out_width, grad_row, grad_column, grad_channel, has_channel
-        ).to(tl.float32)  # fmt: skip
-        if ACT != "none":
-            k = _load(
-                kept, p, place, channel, 0, out_height, out_width, kept_row, kept_column, kept_channel, has_channel
-            ).to(tl.float32)  # fmt: skip
-            g = (g * act_derivative(k, ACT)).to(grad.dtype.element_ty).to(tl.float32)
+        g = _gradient(
+            grad, kept, p, place, channel, has_channel, out_height, out_width,
+            grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT,
+        )  # fmt: skip
         total += tl.where(p >= first, g, 0.0)
         for s in tl.static_range(KERNEL_W):
-            # Tap s of the columns meets input column b of each place, and the gradient this far from the place.
-            b: tl.constexpr = (s * DILATION_W - PADDING_W) % STRIDE_W
-            away: tl.constexpr = (b + PADDING_W - s * DILATION_W) // STRIDE_W
-            g = _load(
-                grad, p, place + away, channel, 0, out_height, out_width, grad_row, grad_column, grad_channel, has_channel
-            ).to(tl.float32)  # fmt: skip
-            if ACT != "none":
-                k = _load(
-                    kept, p, place + away, channel, 0, out_height, out_width, kept_row, kept_column, kept_channel,
-                    has_channel,
-                ).to(tl.float32)  # fmt: skip
-                g = (g * act_derivative(k, ACT)).to(grad.dtype.element_ty).to(tl.float32)
-            for r in tl.static_range(KERNEL_H):
-                at: tl.constexpr = r * DILATION_H * STRIDE_W + b
-                tap: tl.constexpr = r * KERNEL_W + s
-                taps = replaced(taps, tap, taps[tap] + rows[at] * g)
-                if WANT_INPUT:
-                    w = tl.load(folded + tap * channels + channel, has_channel, other=0.0).to(tl.float32)
-                    back = replaced(back, at, back[at] + w[None, :] * g)
+            # This tap meets input column b = (s DILATION - PADDING) % STRIDE of each place and, so much away from the
+            # place, the gradient.
+            away = ((s * DILATION_W - PADDING_W) % STRIDE_W + PADDING_W - s * DILATION_W) // STRIDE_W
+            g = _gradient(
+                grad, kept, p, place + away, channel, has_channel, out_height, out_width,
+                grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT,
+            )  # fmt: skip
+            taps, back = _column_of_taps(
+                taps, back, rows, g, folded, WANT_INPUT, s, (s * DILATION_W - PADDING_W) % STRIDE_W,
+                KERNEL_H, KERNEL_W, DILATION_H * STRIDE_W, CHANNELS,
+            )  # fmt: skip
         if WANT_INPUT:
             for i in tl.static_range(STRIDE_H):
                 for b in tl.static_range(STRIDE_W):
@@ -208,10 +224,10 @@ def depthwise_backward_kernel(
         tl.store(squares + program, tl.sum(square * factor * factor))
 
 
-def lanes(dtype: torch.dtype, tiles: int) -> int:
+def lanes(dtype: torch.dtype, tiles: int, state: int) -> int:
     """Elements of each of ``tiles`` tiles that a thread holds: as many as one load takes, if the registers allow it."""
     widest = 4 if dtype == torch.float32 else 8
-    return next((n for n in (8, 4, 2) if n <= widest and n * tiles <= STATE), 1)
+    return next((n for n in (8, 4, 2) if n <= widest and n * tiles <= state), 1)
 
 
 def tile_of(elements: int, places: int, channels: int, last: bool) -> Tile:
@@ -221,12 +237,23 @@ def tile_of(elements: int, places: int, channels: int, last: bool) -> Tile:
     return Tile(columns, min(triton.next_power_of_2(channels), elements // columns))
 
 
-def backward_tile(dtype: torch.dtype, where: Geometry, places: int, channels: int, want: bool, last: bool) -> Tile | None:
+def packed(weight: Tensor, channels: int) -> Tensor:
+    """Weights [C, 1, h, w] as [blocks of channels, taps, channels of a block]: a tap is a constant away from the next."""
+    weight = weight.reshape(len(weight), -1)
+    missing = -len(weight) % channels
+    if missing:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
+    return weight.view(-1, channels, weight.shape[1]).mT.contiguous()
+
+
+def backward_tile(
+    dtype: torch.dtype, where: Geometry, places: int, channels: int, want: bool, last: bool
+) -> Tile | None:
     """Block sizes of the backward kernel; None where the windows and taps are too many for the registers."""
     tiles = where.kernel[0] * where.kernel[1] + where.window * where.stride[1] * (2 if want else 1)
     if tiles > STATE:
         return None
-    return tile_of(32 * WARPS * lanes(dtype, tiles), places, channels, last)
+    return tile_of(32 * WARPS * lanes(dtype, tiles, STATE), places, channels, last)
 
 
 def depthwise_backward(
@@ -248,7 +275,7 @@ def depthwise_backward(
     tile = backward_tile(x.dtype, where, places, channels, want_input, last)
     if tile is None:
         return NotImplemented
-    folded = folded.reshape(channels, -1).t().contiguous()  # a tap's weights next to each other
+    folded = packed(folded, tile.channels) if want_input else x
     weight, scale = weight.contiguous(), scale.contiguous()
     channel_tiles, strips = triton.cdiv(channels, tile.channels), triton.cdiv(places, tile.columns)
     steps = max(triton.cdiv(height + where.padding[0], where.stride[0]), out_height)
@@ -297,3 +324,53 @@ def depthwise_sq_norms(
     weight = torch.ones(x.shape[1], 1, *kernel, dtype=torch.float32, device=x.device)
     found = depthwise_moments(x, g, weight, weight[:, 0, 0, 0].contiguous(), stride, padding, dilation)
     return found if found is NotImplemented else found[0]
+
+
+SHAPES = (  # channels, input columns, kernel, stride: the layers of MobileNetV3-Large, and a few odd ones
+    (16, 112, 3, 1), (64, 112, 3, 2), (72, 56, 3, 1), (72, 56, 5, 2), (120, 28, 5, 1), (240, 28, 3, 2), (200, 14, 3, 1),
+    (672, 14, 5, 2), (960, 7, 5, 1), (512, 16, 7, 1), (5, 7, 3, 1), (3, 9, 2, 2),
+)  # fmt: skip
+
+
+def variants() -> list[tuple[str, str, bool, int, int, int, Geometry]]:
+    """(name, dtype, channels_last, vector, channels, columns, geometry) of what is compiled in the tests."""
+    found = []
+    for channels, columns, kernel, stride in SHAPES:
+        where = Geometry((kernel, kernel), (stride, stride), (kernel // 2, kernel // 2), (1, 1))
+        kinds = [("bf16", True)]
+        if channels in (5, 64, 120, 512):
+            kinds += [("bf16", False), ("fp32", True)]
+        for dtype, last in kinds + [("fp16", True)] * (channels == 72):
+            align = (4 if dtype == "fp32" else 8) if last and channels % 8 == 0 else 1
+            name = f"{dtype},{kernel}x{kernel}/{stride},{channels}x{columns}{',channels_last' * last}"
+            found.append((name, dtype, last, align, channels, columns, where))
+    return found
+
+
+def compile_cases() -> list[tuple]:
+    """Variants to compile ahead of time in the tests."""
+    cases = []
+    kinds = dict.fromkeys(("squares", "inner", "sums", "parts", "weight", "scale"), "*fp32")
+    names = {name: dtype for dtype, name in DTYPES.items()}
+    for name, dtype, last, align, channels, columns, where in variants():
+        calls = [("hardswish", True)]
+        if channels in (64, 120, 960):
+            calls += [("gelu", True), ("none", False)]
+        for act, want in calls:
+            places = triton.cdiv(columns, where.stride[1])
+            tile = backward_tile(names[dtype], where, places, channels, want, last)
+            constants = {"ACT": act, "WANT_INPUT": want, "SPLIT": channels == 16, "LAST": last, "ALIGN": align}
+            constants |= where.constants() | {
+                "WINDOW": where.window,
+                "COLUMNS": tile.columns,
+                "CHANNELS": tile.channels,
+            }
+            ones = "channel" if last else "column"
+            constants |= {f"{tensor}_{ones}": 1 for tensor in ("x", "gx", "grad", "kept")}
+            types = kinds | dict.fromkeys(("x", "grad", "kept", "folded", "gx"), f"*{dtype}")
+            arguments = [key for key in depthwise_backward_kernel.arg_names if key not in constants]
+            signature = {key: types.get(key, "i32") for key in arguments}
+            options = {"num_warps": WARPS, "divisible": "pointers"}
+            label = f"backward-{act}[{name},{tile.columns}x{tile.channels}]"
+            cases.append((label, depthwise_backward_kernel, signature, constants, options))
+    return cases

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fastlr.kernels import folded_depthwise, folded_pointwise
@@ -32,22 +33,27 @@ def folded_conv(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See fastlr.reference.folded.folded_conv."""
     kind = kind_of(weight, padding, groups)
-    if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim:
+    if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim or weight.dtype != x.dtype:
+        return NotImplemented
+    if residual is not None and residual.dtype != x.dtype:
         return NotImplemented
     flat = x.ndim == 3
     x, weight = (t[:, :, None] if flat else t for t in (x, weight))
+    residual = residual[:, :, None] if flat and residual is not None else residual
     stride, padding, dilation = _two(stride, 1), _two(padding, 0), _two(dilation, 1)
     if kind == "pointwise":
-        found = folded_pointwise.folded_conv(x, weight, bias, act, stride)
+        found = folded_pointwise.folded_conv(x, weight, bias, act, stride, residual)
     else:
-        found = folded_depthwise.folded_conv(x, weight, bias, act, stride, padding, dilation)
+        found = folded_depthwise.folded_conv(x, weight, bias, act, stride, padding, dilation, residual)
     if found is NotImplemented or not flat:
         return found
     out, kept = found
-    return out.squeeze(2), out.squeeze(2) if kept is out else kept.squeeze(2)
+    narrow = out.squeeze(2)
+    return narrow, narrow if kept is out else kept.squeeze(2)
 
 
 def folded_conv_backward(
@@ -67,6 +73,8 @@ def folded_conv_backward(
     """See fastlr.reference.folded.folded_conv_backward."""
     kind = kind_of(weight, padding, groups)
     if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim:
+        return NotImplemented
+    if torch.float64 in (weight.dtype, scale.dtype):
         return NotImplemented
     flat = x.ndim == 3
     x, grad, kept, folded, weight = (t[:, :, None] if flat else t for t in (x, grad, kept, folded, weight))

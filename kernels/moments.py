@@ -109,6 +109,11 @@ def empty_output(x: Tensor, channels: int, spatial: Sequence[int]) -> Tensor:
     return torch.empty(len(x), channels, *spatial, dtype=x.dtype, device=x.device, memory_format=memory_format)
 
 
+def like(t: Tensor, other: Tensor) -> Tensor:
+    """The values of ``t`` with the strides of ``other``: itself if it has them."""
+    return t if t.stride() == other.stride() else torch.empty_like(other).copy_(t)
+
+
 def merged(*axes: tuple[int, int]) -> int | None:
     """The stride of the axis that these axes, given as (size, stride), form together, if they form one."""
     axes = tuple((n, s) for n, s in axes if n != 1)

@@ -74,7 +74,7 @@ def linear_cases() -> dict[str, tuple]:
 
 
 def covered(name: str) -> bool:
-    """What the kernels of this module take: one or two dimensions, not depthwise with one image a sample."""
+    """What is tested here: one or two dimensions; depthwise with one image a sample is in test_kernels_folded."""
     channels, outputs, kernel, *_, groups, _, images = CONVOLUTIONS[name]
     return len(kernel) < 3 and not (groups == channels == outputs and images == 1)
 
@@ -258,10 +258,7 @@ def left_to_torch() -> dict[tuple[str, str], tuple]:
     a, g = linear_cases()["tall"]
     pairs = {"float64": (a.double(), g.double()), "two-dtypes": (a, g.bfloat16()), "empty": (a[:, :, :0], g[:, :, :0])}
     left = {("linear_sq_norms", name): args for name, args in pairs.items()}
-    for name in ("3d", "depthwise", "1d_depthwise"):
-        left["conv_sq_norms", name] = convolution(name, torch.float32, False)
-    x, g, weight, *options, _, _, groups = convolution("depthwise", torch.float32, False)
-    left["folded_conv_moments", "depthwise"] = (x[:, 0], g[:, 0], weight, draw(12), *options, groups)
+    left["conv_sq_norms", "3d"] = convolution("3d", torch.float32, False)
     x, g, *rest = folded_cases()["3x3"]
     left["folded_conv_moments", "float64"] = (x.double(), g.double(), *rest)
     return left
