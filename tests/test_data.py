@@ -51,6 +51,8 @@ def test_folder_holds_out_by_seed(tmp_path):
         assert len(train) == 7 and len(test) == 3
         whole = {pixels(1000 * c + i).tobytes() for i in range(10)}
         assert {image.tobytes() for image in (*train, *test)} == whole
+    held_out = [i for i in range(10) if pixels(i).tobytes() in {image.tobytes() for image in rows(one, 0, "test")}]
+    assert held_out == [5, 6, 9]  # on every machine
     assert one.index["plan"]["seed"] == 0 and sum(one.index["plan"]["ignored"].values()) == 1
     limited = prepare(source, tmp_path / "two", size=SIZE, workers=1, test_fraction=0.3, limit_classes=["c2", "c1"])
     assert limited.classes == ["c1", "c2"]
@@ -97,7 +99,7 @@ def test_colour_modes(tmp_path):
     grey = pixels(1)[..., 0]
     images = {
         "0.png": (Image.fromarray(grey), np.repeat(grey[..., None], 3, 2)),
-        "1.png": (Image.fromarray(grey.astype(np.uint16) * 257), np.repeat(grey[..., None], 3, 2)),  # 16 bits
+        "1.png": (Image.fromarray(grey.astype(np.uint16) * 256 + 17), np.repeat(grey[..., None], 3, 2)),  # 16 bits
         "2.png": (Image.fromarray(np.dstack([pixels(2), grey])), pixels(2)),  # RGBA: alpha is dropped
         "3.gif": (Image.fromarray(grey), np.repeat(grey[..., None], 3, 2)),  # palette
     }
@@ -142,7 +144,10 @@ def test_corrupt_images_are_left_out(tmp_path, archive, workers, capsys):
 def test_workers_do_not_matter(tmp_path):
     source = imagenet(tmp_path / "source", classes=5)
     for workers in (1, 3):
-        prepare(source, tmp_path / str(workers), size=5, workers=workers)
+        seen: list[tuple] = []
+        report = lambda *now, seen=seen: seen.append(now)  # noqa: E731
+        prepare(source, tmp_path / str(workers), size=5, workers=workers, progress=report)
+        assert seen[0] == ("decoding", 0, 30) and seen[-1] == ("decoding", 30, 30)
     assert content(tmp_path / "1") == content(tmp_path / "3")
 
 

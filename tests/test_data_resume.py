@@ -128,7 +128,14 @@ def test_second_process_is_refused_and_a_kill_frees_the_lock(tmp_path):
     finally:
         process.kill()
         process.communicate()
-    assert prepare(source, out, size=SIZE, workers=1).damaged() == []
+    refused = []
+
+    def again(*_) -> None:
+        with pytest.raises(InputError, match=f"another process .id {os.getpid()}. is writing"):
+            prepare(source, out, size=SIZE, workers=1)
+        refused.append(True)
+
+    assert prepare(source, out, size=SIZE, workers=1, progress=again).damaged() == [] and refused
 
 
 def test_full_disk(tmp_path, monkeypatch, capsys):
