@@ -134,3 +134,16 @@ def alignment(dtype: torch.dtype, last: bool, *tensors: Tensor) -> int:
         if any(s % wide for s in others):
             return 1
     return wide
+
+
+def finish_cases() -> list[tuple]:
+    """Variants of the kernel of this file to compile ahead of time in the tests."""
+    kinds = dict.fromkeys(("parts", "scale", "squares", "inner", "parts_sums", "sums"), "*fp32")
+    blocks = {"CHANNELS": CHANNELS_A_PROGRAM, "WEIGHTS": WEIGHTS_A_STEP}
+    names = [name for name in finish_moments_kernel.arg_names if name not in blocks]
+    cases = []
+    for dtype in ("fp32", "bf16"):
+        signature = {name: kinds.get(name, "i32") for name in names} | {"weight": f"*{dtype}"}
+        options = {"num_warps": 4, "divisible": "pointers"}
+        cases.append((f"finish[{dtype}]", finish_moments_kernel, signature, blocks, options))
+    return cases
