@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from importlib.util import find_spec
 
 import pytest
@@ -177,17 +178,8 @@ import inspect
 import sys
 import torch
 torch.set_num_threads(1)
-import triton.runtime.interpreter as interpreter
-
-plain = interpreter._patch_lang_tensor
-
-
-def patched(tensor, scope):  # range() over a run-time value: NumPy 2.4 refuses the one-element array of Triton 3.6
-    plain(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patched
+sys.path.insert(0, sys.argv[3])
+import interpreter
 from fastlr import ops
 from fastlr.kernels import conv_norms, linear_norms, product_norms
 
@@ -273,7 +265,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("norms")
     torch.save((CASES, WIDE, LEFT), folder / "cases.pt")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, str(folder / "cases.pt"), str(folder / "results.pt")]
+    command = [sys.executable, "-c", RUN, str(folder / "cases.pt"), str(folder / "results.pt"), str(Path(__file__).parent)]
     subprocess.run(command, check=True, env=environment)
     return torch.load(folder / "results.pt", weights_only=False)
 
