@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -309,6 +310,13 @@ def test_scripted_module_gets_a_real_tensor() -> None:
     got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
     for name, want in truth.items():
         torch.testing.assert_close(got[name], want, rtol=1e-10, atol=1e-12)
+
+
+def test_compiled_part_is_folded_without_a_word() -> None:
+    part = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(nn.Sequential(torch.compile(part, backend="eager"), nn.Flatten(), nn.Linear(6 * 20, 3)), 1)
 
 
 def test_samples_of_several_images_run_unfolded() -> None:

@@ -12,8 +12,9 @@ where a parameter serves twice, and where a proof refutes it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -119,6 +120,13 @@ class Pending(Tensor):
         return self.value
 
 
+def _uncompiled() -> AbstractContextManager:
+    """Let compiled parts of the model run as they were written."""
+    if "torch._dynamo" not in sys.modules:  # then there are none
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 def computed(tree: Any) -> Any:
     """Replace what is pending in arguments or results by its value."""
     if isinstance(tree, tuple) and not any(isinstance(t, (Pending, list, tuple, dict)) for t in tree):
@@ -194,7 +202,7 @@ class Folding(TorchFunctionMode):
         self.names = {id(t): name for name, t in tensors.items()}
         for _ in range(3):
             self.again, self.folded, self.plain, self.seen = False, {}, {}, set()
-            with self:
+            with self, _uncompiled():
                 result = forward()
             result = computed(result)
             if self.disabled:
