@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fastlr.cli_continual import continual
 from fastlr.cli_data import app as data_commands
 from fastlr.errors import FastlrWarning, InputError
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     help="Local redundancy of a PyTorch model: the mean squared per-sample gradient norm, with a standard error.",
 )
 app.add_typer(data_commands, name="data")
+app.command()(continual)
 DTYPES = ("fp32", "bf16", "fp16")
 PROBES = ("rademacher", "sampled", "exact", "batch")
 PREDICTIVES = ("auto", "categorical", "bernoulli", "gaussian")

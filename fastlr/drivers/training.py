@@ -1,0 +1,196 @@
+"""Training on one task that lies on the device: order of the images, steps, learning curves of the loss, accuracy."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastlr.data import Task, normalise, take
+from fastlr.drivers.config import ContinualOptions
+from fastlr.drivers.runs import seed_everything, stream_seed
+from fastlr.errors import ModelError, NonFiniteError
+
+EVALUATED = 500  # test images a forward pass
+LOOKED_AT = 10  # epochs between two looks at the losses on a GPU, which wait for it
+
+
+class Trainer:
+    """A model, its optimiser, and how they learn a task.
+
+    Everything random in a task (order of the images, flips, dropout) is a pure function of the run's seed and the task's
+    number. On a CPU, the same thread count gives the same bits.
+
+    Attributes:
+        model: Trained in place.
+        optimiser: Of all its trainable parameters.
+        dtype: Of autocast and of the images; float32 means no autocast.
+    """
+
+    def __init__(self, model: nn.Module, options: ContinualOptions, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+        self.model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.optimiser = self._new_optimiser()
+        if options.head_reset:
+            self.head()  # an error now rather than after the first task
+
+    def _new_optimiser(self) -> torch.optim.Optimizer:
+        options = self.options
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        fused = self.device.type == "cuda"
+        common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay, "fused": fused}
+        if options.optimiser == "sgd":
+            return torch.optim.SGD(parameters, momentum=options.momentum, **common)
+        return torch.optim.AdamW(parameters, **common)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, by reference."""
+        return {"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put model and optimiser into a state that `state` returned."""
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which the model runs."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def head(self) -> nn.Linear:
+        """Return the linear layer that makes the two logits.
+
+        Raises:
+            ModelError: There is none.
+        """
+        heads = [m for m in self.model.modules() if isinstance(m, nn.Linear) and m.out_features == 2]
+        if not heads:
+            raise ModelError(
+                "head_reset wants a model that ends in nn.Linear with two outputs: use another, or head_reset=no"
+            )
+        return heads[-1]
+
+    def learn(self, task: Task, number: int, report: Callable[[int], None] = lambda epoch: None) -> float | None:
+        """Train on a task; the optimiser and the head are reset first where the options say so.
+
+        Args:
+            task: On the device.
+            number: The task's position, which decides all that is random.
+            report: Called with the epochs done after each.
+
+        Returns:
+            The mean loss of the last epoch; None if a loss was not finite and on_nan is "skip": model and optimiser are
+            then as before.
+
+        Raises:
+            NonFiniteError: A loss was not finite and on_nan is "stop".
+        """
+        options = self.options
+        before = copy.deepcopy(self.state()) if options.on_nan == "skip" else None
+        seed_everything(stream_seed(options.seed, "task", number))
+        if options.optimiser_state == "reset":
+            self.optimiser = self._new_optimiser()
+        if options.head_reset:
+            with torch.no_grad():
+                self.head().weight.zero_()
+                if self.head().bias is not None:
+                    self.head().bias.zero_()
+        self.model.train()
+        generator = torch.Generator().manual_seed(stream_seed(options.seed, "order", number))
+        losses: list[Tensor] = []
+        for epoch in range(1, options.epochs + 1):
+            losses.append(self._epoch(task, generator))
+            if self.device.type == "cpu" or epoch % LOOKED_AT == 0 or epoch == options.epochs:
+                found = torch.stack(losses).tolist()
+                bad = [i for i, loss in enumerate(found, epoch - len(found) + 1) if not math.isfinite(loss)]
+                if not bad and epoch == options.epochs and not self._works(task):
+                    bad = [epoch]  # the last steps have ruined the weights
+                if bad and before is None:
+                    raise NonFiniteError(
+                        f"task {number}: the loss is not finite in epoch {bad[0]}; lower learning_rate, or choose on_nan=skip, "
+                        "in a new run (the run up to the task before is intact)"
+                    )
+                if bad and before is not None:
+                    self.load(before)
+                    return None
+                losses = []
+            report(epoch)
+        return found[-1]
+
+    @torch.no_grad()
+    def _works(self, task: Task) -> bool:
+        """Whether the network's outputs for some of the task's images are finite in eval mode."""
+        self.model.eval()
+        with self.autocast():
+            z = self.model(normalise(task.test_x[:EVALUATED], self.dtype))
+        self.model.train()
+        return bool(z.isfinite().all())
+
+    def _epoch(self, task: Task, generator: torch.Generator) -> Tensor:
+        """Go over the images once; the mean loss, on the device."""
+        n = len(task.train_y)
+        order = self._to_device(torch.randperm(n, generator=generator))
+        mirrored = self._to_device(torch.rand(n, generator=generator) < 0.5) if self.options.flip else None
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for start, stop in spans(n, self.options.batch_size):
+            flips = None if mirrored is None else mirrored[start:stop]
+            total += self._step(task, order[start:stop], flips)
+        return total / n
+
+    def _step(self, task: Task, index: Tensor, flips: Tensor | None) -> Tensor:
+        """One step of the optimiser on the mean loss of a batch; returns the losses' sum.
+
+        BatchNorm sees ``norm_batch`` images at a time; the gradients of these passes are added.
+        """
+        self.optimiser.zero_grad(set_to_none=True)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        size = len(index)
+        parts = -(-size // self.options.norm_batch) if self.options.norm_batch else 1
+        bounds = [size * i // parts for i in range(parts + 1)]
+        for start, stop in zip(bounds, bounds[1:]):
+            rows = index[start:stop]
+            x = take(task.train_x, rows)
+            if flips is not None:
+                x = torch.where(flips[start:stop, None, None, None], x.flip(3), x)
+            with self.autocast():
+                z = self.model(normalise(x, self.dtype))
+            loss = F.cross_entropy(z.float(), task.train_y.index_select(0, rows), reduction="sum")
+            (loss / size).backward()
+            total += loss.detach()
+        self.optimiser.step()
+        return total
+
+    def _to_device(self, t: Tensor) -> Tensor:
+        return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
+
+    @torch.no_grad()
+    def accuracy(self, x: Tensor, y: Tensor) -> float:
+        """Return the share of images whose larger logit is their label, in eval mode."""
+        self.model.eval()
+        right = torch.zeros((), dtype=torch.int64, device=self.device)
+        for images, labels in zip(x.split(EVALUATED), y.split(EVALUATED)):
+            with self.autocast():
+                z = self.model(normalise(images, self.dtype))
+            right += (z.argmax(1) == labels).sum()
+        self.model.train()
+        return right.item() / len(y)
+
+
+def spans(n: int, size: int) -> Iterator[tuple[int, int]]:
+    """Split ``range(n)`` into batches; the last may be smaller, but a single image joins the batch before it.
+
+    (BatchNorm has no statistics of one value.)
+
+    Example:
+        >>> list(spans(7, 3)), list(spans(8, 3))
+        ([(0, 3), (3, 7)], [(0, 3), (3, 6), (6, 8)])
+    """
+    starts = list(range(0, n, size))
+    if len(starts) > 1 and n - starts[-1] == 1 and size > 1:
+        starts.pop()
+    yield from zip(starts, [*starts[1:], n])

@@ -1,0 +1,47 @@
+"""The convolutional network of Dohare et al. for Continual ImageNet at 32 x 32."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastlr.errors import InputError
+
+
+class ConvNet(nn.Module):
+    """Three convolutions (32 of 5 x 5, 64 and 128 of 3 x 3), each with ReLU and 2 x 2 max pooling, and three linear layers.
+
+    At 32 x 32 with two classes it has 177,218 parameters and is the network of Dohare et al. (2024, "Loss of plasticity in
+    deep continual learning", appendix; ``lop/nets/conv_net.py`` of their code), with torch's default initialisation.
+
+    Args:
+        num_classes: Size of the output.
+        size: Height and width of the images, at least 22; only the first linear layer depends on it.
+
+    Shapes: images ``[B, 3, size, size]`` -> logits ``[B, num_classes]``.
+
+    Example:
+        >>> sum(p.numel() for p in ConvNet().parameters())
+        177218
+    """
+
+    def __init__(self, num_classes: int = 2, size: int = 32) -> None:
+        super().__init__()
+        side = ((((size - 4) // 2) - 2) // 2 - 2) // 2
+        if side < 1:
+            raise InputError(f"size={size}: ConvNet needs images of at least 22 x 22")
+        self.size, self.features = size, 128 * side * side
+        self.conv1, self.conv2, self.conv3 = nn.Conv2d(3, 32, 5), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 128, 3)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(self.features, 128), nn.Linear(128, 128), nn.Linear(128, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        if x.shape[-2:] != (self.size, self.size):
+            raise InputError(
+                f"images of {x.shape[-2]} x {x.shape[-1]}, but the network is made for size={self.size}: make it with the "
+                "size of the data (--set model_kwargs='{\"size\": 64}')"
+            )
+        for layer in (self.conv1, self.conv2, self.conv3):
+            x = F.max_pool2d(F.relu(layer(x)), 2)
+        x = F.relu(self.fc1(x.flatten(1)))
+        return self.fc3(F.relu(self.fc2(x)))

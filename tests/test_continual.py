@@ -1,0 +1,496 @@
+"""The continual-learning driver: what a run records, that it trains as plain torch does, that it survives being killed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import random
+import time
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastlr
+from fastlr.cli import main
+from fastlr.cli_continual import _Clock
+from fastlr.data import ImageStore, load_task, normalise, pairs, synthetic_store
+from fastlr.drivers import continual
+from fastlr.drivers.config import MEASURES, PRESETS, ContinualOptions, parse_settings, resolve
+from fastlr.drivers.runs import stream_seed
+from fastlr.drivers.training import Trainer
+from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
+
+
+def net(num_classes: int = 2) -> nn.Module:
+    """A small network with everything that is random or has state in training."""
+    features = [
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(3),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+    ]
+    return nn.Sequential(*features, nn.Linear(36, num_classes))
+
+
+SMALL = {
+    "model": "test_continual:net",
+    "device": "cpu",
+    "dtype": "fp32",
+    "tasks": 3,
+    "epochs": 2,
+    "batch_size": 12,
+    "norm_batch": 6,
+    "learning_rate": 1e-2,
+    "redundancy_n": 20,
+    "measure_images": 16,
+    "flip": True,
+}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("data") / "store"
+    synthetic_store(path, classes=3, size=8, train=11, test=5)
+    return str(path)
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in (path / "records.jsonl").read_text().splitlines()]
+
+
+def comparable(path) -> list[dict]:
+    """The records without what tells of the interruption, and times."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines(path) if line["kind"] != "resume"]
+
+
+def checkpoint(path) -> dict:
+    return torch.load(path / "checkpoints/last.pt", weights_only=True)["state"]
+
+
+# -- killed and resumed ------------------------------------------------------------------------------------------------
+
+
+def carry_on(path, settings) -> None:
+    """Begin, or go on with, a run; in a process of its own."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FastlrWarning)
+    if (path / "config.json").exists():
+        continual.resume(path, {})
+    else:
+        continual.begin(path, "paper", settings)
+
+
+def start(path, settings) -> multiprocessing.Process:
+    context = multiprocessing.get_context("forkserver")  # imports torch once
+    context.set_forkserver_preload(["__main__", "fastlr.cli_continual", "fastlr.drivers.continual"])
+    process = context.Process(target=carry_on, args=(path, settings))
+    process.start()
+    return process
+
+
+def finish(path, settings) -> None:
+    process = start(path, settings)
+    process.join(300)
+    assert process.exitcode == 0
+
+
+def check_kills(tmp_path, images, kills: int, seed: int) -> None:
+    settings = {**SMALL, "data": images, "tasks": 6, "epochs": 10, "measures": tuple(MEASURES)}
+    whole = tmp_path / "whole"
+    finish(whole, settings)
+    seconds = (whole / "records.jsonl").stat().st_mtime - (whole / "run.lock").stat().st_mtime
+    of_tasks = sum(sum(line["seconds"].values()) for line in lines(whole)[1:])
+    wanted = comparable(whole)
+    assert [line.get("task") for line in wanted] == [None, 0, 1, 2, 3, 4, 5]
+    moments = random.Random(seed)
+    ends = []
+    for kill in range(kills):
+        path = tmp_path / f"killed{kill}"
+        process = start(path, settings)
+        mark, span = (
+            ("records.jsonl", of_tasks) if kill % 2 == 0 else ("run.lock", seconds)
+        )  # before the first task too
+        while not (path / mark).exists() and process.is_alive():
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, span))
+        process.kill()
+        process.join()
+        before = (path / "records.jsonl").read_bytes() if (path / "records.jsonl").exists() else b""
+        ends.append(before.count(b"\n"))
+        finish(path, settings)
+        assert comparable(path) == wanted, f"killed after {ends[-1]} records"
+        assert_same(checkpoint(path), checkpoint(whole))
+    assert kills < 10 or len(set(ends)) > 3, f"the kills came at the same places: {ends}"
+    print("records when killed:", ends)
+
+
+def assert_same(a, b) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_same(x, y)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_killed_three_times_it_ends_as_the_uninterrupted_run(tmp_path, images):
+    check_kills(tmp_path, images, 3, seed=0)
+
+
+@pytest.mark.long
+def test_killed_twenty_times_it_ends_as_the_uninterrupted_run(tmp_path, images):
+    check_kills(tmp_path, images, 20, seed=1)
+
+
+def test_a_run_can_be_made_longer(tmp_path, images):
+    settings = {**SMALL, "data": images, "measures": ("weight_norm", "local_redundancy_next_task")}
+    continual.begin(tmp_path / "long", "paper", {**settings, "tasks": 4})
+    continual.begin(tmp_path / "short", "paper", {**settings, "tasks": 2})
+    torch.rand(7)  # what happens in between does not matter
+    continual.resume(tmp_path / "short", {"tasks": 4})
+    assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
+    rounds = [(line["round"], line["classes"]) for line in comparable(tmp_path / "long")[1:]]
+    assert [r for r, _ in rounds] == [0, 0, 0, 1], "three classes have three pairs; then a new permutation, marked"
+    continual.resume(tmp_path / "short", {"tasks": 3})  # fewer: nothing is left to do
+    assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+def test_the_records_say_what_the_checkpoint_computes(tmp_path, images):
+    settings = {**SMALL, "data": images, "tasks": 2, "measures": tuple(MEASURES), "seed": 3}
+    continual.begin(tmp_path / "run", "paper", settings)
+    first, before, last = lines(tmp_path / "run")
+    assert (first["kind"], before["kind"], last["kind"]) == ("start", "task", "task")
+    assert list(first["measures"]) == list(last["measures"]) == list(MEASURES)
+    assert before["previous_accuracy"] is None and before["task"] == 0 and last["task"] == 1
+    timed = {name for key in last["seconds"] for name in key.split("+")}
+    assert timed == {"train", "evaluate", *MEASURES}
+
+    store = ImageStore.open(images)
+    drawn = pairs(3, 3, seed=3)
+    assert [line["classes"] for line in (before, last)] == [[p.first, p.second] for p in drawn[:2]]
+    assert last["names"] == [store.classes[i] for i in last["classes"]]
+    earlier, task, following = (load_task(store, pair) for pair in drawn)
+    assert last["train_images"] == len(task.train_y) == 22 and last["test_images"] == len(task.test_y) == 10
+    model = net()
+    model.load_state_dict(checkpoint(tmp_path / "run")["model"])
+    model.eval()
+    for t, name in ((task, "accuracy"), (earlier, "previous_accuracy")):
+        right = sum(int(model(normalise(x[None])).argmax() == y) for x, y in zip(t.test_x, t.test_y))
+        assert last[name] == right / len(t.test_y)
+
+    values = {name: measure["value"] for name, measure in last["measures"].items()}
+    assert all(measure["definition"] for measure in last["measures"].values())
+    initial = torch.load(tmp_path / "run/checkpoints/initial.pt", weights_only=True)
+    flat = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    start = torch.cat([initial[name].double().flatten() for name, _ in model.named_parameters()])
+    assert values["weight_norm"] == pytest.approx(flat.norm().item(), rel=1e-12)
+    assert values["distance_from_init"] == pytest.approx((flat - start).norm().item(), rel=1e-12)
+    assert first["measures"]["distance_from_init"]["value"] == 0
+    assert first["measures"]["weight_norm"]["value"] == pytest.approx(start.norm().item(), rel=1e-12)
+    whole = fastlr.estimate(model, fastlr.ShapeImages(size=(3, 8, 8)), n=20, seed=3)
+    assert values["local_redundancy"] == pytest.approx(whole.value, rel=1e-5)
+    assert last["measures"]["local_redundancy"]["stderr"] == pytest.approx(whole.stderr, rel=1e-4)
+    assert sum(last["measures"]["local_redundancy"]["per_parameter"].values()) == pytest.approx(whole.value, rel=1e-4)
+    noise = fastlr.estimate(model, fastlr.NoiseImages(size=(3, 8, 8)), n=20, seed=3)
+    assert values["local_redundancy_noise"] == pytest.approx(noise.value, rel=1e-5)
+    x = normalise(following.train_x)  # all 22, of which 20 are used
+    each = fastlr.estimate(model, fastlr.TensorInputs(x), n=22, seed=3, probe="exact").per_sample
+    used = last["measures"]["local_redundancy_next_task"]
+    assert used["n"] == 20 and each.sort().values[:20].mean() <= used["value"] <= each.sort().values[2:].mean()
+    assert values["batch_grad_norm"] <= values["train_grad_norm"]
+
+
+def test_measures_on_a_task_use_the_task_just_learned(tmp_path, images):
+    settings = {**SMALL, "data": images, "tasks": 2, "measures": ("train_grad_norm",), "measure_images": 1000}
+    continual.begin(tmp_path / "run", "paper", settings)
+    model = net()
+    model.load_state_dict(checkpoint(tmp_path / "run")["model"])
+    task = load_task(ImageStore.open(images), pairs(3, 2)[1])
+    wanted = fastlr.metrics.train_grad_norm(model, normalise(task.train_x), task.train_y, F.cross_entropy)
+    assert lines(tmp_path / "run")[-1]["measures"]["train_grad_norm"]["value"] == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_measures_at_some_boundaries(tmp_path, images):
+    settings = {**SMALL, "data": images, "tasks": 5, "measures": ("weight_norm",), "measure_every": 2}
+    continual.begin(tmp_path / "run", "paper", settings)
+    assert [bool(line["measures"]) for line in lines(tmp_path / "run")] == [True, False, True, False, True, False]
+
+
+def test_a_measure_that_the_model_does_not_have_is_named(tmp_path, images):
+    settings = {
+        **SMALL,
+        "data": images,
+        "model": "test_continual:no_activation",
+        "measures": ("weight_norm", "dormant_ratio"),
+    }
+    with pytest.raises(ModelError, match="dormant_ratio: no activations .*leave it out by --set measures"):
+        continual.begin(tmp_path / "run", "paper", settings)
+
+
+def no_activation(num_classes: int = 2) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def plain(num_classes: int = 2) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, num_classes)
+    )
+
+
+def trainer(network=plain, **settings) -> Trainer:
+    torch.manual_seed(0)
+    options = resolve(ContinualOptions, PRESETS, "paper", {**SMALL, **settings})
+    return Trainer(network(), options, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def task(images):
+    return load_task(ImageStore.open(images), (0, 1))
+
+
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+def test_training_is_what_a_plain_loop_does(task, optimiser):
+    """Batches of 12, 12 forward passes of 6: BatchNorm's statistics of 6, the mean gradient of 12, one step."""
+    mine = trainer(flip=False, optimiser=optimiser, momentum=0.9, weight_decay=0.1, learning_rate=0.003)
+    model = copy.deepcopy(mine.model)
+    kind, more = (torch.optim.AdamW, {}) if optimiser == "adamw" else (torch.optim.SGD, {"momentum": 0.9})
+    steps = kind(model.parameters(), lr=0.003, weight_decay=0.1, **more)
+    generator = torch.Generator().manual_seed(stream_seed(0, "order", 5))
+    x = (task.train_x.float() / 255 - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor(
+        [0.229, 0.224, 0.225]
+    )[:, None, None]
+    for _ in range(2):
+        order = torch.randperm(22, generator=generator)
+        total = 0.0
+        for batch, halves in ((order[:12], (6, 6)), (order[12:], (5, 5))):
+            losses = [F.cross_entropy(model(x[half]), task.train_y[half]) for half in batch.split(halves)]
+            steps.zero_grad()
+            (sum(losses) / 2).backward()
+            steps.step()
+            total += sum(losses).item() / 2 * len(batch)
+    assert mine.learn(task, 5) == pytest.approx(total / 22, rel=1e-4)
+    for (name, a), b in zip(mine.model.state_dict().items(), model.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_the_whole_batch_when_norm_batch_is_zero(task):
+    a, b = trainer(norm_batch=0, flip=False), trainer(norm_batch=12, flip=False)
+    assert a.learn(task, 0) == b.learn(task, 0)
+
+
+class Watching(nn.Module):
+    """Keeps the images that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.seen = nn.Linear(192, 2), []
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append(x.detach().clone())
+        return self.head(x.flatten(1))
+
+
+def test_every_image_once_an_epoch_half_of_them_mirrored(task):
+    mine = trainer(network=Watching, epochs=20)
+    mine.learn(task, 0)
+    seen = torch.cat(mine.model.seen)
+    assert len(seen) == 20 * 22 and max(map(len, mine.model.seen)) == 6
+    originals, mirrored = normalise(task.train_x), 0
+    for epoch in seen.split(22):
+        as_they_are = (epoch[:, None] == originals).flatten(2).all(2)
+        flipped = (epoch[:, None] == originals.flip(3)).flatten(2).all(2)
+        assert ((as_they_are | flipped).sum(0) == 1).all()
+        mirrored += int(flipped.sum())
+    assert abs(mirrored - 220) < 4 * 440**0.5 / 2
+    assert not torch.equal(seen[:22], seen[22:44])
+
+
+def test_optimiser_state_is_kept_or_reset(tmp_path, images):
+    for option, steps in (("kept", 3 * 4), ("reset", 4)):
+        settings = {**SMALL, "data": images, "measures": (), "optimiser_state": option}
+        continual.begin(tmp_path / option, "paper", settings)
+        state = checkpoint(tmp_path / option)["optimiser"]["state"]
+        assert {int(each["step"]) for each in state.values()} == {steps}
+        assert {line["optimiser_state"] for line in lines(tmp_path / option)[1:]} == {option}
+
+
+def test_the_head_is_reset_at_each_task(task):
+    for reset in (True, False):
+        mine = trainer(head_reset=reset, learning_rate=1e-9, optimiser="sgd", weight_decay=0.0)
+        before = copy.deepcopy(mine.model.state_dict())
+        mine.learn(task, 0)
+        after = mine.model.state_dict()
+        assert (after["4.weight"].abs().max() < 1e-6) == reset
+        assert torch.allclose(after["0.weight"], before["0.weight"], atol=1e-6)
+    with pytest.raises(ModelError, match="head_reset wants"):
+        trainer(head_reset=True, network=lambda: nn.Conv2d(3, 2, 1))
+
+
+def test_weights_are_carried_over(tmp_path, images):
+    settings = {**SMALL, "data": images, "measures": ("distance_from_init",), "learning_rate": 1e-3}
+    continual.begin(tmp_path / "run", "paper", settings)
+    distances = [line["measures"]["distance_from_init"]["value"] for line in lines(tmp_path / "run")]
+    assert distances == sorted(distances) and distances[0] == 0 < distances[1]
+
+
+def test_bfloat16(tmp_path, images):
+    settings = {**SMALL, "data": images, "dtype": "bf16", "tasks": 1, "measures": tuple(MEASURES)}
+    continual.begin(tmp_path / "run", "paper", settings)
+    first = lines(tmp_path / "run")[0]["measures"]["local_redundancy"]["value"]
+    continual.begin(tmp_path / "fp32", "paper", {**settings, "dtype": "fp32"})
+    wanted = lines(tmp_path / "fp32")[0]["measures"]["local_redundancy"]["value"]
+    assert first == pytest.approx(wanted, rel=0.03) and first != wanted
+    assert all(v.dtype == torch.float32 for k, v in checkpoint(tmp_path / "run")["model"].items() if "num" not in k)
+
+
+# -- losses that are not finite ----------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, images):
+    settings = {**SMALL, "data": images, "optimiser": "sgd", "learning_rate": 1e30, "measures": ("weight_norm",)}
+    with pytest.raises(NonFiniteError, match="task 0: the loss is not finite in epoch 2; lower learning_rate"):
+        continual.begin(tmp_path / "run", "paper", settings)
+    assert len(lines(tmp_path / "run")) == 1 and checkpoint(tmp_path / "run")["position"] == 0
+
+
+def test_the_last_step_can_ruin_the_network_too(tmp_path, images):
+    settings = {**SMALL, "data": images, "optimiser": "sgd", "learning_rate": 1e30, "epochs": 1, "batch_size": 22}
+    with pytest.raises(NonFiniteError, match="in epoch 1"):
+        continual.begin(tmp_path / "run", "paper", {**settings, "measures": ()})
+
+
+def test_or_the_task_is_skipped(tmp_path, images):
+    settings = {**SMALL, "data": images, "optimiser": "sgd", "momentum": 0.9, "learning_rate": 1e30, "on_nan": "skip"}
+    continual.begin(tmp_path / "run", "paper", {**settings, "measures": ("distance_from_init",)})
+    records = lines(tmp_path / "run")[1:]
+    for line in records:
+        assert line["skipped"] == "nan loss" and line["measures"]["distance_from_init"]["value"] == 0
+        assert line["accuracy"] is line["previous_accuracy"] is line["train_loss"] is None
+    state, initial = checkpoint(tmp_path / "run"), torch.load(tmp_path / "run/checkpoints/initial.pt")
+    assert_same(dict(state["model"]), dict(initial))
+    assert len(records) == 3 and not state["optimiser"]["state"]
+
+
+# -- options and the command line --------------------------------------------------------------------------------------
+
+
+def test_settings_are_checked(tmp_path):
+    parsed = parse_settings(
+        ContinualOptions, ["learning_rate=1e-2", 'model_kwargs={"size": 64}', "dtype=bf16", "flip=off"]
+    )
+    assert parsed == {"learning_rate": 0.01, "model_kwargs": {"size": 64}, "dtype": "bf16", "flip": False}
+    for text, message in (
+        ("epoch=3", "epoch is unknown: did you mean epochs"),
+        ("epochs=3.5", "epochs wants a whole number, not '3.5'"),
+        ("learning_rate=nan", "finite"),
+        ("flip=perhaps", "true or false"),
+        ("dtype=fp8", "one of fp32, bf16"),
+        ("model_kwargs=[1]", "a JSON object"),
+        ("epochs", "write key=value"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parse_settings(ContinualOptions, [text])
+    with pytest.raises(InputError, match="given twice"):
+        parse_settings(ContinualOptions, ["epochs=1", "epochs=2"])
+    for settings, message in (
+        ({"epochs": 0}, "epochs=0: give at least 1"),
+        ({"learning_rate": 0.0}, "positive"),
+        ({"measures": ("weight_nrm",)}, "did you mean weight_norm"),
+        ({"measures": ("srank", "srank")}, "twice"),
+    ):
+        with pytest.raises(InputError, match=message):
+            resolve(ContinualOptions, PRESETS, "paper", settings)
+    with pytest.raises(InputError, match="option epoch is unknown: did you mean epochs"):
+        resolve(ContinualOptions, PRESETS, "paper", {"epoch": 1})
+    with pytest.raises(InputError, match="preset dohare is unknown: did you mean dohare32"):
+        resolve(ContinualOptions, PRESETS, "dohare", {})
+
+
+def test_the_presets_are_those_of_the_papers():
+    paper, dohare = (resolve(ContinualOptions, PRESETS, name, {}) for name in ("paper", "dohare32"))
+    assert (paper.model, paper.tasks, paper.epochs, paper.redundancy_n) == ("mobilenet_v3_large", 3000, 100, 5000)
+    assert (paper.optimiser, paper.learning_rate, paper.batch_size, paper.norm_batch) == ("adamw", 1e-3, 1024, 256)
+    assert (paper.dtype, paper.optimiser_state, paper.head_reset) == ("bf16", "kept", False)
+    assert (dohare.tasks, dohare.epochs, dohare.batch_size, dohare.momentum) == (2000, 250, 100, 0.9)
+    assert dohare.optimiser == "sgd" and dohare.head_reset
+
+
+def test_a_run_is_resumed_with_its_own_options(tmp_path, images):
+    settings = {**SMALL, "data": images, "tasks": 1, "measures": ()}
+    continual.begin(tmp_path / "run", "paper", settings)
+    with pytest.raises(InputError, match="begun with epochs=2, not 3"):
+        continual.resume(tmp_path / "run", {"epochs": 3})
+    with pytest.raises(InputError, match="begun with the preset paper, not tiny"):
+        continual.resume(tmp_path / "run", {}, preset="tiny")
+    other = tmp_path / "other"
+    synthetic_store(other, classes=3, size=8, train=11, test=5, seed=1)
+    with pytest.raises(InputError, match="other images"):
+        continual.resume(tmp_path / "run", {"data": str(other)})
+    assert len(lines(tmp_path / "run")) == 2, "refusals leave no trace"
+
+
+def test_the_command(tmp_path, images, capsys):
+    arguments = ["--out", str(tmp_path / "run"), "--set", "epochs=1", "--set", "measures=weight_norm"]
+    size = ["--set", "model=test_continual:net"]
+    assert main(["continual", "demo", "--data", images, *arguments, *size, "--tasks", "2", "--seed", "5"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err, "quiet without a terminal"
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["options"]["seed"] == 5 and config["options"]["tasks"] == 2 and config["preset"] == "demo"
+    assert (
+        config["data"]["digest"] == ImageStore.open(images).digest and config["versions"]["torch"] == torch.__version__
+    )
+    assert main(["continual", "--resume", "--out", str(tmp_path / "run"), "--tasks", "3"]) == 0
+    assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "resume", "task"]
+    assert main(["continual", "demo", "--data", images, *arguments]) == 2
+    assert "holds a run: --resume goes on with it" in capsys.readouterr().err
+    for extra, message in (
+        (["--set", "epoch=1"], "did you mean epochs"),
+        (["--tasks", "2", "--set", "tasks=3"], "both given"),
+        ([], "give --out"),
+        (["--out", str(tmp_path / "new")], "give --data"),
+    ):
+        assert main(["continual", "paper", *extra]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert main(["continual", "dohare32", "--options"]) == 0
+    assert "epochs=250\n" in capsys.readouterr().out
+
+
+def test_time_left(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = _Clock()
+    assert clock.left(40, 50) is None  # resumed at task 40
+    now[0] = 110.0
+    assert clock.left(42, 50) == pytest.approx(40)
+
+
+def test_progress_goes_from_epoch_to_epoch(tmp_path, images):
+    seen = []
+    settings = {**SMALL, "data": images, "tasks": 2, "measures": ()}
+    continual.begin(
+        tmp_path / "run", "paper", settings, lambda at: seen.append((at.done, at.epoch, at.record is not None))
+    )
+    assert seen == [
+        (0, 0, True),
+        *[(0, 1, False), (0, 2, False), (1, 0, True)],
+        *[(1, 1, False), (1, 2, False), (2, 0, True)],
+    ]
