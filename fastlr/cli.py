@@ -17,6 +17,7 @@ from rich.console import Console
 
 from fastlr.cli_continual import continual
 from fastlr.cli_data import app as data_commands
+from fastlr.cli_report import register as register_reports
 from fastlr.errors import FastlrWarning, InputError
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
     help="Local redundancy of a PyTorch model: the mean squared per-sample gradient norm, with a standard error.",
 )
 app.add_typer(data_commands, name="data")
+register_reports(app)
 app.command()(continual)
 DTYPES = ("fp32", "bf16", "fp16")
 PROBES = ("rademacher", "sampled", "exact", "batch")

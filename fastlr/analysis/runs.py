@@ -1,0 +1,219 @@
+"""Run folders read back: the records of a continual run as series over tasks.
+
+A folder holds ``config.json`` and ``records.jsonl``, one JSON object a line: "start", "task" and "resume" lines. Readers
+take what is there: measures may be missing, further keys are ignored, and a last line that a crash cut short is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastlr.errors import FastlrWarning, InputError
+
+Series = NDArray[np.float64]
+HORIZON = 10  # tasks whose mean accuracy a measure is set against (paper, Table 1)
+
+
+@dataclass
+class Run:
+    """The records of one run. All series have one entry a task, 0 to the last, NaN where nothing was recorded.
+
+    Attributes:
+        path: The run folder.
+        config: ``config.json``; empty if there is none.
+        tasks: Task number to its record.
+        start: Measures of the untrained network.
+        resumed: Task numbers at which the run was resumed.
+    """
+
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return max(self.tasks, default=-1) + 1
+
+    @property
+    def name(self) -> str:
+        """The last part of the path, with its parent's for folders called seed-0, seed-1, ..."""
+        path = self.path.resolve()
+        return f"{path.parent.name}/{path.name}" if path.name.startswith("seed-") else path.name
+
+    @property
+    def skipped(self) -> list[int]:
+        """Tasks that were given up (their ``skipped`` says why)."""
+        return [t for t, record in sorted(self.tasks.items()) if record.get("skipped")]
+
+    @property
+    def measures(self) -> list[str]:
+        """Names of the measures that were recorded at any boundary, in the order of their first appearance."""
+        return list(dict.fromkeys(name for record in self.tasks.values() for name in _dict(record, "measures")))
+
+    def _series(self, pick: Any) -> Series:
+        values = np.full(len(self), np.nan)
+        for t, record in self.tasks.items():
+            values[t] = _number(pick(record))
+        return values
+
+    @property
+    def accuracy(self) -> Series:
+        """Accuracy on held-out images of task t right after training on it, 0 to 1; NaN for skipped tasks."""
+        return self._series(lambda record: None if record.get("skipped") else record.get("accuracy"))
+
+    @property
+    def forgetting(self) -> Series:
+        """``accuracy[t] - previous_accuracy[t + 1]``: what task t's accuracy loses by training on task t + 1."""
+        previous = self._series(lambda record: None if record.get("skipped") else record.get("previous_accuracy"))
+        return self.accuracy - np.append(previous[1:], np.nan)[: len(self)]
+
+    def future_accuracy(self, horizon: int = HORIZON) -> Series:
+        """Mean accuracy of tasks t + 1 .. t + horizon; NaN where fewer than ``horizon`` tasks follow.
+
+        Skipped or missing tasks among them are left out of the mean; with less than half of them there it is NaN.
+        """
+        accuracy, result = self.accuracy, np.full(len(self), np.nan)
+        for t in range(len(self) - horizon):
+            known = accuracy[t + 1 : t + 1 + horizon]
+            known = known[~np.isnan(known)]
+            if 2 * len(known) >= horizon:
+                result[t] = known.mean()
+        return result
+
+    def measure(self, name: str, key: str = "value") -> Series:
+        """A measure at the boundary after each task: its "value", or another number of its record ("stderr")."""
+        return self._series(lambda record: _entry(record, name).get(key))
+
+    def definition(self, name: str) -> str:
+        """What was measured under this name, in the words of the record; empty if they are missing."""
+        found = (_entry(record, name).get("definition") for record in self.tasks.values())
+        return next((str(text) for text in found if text), "")
+
+    def seconds(self, name: str) -> Series:
+        """Seconds that "train", "evaluate" or a measure took at each task."""
+        return self._series(lambda record: _dict(record, "seconds").get(name))
+
+    @property
+    def timed(self) -> list[str]:
+        """Names that have seconds, in the order of their first appearance."""
+        return list(dict.fromkeys(name for record in self.tasks.values() for name in _dict(record, "seconds")))
+
+    def per_parameter(self, name: str = "local_redundancy") -> dict[int, dict[str, float]]:
+        """Task number to the measure's mean for each parameter, where it was recorded."""
+        found = {t: _dict(_entry(record, name), "per_parameter") for t, record in sorted(self.tasks.items())}
+        return {t: {key: _number(value) for key, value in values.items()} for t, values in found.items() if values}
+
+
+def read_run(path: str | Path) -> Run:
+    """Read one run folder.
+
+    Of several lines for one task (a run that was killed and resumed) the last counts. A damaged line is left out with a
+    warning.
+
+    Raises:
+        InputError: No such folder, no records.jsonl in it, or no line of it is a record.
+    """
+    path = Path(path)
+    file = path / "records.jsonl"
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"{path} is no run folder: cannot read records.jsonl ({error.strerror or error})") from error
+    run = Run(path, config=_config(path / "config.json"))
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+            if kind == "task":
+                run.tasks[_task(record)] = record
+            elif kind == "start":
+                run.start = _dict(record, "measures")
+            elif kind == "resume":
+                run.resumed.append(_task(record))
+        except (ValueError, KeyError, TypeError) as error:
+            last = not any(rest.strip() for rest in lines[number:])
+            what = "the last line is incomplete" if last else f"line {number} is damaged ({_short(error)})"
+            warnings.warn(f"{file}: {what} and is left out", FastlrWarning, stacklevel=2)
+    if not run.tasks and not run.start:
+        raise InputError(f"{file} holds no records of a continual run: nothing to report yet")
+    return run
+
+
+def read_runs(paths: Iterable[str | Path]) -> list[Run]:
+    """Read run folders; a folder of several runs (``seed-0``, ``seed-1``, ...) stands for all of them, in order.
+
+    Raises:
+        InputError: A path is no run folder and holds none; or one run is named twice.
+    """
+    folders: list[Path] = []
+    for path in map(Path, paths):
+        if (path / "records.jsonl").exists():
+            folders.append(path)
+            continue
+        inside = sorted((p.parent for p in path.glob("*/records.jsonl")), key=lambda p: _natural(p.name))
+        if not inside:
+            raise InputError(f"{path} is no run folder: neither it nor a folder in it holds records.jsonl")
+        folders += inside
+    if not folders:
+        raise InputError("no run folder given")
+    seen = [folder.resolve() for folder in folders]
+    twice = next((str(folder) for folder in seen if seen.count(folder) > 1), None)
+    if twice:
+        raise InputError(f"{twice} is given twice: a run counts once")
+    return [read_run(folder) for folder in folders]
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{file} cannot be read ({_short(error)}): reporting without it", FastlrWarning, stacklevel=3)
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _task(record: dict[str, Any]) -> int:
+    task = record["task"]
+    if isinstance(task, bool) or not isinstance(task, int) or not 0 <= task < 10_000_000:
+        raise ValueError(f"task {task!r}")
+    return task
+
+
+def _dict(record: dict[str, Any], key: str) -> dict[str, Any]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _entry(record: dict[str, Any], name: str) -> dict[str, Any]:
+    entry = _dict(record, "measures").get(name)
+    return entry if isinstance(entry, dict) else {"value": entry}
+
+
+def _number(value: Any) -> float:
+    """The value as a finite float; NaN for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return math.nan
+    return float(value)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:80]

@@ -1,0 +1,221 @@
+"""The tables beside Table 1: forgetting by blocks of tasks, what each measure costs, how estimates agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastlr.analysis.bootstrap import block_length, block_weights, interval, mean_error
+from fastlr.analysis.correlation import constant, pearson
+from fastlr.analysis.runs import Run
+
+Array = NDArray[np.float64]
+REFERENCE = "local_redundancy_next_task"
+SHAPES = "local_redundancy"
+_FEWEST_FOR_ERROR = 60
+
+
+@dataclass(frozen=True)
+class ForgettingBlock:
+    """Mean forgetting over the tasks ``first`` .. ``last`` (``last`` included), of all runs.
+
+    Attributes:
+        first: First task.
+        last: Last task.
+        n: Tasks that count: those with an accuracy right after training and after the next task.
+        right_after: Mean accuracy right after training on the task.
+        one_later: Mean accuracy on the same images after the next task.
+        mean: Mean of their difference; positive is forgetting.
+        stderr: Its standard error: by blocks of 30 tasks from 60 tasks on, else sd / sqrt(n); runs are independent.
+    """
+
+    first: int
+    last: int
+    n: int
+    right_after: float
+    one_later: float
+    mean: float
+    stderr: float
+
+
+def forgetting_by_blocks(runs: Sequence[Run], blocks: int = 10) -> list[ForgettingBlock]:
+    """All tasks first, then at most ``blocks`` stretches of equal length of at least 10 tasks.
+
+    Forgetting of task t is its accuracy right after training on it minus its accuracy after task t + 1.
+    """
+    longest = max(len(run) for run in runs)
+    size = max(10, -(-longest // blocks))
+    stretches = [(0, longest)] + [(start, min(start + size, longest)) for start in range(0, longest, size)]
+    if len(stretches) == 2:
+        stretches = stretches[:1]
+    result = []
+    for start, stop in stretches:
+        lost = [run.forgetting[start:stop] for run in runs]
+        kept = [np.isfinite(values) for values in lost]
+        before = np.concatenate([run.accuracy[start:stop][k] for run, k in zip(runs, kept)])
+        counts = [int(k.sum()) for k in kept]
+        n = sum(counts)
+        if not n:
+            continue
+        errors = [mean_error(values[k]) for values, k in zip(lost, kept) if k.any()]
+        squares = [(c / n * error) ** 2 for c, error in zip([c for c in counts if c], errors)]
+        mean = float(np.concatenate([values[k] for values, k in zip(lost, kept)]).mean())
+        after = float(before.mean())
+        result.append(
+            ForgettingBlock(start, stop - 1, n, after, after - mean, mean, math.sqrt(sum(squares)))  # NaN stays NaN
+        )
+    return result
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of "train", "evaluate" or a measure, as timed within the runs.
+
+    Attributes:
+        name: What was timed.
+        n: Tasks at which it was.
+        total: Seconds, of all runs.
+        mean: Seconds a task, over those at which it was timed.
+        median: The same; first calls (planning, compiling) do not move it.
+        share: Total over the seconds of training of all tasks of the same runs; NaN without them.
+    """
+
+    name: str
+    n: int
+    total: float
+    mean: float
+    median: float
+    share: float
+
+
+def costs(runs: Sequence[Run]) -> list[Cost]:
+    """What was timed, "train" first, the measures from the dearest to the cheapest, "evaluate" and others among them.
+
+    Source: paper, appendix A.5, Table 5.
+    """
+    names = list(dict.fromkeys(name for run in runs for name in run.timed))
+    result = []
+    for name in names:
+        having = [run for run in runs if name in run.timed]
+        each = np.concatenate([_known(run.seconds(name)) for run in having])
+        if not len(each):
+            continue
+        training = sum(float(_known(run.seconds("train")).sum()) for run in having)
+        total = float(each.sum())
+        share = total / training if training > 0 else math.nan
+        result.append(Cost(name, len(each), total, float(each.mean()), float(np.median(each)), share))
+    return sorted(result, key=lambda cost: (cost.name != "train", -cost.total))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How closely an estimate follows a reference over the boundaries at which both were taken.
+
+    With x the estimate and y the reference; several runs: the mean of the runs' values, weighted by boundaries.
+
+    Attributes:
+        measure: Name of the estimate.
+        transform: "raw" or "log".
+        r: Pearson's correlation of x and y (no trend removed, as in the paper).
+        stderr: Its standard error by block bootstrap; NaN below 60 boundaries.
+        r_squared: r * r, the R^2 of the best straight line through the points.
+        identity: 1 - sum (x - y)^2 / sum (y - mean y)^2, the R^2 of the line x = y; negative when the mean of y would
+            be a better guess than x.
+        mse: Mean squared difference after each series is brought to mean 0 and standard deviation 1: 2 (1 - r).
+        ratio: Geometric mean of x / y: how many times too large.
+        n: Boundaries.
+    """
+
+    measure: str
+    transform: str
+    r: float
+    stderr: float
+    r_squared: float
+    identity: float
+    mse: float
+    ratio: float
+    n: int
+
+
+def agreement(
+    runs: Sequence[Run],
+    reference: str = REFERENCE,
+    candidates: Sequence[str] | None = None,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> list[Agreement]:
+    """Hold estimates on synthetic inputs to the one on real images of the next task.
+
+    Args:
+        runs: Runs without the reference are left out.
+        reference: Name of the reference measure.
+        candidates: Names; None takes local_redundancy (shapes) and all local_redundancy_* that were recorded.
+        resamples: Of the bootstrap behind the standard error.
+        seed: Of the bootstrap.
+
+    Returns:
+        Each candidate, raw and as logarithms; empty if the reference was not recorded.
+
+    Source: paper, appendix A.4, Table 4, which gives no definitions of R^2 and MSE.
+    """
+    runs = [run for run in runs if reference in run.measures]
+    if candidates is None:
+        names = dict.fromkeys(name for run in runs for name in run.measures)
+        candidates = [n for n in names if n == SHAPES or (n.startswith(f"{SHAPES}_") and n != reference)]
+    result = []
+    for name in candidates:
+        for transform in ("raw", "log"):
+            pairs = []
+            for run in runs:
+                x, y = run.measure(name), run.measure(reference)
+                known = np.isfinite(x) & np.isfinite(y) & ((x > 0) & (y > 0) if transform == "log" else True)
+                x, y = x[known], y[known]
+                x, y = (np.log(x), np.log(y)) if transform == "log" else (x, y)
+                if len(x) >= 3 and not constant(x) and not constant(y):
+                    pairs.append((x, y))
+            if pairs:
+                result.append(_agree(name, transform, pairs, resamples, seed))
+    return result
+
+
+def _agree(name: str, transform: str, pairs: list[tuple[Array, Array]], resamples: int, seed: int) -> Agreement:
+    n = sum(len(x) for x, _ in pairs)
+    shares = [len(x) / n for x, _ in pairs]
+
+    def mean(values: list[float]) -> float:
+        return sum(share * value for share, value in zip(shares, values))
+
+    r = mean([pearson(x, y) for x, y in pairs])
+    identity = mean([1 - float(((x - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()) for x, y in pairs])
+    logs = pairs if transform == "log" else [(_log(x), _log(y)) for x, y in pairs]
+    ratio = math.exp(mean([float((x - y).mean()) for x, y in logs]))
+    error = _error(r, pairs, shares, resamples, seed)
+    return Agreement(name, transform, r, error, r * r, identity, 2 * (1 - r), ratio, n)
+
+
+def _error(r: float, pairs: list[tuple[Array, Array]], shares: list[float], resamples: int, seed: int) -> float:
+    if min(len(x) for x, _ in pairs) < _FEWEST_FOR_ERROR:
+        return math.nan
+    replicates, blocks = np.zeros(resamples), 0
+    for index, ((x, y), share) in enumerate(zip(pairs, shares)):
+        length = min(block_length(len(x)), len(x) // 2)
+        weights = block_weights(len(x), length, resamples, np.random.default_rng([seed, index]))
+        x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
+        mx, my, xx, yy, xy = (weights @ np.stack([x, y, x * x, y * y, x * y], axis=1)).T / len(x)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            replicates += share * (xy - mx * my) / np.sqrt((xx - mx**2) * (yy - my**2))
+        blocks += -(-len(x) // length)
+    return interval(r, replicates, blocks, len(pairs)).stderr
+
+
+def _known(values: Array) -> Array:
+    return values[np.isfinite(values)]
+
+
+def _log(values: Array) -> Array:
+    return np.log(np.where(values > 0, values, np.nan))

@@ -1,0 +1,270 @@
+"""The report of continual runs: terminal tables, CSV, Markdown, PNG figures and one self-contained HTML page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fastlr.analysis import Correlation, Run, TooShort, agreement, correlations, costs, forgetting_by_blocks, read_runs
+from fastlr.analysis.association import KINDS, TRANSFORMS
+from fastlr.errors import InputError
+from fastlr.report import continual_tables as tables
+from fastlr.report import curves
+from fastlr.report.images import contact_sheet
+from fastlr.report.page import write_page
+from fastlr.report.record import write_json
+from fastlr.report.sheets import WIDTH, Sheet, csv_text
+
+FIGURES = ("png", "none")
+_TITLES = {
+    "semi-partial": "semi-partial",
+    "partial": "partial",
+    "raw": "raw measures",
+    "log": "logarithms of the measures",
+}
+_WORDS = {"future accuracy": "accuracy of the next 10 tasks", "forgetting": "forgetting"}
+_NUMBERS = {"future accuracy": 1, "forgetting": 2}
+
+
+@dataclass(frozen=True)
+class ContinualReport:
+    """What a report consists of.
+
+    Attributes:
+        folder: Where its files are.
+        page: The HTML page.
+        sheets: All tables, in the page's order.
+        screen: Those that are shown in the terminal.
+        correlations: By target.
+        figures: The pictures that were drawn, with captions.
+    """
+
+    folder: Path
+    page: Path
+    sheets: tuple[Sheet, ...]
+    screen: tuple[Sheet, ...]
+    correlations: dict[str, list[Correlation] | TooShort]
+    figures: tuple[tuple[Path, str], ...]
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the tables and where the files are."""
+        show(self.screen, console)
+        console = console or _console()
+        console.print(f"report: {self.page}", highlight=False, soft_wrap=True)
+
+
+def write_report(
+    paths: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    figures: str = "png",
+    resamples: int = 1000,
+    seed: int = 0,
+) -> ContinualReport:
+    """Analyse run folders and write the report.
+
+    Args:
+        paths: Run folders, or folders of run folders; all of them are pooled.
+        out: Folder for the files, made if missing; None: ``report`` in the one path given, ``fastlr-report`` for several.
+        figures: "png", or "none".
+        resamples: Of the bootstraps.
+        seed: Of the bootstraps.
+
+    Returns:
+        The report: ``index.html``, ``report.md``, a CSV file a table, ``correlations.csv`` and ``report.json`` with all
+        digits, and the figures are in its folder.
+
+    Raises:
+        InputError: No run there, an argument out of range, or a file that cannot be written.
+    """
+    if figures not in FIGURES:
+        raise InputError(f"figures {figures!r}: choose one of {', '.join(FIGURES)}")
+    if resamples < 100:
+        raise InputError(f"{resamples} resamples: a standard error needs at least 100")
+    runs = read_runs(paths)
+    folder = Path(out) if out is not None else Path(paths[0]) / "report" if len(paths) == 1 else Path("fastlr-report")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+
+    found = {target: correlations(runs, target=target, resamples=resamples, seed=seed) for target in _WORDS}
+    agreements = agreement(runs, resamples=resamples, seed=seed)
+    lost, spent = forgetting_by_blocks(runs), costs(runs)
+    full = {target: _full(found[target], target) for target in found}
+    overviews = {
+        target: tables.overview_sheet(
+            found[target], slug=f"{target.replace(' ', '-')}-overview", title=f"All correlations with {_WORDS[target]}"
+        )
+        for target in found
+    }
+    listing, forgetting = tables.runs_sheet(runs), tables.forgetting_sheet(lost)
+    cost, ablation = tables.cost_sheet(spent, runs), tables.ablation_sheet(agreements)
+    drawn = _draw(runs, found, folder) if figures == "png" else ()
+
+    short = [target for target in found if isinstance(found[target], TooShort)]
+    accuracy = [full["future accuracy"][0]] + ([] if "future accuracy" in short else [overviews["future accuracy"]])
+    later = full["forgetting"][:1]
+    screen = (listing, *accuracy, forgetting, *later, ablation, cost)
+    rest = [sheet for target in found if target not in short for sheet in full[target][1:]]
+    rest += [] if "forgetting" in short else [overviews["forgetting"]]
+    sheets = (*screen, *rest, tables.definitions_sheet(runs))
+
+    numbers: dict[str, Any] = {
+        "runs": [str(run.path) for run in runs],
+        "resamples": resamples,
+        "seed": seed,
+        "correlations": [c.to_dict() for each in found.values() if not isinstance(each, TooShort) for c in each],
+        "forgetting": [vars(each) for each in lost],
+        "costs": [vars(each) for each in spent],
+        "agreement": [vars(each) for each in agreements],
+    }
+    write_json(folder / "report.json", numbers)
+    _write(folder / "report.md", "\n".join(sheet.markdown() for sheet in sheets))
+    for sheet in sheets:
+        if sheet.rows:
+            _write(folder / f"{sheet.slug}.csv", sheet.csv())
+    if numbers["correlations"]:
+        columns = [key for key in numbers["correlations"][0] if key != "per_run"]
+        rows = [[entry[key] for key in columns] for entry in numbers["correlations"]]
+        _write(folder / "correlations.csv", csv_text(columns, rows))
+    page = folder / "index.html"
+    lead = [
+        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {sum(len(run.tasks) for run in runs)} tasks. "
+        f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in report.json.",
+        *dict.fromkeys(text for run in runs if (text := _provenance(run))),
+    ]
+    records = {f"Configuration of {run.name}": json.dumps(run.config, indent=2) for run in runs if run.config}
+    write_page(page, "Plasticity over a sequence of tasks", lead, _arranged(screen, drawn, sheets), records)
+    return ContinualReport(folder, page, sheets, screen, found, drawn)
+
+
+def show(sheets: Sequence[Sheet], console: Console | None = None) -> None:
+    """Print tables for 80 columns."""
+    console = console or _console()
+    for sheet in sheets:
+        console.print(sheet.text(), highlight=False, markup=False)
+
+
+def _console() -> Console:
+    return Console(width=WIDTH, highlight=False)
+
+
+def _full(found: list[Correlation] | TooShort, target: str) -> list[Sheet]:
+    """The four tables of one target, the paper's first; one sentence where the runs are too short."""
+    sheets = []
+    for kind in KINDS:
+        for transform in TRANSFORMS:
+            title = f"Table {_NUMBERS[target]}: {_WORDS[target]}; {_TITLES[kind]}, {_TITLES[transform]}"
+            slug = f"{target.replace(' ', '-')}-{kind}-{transform}"
+            sheets.append(
+                tables.correlation_sheet(found, slug=slug, title=title, target=target, kind=kind, transform=transform)
+            )
+    return sheets[:1] if isinstance(found, TooShort) else sheets
+
+
+def _draw(
+    runs: Sequence[Run], found: dict[str, list[Correlation] | TooShort], folder: Path
+) -> tuple[tuple[Path, str], ...]:
+    drawn: list[tuple[Path, str]] = []
+
+    def keep(name: str, done: bool, caption: str) -> None:
+        if done:
+            drawn.append((folder / name, caption))
+        else:
+            (folder / name).unlink(missing_ok=True)  # of an earlier report
+
+    thick = "Thin: each task; thick: running mean over 30 tasks."
+    keep(
+        "redundancy-accuracy.png",
+        curves.redundancy_and_accuracy(runs, folder / "redundancy-accuracy.png"),
+        f"Local redundancy at each task boundary and accuracy on the task's held-out images. {thick}",
+    )
+    for target, name in (("future accuracy", "correlations.png"), ("forgetting", "forgetting-correlations.png")):
+        each = found[target]
+        done = not isinstance(each, TooShort) and curves.correlation_chart(each, folder / name)
+        keep(name, done, f"Correlation of each measure with {_WORDS[target]}: semi-partial, raw, 95 % intervals.")
+    keep(
+        "measures.png",
+        curves.measure_curves(runs, folder / "measures.png"),
+        f"The other measures at each task boundary; colours as in the first figure. {thick}",
+    )
+    keep(
+        "ablation.png",
+        curves.ablation_curves(runs, folder / "ablation.png"),
+        f"Local redundancy on shapes, Gaussian noise and real images of the next task. {thick}",
+    )
+    for index, run in enumerate(runs):
+        name = f"layers-{index}.png"
+        keep(
+            name,
+            curves.layer_map(run, folder / name),
+            f"Local redundancy by module and task: {run.name}. Grey: zero or none.",
+        )
+    done, caption = _samples(runs[0], folder / "inputs.png")
+    keep("inputs.png", done, caption)
+    return tuple(drawn)
+
+
+def _samples(run: Run, path: Path) -> tuple[bool, str]:
+    """Draw the first synthetic images of a run's measurements, if its configuration says their size."""
+    from fastlr.inputs import ShapeImages
+
+    data, options = run.config.get("data"), run.config.get("options")
+    size = data.get("size") if isinstance(data, dict) else None
+    seed = options.get("seed", 0) if isinstance(options, dict) else 0
+    if "local_redundancy" not in run.measures or not isinstance(size, int) or not isinstance(seed, int):
+        return False, ""
+    enlarged = max(1, 96 // size)  # whole pixels, so that small images can be seen
+    images = ShapeImages(size=(3, size, size)).raw(0, 16, seed=seed)
+    contact_sheet(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3), path)
+    return True, f"The first 16 synthetic images on which {run.name} was measured ({size} x {size}, seed {seed})."
+
+
+def _arranged(
+    screen: Sequence[Sheet], drawn: Sequence[tuple[Path, str]], sheets: Sequence[Sheet]
+) -> list[Sheet | tuple[Path, str]]:
+    """Put each figure after the table that it belongs to."""
+    places = {
+        "redundancy-accuracy.png": "runs",
+        "correlations.png": "future-accuracy-semi-partial-raw",
+        "forgetting-correlations.png": "forgetting-semi-partial-raw",
+        "ablation.png": "ablation",
+    }
+    parts: list[Sheet | tuple[Path, str]] = []
+    for sheet in screen:
+        parts.append(sheet)
+        parts += [figure for figure in drawn if places.get(figure[0].name) == sheet.slug]
+    parts += [figure for figure in drawn if figure[0].name not in places]
+    return parts + [sheet for sheet in sheets if sheet not in screen]
+
+
+def _provenance(run: Run) -> str:
+    """What ran, where: the command, the versions and the commit, as far as the configuration says."""
+    config = run.config
+    options = config.get("options") if isinstance(config.get("options"), dict) else {}
+    command = config.get("command")
+    versions = config.get("versions")
+    said = {
+        "preset": config.get("preset"),
+        "model": options.get("model") if isinstance(options, dict) else None,
+        "seed": options.get("seed") if isinstance(options, dict) else None,
+        "machine": tables.machine_of(run),
+        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
+        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else versions,
+        "commit": config.get("commit"),
+    }
+    text = "; ".join(f"{key}: {value}" for key, value in said.items() if value not in (None, ""))
+    return f"{run.name} – {text}." if text else ""
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
