@@ -1,4 +1,4 @@
-"""The command line: ``fastlr estimate``, ``fastlr doctor``, ``fastlr demo``.
+"""The command line: ``fastlr estimate``, ``fastlr bench``, ``fastlr doctor``, ``fastlr demo``.
 
 Exit codes: 0 done; 1 the model cannot be measured (or failed while running); 2 wrong arguments, names or files.
 An error is one line on stderr; ``--traceback`` shows where it came from.
@@ -167,6 +167,26 @@ def demo(
     from fastlr.demo import run
 
     run(output, seed=seed)
+
+
+@app.command()
+def bench(
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; without it, a GPU if there is one.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the main cases, no torch.compile.")] = False,
+    budget: Annotated[float | None, typer.Option(help="Seconds; drops the last parts. 480 on a GPU, 120 else.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Roofline picture (.png, .pdf, .svg); stages beside it.")] = None,
+    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Only compare two records, A.json B.json.")] = None,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+) -> None:
+    """Measure speed, correctness first: kernels, the whole estimate, plain passes (CPU: small cases, about a minute)."""
+    global _show_traceback
+    _show_traceback |= show_traceback
+    from fastlr.speed import front
+
+    code = front.run(device=device, quick=quick, budget=budget, json_file=json_file, figure=figure, compare=compare)
+    if code:
+        raise typer.Exit(code)
 
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:

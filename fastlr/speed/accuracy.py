@@ -26,7 +26,7 @@ from fastlr.estimate import LocalRedundancy
 from fastlr.ghost.fuse import unfolded
 from fastlr.inputs import ShapeImages
 from fastlr.speed.clock import quantile, release
-from fastlr.speed.networks import Network, exact_float32, largest_divisor
+from fastlr.speed.networks import Network, exact_float32, image_batch, largest_divisor
 from fastlr.speed.record import Record, Say
 
 NORMS_LOW, MEAN_LOW, FULL, LOOP = 2e-2, 5e-3, 1e-4, 1e-9  # limits of relative deviations
@@ -42,7 +42,7 @@ class Rounded:
 
     def batch(self, start: int, stop: int, *, seed: int, device: Any, dtype: torch.dtype) -> Tensor:
         """See fastlr.inputs.Inputs.batch."""
-        return self.images.batch(start, stop, seed=seed, device=device, dtype=self.low).to(dtype)
+        return image_batch(self.images, start, stop, seed=seed, device=device, dtype=self.low).to(dtype)
 
 
 def rounded(model: nn.Module, low: torch.dtype) -> nn.Module:
@@ -66,6 +66,12 @@ def loop_sq_norms(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
     return torch.stack(norms)
 
 
+def _total(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
+    found = fastlr.per_sample_grad_sq_norms(model, x, v)
+    assert isinstance(found, Tensor)
+    return found
+
+
 def true_norms(model: nn.Module, source: Any, v: Tensor, chunk: int) -> Tensor:
     """Per-sample squared norms of <v, output> in float64: [n]."""
     wide = copy.deepcopy(model).double()
@@ -74,8 +80,8 @@ def true_norms(model: nn.Module, source: Any, v: Tensor, chunk: int) -> Tensor:
     with unfolded(), ops.using("torch"):
         for lo in range(0, len(v), chunk):
             hi = min(len(v), lo + chunk)
-            x = source.batch(lo, hi, seed=0, device=device, dtype=torch.float64)
-            found.append(fastlr.per_sample_grad_sq_norms(wide, x, v[lo:hi].double()))
+            x = image_batch(source, lo, hi, device=device, dtype=torch.float64)
+            found.append(_total(wide, x, v[lo:hi].double()))
     return torch.cat(found)
 
 
@@ -97,9 +103,9 @@ def norms_given(network: Network, source: Any, v: Tensor, chunk: int) -> Tensor:
     found = []
     for lo in range(0, len(v), chunk):
         hi = min(len(v), lo + chunk)
-        x = source.batch(lo, hi, seed=0, device=v.device, dtype=network.weights)
+        x = image_batch(source, lo, hi, device=v.device, dtype=network.weights)
         with network.autocast():
-            found.append(fastlr.per_sample_grad_sq_norms(network.model, x, v[lo:hi]))
+            found.append(_total(network.model, x, v[lo:hi]))
     return torch.cat(found)
 
 
@@ -151,19 +157,19 @@ def _one(
     if precision is not None:
         model, source = rounded(model, precision), Rounded(source, precision)  # type: ignore[assignment]
     tested = replace(network, model=model, dtype=precision)
-    classes = len(model(source.batch(0, 1, seed=0, device=network.device, dtype=torch.float32))[0])
+    classes = len(model(image_batch(source, 0, 1, device=network.device))[0])
     generator = torch.Generator().manual_seed(5)
     v = torch.randn(n, classes, generator=generator).to(network.device)
     if precision is not None:
         v = v.to(precision).float()
     truth = true_norms(model, source, v, chunk)
-    few = source.batch(0, loops, seed=0, device=network.device, dtype=torch.float64)
+    few = image_batch(source, 0, loops, device=network.device, dtype=torch.float64)
     exact = loop_sq_norms(copy.deepcopy(model).double(), few, v[:loops].double())
     off = float((truth[:loops] / exact - 1).abs().max())
     record.check(name, f"{label}: float64 truth against a loop over {loops} samples", off, LOOP)
 
     several = min(n, 8 * loops)
-    singles = source.batch(0, several, seed=0, device=network.device, dtype=torch.float32)
+    singles = image_batch(source, 0, several, device=network.device)
     with tested.autocast():
         own = root_mean_square(loop_sq_norms(model, singles, v[:several]), truth[:several])
     record.add(name, f"{label}: torch's own backward pass", n=several, deviation_rms=own)
@@ -179,13 +185,14 @@ def _one(
         record.check(name, f"{label}: {title}, rms of {several}", off, max(norms_limit, AS_TORCH * own))
 
     wide = LocalRedundancy(copy.deepcopy(model).double(), source, n, batch_size=chunk)
-    with unfolded(), ops.using("torch"):
+    with unfolded(), ops.using("torch"), wide._replays.pause():
         reference = wide.measure().per_sample
     measured = LocalRedundancy(model, source, n, dtype=precision).measure()
     assert reference is not None and measured.per_sample is not None
     results["whole estimate, cotangents of its own outputs"] = deviations(measured.per_sample, reference)
 
     for title, deviation in results.items():
-        record.add(name, f"{label}: {title}", n=n, **{f"deviation_{key}": value for key, value in deviation.items()})
+        numbers: dict[str, Any] = {f"deviation_{key}": value for key, value in deviation.items()}
+        record.add(name, f"{label}: {title}", n=n, **numbers)
         record.check(name, f"{label}: {title}, largest of {n}", deviation["largest"], norms_limit, target=True)
         record.check(name, f"{label}: {title}, their mean", deviation["mean"], mean_limit, target=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastlr.speed.clock import Timer, cache_bytes, release, spread
+from fastlr.speed.clock import Timer, cache_bytes, spread
 
 
 def copy_bandwidth(device: torch.device, timer: Timer, *, size: int | None = None, repeats: int = 50) -> dict[str, Any]:
@@ -31,8 +31,6 @@ def copy_bandwidth(device: torch.device, timer: Timer, *, size: int | None = Non
         raise RuntimeError("a copy did not arrive")
     moved = 2 * 4 * (size // 4)
     rates = spread([moved / s for s in seconds], "bytes_per_second")
-    del sources, targets, calls
-    release(device)
     return {**spread(seconds), **rates, "bytes": moved, "how": timer.how}
 
 
@@ -53,6 +51,4 @@ def matmul_rate(
     seconds = timer.seconds([lambda: a @ b], repeats)
     operations = 2 * size**3
     rates = spread([operations / s for s in seconds], "operations_per_second")
-    del a, b
-    release(device)
     return {**spread(seconds), **rates, "operations": operations, "dtype": str(dtype).removeprefix("torch.")}

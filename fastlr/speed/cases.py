@@ -9,6 +9,7 @@ cheaper of the known forms.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -219,13 +220,14 @@ def _pixels(samples: list[int], options: dict[str, Any], draw: Draw) -> torch.Te
 # ------------------------------------------------------------------------------------------------------------ the table
 def _layers(build: Callable[[Layer, Draw], Call], layers: Iterable[Layer], main: int) -> list[Case]:
     return [
-        Case(layer.label, lambda draw, layer=layer: build(layer, draw), _target(layer), place < main)
-        for place, layer in enumerate(layers)
+        Case(layer.label, partial(build, layer), _target(layer), place < main) for place, layer in enumerate(layers)
     ]
 
 
-def _case(label: str, build: Callable[..., Call], *given: Any, target: float | None = NORM_TARGET, main: bool = False) -> Case:
-    return Case(label, lambda draw: build(*given, draw), target, main)
+def _case(
+    label: str, build: Callable[..., Call], *given: Any, target: float | None = NORM_TARGET, main: bool = False
+) -> Case:
+    return Case(label, partial(build, *given), target, main)
 
 
 CASES: dict[str, list[Case]] = {

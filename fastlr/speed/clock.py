@@ -142,7 +142,12 @@ class CudaTimer:
             self.how = f"events around launches, as no graph could be captured: {first_line(error)}"
             return lambda: [call() for call in calls]
         self.how = "events around replays of a CUDA graph"
-        return lambda: (graph.replay(), held)[0]
+        return lambda: _replay(graph, held)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, held: list[Any]) -> None:
+    """Replay; ``held`` are the results, kept for as long as this can be called."""
+    graph.replay()
 
 
 def timer_for(device: torch.device) -> Timer:

@@ -36,7 +36,9 @@ def verdict(a: dict[str, Any], b: dict[str, Any]) -> str:
 
 def compare(a: Record, b: Record) -> list[Pair]:
     """Match the timed rows of two records by section and name, in the order of ``a``, then what only ``b`` has."""
-    timed = [{_key(r): r for r in record.rows if "seconds" in r or r["status"] in ("wrong", "error")} for record in (a, b)]
+    timed = [
+        {_key(r): r for r in record.rows if "seconds" in r or r["status"] in ("wrong", "error")} for record in (a, b)
+    ]
     found = []
     for key, row in timed[0].items():
         other = timed[1].get(key)

@@ -98,7 +98,9 @@ def deviation(result: Any, samples: list[int] | None, truth: list[Tensor]) -> fl
     return worst
 
 
-def measure(name: str, case: Case, draws: Callable[[int], Draw], timer: Timer, repeats: int, bandwidth: float) -> dict:
+def measure(
+    name: str, case: Case, draws: Callable[[int], Draw], timer: Timer, repeats: int, bandwidth: float, rate: float
+) -> dict[str, Any]:
     """Check one case and time it.
 
     Args:
@@ -108,6 +110,7 @@ def measure(name: str, case: Case, draws: Callable[[int], Draw], timer: Timer, r
         timer: the device's clock.
         repeats: how often; the median counts.
         bandwidth: of a copy, bytes a second.
+        rate: of a matrix product, operations a second.
 
     Returns:
         A row: ``status`` ("ok", "wrong", "not covered" where there is no kernel for the case and plain torch was timed),
@@ -142,7 +145,8 @@ def measure(name: str, case: Case, draws: Callable[[int], Draw], timer: Timer, r
     sets = [call, *(case.build(draws(seed)) for seed in range(1, most))]
     calls = [lambda c=c: invoke(name, backend, c) for c in sets]
     seconds = timer.seconds(calls, repeats)
-    row |= spread(seconds) | {"input_sets": len(sets), "how": timer.how, "floor_seconds": call.bytes / bandwidth}
+    row |= spread(seconds) | {"input_sets": len(sets), "how": timer.how}
+    row["floor_seconds"] = max(call.bytes / bandwidth, call.operations / rate)
     row["bytes_per_second"] = call.bytes / row["seconds"]
     row["share"] = row["bytes_per_second"] / bandwidth
     covered = row["backend"] == backend_for(name, device)
@@ -165,6 +169,7 @@ def section(
     batch: int,
     repeats: int,
     bandwidth: float,
+    rate: float,
     shrink: int = 1,
     limit: float = float("inf"),
 ) -> None:
@@ -176,6 +181,8 @@ def section(
             record.add(SECTION, title, "dropped", op=name, case=case.label)
             continue
         with record.attempt(SECTION, title):
-            row = measure(name, case, lambda seed: Draw(device, dtype, batch, shrink, seed), timer, repeats, bandwidth)
+            row = measure(
+                name, case, lambda seed: Draw(device, dtype, batch, shrink, seed), timer, repeats, bandwidth, rate
+            )
             record.add(SECTION, title, **row)
         release(device)

@@ -26,7 +26,12 @@ class Draw:
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype = torch.bfloat16, batch: int = 256, shrink: int = 1, seed: int = 0
+        self,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        batch: int = 256,
+        shrink: int = 1,
+        seed: int = 0,
     ) -> None:
         self.device, self.dtype, self.batch, self.shrink = device, dtype, batch, shrink
         self.generator = torch.Generator(device).manual_seed(seed)

@@ -59,11 +59,16 @@ class Network:
 
     def batch(self, count: int, start: int = 0) -> Tensor:
         """Images ``start`` to ``start + count - 1``."""
-        return self.images.batch(start, start + count, seed=0, device=self.device, dtype=self.weights)
+        return image_batch(self.images, start, start + count, device=self.device, dtype=self.weights)
 
 
 def build(
-    name: str, device: torch.device, *, size: int = 224, dtype: torch.dtype | None = None, calibration: int = CALIBRATION
+    name: str,
+    device: torch.device,
+    *,
+    size: int = 224,
+    dtype: torch.dtype | None = None,
+    calibration: int = CALIBRATION,
 ) -> Network:
     """Build a network, the same numbers every time, with statistics of batch norm from images of its own kind.
 
@@ -77,10 +82,19 @@ def build(
         nn.init.normal_(head.bias)
         if not head.weight.any():  # vit_b_16's starts at zero, and with it all gradients before it
             nn.init.normal_(head.weight, std=0.02)
-    model = model.to(device, memory_format=torch.channels_last)
+    model = model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = ShapeImages((3, size, size), channels_last=True)
-    calibrate(model, images.batch(0, calibration, seed=1, device=device, dtype=torch.float32))
+    calibrate(model, image_batch(images, 0, calibration, seed=1, device=device))
     return Network(name, model, images, dtype)
+
+
+def image_batch(
+    images: Any, start: int, stop: int, *, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Tensor:
+    """Images ``start`` to ``stop - 1`` of any source of single tensors."""
+    x = images.batch(start, stop, seed=seed, device=device, dtype=dtype)
+    assert isinstance(x, Tensor)
+    return x
 
 
 def calibrate(model: nn.Module, x: Tensor) -> nn.Module:
@@ -141,7 +155,7 @@ class _Products(TorchDispatchMode):
         super().__init__()
         self.counts: list[tuple[int, int, int]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # noqa: D105
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: D105
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.convolution.default:
             self.counts.append((args[0].numel(), out.numel(), 2 * out.numel() * args[1][0].numel()))
@@ -155,7 +169,8 @@ def traffic(model: nn.Module, x: Tensor) -> Traffic:
     """Count on one image: every convolution and every product with a weight matrix (so not attention's own)."""
     with torch.enable_grad(), _Products() as products:
         model(x[:1])
-    return Traffic(*(sum(column) for column in zip(*products.counts, strict=True)), layers=len(products.counts))
+    inputs, outputs, operations = (sum(column) for column in zip(*products.counts, strict=True))
+    return Traffic(inputs, outputs, operations, len(products.counts))
 
 
 # --------------------------------------------------------------------------------------------------------- plain passes
@@ -198,7 +213,7 @@ def folded_model(network: Network) -> nn.Module:
         raise InputError(f"torch.fx left a batch norm of {network.name} unfolded")
     if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in network.model.modules()):
         raise InputError(f"{network.name} has no batch norm to fold")
-    return folded.to(memory_format=torch.channels_last)
+    return folded.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 @contextmanager

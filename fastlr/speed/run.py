@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -113,18 +113,21 @@ class Bench:
         found.append(Section(MAIN, 40 if quick else 130, self.main))
         found.append(Section(kernels.SECTION, 40 if quick else 130, self.kernels))
         if gpu:
-            found += [Section(name, 50, lambda name=name: self.other(name)) for name in self.settings.others]
-            found.append(Section("bfloat16 weights", 25 if quick else 60, self.low_weights))
+            found += [Section(name, 50, partial(self.other, name)) for name in self.settings.others]
         return found
 
     def run(self, extra: list[Section] | None = None, after: Callable[[], None] = lambda: None) -> Record:
-        """Run all sections; ``extra`` ones come last, ``after`` is called after each."""
+        """Run all sections; ``extra`` ones come late, ``after`` is called after each."""
 
         def clean() -> None:
             after()
             release(self.device)
 
-        run_sections(self.record, [*self.sections(), *(extra or [])], self.settings.budget, say=self.say, after=clean)
+        sections = [*self.sections(), *(extra or [])]
+        if self.device.type == "cuda":
+            estimate = 25 if self.settings.quick else 60
+            sections.append(Section("bfloat16 weights", estimate, self.low_weights))
+        run_sections(self.record, sections, self.settings.budget, say=self.say, after=clean)
         return self.record
 
     # -- sections ---------------------------------------------------------------------------------------------------
@@ -148,7 +151,9 @@ class Bench:
         """The whole estimate of MobileNetV3-Large."""
         gpu = self.device.type == "cuda"
         modes = whole.GPU_MODES if gpu else whole.CPU_MODES
-        self._whole(MAIN, self.network(), self.settings.n, modes, compiled=gpu and not self.settings.quick, by_stage=True)
+        self._whole(
+            MAIN, self.network(), self.settings.n, modes, compiled=gpu and not self.settings.quick, by_stage=True
+        )
 
     def other(self, name: str) -> None:
         """The default estimate of another network beside plain passes."""
@@ -177,7 +182,8 @@ class Bench:
         s = self.settings
         kernels.section(
             self.record, self.device, self.timer, kernels.chosen(s.quick), dtype=self.dtype, batch=s.batch,
-            repeats=s.repeats, bandwidth=self.record.ceilings["copy"]["bytes_per_second"], shrink=s.shrink,
+            repeats=s.repeats, bandwidth=self.record.ceilings["copy"]["bytes_per_second"],
+            rate=self.record.ceilings["matmul"]["operations_per_second"], shrink=s.shrink,
             limit=40 if s.quick else 150,
         )  # fmt: skip
 
@@ -211,9 +217,3 @@ def check_files(**files: str | Path | None) -> None:
 def exit_code(record: Record) -> int:
     """0, or 1 if anything failed or is wrong."""
     return int(bool(record.failures))
-
-
-def summary_numbers(record: Record) -> dict[str, Any]:
-    """The figures that a reader asks for first: of the default estimate of MobileNetV3-Large."""
-    rows = [r for r in record.rows if r["section"] == MAIN and r.get("kind") == "estimate" and "seconds" in r]
-    return {} if not rows else {key: rows[0].get(key) for key in ("name", "n", "seconds", "floor_seconds", "ratio", "against")}

@@ -51,14 +51,18 @@ def header(record: Record) -> list[Text]:
     e, s = record.environment, record.settings
     place = e.get("gpu") or f"CPU run: {e['cpu']}, {e['threads']} threads"
     commit = (e.get("commit") or "no commit")[:10] + (", changed" if e.get("dirty") else "")
-    lines = [Text(f"fastlr bench on {place}", style="bold"), Text(f"torch {e['versions'].get('torch')}, {commit}, {e['date']}")]
+    lines = [
+        Text(f"fastlr bench on {place}", style="bold"),
+        Text(f"torch {e['versions'].get('torch')}, {commit}, {e['date']}"),
+    ]
     if not e.get("gpu"):
         lines.append(Text("No kernel ran: ops are plain torch's. Figures for a GPU need one.", style="yellow"))
     copy, product = record.ceilings.get("copy"), record.ceilings.get("matmul")
     if copy and product:
         rates = f"copy {copy['bytes_per_second'] / 1e9:.4g} GB/s, product {product['operations_per_second'] / 1e12:.3g} TFLOP/s"
         lines.append(Text(f"measured ceilings: {rates} ({product['dtype']})"))
-    return [*lines, Text(f"images {s['size']}x{s['size']}, kernels on {s['dtype']}, batch {s['batch']}")]
+    shrunk = f", sides divided by {s['shrink']}" if s["shrink"] > 1 else ""
+    return [*lines, Text(f"images {s['size']}x{s['size']}, kernels on {s['dtype']}, batch {s['batch']}{shrunk}")]
 
 
 def whole_table(name: str, rows: Iterable[dict[str, Any]]) -> RenderableType:
@@ -103,7 +107,8 @@ def kernel_table(rows: Iterable[dict[str, Any]], device: str) -> RenderableType:
         case = f"  {row.get('case', row['name'])}"
         if row["status"] in BAD or "seconds" not in row:
             off = f"{row['deviation']:.0e}" if row.get("deviation") is not None else ""
-            table.add_row(Text(case), Text(row["status"].upper()), "", "", off, "", style="red" if row["status"] in BAD else "dim")
+            style = "red" if row["status"] in BAD else "dim"
+            table.add_row(Text(case), Text(row["status"].upper()), "", "", off, "", style=style)
             if row["status"] in BAD:
                 errors.append(Text(f"{row['name']}: {row.get('error')}", style="red"))
             continue
@@ -122,14 +127,17 @@ def kernel_table(rows: Iterable[dict[str, Any]], device: str) -> RenderableType:
 
 def check_table(record: Record) -> RenderableType:
     """Checks and targets."""
-    table = Table(title="checks", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        title="checks", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     table.add_column("", max_width=56)
     for column in ("found", "limit", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for check in record.checks:
         word = "ok" if check["ok"] else "missed" if check["target"] else "WRONG"
         style = None if check["ok"] else "yellow" if check["target"] else "red"
-        table.add_row(Text(f"{check['section']}: {check['name']}"), f"{check['value']:.1e}", f"{check['limit']:.0e}", word, style=style)
+        numbers = f"{check['value']:.1e}", f"{check['limit']:.0e}"
+        table.add_row(Text(f"{check['section']}: {check['name']}"), *numbers, word, style=style)
     return Group(table, Text())
 
 

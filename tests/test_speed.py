@@ -1,0 +1,435 @@
+"""The benchmark without a GPU: counts by hand, wrong kernels caught, failures kept, records, comparisons, pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from functools import partial
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+from fastlr import ops
+from fastlr.cli import main
+from fastlr.speed import (
+    accuracy,
+    bandwidth,
+    cases,
+    clock,
+    compare,
+    figures,
+    kernels,
+    networks,
+    record,
+    run,
+    tables,
+    whole,
+)
+from fastlr.speed.layers import Call, Case, Draw, Layer
+
+CPU = torch.device("cpu")
+
+
+def tiny(name: str, num_classes: int | None = None) -> nn.Module:
+    from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
+
+    setting = [
+        InvertedResidualConfig(8, 3, 16, 8, True, "HS", 1, 1, 1.0),
+        InvertedResidualConfig(8, 3, 16, 8, False, "RE", 2, 1, 1.0),
+    ]
+    return MobileNetV3(setting, last_channel=16, num_classes=num_classes or 5)
+
+
+@pytest.fixture
+def tiny_networks(monkeypatch):
+    monkeypatch.setattr(networks, "load_model", tiny)
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    few = [
+        (op, cases.CASES[op][0])
+        for op in ("linear_sq_norms", "channel_sums", "shape_images_from", "folded_conv_moments")
+    ]
+    monkeypatch.setattr(kernels, "chosen", lambda quick: few)
+
+
+def empty() -> record.Record:
+    made = record.Record(
+        {"cpu": "none", "gpu": None, "threads": 1, "versions": {}, "date": "2000-01-01"}, vars(settings())
+    )
+    made.ceilings = {"copy": {"bytes_per_second": 1e10}, "matmul": {"operations_per_second": 1e11, "dtype": "float32"}}
+    return made
+
+
+def settings() -> run.Settings:
+    return run.settings_for(CPU, quick=True)
+
+
+def measure_cases(pairs, found: record.Record | None = None, **how) -> record.Record:
+    found = found or empty()
+    options = {"dtype": torch.float32, "batch": 3, "repeats": 2, "bandwidth": 1e10, "rate": 1e11, "shrink": 16} | how
+    kernels.section(found, CPU, clock.HostTimer(), pairs, **options)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- cases and counts
+def test_every_op_with_a_kernel_has_cases_with_names_of_their_own():
+    names = kernels.kernel_ops()
+    assert len(names) >= 10
+    assert not set(names) - set(cases.CASES), "add the op to fastlr/speed/cases.py"
+    assert not set(cases.CASES) - set(ops.TABLE), "no such op"
+    for name in names:
+        labels = [case.label for case in cases.CASES[name]]
+        assert len(set(labels)) == len(labels) > 0
+        assert any(case.main for case in cases.CASES[name]) or name in ("shape_images", "rms_norm_sums")
+
+
+def test_counts_of_a_pointwise_layer_by_hand():
+    draw = Draw(CPU, torch.bfloat16, batch=2)
+    layer = Layer(16, 64, 1, 1, 112, "relu")
+    assert layer.label == "1x1 16>64 @112 relu"
+    x, out = 2 * 16 * 112 * 112, 2 * 64 * 112 * 112  # elements
+    forward = cases.folded_conv(layer, draw)
+    assert forward.bytes == 2 * x + 2 * out + 2 * 16 * 64 + 4 * 64
+    assert forward.operations == 2 * out * 16
+    backward = cases.folded_conv_backward(layer, draw)
+    activations = 2 * (x + x + out + out)  # input, its gradient, output gradient, what was kept
+    assert backward.bytes == activations + 2 * 16 * 64 + 4 * 16 * 64 + 4 * 64 + 2 * (8 + 2 * 4 * 64)
+    assert backward.operations == 2 * forward.operations
+    assert cases.conv_sq_norms(layer, draw).bytes == 2 * x + 2 * out + 2 * 8
+
+
+def test_counts_of_a_depthwise_layer_by_hand():
+    draw = Draw(CPU, torch.float32, batch=3)
+    layer = Layer(240, 240, 3, 2, 28, "hardswish", depthwise=True)
+    assert layer.label == "dw 3x3/2 240 @28 hardswish" and layer.groups == 240
+    x, out = 3 * 240 * 28 * 28, 3 * 240 * 14 * 14
+    forward = cases.folded_conv(layer, draw)
+    assert forward.bytes == 4 * (x + 2 * out + 240 * 9 + 240)  # Hardswish keeps its input as well
+    assert forward.operations == 2 * out * 9
+    assert cases.folded_conv_moments(layer, draw).bytes == 4 * (x + out + 240 * 9 + 240) + 3 * (8 + 8 * 240)
+
+
+def test_network_traffic_is_that_of_the_design():
+    network = networks.build("mobilenet_v3_large", CPU, calibration=2)
+    counted = networks.traffic(network.model, network.batch(1))
+    each = [counted.bytes(stage) / 1e6 for stage in ("forward", "backward", "norms")]
+    assert each == pytest.approx([17.8, 26.6, 9.0], abs=0.1) and counted.layers == 64
+    assert counted.estimate_bytes() / 1e6 == pytest.approx(53.5, abs=0.1)
+    assert 3 * counted.operations * 5000 == pytest.approx(6.5e12, rel=0.01)
+    floor = whole.floors(
+        network, counted, 10, {"copy": {"bytes_per_second": 1e9}, "matmul": {"operations_per_second": 1e20}}
+    )
+    pixels = 3 * 224 * 224 * 4
+    assert floor["images"]["bytes"] == 10 * pixels
+    assert floor["estimate"]["floor_seconds"] == pytest.approx(10 * (pixels + counted.estimate_bytes(4)) / 1e9)
+
+
+def test_all_cases_agree_with_their_definitions():
+    pairs = [(op, case) for op in cases.CASES for case in cases.CASES[op]]
+    found = measure_cases(pairs)
+    assert len(found.rows) == len(pairs) and not found.failures
+    for row in found.rows:
+        assert row["status"] == "ok" and row["bytes"] > 0 and row["seconds"] > 0 and row["repeats"] == 2
+        assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"])
+        assert row["share"] == pytest.approx(row["bytes_per_second"] / 1e10)
+
+
+# --------------------------------------------------------------------------------------------------------- wrong kernels
+def replace_op(monkeypatch, name: str, function) -> None:
+    module = types.ModuleType("speed_test_ops")
+    setattr(module, name, function)
+    monkeypatch.setitem(sys.modules, "speed_test_ops", module)
+    monkeypatch.setitem(ops.TABLE, name, {**ops.TABLE[name], "torch": "speed_test_ops"})
+    ops.get.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fresh_table():
+    yield
+    ops.get.cache_clear()
+
+
+def off_in_the_last_sample(right, x, g):
+    products, sums = right(x, g)
+    products[-1] *= 1.01
+    return products, sums
+
+
+def leaves_something_unwritten(right, x, g):
+    products, sums = right(x, g)
+    return products.index_fill(0, torch.tensor([0]), torch.nan), sums
+
+
+def forgets_an_output(right, x, g):
+    return right(x, g)[0]
+
+
+@pytest.mark.parametrize("spoil", [off_in_the_last_sample, leaves_something_unwritten, forgets_an_output])
+def test_a_wrong_kernel_is_reported_and_not_timed(monkeypatch, spoil):
+    replace_op(monkeypatch, "channel_sums", partial(spoil, ops.get("channel_sums", "torch")))
+    pairs = [("channel_sums", cases.CASES["channel_sums"][0]), ("linear_sq_norms", cases.CASES["linear_sq_norms"][0])]
+    found = measure_cases(pairs)
+    wrong, right = found.rows
+    assert wrong["status"] == "wrong" and "seconds" not in wrong and wrong["deviation"] > wrong["tolerance"]
+    assert right["status"] == "ok" and "seconds" in right
+    assert len(found.failures) == 1 and "channel_sums" in found.failures[0] and run.exit_code(found) == 1
+    assert "WRONG" in text(tables.report(found))
+
+
+def test_a_kernel_with_other_bits_each_time_is_wrong(monkeypatch):
+    right = ops.get("channel_sums", "torch")
+    replace_op(monkeypatch, "channel_sums", lambda x, g: tuple(t * (1 + 1e-6 * torch.rand(())) for t in right(x, g)))
+    found = measure_cases([("channel_sums", cases.CASES["channel_sums"][0])])
+    assert found.rows[0]["status"] == "wrong" and "other bits" in found.rows[0]["error"]
+
+
+def test_a_kernel_that_fails_does_not_stop_the_others(monkeypatch):
+    def broken(x, g):
+        raise RuntimeError("illegal memory access")
+
+    replace_op(monkeypatch, "channel_sums", broken)
+    pairs = [(op, cases.CASES[op][0]) for op in ("channel_sums", "linear_sq_norms")]
+    found = measure_cases(pairs)
+    assert [row["status"] for row in found.rows] == ["error", "ok"]
+    assert "illegal memory access" in found.failures[0] and "broken" in found.rows[0]["traceback"]
+
+
+def test_what_a_kernel_does_not_cover_is_timed_in_plain_torch_and_said(monkeypatch):
+    monkeypatch.setattr(kernels, "backend_for", lambda name, device: "triton")
+    get = ops.get
+    declined = lambda name, backend: (lambda *a, **k: NotImplemented) if backend == "triton" else get(name, backend)  # noqa: E731
+    monkeypatch.setattr(ops, "get", declined)
+    found = measure_cases([("channel_sums", cases.CASES["channel_sums"][0])])
+    row = found.rows[0]
+    assert (row["status"], row["backend"]) == ("not covered", "torch") and row["seconds"] > 0 and not found.failures
+
+
+def test_deviation_is_of_each_sample():
+    ref = torch.tensor([[1e6, 0.0], [1.0, 2.0]]).double()
+    out = ref.clone()
+    out[1, 0] += 0.1
+    assert kernels.deviation(out, [0, 1], [ref]) == pytest.approx(0.1 / math.sqrt(5))
+    assert kernels.deviation((out, out), [0, 1], [ref]) == math.inf
+    assert kernels.deviation(torch.full_like(ref, torch.nan), [0, 1], [ref]) == math.inf
+    assert kernels.deviation(torch.zeros(2, 2), [0, 1], [torch.zeros(2, 2).double()]) == 0.0
+
+
+def test_spoiling_leaves_the_arguments_alone():
+    x = torch.ones(3)
+    out = torch.ones(3)
+    kernels.spoil((out, x.view(3, 1)), Call((x,), (0,), 1, 1, 1.0))
+    assert out.isnan().all() and not x.isnan().any()
+
+
+def test_late_cases_are_dropped_and_named():
+    found = measure_cases([("channel_sums", cases.CASES["channel_sums"][0])], limit=-1.0)
+    assert found.dropped == ["kernels: channel_sums: 64 @112"] and not found.failures
+
+
+# --------------------------------------------------------------------------------------------------- sections and records
+def test_sections_fail_alone_and_the_last_are_dropped():
+    now, done = [0.0], []
+
+    def takes(seconds, fail=False):
+        def work():
+            now[0] += seconds
+            done.append(seconds)
+            if fail:
+                raise ValueError("no luck\nat all")
+
+        return work
+
+    found = empty()
+    parts = [("a", 5, takes(10)), ("b", 5, takes(20, True)), ("c", 80, takes(1)), ("d", 5, takes(2))]
+    record.run_sections(found, [record.Section(*p) for p in parts], 100, clock=lambda: now[0])
+    assert [s["status"] for s in found.sections] == ["ok", "error", "dropped", "ok"] and done == [10, 20, 2]
+    assert found.failures == ["b: ValueError: no luck"] and found.dropped == ["c"]
+    assert found.sections[0]["seconds"] == 10 and run.exit_code(found) == 1
+
+
+def test_checks_fail_and_targets_are_missed():
+    found = empty()
+    assert found.check("s", "fine", 1.0, 1.0) and not found.check("s", "nan", math.nan, 1.0)
+    found.check("s", "aim", 2.0, 1.0, target=True)
+    assert len(found.failures) == 1 and "nan" in found.failures[0]
+    assert found.missed == ["s, aim: 2 is above 1"]
+    again = record.Record.of(json.loads(json.dumps(found.document())))
+    assert again.failures == found.failures and again.missed == found.missed
+
+
+def test_whole_reports_a_mode_that_did_not_run_as_it_says(monkeypatch, tiny_networks):
+    found = empty()
+    network = networks.build("mobilenet_v3_large", CPU, size=24, calibration=4)
+    graph = whole.Mode("with a graph", None, True, True)
+    options = {"n": 6, "rounds": 3, "compiled": False, "folded_plain": True, "by_stage": True, "chunk": 3}
+    whole.section(found, "net", network, modes=(*whole.CPU_MODES, graph), **options)
+    rows = {row["name"]: row for row in found.rows}
+    assert rows["estimate, with a graph"]["status"] == "error" and "graph" in rows["estimate, with a graph"]["error"]
+    timed = {name: row for name, row in rows.items() if row["status"] == "ok"}
+    assert set(timed) == {
+        "estimate, folded (default)", "estimate, unfolded", "images", "images, forward",
+        "images, forward, backward without norms", "plain, eager", "plain, folded by torch.fx, eager",
+    }  # fmt: skip
+    for row in timed.values():
+        assert row["seconds"] > 0 and row["repeats"] >= 3 and row["against"] == "plain, eager" and row["n"] == 6
+    assert timed["estimate, folded (default)"]["folded"] > 3 and timed["estimate, unfolded"]["folded"] == 0
+    assert timed["estimate, folded (default)"]["floor_seconds"] > timed["images, forward"]["floor_seconds"] > 0
+    assert timed["plain, eager"]["ratio"] == 1.0
+
+
+def test_accuracy_finds_norms_that_are_off(monkeypatch, tiny_networks):
+    network = networks.build("mobilenet_v3_large", CPU, size=24, calibration=8)
+    found = empty()
+    accuracy.section(found, "accuracy", network, n=4, loops=2, chunk=2, precisions=(None,))
+    assert len(found.checks) >= 8 and not [c for c in found.checks if not c["ok"] and "any bit" not in c["name"]], (
+        found.checks
+    )
+    right = accuracy.norms_given
+    monkeypatch.setattr(accuracy, "norms_given", lambda *a: right(*a) * 1.01)
+    found = empty()
+    accuracy.section(found, "accuracy", network, n=4, loops=2, chunk=2, precisions=(None,))
+    assert any("rms" in failure for failure in found.failures)
+
+
+def test_weights_and_images_are_rounded_before_they_are_compared(tiny_networks):
+    network = networks.build("mobilenet_v3_large", CPU, size=24, calibration=4)
+    low = accuracy.rounded(network.model, torch.bfloat16)
+    for t in (*low.parameters(), *low.buffers()):
+        assert torch.equal(t, t.to(torch.bfloat16).to(t.dtype))
+    assert any(not torch.equal(a, b) for a, b in zip(low.parameters(), network.model.parameters(), strict=True))
+    x = accuracy.Rounded(network.images, torch.bfloat16).batch(0, 2, seed=0, device=CPU, dtype=torch.float64)
+    assert x.dtype == torch.float64 and torch.equal(x, x.to(torch.bfloat16).double())
+
+
+def test_ceilings_are_plausible():
+    copy = bandwidth.copy_bandwidth(CPU, clock.HostTimer(), size=1 << 20, repeats=3)
+    product = bandwidth.matmul_rate(CPU, clock.HostTimer(), torch.float32, size=64, repeats=3)
+    assert copy["bytes"] == 2 << 20 and 1e8 < copy["bytes_per_second"] < 1e13 and copy["repeats"] == 3
+    assert 1e6 < product["operations_per_second"] < 1e15
+
+
+# ------------------------------------------------------------------------------------------------------- the command line
+def text(renderable, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))
+    console.print(renderable)
+    return console.export_text()
+
+
+def test_the_command_end_to_end(tmp_path, monkeypatch, capsys, tiny_networks, few_cases):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(run.Bench, "accuracy", lambda self: self.record.check("accuracy", "stand-in", 0.0, 1.0))
+    file, figure = tmp_path / "a.json", tmp_path / "figure.png"
+    assert main(["bench", "--device", "cpu", "--quick", "--json", str(file), "--figure", str(figure)]) == 0
+    out = capsys.readouterr().out
+    assert "CPU run" in out and "No kernel ran" in out and "estimate, folded" in out and "nothing failed" in out
+    tabled = [line for line in out.splitlines() if "tmp" not in line and "figure" not in line and "json" not in line]
+    assert max(map(len, tabled)) <= 80
+    document = json.loads(file.read_text())
+    assert document["format"] == record.FORMAT and document["failures"] == []
+    assert {s["name"] for s in document["sections"]} == {"ceilings", "accuracy", "mobilenet_v3_large", "kernels"}
+    assert document["environment"]["cpu"] and document["environment"]["sources"] and document["units"]["seconds"]
+    again = record.load(file)
+    assert again.document() == document
+    for path in figures.pictures(figure):
+        picture = Image.open(path).convert("RGB")
+        assert picture.width > 600 and len(picture.getcolors(1 << 20)) > 50
+
+    assert main(["bench", "--compare", str(file), str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "0 slower, 0 faster" in out and "1.00" in out
+
+
+def test_a_failure_gives_exit_code_1_and_stays_in_the_record(tmp_path, monkeypatch, capsys, tiny_networks, few_cases):
+    def broken(self):
+        raise RuntimeError("nothing works")
+
+    monkeypatch.setattr(run.Bench, "accuracy", broken)
+    monkeypatch.setattr(run.Bench, "main", lambda self: None)
+    assert main(["bench", "--device", "cpu", "--quick", "--json", str(tmp_path / "a.json")]) == 1
+    assert "nothing works" in capsys.readouterr().out
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["failures"] == ["accuracy: RuntimeError: nothing works"]
+    assert "broken" in document["sections"][1]["traceback"]
+
+
+def row(name: str, seconds: float, spread: float = 0.01) -> dict:
+    times = {"seconds": seconds, "seconds_p20": seconds * (1 - spread), "seconds_p80": seconds * (1 + spread)}
+    return {"section": "s", "name": name, "status": "ok", **times}
+
+
+def test_comparison_flags_what_is_beyond_the_spread():
+    a, b = empty(), empty()
+    a.rows = [row("slower", 1.0), row("noisy", 1.0, 0.3), row("faster", 1.0), row("gone", 1.0), row("now wrong", 1.0)]
+    b.rows = [row("slower", 1.1), row("noisy", 1.1, 0.3), row("faster", 0.5), row("new", 1.0)]
+    b.add("s", "now wrong", "wrong", error="off")
+    b.settings = b.settings | {"n": 7}
+    found = {pair.name: pair for pair in compare.compare(a, b)}
+    assert {name: pair.verdict for name, pair in found.items()} == {
+        "slower": "slower", "noisy": "same", "faster": "faster", "gone": "only in A", "now wrong": "wrong", "new": "only in B",
+    }  # fmt: skip
+    assert found["slower"].ratio == pytest.approx(1.1)
+    shown = text(tables.comparison(a, b))
+    assert "n: 4 and 7" in shown and "1 slower, 1 faster, 1 within" in shown and max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--device", "tpu"], "choose cpu"),
+        (["--budget", "-1"], "positive number"),
+        (["--json", "no/such/folder/a.json"], "there is no folder"),
+        (["--figure", "no/such/folder/a.png"], "there is no folder"),
+        (["--compare", "absent.json", "absent.json"], "No such file"),
+        (["--compare", __file__, __file__], "is no JSON"),
+        (["--compare", "a", "b", "--json", "c"], "only compares"),
+    ],
+)
+def test_errors_are_one_line(arguments, says, capsys):
+    assert main(["bench", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_json_of_another_kind_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(record.InputError, match="no record of this version"):
+        record.load(tmp_path / "x.json")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_benchmark_says_what_to_do_without_one(capsys):
+    from bench import gpu
+
+    assert gpu.main([]) == 2
+    assert "fastlr bench" in capsys.readouterr().err
+    assert main(["bench", "--device", "cuda"]) == 2
+
+
+def test_other_tools_are_held_to_the_truth_beside_fastlr(monkeypatch, tiny_networks):
+    from bench import gpu, peers
+
+    pick = {name: peers.PEERS[name] for name in ("plain", "fastlr", "vmap", "loop")}
+    wrong = lambda case, v: type("C", (), {"notes": [], "run": lambda: peers.PEERS["loop"](case, 1.2 * v).run()})  # noqa: E731
+    monkeypatch.setattr(gpu, "contenders", lambda: {**pick, "loop": wrong})
+    network = networks.build("mobilenet_v3_large", CPU, size=24, calibration=4)
+    found = empty()
+    gpu.other_tools(found, network, batches=(4,), rounds=3)
+    rows = {r["name"]: r for r in found.rows}
+    assert rows[peers.TITLES["loop"]]["status"] == "not right" and "WRONG" in rows[peers.TITLES["loop"]]["error"]
+    assert all(rows[peers.TITLES[name]]["seconds"] > 0 for name in ("plain", "fastlr", "vmap"))
+    assert not found.failures and peers.TITLES["vmap"] in text(tables.report(found))
+
+
+def test_quantiles_divisors_and_timers():
+    assert clock.spread([3.0, 1.0, 2.0])["seconds"] == 2.0
+    assert [networks.largest_divisor(5000, most) for most in (5000, 4999, 208, 1)] == [5000, 2500, 200, 1]
+    calls: list[int] = []
+    found = clock.HostTimer().seconds([lambda: calls.append(0), lambda: calls.append(1)], 3)
+    assert len(found) == 3 and calls == [0, 1] * 4 and Case("x", lambda draw: None).target is None
