@@ -182,26 +182,32 @@ def test_resampled_correlations_are_those_of_the_written_out_resample():
 
 
 def test_several_runs_are_averaged_by_their_tasks(tmp_path):
-    runs = [read_run(write_run(tmp_path / f"{n}", n, seed=n)) for n in (100, 190, 40)]  # the last is too short
+    runs = [read_run(write_run(tmp_path / f"{n}", n, seed=n)) for n in (140, 270, 40)]  # the last is too short
     single = [correlations([run], ["weight_norm"], resamples=100) for run in runs[:2]]
     pooled = correlations(runs, ["weight_norm"], resamples=100)
     for a, b, both in zip(*single, pooled):
-        assert (a.n, b.n, both.n) == (90, 180, 270)
+        assert (a.n, b.n, both.n) == (130, 260, 390)
         assert both.value == pytest.approx((a.value + 2 * b.value) / 3)
         assert both.per_run == (a.value, b.value)
         assert both.blocks == a.blocks + b.blocks
 
 
 def test_short_runs_get_a_sentence(tmp_path):
-    run = read_run(write_run(tmp_path / "run", 69))
+    """Four blocks of 30 in a single run; three in each of several."""
+    run = read_run(write_run(tmp_path / "run", 100))
     found = correlations([run])
-    assert isinstance(found, TooShort) and "run has 59 usable tasks" in str(found)
+    assert isinstance(found, TooShort) and "run has 90 usable tasks" in str(found) and "at least 91" in str(found)
     assert not isinstance(correlations([run], target="forgetting", resamples=100), TooShort)
-    assert not isinstance(correlations([read_run(write_run(tmp_path / "b", 70))], resamples=100), TooShort)
+    assert not isinstance(correlations([read_run(write_run(tmp_path / "b", 101))], resamples=100), TooShort)
+    pair = [read_run(write_run(tmp_path / f"pair{seed}", 71, seed=seed)) for seed in range(2)]
+    assert isinstance(correlations(pair[:1]), TooShort)
+    assert all(c.n == 122 for c in correlations(pair, resamples=100) if not c.note)
+    few = [read_run(write_run(tmp_path / f"few{seed}", 70, seed=seed)) for seed in range(3)]
+    assert isinstance(correlations(few), TooShort)
 
 
 def test_a_measure_taken_rarely_or_constant_has_a_reason_instead_of_a_value(tmp_path):
-    folder = write_run(tmp_path / "run", 100)
+    folder = write_run(tmp_path / "run", 110)
     lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     for record in lines[1:]:
         t, measures = record["task"], record["measures"]
@@ -213,7 +219,7 @@ def test_a_measure_taken_rarely_or_constant_has_a_reason_instead_of_a_value(tmp_
     found = {(c.measure, c.kind, c.transform): c for c in correlations([read_run(folder)], resamples=100)}
     assert found["weight_norm", "semi-partial", "raw"].note == "constant"
     assert found["distance_from_init", "partial", "raw"].note == "a straight line in task number"
-    assert "18 usable tasks" in found["train_grad_norm", "semi-partial", "raw"].note
+    assert "20 usable tasks" in found["train_grad_norm", "semi-partial", "raw"].note
     assert math.isfinite(found["local_redundancy", "partial", "log"].value)
 
 
@@ -224,7 +230,7 @@ def test_the_same_seed_gives_the_same_errors(tmp_path):
 
 
 def test_wrong_arguments_are_named(tmp_path):
-    run = read_run(write_run(tmp_path / "run", 100))
+    run = read_run(write_run(tmp_path / "run", 120))
     with pytest.raises(InputError, match="choose one of future accuracy, forgetting"):
         correlations([run], target="loss")
     with pytest.raises(InputError, match="no runs"):
@@ -353,7 +359,7 @@ def test_costs_are_sums_and_shares(tmp_path):
 
 
 def test_agreement_is_defined_as_it_says(tmp_path):
-    run = read_run(write_run(tmp_path / "run", 80))
+    run = read_run(write_run(tmp_path / "run", 95))
     found = {(a.measure, a.transform): a for a in agreement([run], resamples=100)}
     assert set(found) == {(m, t) for m in ("local_redundancy", "local_redundancy_noise") for t in TRANSFORMS}
     y = run.measure("local_redundancy_next_task")
@@ -363,7 +369,7 @@ def test_agreement_is_defined_as_it_says(tmp_path):
         assert a.r == pytest.approx(stats.pearsonr(u, v)[0]) and a.r_squared == pytest.approx(a.r**2)
         assert a.identity == pytest.approx(1 - np.sum((u - v) ** 2) / np.sum((v - v.mean()) ** 2))
         assert a.mse == pytest.approx(np.mean((stats.zscore(u) - stats.zscore(v)) ** 2))
-        assert a.ratio == pytest.approx(stats.gmean(x / y)) and a.n == 80 and a.stderr > 0
+        assert a.ratio == pytest.approx(stats.gmean(x / y)) and a.n == 95 and a.stderr > 0
     assert found["local_redundancy", "log"].r > found["local_redundancy_noise", "log"].r
     without = read_run(write_run(tmp_path / "without", 20, leave_out=("local_redundancy_next_task",)))
     assert agreement([without]) == []

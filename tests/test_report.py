@@ -139,7 +139,7 @@ def test_a_short_run_says_so_and_gives_the_rest(tmp_path):
 
 def test_missing_measures_leave_out_their_tables_and_figures(tmp_path):
     folder = write_run(
-        tmp_path / "run", 90, leave_out=("local_redundancy", "local_redundancy_noise", "local_redundancy_next_task")
+        tmp_path / "run", 110, leave_out=("local_redundancy", "local_redundancy_noise", "local_redundancy_next_task")
     )
     report = write_report([folder], tmp_path / "out", resamples=100)
     assert {file.stem for file, _ in report.figures} == {
@@ -228,7 +228,7 @@ def test_the_commands_print_their_tables(folder, tmp_path, capsys):
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, words, tmp_path, capsys):
-    run = str(write_run(tmp_path / "run", 70))
+    run = str(write_run(tmp_path / "run", 110))
     assert cli.main([run if word == "RUN" else word for word in arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.startswith("error: ") and error.count("\n") == 1

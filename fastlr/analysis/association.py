@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastlr.analysis import correlation
-from fastlr.analysis.bootstrap import block_length, block_weights, interval
+from fastlr.analysis.bootstrap import SHORTEST_BLOCK, block_length, block_weights, interval
 from fastlr.analysis.runs import HORIZON, Run
 from fastlr.errors import InputError
 
 Array = NDArray[np.float64]
-FEWEST = 60  # tasks: two blocks, below which a block bootstrap says nothing
+FEWEST = SHORTEST_BLOCK * 2 + 1  # tasks of a run: three blocks, of which its level and slope take two
+FREEDOM = 2  # blocks beyond those two that all runs must have together: four blocks in a single run
 KINDS = ("semi-partial", "partial")
 METHODS = ("pearson", "spearman")
 TRANSFORMS = ("raw", "log")
@@ -81,9 +82,10 @@ class TooShort:
     def __str__(self) -> str:
         runs = ", ".join(f"{name} has {n}" for name, n in self.counts.items())
         end = f" ({HORIZON} more must follow the last one)" if self.target == TARGETS[0] else ""
+        one = SHORTEST_BLOCK * (FREEDOM + 1) + 1
         return (
             f"Too short for correlations with {self.target}: {runs} usable tasks, and a block bootstrap needs at least "
-            f"{self.fewest} in a run{end}."
+            f"{one} in a single run, or {self.fewest} in each of several{end}."
         )
 
 
@@ -115,7 +117,8 @@ def correlations(
         fewest: Runs with fewer usable tasks are left out.
 
     Returns:
-        For each measure both kinds, methods and transforms; TooShort if no run has ``fewest`` tasks.
+        For each measure both kinds, methods and transforms; TooShort where the runs do not make up enough blocks: 91
+        tasks in a single run, or 61 in each of several.
 
     Raises:
         InputError: No runs, an unknown target, or a block that does not fit.
@@ -129,15 +132,16 @@ def correlations(
     names = list(measures) if measures is not None else list(dict.fromkeys(m for run in runs for m in run.measures))
     targets = [run.future_accuracy(horizon) if target == TARGETS[0] else run.forgetting for run in runs]
     usable = [int(np.isfinite(each).sum()) for each in targets]
-    if max(usable) < fewest:
+    plan = {i: _span(y, length, horizon) for i, y in enumerate(targets) if usable[i] >= fewest}
+    if sum(-(-(last - first) // size) - 2 for first, last, size in plan.values()) < FREEDOM:
         return TooShort(target, {run.name: n for run, n in zip(runs, usable)}, fewest)
 
     pieces: dict[tuple[str, str, str, str], list[_Piece | str]] = {}
     for index, (run, y) in enumerate(zip(runs, targets)):
-        if usable[index] < fewest:
+        if index not in plan:
             continue
         rng = np.random.default_rng([seed, index])
-        for key, piece in _one_run(run, y, names, resamples, rng, length, horizon, fewest):
+        for key, piece in _one_run(run, y, names, resamples, rng, plan[index], fewest):
             pieces.setdefault(key, []).append(piece)
     return [_pooled(target, key, found) for key, found in pieces.items()]
 
@@ -153,20 +157,26 @@ class _Piece:
     length: int
 
 
+def _span(y: Array, length: int | None, horizon: int) -> tuple[int, int, int]:
+    """The first task with a target, one more than the last, and the tasks a block."""
+    known = np.flatnonzero(np.isfinite(y))
+    first, last = int(known[0]), int(known[-1]) + 1
+    if length is not None and not 1 <= length <= last - first:
+        raise InputError(f"blocks of {length} tasks cannot be drawn from {last - first}")
+    return first, last, length or min(block_length(last - first, horizon), (last - first) // 2)
+
+
 def _one_run(
     run: Run,
     y: Array,
     names: Sequence[str],
     resamples: int,
     rng: np.random.Generator,
-    length: int | None,
-    horizon: int,
+    span: tuple[int, int, int],
     fewest: int,
 ) -> Iterator[tuple[tuple[str, str, str, str], _Piece | str]]:
     """Yield (measure, kind, method, transform) and its piece, or the reason why there is none."""
-    span = np.flatnonzero(np.isfinite(y))
-    first, last = int(span[0]), int(span[-1]) + 1
-    size = length or min(block_length(last - first, horizon), (last - first) // 2)
+    first, last, size = span
     weights = block_weights(last - first, size, resamples, rng)
     prepared: dict[bytes, correlation.Resampled] = {}
     for name in names:

@@ -25,8 +25,8 @@ def block_length(tasks: int, horizon: int = 10) -> int:
     """Tasks a block: 2 sqrt(n), at least 30 and three times the horizon.
 
     Blocks must be long against the time in which a measure forgets its past (33 tasks at an autocorrelation of 0.97) and
-    many. Simulated with such a measure and 3000 tasks, 95 % intervals from blocks of 30 cover 83 to 92 % (150 runs), from
-    these 91 to 95 % at correlations of 0 and 0.26 and 88 to 94 % at 0.74 (400 runs; ``tests/test_analysis.py``).
+    many. Simulated with such a measure and 3000 tasks, 95 % intervals cover 94 to 96 % at correlations of 0 and 0.26 (1000
+    runs; ``tests/test_analysis.py``), those from blocks of 30 83 to 92 % (150 runs).
 
     >>> block_length(200), block_length(500), block_length(3000)
     (30, 45, 110)

@@ -16,7 +16,7 @@ from fastlr.analysis.runs import Run
 Array = NDArray[np.float64]
 REFERENCE = "local_redundancy_next_task"
 SHAPES = "local_redundancy"
-_FEWEST_FOR_ERROR = 60
+_FEWEST_FOR_ERROR = 91  # boundaries: four blocks
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Agreement:
         measure: Name of the estimate.
         transform: "raw" or "log".
         r: Pearson's correlation of x and y (no trend removed, as in the paper).
-        stderr: Its standard error by block bootstrap; NaN below 60 boundaries.
+        stderr: Its standard error by block bootstrap; NaN below 91 boundaries.
         r_squared: r * r, the R^2 of the best straight line through the points.
         identity: 1 - sum (x - y)^2 / sum (y - mean y)^2, the R^2 of the line x = y; negative when the mean of y would
             be a better guess than x.

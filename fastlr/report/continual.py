@@ -175,11 +175,11 @@ def _draw(
 
     def keep(name: str, done: bool, caption: str) -> None:
         if done:
-            drawn.append((folder / name, caption))
+            drawn.append((folder / name, caption.strip()))
         else:
             (folder / name).unlink(missing_ok=True)  # of an earlier report
 
-    thick = "Thin: each task; thick: running mean over 30 tasks."
+    thick = "Thin: each task; thick: running mean over 30 tasks." if max(map(len, runs)) >= 150 else ""
     keep(
         "redundancy-accuracy.png",
         curves.redundancy_and_accuracy(runs, folder / "redundancy-accuracy.png"),

@@ -208,7 +208,7 @@ def ablation_sheet(found: Sequence[Agreement]) -> Sheet:
         "that the best straight line in x explains; R2 of x = y is 1 - sum (x - y)^2 / sum (y - mean y)^2, negative "
         "where the mean of y would be the better guess; MSE is the mean of (x - y)^2 after each series is brought to "
         "mean 0 and standard deviation 1, which is 2 (1 - r); x / y is the geometric mean of the ratio. s.e. of r: "
-        "block bootstrap, from 60 boundaries on.",
+        "block bootstrap, from 91 boundaries on.",
     )
     return Sheet("ablation", title, columns, tuple(rows), notes)
 

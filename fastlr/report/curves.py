@@ -16,20 +16,21 @@ from fastlr.report.plots import GRID, INK, MUTED
 from fastlr.report.tables import group_to_fit
 
 COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#97801a", "#2a8c8c")
-_SMOOTH = 30  # tasks a running mean
+_SMOOTH, _FROM = 30, 150  # tasks a running mean, drawn in series of at least so many
 _COLUMNS = 400  # of the heat map: more tasks are averaged
 _ABLATION = {
     "local_redundancy_next_task": ("next task's real images", "#1f2933"),
     "local_redundancy": ("shapes", COLOURS[0]),
     "local_redundancy_noise": ("Gaussian noise", COLOURS[1]),
 }
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # of a number on a line
 Array = NDArray[np.float64]
 
 
 def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
     """Draw local redundancy (band: two standard errors) above accuracy over tasks; False if neither was recorded.
 
-    Thin: each task; thick: running mean over 30 tasks (of the logarithm, for local redundancy).
+    Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local redundancy).
     """
     lr = [run for run in runs if np.isfinite(run.measure("local_redundancy")).any()]
     accurate = [run for run in runs if np.isfinite(run.accuracy).any()]
@@ -158,7 +159,7 @@ def correlation_chart(found: Sequence[Correlation], path: str | os.PathLike[str]
             "textcoords": "offset points",
             "va": "bottom" if pearson else "top",
         }
-        axes.annotate(hundred(c.value), (100 * c.value, y), fontsize=7, color=colour, ha="center", **away)
+        axes.annotate(hundred(c.value), (100 * c.value, y), fontsize=7, color=colour, ha="center", bbox=_BEHIND, **away)
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8, color=INK)
     axes.set_ylim(len(names) - 0.4, -0.6)
     handles, texts = axes.get_legend_handles_labels()
@@ -209,13 +210,13 @@ def _figure(size: tuple[float, float], rows: int, columns: int = 1, **options: A
 
 
 def _curve(axes: Any, tasks: NDArray[Any], values: Array, colour: str, name: str, *, exponential: bool = False) -> None:
-    """Each task thin and, from 60 tasks on, the running mean thick; of logarithms that are shown as numbers, if asked."""
+    """Each task thin and, from 150 tasks on, the running mean thick; of logarithms that are shown as numbers, if asked."""
     known = np.isfinite(values)
     if not known.any():
         return
     tasks, values = tasks[known], values[known]
     shown = np.exp if exponential else np.asarray
-    long = len(values) >= 2 * _SMOOTH
+    long = len(values) >= _FROM
     axes.plot(
         tasks, shown(values), color=colour, linewidth=0.6 if long else 1.4, alpha=0.35 if long else 1.0,
         marker="" if len(values) > 1 else "o", label=None if long else name or None,
