@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import multiprocessing
 import random
@@ -12,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from continual_cases import SMALL, assert_same, checkpoint, comparable, lines, net
 
 import fastlr
 from fastlr.cli import main
@@ -20,37 +19,7 @@ from fastlr.cli_continual import _Clock
 from fastlr.data import ImageStore, load_task, normalise, pairs, synthetic_store
 from fastlr.drivers import continual
 from fastlr.drivers.config import MEASURES, PRESETS, ContinualOptions, parse_settings, resolve
-from fastlr.drivers.runs import stream_seed
-from fastlr.drivers.training import Trainer
-from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
-
-
-def net(num_classes: int = 2) -> nn.Module:
-    """A small network with everything that is random or has state in training."""
-    features = [
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(3),
-        nn.Flatten(),
-        nn.Dropout(0.2),
-    ]
-    return nn.Sequential(*features, nn.Linear(36, num_classes))
-
-
-SMALL = {
-    "model": "test_continual:net",
-    "device": "cpu",
-    "dtype": "fp32",
-    "tasks": 3,
-    "epochs": 2,
-    "batch_size": 12,
-    "norm_batch": 6,
-    "learning_rate": 1e-2,
-    "redundancy_n": 20,
-    "measure_images": 16,
-    "flip": True,
-}
+from fastlr.errors import FastlrWarning, InputError, ModelError
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +27,6 @@ def images(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("data") / "store"
     synthetic_store(path, classes=3, size=8, train=11, test=5)
     return str(path)
-
-
-def lines(path) -> list[dict]:
-    return [json.loads(line) for line in (path / "records.jsonl").read_text().splitlines()]
-
-
-def comparable(path) -> list[dict]:
-    """The records without what tells of the interruption, and times."""
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines(path) if line["kind"] != "resume"]
-
-
-def checkpoint(path) -> dict:
-    return torch.load(path / "checkpoints/last.pt", weights_only=True)["state"]
 
 
 # -- killed and resumed ------------------------------------------------------------------------------------------------
@@ -128,19 +84,6 @@ def check_kills(tmp_path, images, kills: int, seed: int) -> None:
         assert_same(checkpoint(path), checkpoint(whole))
     assert kills < 10 or len(set(ends)) > 3, f"the kills came at the same places: {ends}"
     print("records when killed:", ends)
-
-
-def assert_same(a, b) -> None:
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for x, y in zip(a, b):
-            assert_same(x, y)
-    else:
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def test_killed_three_times_it_ends_as_the_uninterrupted_run(tmp_path, images):
@@ -233,159 +176,11 @@ def test_a_measure_that_the_model_does_not_have_is_named(tmp_path, images):
     settings = {
         **SMALL,
         "data": images,
-        "model": "test_continual:no_activation",
+        "model": "continual_cases:no_activation",
         "measures": ("weight_norm", "dormant_ratio"),
     }
     with pytest.raises(ModelError, match="dormant_ratio: no activations .*leave it out by --set measures"):
         continual.begin(tmp_path / "run", "paper", settings)
-
-
-def no_activation(num_classes: int = 2) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))
-
-
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
-def plain(num_classes: int = 2) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, num_classes)
-    )
-
-
-def trainer(network=plain, **settings) -> Trainer:
-    torch.manual_seed(0)
-    options = resolve(ContinualOptions, PRESETS, "paper", {**SMALL, **settings})
-    return Trainer(network(), options, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def task(images):
-    return load_task(ImageStore.open(images), (0, 1))
-
-
-@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
-def test_training_is_what_a_plain_loop_does(task, optimiser):
-    """Batches of 12, 12 forward passes of 6: BatchNorm's statistics of 6, the mean gradient of 12, one step."""
-    mine = trainer(flip=False, optimiser=optimiser, momentum=0.9, weight_decay=0.1, learning_rate=0.003)
-    model = copy.deepcopy(mine.model)
-    kind, more = (torch.optim.AdamW, {}) if optimiser == "adamw" else (torch.optim.SGD, {"momentum": 0.9})
-    steps = kind(model.parameters(), lr=0.003, weight_decay=0.1, **more)
-    generator = torch.Generator().manual_seed(stream_seed(0, "order", 5))
-    x = (task.train_x.float() / 255 - torch.tensor([0.485, 0.456, 0.406])[:, None, None]) / torch.tensor(
-        [0.229, 0.224, 0.225]
-    )[:, None, None]
-    for _ in range(2):
-        order = torch.randperm(22, generator=generator)
-        total = 0.0
-        for batch, halves in ((order[:12], (6, 6)), (order[12:], (5, 5))):
-            losses = [F.cross_entropy(model(x[half]), task.train_y[half]) for half in batch.split(halves)]
-            steps.zero_grad()
-            (sum(losses) / 2).backward()
-            steps.step()
-            total += sum(losses).item() / 2 * len(batch)
-    assert mine.learn(task, 5) == pytest.approx(total / 22, rel=1e-4)
-    for (name, a), b in zip(mine.model.state_dict().items(), model.state_dict().values()):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
-
-
-def test_the_whole_batch_when_norm_batch_is_zero(task):
-    a, b = trainer(norm_batch=0, flip=False), trainer(norm_batch=12, flip=False)
-    assert a.learn(task, 0) == b.learn(task, 0)
-
-
-class Watching(nn.Module):
-    """Keeps the images that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.seen = nn.Linear(192, 2), []
-
-    def forward(self, x):
-        if self.training:
-            self.seen.append(x.detach().clone())
-        return self.head(x.flatten(1))
-
-
-def test_every_image_once_an_epoch_half_of_them_mirrored(task):
-    mine = trainer(network=Watching, epochs=20)
-    mine.learn(task, 0)
-    seen = torch.cat(mine.model.seen)
-    assert len(seen) == 20 * 22 and max(map(len, mine.model.seen)) == 6
-    originals, mirrored = normalise(task.train_x), 0
-    for epoch in seen.split(22):
-        as_they_are = (epoch[:, None] == originals).flatten(2).all(2)
-        flipped = (epoch[:, None] == originals.flip(3)).flatten(2).all(2)
-        assert ((as_they_are | flipped).sum(0) == 1).all()
-        mirrored += int(flipped.sum())
-    assert abs(mirrored - 220) < 4 * 440**0.5 / 2
-    assert not torch.equal(seen[:22], seen[22:44])
-
-
-def test_optimiser_state_is_kept_or_reset(tmp_path, images):
-    for option, steps in (("kept", 3 * 4), ("reset", 4)):
-        settings = {**SMALL, "data": images, "measures": (), "optimiser_state": option}
-        continual.begin(tmp_path / option, "paper", settings)
-        state = checkpoint(tmp_path / option)["optimiser"]["state"]
-        assert {int(each["step"]) for each in state.values()} == {steps}
-        assert {line["optimiser_state"] for line in lines(tmp_path / option)[1:]} == {option}
-
-
-def test_the_head_is_reset_at_each_task(task):
-    for reset in (True, False):
-        mine = trainer(head_reset=reset, learning_rate=1e-9, optimiser="sgd", weight_decay=0.0)
-        before = copy.deepcopy(mine.model.state_dict())
-        mine.learn(task, 0)
-        after = mine.model.state_dict()
-        assert (after["4.weight"].abs().max() < 1e-6) == reset
-        assert torch.allclose(after["0.weight"], before["0.weight"], atol=1e-6)
-    with pytest.raises(ModelError, match="head_reset wants"):
-        trainer(head_reset=True, network=lambda: nn.Conv2d(3, 2, 1))
-
-
-def test_weights_are_carried_over(tmp_path, images):
-    settings = {**SMALL, "data": images, "measures": ("distance_from_init",), "learning_rate": 1e-3}
-    continual.begin(tmp_path / "run", "paper", settings)
-    distances = [line["measures"]["distance_from_init"]["value"] for line in lines(tmp_path / "run")]
-    assert distances == sorted(distances) and distances[0] == 0 < distances[1]
-
-
-def test_bfloat16(tmp_path, images):
-    settings = {**SMALL, "data": images, "dtype": "bf16", "tasks": 1, "measures": tuple(MEASURES)}
-    continual.begin(tmp_path / "run", "paper", settings)
-    first = lines(tmp_path / "run")[0]["measures"]["local_redundancy"]["value"]
-    continual.begin(tmp_path / "fp32", "paper", {**settings, "dtype": "fp32"})
-    wanted = lines(tmp_path / "fp32")[0]["measures"]["local_redundancy"]["value"]
-    assert first == pytest.approx(wanted, rel=0.03) and first != wanted
-    assert all(v.dtype == torch.float32 for k, v in checkpoint(tmp_path / "run")["model"].items() if "num" not in k)
-
-
-# -- losses that are not finite ----------------------------------------------------------------------------------------
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, images):
-    settings = {**SMALL, "data": images, "optimiser": "sgd", "learning_rate": 1e30, "measures": ("weight_norm",)}
-    with pytest.raises(NonFiniteError, match="task 0: the loss is not finite in epoch 2; lower learning_rate"):
-        continual.begin(tmp_path / "run", "paper", settings)
-    assert len(lines(tmp_path / "run")) == 1 and checkpoint(tmp_path / "run")["position"] == 0
-
-
-def test_the_last_step_can_ruin_the_network_too(tmp_path, images):
-    settings = {**SMALL, "data": images, "optimiser": "sgd", "learning_rate": 1e30, "epochs": 1, "batch_size": 22}
-    with pytest.raises(NonFiniteError, match="in epoch 1"):
-        continual.begin(tmp_path / "run", "paper", {**settings, "measures": ()})
-
-
-def test_or_the_task_is_skipped(tmp_path, images):
-    settings = {**SMALL, "data": images, "optimiser": "sgd", "momentum": 0.9, "learning_rate": 1e30, "on_nan": "skip"}
-    continual.begin(tmp_path / "run", "paper", {**settings, "measures": ("distance_from_init",)})
-    records = lines(tmp_path / "run")[1:]
-    for line in records:
-        assert line["skipped"] == "nan loss" and line["measures"]["distance_from_init"]["value"] == 0
-        assert line["accuracy"] is line["previous_accuracy"] is line["train_loss"] is None
-    state, initial = checkpoint(tmp_path / "run"), torch.load(tmp_path / "run/checkpoints/initial.pt")
-    assert_same(dict(state["model"]), dict(initial))
-    assert len(records) == 3 and not state["optimiser"]["state"]
 
 
 # -- options and the command line --------------------------------------------------------------------------------------
@@ -448,7 +243,7 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path, images):
 
 def test_the_command(tmp_path, images, capsys):
     arguments = ["--out", str(tmp_path / "run"), "--set", "epochs=1", "--set", "measures=weight_norm"]
-    size = ["--set", "model=test_continual:net"]
+    size = ["--set", "model=continual_cases:net"]
     assert main(["continual", "demo", "--data", images, *arguments, *size, "--tasks", "2", "--seed", "5"]) == 0
     captured = capsys.readouterr()
     assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err, "quiet without a terminal"

@@ -55,6 +55,11 @@ class ContinualOptions:
         epochs: Passes over a task's training images.
         flip: Mirror each training image with probability 1/2 (neither paper says that it does).
         head_reset: Set the last linear layer to zero at the start of each task, as Dohare et al. do.
+        shrink: Multiply every parameter by it at the start of each task after the first; 1: off (see
+            `fastlr.drivers.interventions`, as for the three that follow).
+        perturb: Then add normal noise of this standard deviation; 0: off.
+        l2_init: Strength of L2 regularisation towards initialisation; 0: off. Not in the recorded train_loss.
+        norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place.
         on_nan: A loss that is not finite: ``stop`` with an error, or ``skip`` the task, going on from before it.
         measures: Which, with commas.
         measure_every: Measure after every k-th task (and before the first).
@@ -82,6 +87,10 @@ class ContinualOptions:
     epochs: int = 100
     flip: bool = False
     head_reset: bool = False
+    shrink: float = 1.0
+    perturb: float = 0.0
+    l2_init: float = 0.0
+    norm: Literal["batch", "layer"] = "batch"
     on_nan: Literal["stop", "skip"] = "stop"
     measures: tuple[str, ...] = (
         "local_redundancy",
@@ -116,6 +125,9 @@ class ContinualOptions:
             ("weight_decay", 0),
             ("momentum", 0),
             ("tau", 0),
+            ("shrink", 0),
+            ("perturb", 0),
+            ("l2_init", 0),
         ):
             if not getattr(self, name) >= low:
                 raise InputError(f"{name}={getattr(self, name)}: give at least {low}")
@@ -161,7 +173,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
         "model": "fastlr.models.convnet:ConvNet",
         "data": "synthetic",
-        "tasks": 20,
+        "tasks": 60,
         "device": "cpu",
         "dtype": "fp32",
         "batch_size": 50,

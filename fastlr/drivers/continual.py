@@ -22,6 +22,7 @@ import torch
 from fastlr.data import ImageStore, Pair, Prefetcher, Task, load_task, pairs, synthetic_store
 from fastlr.drivers.boundary import Measurer
 from fastlr.drivers.config import PRESETS, ContinualOptions, from_record, resolve
+from fastlr.drivers.interventions import layer_norm_for_batch_norm
 from fastlr.drivers.runs import (
     Run,
     commit_of_source,
@@ -179,8 +180,11 @@ def _carry_on(run: Run, options: ContinualOptions, store: ImageStore, device: to
     """Do the tasks that are left."""
     seed_everything(stream_seed(options.seed, "model"))
     model = load_model(options.model, num_classes=2, kwargs=options.model_kwargs)
+    if options.norm == "layer" and not layer_norm_for_batch_norm(model):
+        raise InputError(f"norm=layer: {options.model} has no batch norm to replace; leave it out")
     trainer = Trainer(model, options, device)
     initial = _initial_state(run, trainer)
+    trainer.started_at(initial)
     state = run.state or {}
     position = state.get("position", 0)
     if state:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastlr.data import Task, normalise, take
 from fastlr.drivers.config import ContinualOptions
+from fastlr.drivers.interventions import TowardsInit, shrink_and_perturb
 from fastlr.drivers.runs import seed_everything, stream_seed
 from fastlr.errors import ModelError, NonFiniteError
 
@@ -21,7 +22,7 @@ LOOKED_AT = 10  # epochs between two looks at the losses on a GPU, which wait fo
 
 
 class Trainer:
-    """A model, its optimiser, and how they learn a task.
+    """A model, its optimiser, and how they learn a task; `started_at` is called once before the first.
 
     Everything random in a task (order of the images, flips, dropout) is a pure function of the run's seed and the task's
     number. On a CPU, the same thread count gives the same bits.
@@ -37,6 +38,7 @@ class Trainer:
         self.dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
         self.model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimiser = self._new_optimiser()
+        self.towards_init: TowardsInit | None = None
         if options.head_reset:
             self.head()  # an error now rather than after the first task
 
@@ -48,6 +50,11 @@ class Trainer:
         if options.optimiser == "sgd":
             return torch.optim.SGD(parameters, momentum=options.momentum, **common)
         return torch.optim.AdamW(parameters, **common)
+
+    def started_at(self, initial: Mapping[str, Tensor]) -> None:
+        """Tell the parameters at initialisation, on the device."""
+        if self.options.l2_init:
+            self.towards_init = TowardsInit(self.model, initial, self.options.l2_init)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs, by reference."""
@@ -76,7 +83,7 @@ class Trainer:
         return heads[-1]
 
     def learn(self, task: Task, number: int, report: Callable[[int], None] = lambda epoch: None) -> float | None:
-        """Train on a task; the optimiser and the head are reset first where the options say so.
+        """Train on a task; first the resets and interventions of the options that come before a task.
 
         Args:
             task: On the device.
@@ -95,6 +102,8 @@ class Trainer:
         seed_everything(stream_seed(options.seed, "task", number))
         if options.optimiser_state == "reset":
             self.optimiser = self._new_optimiser()
+        if number > 0 and (options.shrink != 1 or options.perturb):
+            shrink_and_perturb(self.model, options.shrink, options.perturb, stream_seed(options.seed, "task", number))
         if options.head_reset:
             with torch.no_grad():
                 self.head().weight.zero_()
@@ -162,6 +171,8 @@ class Trainer:
             loss = F.cross_entropy(z.float(), task.train_y.index_select(0, rows), reduction="sum")
             (loss / size).backward()
             total += loss.detach()
+        if self.towards_init is not None:
+            self.towards_init.add_gradients()
         self.optimiser.step()
         return total
 

@@ -1,0 +1,74 @@
+"""Interventions against loss of plasticity, options of the driver: small functions that act on a model in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.drivers.runs import stream_seed
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@torch.no_grad()
+def shrink_and_perturb(model: nn.Module, shrink: float, perturb: float, seed: int) -> None:
+    """Replace every trainable parameter: ``theta <- shrink * theta + perturb * noise``, noise independent standard normal.
+
+    The noise is a pure function of the seed, drawn on the CPU.
+
+    Source: Ash and Adams 2020, "On warm-starting neural network training" (arXiv:1910.08475), section 4:
+    ``theta_t <- lambda theta_{t-1} + p_t`` with ``p_t ~ N(0, sigma^2)``, at the start of each round of training.
+    """
+    generator = torch.Generator().manual_seed(stream_seed(seed, "perturb"))
+    for p in model.parameters():
+        if p.requires_grad:
+            p.mul_(shrink)
+            if perturb:
+                p.add_(torch.randn(p.shape, generator=generator).to(p.device, p.dtype), alpha=perturb)
+
+
+class TowardsInit:
+    """L2 regularisation towards initialisation: adds the gradient of ``strength * ||theta - theta_init||^2``.
+
+    The gradient is added to ``.grad`` before the optimiser's step, which is the same as adding the penalty to the loss.
+
+    Args:
+        model: Its trainable parameters are drawn back.
+        initial: State dict at initialisation, on the model's device.
+        strength: lambda, with the loss the mean over the batch; no factor 1/2.
+
+    Source: Kumar, Marklund and Van Roy 2023, "Maintaining plasticity in continual learning via regenerative
+    regularization" (arXiv:2308.11958), L2 Init.
+    """
+
+    def __init__(self, model: nn.Module, initial: Mapping[str, Tensor], strength: float) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.parameters = [p for _, p in named]
+        self.initial = [initial[name] for name, _ in named]
+        self.strength = strength
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the penalty's gradient to ``.grad`` of every parameter that the loss has reached."""
+        for p, start in zip(self.parameters, self.initial, strict=True):
+            if p.grad is not None:
+                p.grad.add_(p - start, alpha=2 * self.strength)
+
+
+def layer_norm_for_batch_norm(model: nn.Module) -> int:
+    """Replace every batch norm by a layer norm, in place; return how many.
+
+    The layer norm of a convolutional network: over the channels and positions of each sample together, then a scale and a
+    shift for each channel (``nn.GroupNorm`` with one group), with the epsilon of the batch norm and new parameters.
+
+    Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450); as one group: Wu and He 2018 (arXiv:1803.08494).
+    """
+    count = 0
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, _BATCH_NORMS):
+                setattr(module, name, nn.GroupNorm(1, child.num_features, eps=child.eps, affine=child.affine))
+                count += 1
+    return count

@@ -1,0 +1,94 @@
+"""What the tests of the continual-learning driver share: small networks, a small run, ways to read it."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+
+from fastlr.drivers.config import PRESETS, ContinualOptions, resolve
+from fastlr.drivers.training import Trainer
+
+
+def net(num_classes: int = 2) -> nn.Module:
+    """A small network with everything that is random or has state in training."""
+    features = [
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(3),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+    ]
+    return nn.Sequential(*features, nn.Linear(36, num_classes))
+
+
+SMALL = {
+    "model": "continual_cases:net",
+    "device": "cpu",
+    "dtype": "fp32",
+    "tasks": 3,
+    "epochs": 2,
+    "batch_size": 12,
+    "norm_batch": 6,
+    "learning_rate": 1e-2,
+    "redundancy_n": 20,
+    "measure_images": 16,
+    "flip": True,
+}
+
+
+def no_activation(num_classes: int = 2) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))
+
+
+class Watching(nn.Module):
+    """Keeps the images that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.seen = nn.Linear(192, 2), []
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append(x.detach().clone())
+        return self.head(x.flatten(1))
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in (path / "records.jsonl").read_text().splitlines()]
+
+
+def comparable(path) -> list[dict]:
+    """The records without what tells of the interruption, and times."""
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines(path) if line["kind"] != "resume"]
+
+
+def checkpoint(path) -> dict:
+    return torch.load(path / "checkpoints/last.pt", weights_only=True)["state"]
+
+
+def assert_same(a, b) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b):
+            assert_same(x, y)
+    else:
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def plain(num_classes: int = 2) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, num_classes)
+    )
+
+
+def trainer(network=plain, **settings) -> Trainer:
+    torch.manual_seed(0)
+    options = resolve(ContinualOptions, PRESETS, "paper", {**SMALL, **settings})
+    return Trainer(network(), options, torch.device("cpu"))
