@@ -192,6 +192,23 @@ def test_several_runs_are_averaged_by_their_tasks(tmp_path):
         assert both.blocks == a.blocks + b.blocks
 
 
+def test_the_lead_of_local_redundancy_is_paired(tmp_path):
+    runs = [read_run(write_run(tmp_path / str(seed), 300, seed=seed)) for seed in range(2)]
+    found = {(c.measure, c.kind, c.method): c for c in correlations(runs, resamples=300) if c.transform == "raw"}
+    for (name, kind, method), c in found.items():
+        first = found["local_redundancy", kind, method]
+        if name == "local_redundancy":
+            assert math.isnan(c.lead)
+            continue
+        assert c.lead == pytest.approx(first.value - c.value) and c.lead_stderr > 0
+        if name == "local_redundancy_next_task":  # nearly the same series: far less than independent errors would give
+            assert c.lead_stderr < 0.4 * math.hypot(first.stderr, c.stderr)
+        if name == "train_grad_norm":  # pure noise
+            assert c.lead_stderr == pytest.approx(math.hypot(first.stderr, c.stderr), rel=0.35)
+    alone = correlations(runs, ["weight_norm"], resamples=100)
+    assert all(math.isnan(c.lead) for c in alone)
+
+
 def test_short_runs_get_a_sentence(tmp_path):
     """Four blocks of 30 in a single run; three in each of several."""
     run = read_run(write_run(tmp_path / "run", 100))

@@ -123,6 +123,8 @@ def test_the_tables_say_what_they_rest_on(report):
     partial = by["future-accuracy-partial-log"]
     assert "both (partial)" in " ".join(partial.notes) and "dormant ratio: no logarithm" in " ".join(partial.notes)
     assert "dormant ratio" not in [row[0] for row in partial.rows]
+    lead = by["future-accuracy-lead"]
+    assert lead.rows[0][0] == "LR on noise" and "same resamples" in lead.notes[0]
     assert "does not define R^2" in " ".join(by["ablation"].notes)
     assert by["runs"].rows[1][:4] == (f"{report.folder.parent.name}/seed-1", "130", "2", "1")
     assert by["costs"].rows[2][0] == "local redundancy" and "On cpu." in by["costs"].notes

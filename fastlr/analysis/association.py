@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastlr.analysis import correlation
-from fastlr.analysis.bootstrap import SHORTEST_BLOCK, block_length, block_weights, interval
+from fastlr.analysis.bootstrap import SHORTEST_BLOCK, block_length, block_weights, deviation, interval
 from fastlr.analysis.runs import HORIZON, Run
 from fastlr.errors import InputError
 
@@ -22,6 +22,7 @@ KINDS = ("semi-partial", "partial")
 METHODS = ("pearson", "spearman")
 TRANSFORMS = ("raw", "log")
 TARGETS = ("future accuracy", "forgetting")
+_LEADER = "local_redundancy"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Correlation:
         length: Tasks a block.
         per_run: The value of each run.
         note: Why there is no value.
+        lead: Local redundancy's value minus this one, of the same kind, method and transform.
+        lead_stderr: Its standard error, from the same resamples.
     """
 
     measure: str
@@ -65,6 +68,8 @@ class Correlation:
     length: int
     per_run: tuple[float, ...]
     note: str = ""
+    lead: float = math.nan
+    lead_stderr: float = math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as a flat dict."""
@@ -143,7 +148,8 @@ def correlations(
         rng = np.random.default_rng([seed, index])
         for key, piece in _one_run(run, y, names, resamples, rng, plan[index], fewest):
             pieces.setdefault(key, []).append(piece)
-    return [_pooled(target, key, found) for key, found in pieces.items()]
+    pooled = {key: _pooled(target, key, each) for key, each in pieces.items()}
+    return [_against(pooled.get((_LEADER, *key[1:])), each) for key, each in pooled.items()]
 
 
 @dataclass(frozen=True)
@@ -211,19 +217,20 @@ def _one_run(
                     yield key, _Piece(value, replicates, len(a), -(-(last - first) // size), size)
 
 
-def _pooled(target: str, key: tuple[str, str, str, str], found: Sequence[_Piece | str]) -> Correlation:
+def _pooled(target: str, key: tuple[str, str, str, str], found: Sequence[_Piece | str]) -> tuple[Correlation, Array]:
     """Average over runs, weighted by their tasks; replicates are averaged in the same way."""
     name, kind, method, transform = key
     pieces = [piece for piece in found if isinstance(piece, _Piece)]
     if not pieces:
         nothing = (math.nan,) * 6
-        return Correlation(name, target, kind, method, transform, *nothing, 0, 0, 0, (), str(found[0]))
+        none = Correlation(name, target, kind, method, transform, *nothing, 0, 0, 0, (), str(found[0]))
+        return none, np.empty(0)
     n = sum(piece.n for piece in pieces)
     value = sum(piece.n / n * piece.value for piece in pieces)
     replicates = sum((piece.n / n * piece.replicates for piece in pieces), np.zeros(len(pieces[0].replicates)))
     blocks = sum(piece.blocks for piece in pieces)
     error = interval(value, replicates, blocks, len(pieces))
-    return Correlation(
+    result = Correlation(
         name,
         target,
         kind,
@@ -240,3 +247,14 @@ def _pooled(target: str, key: tuple[str, str, str, str], found: Sequence[_Piece 
         max(piece.length for piece in pieces),
         tuple(piece.value for piece in pieces),
     )
+    return result, replicates
+
+
+def _against(leader: tuple[Correlation, Array] | None, each: tuple[Correlation, Array]) -> Correlation:
+    """Add how far local redundancy leads, if it was measured in the same runs."""
+    (other, theirs), runs = each, len(each[0].per_run)
+    if leader is None or leader[0].measure == other.measure or not runs or len(leader[0].per_run) != runs:
+        return other
+    first, ours = leader
+    spread = deviation(ours - theirs, other.blocks, runs)
+    return replace(other, lead=first.value - other.value, lead_stderr=spread)

@@ -80,20 +80,28 @@ def interval(value: float, replicates: Array, blocks: int, runs: int = 1) -> Int
         blocks: Blocks that make up a resample, of all runs.
         runs: Runs that are averaged; each has its own level and slope.
     """
-    known = np.clip(replicates[np.isfinite(replicates)], -1 + 1e-12, 1 - 1e-12)
-    if len(known) < 0.9 * len(replicates) or blocks < 2 * runs or not math.isfinite(value):
+    if not math.isfinite(value) or not math.isfinite(deviation(replicates, blocks, runs)):
         return Interval(math.nan, math.nan, math.nan, math.nan)
-    freedom = max(1, blocks - 2 * runs)
-    widen = math.sqrt(blocks / freedom)
     z = math.atanh(min(max(value, -1 + 1e-12), 1 - 1e-12))
-    error = float(np.std(np.arctanh(known), ddof=1)) * widen
-    t = student_quantile(1 - LEVEL / 2, freedom)
+    error = deviation(np.arctanh(np.clip(replicates, -1 + 1e-12, 1 - 1e-12)), blocks, runs)
+    t = student_quantile(1 - LEVEL / 2, max(1, blocks - 2 * runs))
     return Interval(
-        stderr=float(np.std(known, ddof=1)) * widen,
+        stderr=deviation(replicates, blocks, runs),
         low=math.tanh(z - t * error),
         high=math.tanh(z + t * error),
         smallest=math.tanh((t + NormalDist().inv_cdf(POWER)) * error),
     )
+
+
+def deviation(replicates: Array, blocks: int, runs: int = 1) -> float:
+    """Standard deviation of replicates, times sqrt(blocks / (blocks - 2 runs)); see :func:`interval`.
+
+    NaN if more than a tenth of them do not exist, or with fewer than two blocks a run.
+    """
+    known = replicates[np.isfinite(replicates)]
+    if len(known) < max(2, 0.9 * len(replicates)) or blocks < 2 * runs:
+        return math.nan
+    return float(np.std(known, ddof=1)) * math.sqrt(blocks / max(1, blocks - 2 * runs))
 
 
 def mean_error(values: Array, length: int = SHORTEST_BLOCK) -> float:

@@ -109,6 +109,10 @@ def write_report(
 
     short = [target for target in found if isinstance(found[target], TooShort)]
     accuracy = [full["future accuracy"][0]] + ([] if "future accuracy" in short else [overviews["future accuracy"]])
+    ahead = tables.lead_sheet(
+        found["future accuracy"], slug="future-accuracy-lead", title="How far local redundancy leads"
+    )
+    accuracy += [ahead] if ahead is not None else []
     later = full["forgetting"][:1]
     screen = (listing, *accuracy, forgetting, *later, ablation, cost)
     rest = [sheet for target in found if target not in short for sheet in full[target][1:]]

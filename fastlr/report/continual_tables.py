@@ -130,6 +130,30 @@ def overview_sheet(found: list[Correlation] | TooShort, *, slug: str, title: str
     return Sheet(slug, title, columns, tuple(rows), notes)
 
 
+def lead_sheet(found: list[Correlation] | TooShort, *, slug: str, title: str) -> Sheet | None:
+    """How far local redundancy leads each other measure; None where there is nothing to compare."""
+    if isinstance(found, TooShort):
+        return None
+    raw = [c for c in found if c.transform == "raw" and math.isfinite(c.lead)]
+    combinations = [(k, m) for k in ("semi-partial", "partial") for m in _METHODS]
+    rows = []
+    for name in order(list(dict.fromkeys(c.measure for c in raw))):
+        by = {(c.kind, c.method): c for c in raw if c.measure == name}
+        shown = [
+            f"{hundred(c.lead)} ± {hundred(c.lead_stderr)}" if (c := by.get(each)) else "–" for each in combinations
+        ]
+        rows.append((label(name), *shown))
+    if not rows:
+        return None
+    columns = ("x 100", *(f"{'semi' if k != 'partial' else k}, {_METHODS[m]}" for k, m in combinations))
+    notes = (
+        "Local redundancy's correlation minus that of each other measure (raw), with the standard error of the "
+        "difference: both are computed on the same resamples. With a sign: a measure that falls where accuracy rises "
+        "has a negative correlation, so compare sizes in the tables above.",
+    )
+    return Sheet(slug, title, columns, tuple(rows), notes)
+
+
 def forgetting_sheet(blocks: Sequence[ForgettingBlock]) -> Sheet:
     """Mean forgetting, of all tasks and by blocks."""
     title = "Forgetting: what a task's accuracy loses by training on the next"
