@@ -10,6 +10,7 @@ bench/results/<name of the GPU>/). Exits with 1 if anything is wrong or failed, 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import os
 import re
@@ -62,9 +63,11 @@ def other_tools(record: Record, network: Network, batches: tuple[int, ...] = BAT
 
 
 def _tools(record: Record, network: Network, batch: int, rounds: int) -> None:
-    case = cases.Case(network.model, network.batch(batch), name=network.name)
+    # Opacus is wrong on channels_last (its depthwise rule), so that everyone gets rows of one channel.
+    model = copy.deepcopy(network.model).to(memory_format=torch.contiguous_format)
+    case = cases.Case(model, network.batch(batch).contiguous(), name=network.name)
     with torch.no_grad():
-        z = network.model(case.x)
+        z = model(case.x)
     cotangent = torch.randn(z.shape, generator=torch.Generator().manual_seed(1)).to(z)
     samples = peers.checked_samples(batch, CHECKED)
     truth = {"samples": samples, "norms": cases.loop_norms(cases.as_double(case), cotangent, samples)}
@@ -94,10 +97,9 @@ def _tools(record: Record, network: Network, batch: int, rounds: int) -> None:
         } | verdict
     seconds = interleaved(runs, rounds, synchronize=waiter(network.device))
     base = peers.TITLES["plain"]
+    common = {"n": batch, "size": network.images.size[1], "precision": "float32, no TF32, contiguous"}
     for title, times in seconds.items():
-        row = (
-            {"n": batch, "size": network.images.size[1], "precision": "float32, no TF32"} | facts[title] | spread(times)
-        )
+        row = common | facts[title] | spread(times)
         if base in seconds:
             ratios = spread([a / b for a, b in zip(times, seconds[base], strict=True)], "ratio")
             row |= {**ratios, "against": base}

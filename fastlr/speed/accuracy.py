@@ -30,6 +30,11 @@ from fastlr.speed.networks import Network, exact_float32, image_batch, largest_d
 from fastlr.speed.record import Record, Say
 
 NORMS_LOW, MEAN_LOW, FULL, LOOP = 2e-2, 5e-3, 1e-4, 1e-9  # limits of relative deviations
+PARAMETER_LOW, PARAMETER_FULL = (
+    0.5,
+    1e-3,
+)  # of a parameter's mean over samples, relative to itself; wrong rules are off by more
+VISIBLE = 1e-7  # share of the total from which a parameter counts there
 AS_TORCH = 2.0  # times the error of torch's own backward pass
 
 
@@ -66,14 +71,14 @@ def loop_sq_norms(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
     return torch.stack(norms)
 
 
-def _total(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
-    found = fastlr.per_sample_grad_sq_norms(model, x, v)
-    assert isinstance(found, Tensor)
-    return found
+def _table(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
+    found = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert isinstance(found, dict)
+    return torch.stack(list(found.values()))
 
 
 def true_norms(model: nn.Module, source: Any, v: Tensor, chunk: int) -> Tensor:
-    """Per-sample squared norms of <v, output> in float64: [n]."""
+    """Squared norms of the gradient of <v, output> in float64: [parameters, n]."""
     wide = copy.deepcopy(model).double()
     device = v.device
     found = []
@@ -81,8 +86,8 @@ def true_norms(model: nn.Module, source: Any, v: Tensor, chunk: int) -> Tensor:
         for lo in range(0, len(v), chunk):
             hi = min(len(v), lo + chunk)
             x = image_batch(source, lo, hi, device=device, dtype=torch.float64)
-            found.append(_total(wide, x, v[lo:hi].double()))
-    return torch.cat(found)
+            found.append(_table(wide, x, v[lo:hi].double()))
+    return torch.cat(found, 1)
 
 
 def deviations(found: Tensor, truth: Tensor) -> dict[str, float]:
@@ -99,14 +104,22 @@ def root_mean_square(found: Tensor, truth: Tensor) -> float:
 
 
 def norms_given(network: Network, source: Any, v: Tensor, chunk: int) -> Tensor:
-    """Per-sample squared norms of <v, output> as the estimate computes them: [n]."""
+    """Squared norms of the gradient of <v, output> as the estimate computes them: [parameters, n]."""
     found = []
     for lo in range(0, len(v), chunk):
         hi = min(len(v), lo + chunk)
         x = image_batch(source, lo, hi, device=v.device, dtype=network.weights)
         with network.autocast():
-            found.append(_total(network.model, x, v[lo:hi]))
-    return torch.cat(found)
+            found.append(_table(network.model, x, v[lo:hi]))
+    return torch.cat(found, 1)
+
+
+def worst_parameter(found: Tensor, truth: Tensor, names: Sequence[str]) -> tuple[str, float]:
+    """The parameter whose mean over samples deviates most, relative to itself, of those with a visible share."""
+    means, exact = found.double().mean(1), truth.mean(1)
+    off = torch.where(exact >= VISIBLE * exact.sum(), (means / exact - 1).abs(), 0.0).nan_to_num(nan=torch.inf)
+    worst = int(off.argmax())
+    return names[worst], float(off[worst])
 
 
 def section(
@@ -162,7 +175,8 @@ def _one(
     v = torch.randn(n, classes, generator=generator).to(network.device)
     if precision is not None:
         v = v.to(precision).float()
-    truth = true_norms(model, source, v, chunk)
+    table = true_norms(model, source, v, chunk)
+    truth, names = table.sum(0), [name for name, p in model.named_parameters() if p.requires_grad]
     few = image_batch(source, 0, loops, device=network.device, dtype=torch.float64)
     exact = loop_sq_norms(copy.deepcopy(model).double(), few, v[:loops].double())
     off = float((truth[:loops] / exact - 1).abs().max())
@@ -175,9 +189,14 @@ def _one(
     record.add(name, f"{label}: torch's own backward pass", n=several, deviation_rms=own)
 
     norms_limit, mean_limit = (FULL, FULL) if precision is None else (NORMS_LOW, MEAN_LOW)
-    found = {"per-sample norms": norms_given(tested, source, v, chunk)}
+    tables = {"per-sample norms": norms_given(tested, source, v, chunk)}
     with unfolded():
-        found["per-sample norms, unfolded"] = norms_given(tested, source, v, chunk)
+        tables["per-sample norms, unfolded"] = norms_given(tested, source, v, chunk)
+    for title, norms in tables.items():  # a layer of a small share may be off by a lot and hardly move the total
+        worst, off = worst_parameter(norms, table, names)
+        limit = PARAMETER_FULL if precision is None else PARAMETER_LOW
+        record.check(name, f"{label}: {title}, worst parameter's mean ({worst})", off, limit)
+    found = {title: norms.sum(0) for title, norms in tables.items()}
     results = {title: deviations(norms, truth) for title, norms in found.items()}
     for title, norms in found.items():
         off = root_mean_square(norms[:several], truth[:several])
