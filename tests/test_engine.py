@@ -474,3 +474,13 @@ def test_unit_passes_keep_the_fast_route() -> None:
     assert set(result.routes.values()) == {"rule"}
     want = sum(truth(model, x, v) for v in units(torch.zeros(4, 7, 3, dtype=torch.float64)))
     torch.testing.assert_close(result.total, want)
+
+
+def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call() -> None:
+    torch.manual_seed(0)
+    gated = Written(lambda m, x: m.b(x) + (x[:, :1] > 10) * m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3))
+    x, v = torch.randn(6, 5), torch.randn(6, 3)
+    x[4, 0] = 20.0
+    first, second = (fastlr.per_sample_grad_sq_norms(gated, x, v, per_parameter=True) for _ in range(2))
+    assert first["a.weight"][4] > 0 and all(torch.equal(first[name], second[name]) for name in first)
+    assert engine_for(gated, None, 0, 0).ledger.parameters["a.weight"].alive

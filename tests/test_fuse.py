@@ -401,3 +401,20 @@ def test_the_report_names_what_is_folded_and_what_is_not() -> None:
     assert report.folded == {"0.weight": "relu"} and set(report.unfolded) == {"3.weight"}
     text = str(report)
     assert "1 convolutions run folded" in text and "not folded (no batch norm follows): 3.weight" in text
+
+
+def test_logits_near_zero_in_low_precision_do_not_forbid_folding() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 64, 3, 2), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3),
+    ).eval()  # fmt: skip
+    x, v = torch.randn(8, 4, 17, 17), torch.randn(8, 3)
+    with torch.no_grad():  # outputs that cancel to almost nothing
+        model[-1].bias.copy_(-model(x).mean(0) + model[-1].bias)
+        model[-1].weight.mul_(100.0)
+        model[-1].bias.mul_(100.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fastlr.per_sample_grad_sq_norms(model, x, v)
+    folding = engine_for(model, None, 0, 0).folding
+    assert len(folding.folded) == 2 and not folding.disabled

@@ -143,7 +143,7 @@ def resume(
         if device.type == "cpu" and torch.get_num_threads() != config["threads"]:
             warnings.warn(
                 f"{run.path} was begun with {config['threads']} threads, this process has {torch.get_num_threads()}: the last "
-                "bits of its numbers may differ (OMP_NUM_THREADS sets the number)",
+                "bits of its numbers may differ; set OMP_NUM_THREADS to the same number",
                 FastlrWarning,
                 stacklevel=2,
             )
@@ -165,6 +165,8 @@ def _open_store(options: ContinualOptions) -> ImageStore:
 
 
 def _device(options: ContinualOptions) -> torch.device:
+    if options.threads:
+        torch.set_num_threads(options.threads)
     name = options.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

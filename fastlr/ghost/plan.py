@@ -16,8 +16,8 @@ from fastlr.ghost.fuse import Folding
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof
-from fastlr.ghost.proof import SAMPLES, Prover, far, generic_cotangent
-from fastlr.ghost.verify import sample_axes
+from fastlr.ghost.proof import SAMPLES, Prover, generic_cotangent
+from fastlr.ghost.verify import far, sample_axes
 
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
 

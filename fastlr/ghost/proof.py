@@ -25,7 +25,7 @@ from fastlr.ghost.graph import CASTS, Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
 from fastlr.ghost.subjects import Subject, subjects
-from fastlr.ghost.verify import explained
+from fastlr.ghost.verify import explained, far
 
 SAMPLES = 3
 
@@ -355,15 +355,3 @@ def generic_cotangent(z: Tensor) -> Tensor:
     """Return a dense random cotangent for an output, always the same."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
-
-
-def far(a: Tensor, b: Tensor, relative: float) -> bool:
-    """Whether two tensors differ by more than rounding, relative to the first one's size."""
-    if a.shape != b.shape:
-        return True
-    a, b = a.detach().double(), b.detach().double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    finite = a[a.isfinite()]
-    size = float(finite.abs().max()) if finite.numel() else 1.0
-    gap = (a - b).abs().masked_fill(same, 0.0)
-    return not bool((gap <= relative * max(size, 1e-30)).all())

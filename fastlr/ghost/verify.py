@@ -7,10 +7,13 @@ arrives at a use must be scaled, row by row, by the c_j of the sample that the p
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 
+from fastlr.ghost import adapt
 from fastlr.ghost.execute import Structure, backward
 from fastlr.ghost.graph import Graph, exact_grads
 from fastlr.ghost.layout import Layout, Ragged, explains, marks, row_sums
@@ -106,3 +109,38 @@ def spot_check(
     only = torch.zeros_like(v)
     only.narrow(out_dim, j, 1).copy_(v.narrow(out_dim, j, 1))
     return j, dict(zip(parameters, exact_grads(z, parameters, only, retain=True), strict=True))
+
+
+def same_output(model: nn.Module, x: Any, got: Tensor, output: adapt.OutputSelector) -> bool:
+    """Whether ``got`` is the model's output for ``x`` to within what its precision explains.
+
+    In low precision logits near zero are off by more than their size: there ``got`` may be as far from the float32
+    output as some times the model's own.
+    """
+    with torch.no_grad():
+        own = adapt.forward(model, x, output)
+        low = torch.is_autocast_enabled(got.device.type) or any(p.element_size() < 4 for p in model.parameters())
+        close = 0.02 if low else 1e-8 if got.dtype == torch.float64 else 1e-3
+        if not far(own, got, close):
+            return True
+        if not low or own.shape != got.shape:
+            return False
+        tensors = {n: adapt.cast(t, torch.float32) for n, t in (*model.named_parameters(), *model.named_buffers())}
+        wide = adapt.cast(x, torch.float32)
+        args, kwargs = ((), wide) if isinstance(wide, dict) else (wide if isinstance(wide, tuple) else (wide,), {})
+        with torch.autocast(got.device.type, enabled=False):
+            exact = adapt.select_output(functional_call(model, tensors, args, kwargs, tie_weights=True), output)
+        own_error, error = ((t.float() - exact.float()).abs().max() for t in (own, got))
+        return bool(error <= 8 * own_error + close * exact.abs().max())
+
+
+def far(a: Tensor, b: Tensor, relative: float) -> bool:
+    """Whether two tensors differ by more than rounding, relative to the first one's size."""
+    if a.shape != b.shape:
+        return True
+    a, b = a.detach().double(), b.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    finite = a[a.isfinite()]
+    size = float(finite.abs().max()) if finite.numel() else 1.0
+    gap = (a - b).abs().masked_fill(same, 0.0)
+    return not bool((gap <= relative * max(size, 1e-30)).all())
