@@ -241,6 +241,22 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path, images):
     assert len(lines(tmp_path / "run")) == 2, "refusals leave no trace"
 
 
+def test_another_number_of_threads_is_warned_of(tmp_path, images):
+    before = torch.get_num_threads()
+    try:
+        continual.begin(tmp_path / "run", "paper", {**SMALL, "data": images, "tasks": 1, "measures": (), "threads": 2})
+        assert torch.get_num_threads() == 2
+        continual.resume(tmp_path / "run", {})  # the option is the run's: no warning
+        path = tmp_path / "run/config.json"
+        path.write_text(path.read_text().replace('"threads": 2', '"threads": 0'))
+        assert json.loads(path.read_text())["threads"] == 0  # both the option and what was found
+        path.write_text(path.read_text().replace('"threads": 0,\n  "versions"', '"threads": 3,\n  "versions"'))
+        with pytest.warns(FastlrWarning, match="begun with 3 threads, this process has 2"):
+            continual.resume(tmp_path / "run", {})
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_command(tmp_path, images, capsys):
     arguments = ["--out", str(tmp_path / "run"), "--set", "epochs=1", "--set", "measures=weight_norm"]
     size = ["--set", "model=continual_cases:net"]

@@ -15,6 +15,7 @@ from bench import cases
 from fastlr.ghost import fuse
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.folded import FoldedConv
+from fastlr.ghost.verify import same_output
 from fastlr.reference.folded import ACTIVATIONS
 
 
@@ -409,12 +410,14 @@ def test_logits_near_zero_in_low_precision_do_not_forbid_folding() -> None:
         nn.Conv2d(4, 64, 3, 2), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.SiLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3),
     ).eval()  # fmt: skip
-    x, v = torch.randn(8, 4, 17, 17), torch.randn(8, 3)
+    x, v = torch.randn(1, 4, 17, 17) + 0.01 * torch.randn(8, 4, 17, 17), torch.randn(8, 3)
     with torch.no_grad():  # outputs that cancel to almost nothing
-        model[-1].bias.copy_(-model(x).mean(0) + model[-1].bias)
         model[-1].weight.mul_(100.0)
-        model[-1].bias.mul_(100.0)
+        model[-1].bias.copy_(model[-1].bias - model(x).mean(0))
     with torch.autocast("cpu", dtype=torch.bfloat16):
+        own, folded = model(x), fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
+        assert bool(((folded - own).abs().amax(1) > 0.1 * own.abs().amax(1)).any()), "the case is not one"
+        assert same_output(model, x, folded, None) and not same_output(model, x, folded + 0.5, None)
         fastlr.per_sample_grad_sq_norms(model, x, v)
     folding = engine_for(model, None, 0, 0).folding
     assert len(folding.folded) == 2 and not folding.disabled

@@ -43,7 +43,8 @@ class ContinualOptions:
         tasks: How many, in all.
         seed: Of the model, the pairs of classes, the training and the synthetic inputs.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``.
-        threads: Of torch on the CPU; 0: as it is (``OMP_NUM_THREADS``). They change the last bits of sums.
+        threads: Of torch on the CPU, set for the whole process; 0: as it is (``OMP_NUM_THREADS``). Their number changes
+            the last bits of sums.
         dtype: ``fp32``, or ``bf16``: autocast in training and measures; weights and optimiser state stay float32.
         optimiser: ``adamw`` or ``sgd``.
         learning_rate: Of either.
@@ -178,7 +179,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "data": "synthetic",
         "tasks": 110,
         "device": "cpu",
-        "threads": 1,  # two are hardly faster on networks this small, and far slower beside other processes
+        "threads": 1,  # two wait for each other where other processes run: three times as slow at a load of 3
         "dtype": "fp32",
         "batch_size": 50,
         "norm_batch": 0,
