@@ -246,7 +246,9 @@ def test_another_number_of_threads_is_warned_of(tmp_path, images):
     try:
         continual.begin(tmp_path / "run", "paper", {**SMALL, "data": images, "tasks": 1, "measures": (), "threads": 2})
         assert torch.get_num_threads() == 2
-        continual.resume(tmp_path / "run", {})  # the option is the run's: no warning
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FastlrWarning)
+            continual.resume(tmp_path / "run", {})  # the option is the run's
         path = tmp_path / "run/config.json"
         path.write_text(path.read_text().replace('"threads": 2', '"threads": 0'))
         assert json.loads(path.read_text())["threads"] == 0  # both the option and what was found
