@@ -7,7 +7,6 @@ cache between its three uses (input gradient, weight gradients, sums) and no lar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -114,8 +113,10 @@ def folded_conv_backward(
     """See fastlr.reference.folded.folded_conv_backward: its parts in turn, on a CPU for a few samples at a time."""
     options = (stride, padding, dilation)
     ranges = [(0, len(x))]
-    if x.device.type == "cpu":
-        step = max(1, SLICE_BYTES // max(1, prod(grad.shape[1:]) * grad.element_size()))
+    size = grad.numel() * grad.element_size()
+    # slices of the input gradient have to be joined: not where it is the larger one
+    if x.device.type == "cpu" and size >= 2 * SLICE_BYTES and not (want_input and x.numel() > grad.numel()):
+        step = -(-len(x) // -(-size // SLICE_BYTES))
         ranges = [(lo, min(len(x), lo + step)) for lo in range(0, len(x), step)]
     inputs, parts = [], []
     for lo, hi in ranges:
