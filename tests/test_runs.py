@@ -103,6 +103,19 @@ def test_folders_that_are_refused(tmp_path):
     Run.resume(tmp_path / "run").close()  # refusals leave no lock behind
 
 
+@pytest.mark.parametrize(
+    "left", [["run.lock"], ["run.lock", "checkpoints/"], ["run.lock", "checkpoints/", "config.json.part"]]
+)
+def test_killed_before_there_was_a_configuration_it_can_begin_again(tmp_path, left):
+    path = tmp_path / "run"
+    path.mkdir()
+    for name in left:
+        (path / name).mkdir() if name.endswith("/") else (path / name).touch()
+    begin(path)
+    with Run.resume(path) as run:
+        assert run.state["position"] == 3
+
+
 def test_only_a_step_writes_its_record(tmp_path):
     with Run.create(tmp_path / "run", {}) as run, pytest.raises(InputError, match="commit"):
         run.append({"kind": "task"})

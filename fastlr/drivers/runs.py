@@ -119,11 +119,14 @@ class Run:
         try:
             if (run.path / CONFIG).exists():
                 raise InputError(f"{run.path} holds a run: --resume goes on with it; or choose another folder")
-            others = sorted(p.name for p in run.path.iterdir() if p.name not in (LOCK, CONFIG + ".part"))
+            left = {LOCK, CONFIG + ".part"}  # by a process that was killed right here
+            if (run.path / CHECKPOINTS).is_dir() and not any((run.path / CHECKPOINTS).iterdir()):
+                left.add(CHECKPOINTS)
+            others = sorted(p.name for p in run.path.iterdir() if p.name not in left)
             if others:
                 raise InputError(f"{run.path} is not empty ({', '.join(others[:3])}): choose a new folder")
             with _disk(run.path):
-                (run.path / CHECKPOINTS).mkdir()
+                (run.path / CHECKPOINTS).mkdir(exist_ok=True)
             run.set_config(config)
         except BaseException:
             run.close()
