@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
