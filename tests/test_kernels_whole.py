@@ -62,7 +62,8 @@ def mobile() -> nn.Module:
 def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(12, 2, 20, 0.0, batch_first=True, norm_first=True, activation="gelu")
     return nn.Sequential(
-        nn.Conv2d(3, 12, 4, 4), nn.Flatten(2), nn.Unflatten(2, (-1,)), Rows(), nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
+        nn.Conv2d(3, 12, 4, 4), nn.Flatten(2), nn.Unflatten(2, (-1,)), Rows(),
+        nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
         nn.LayerNorm(12), nn.Flatten(), nn.Linear(12 * 9, 3),
     )  # fmt: skip
 
