@@ -7,7 +7,8 @@ import json
 import torch
 from torch import nn
 
-from fastlr.drivers.config import PRESETS, ContinualOptions, resolve
+from fastlr.drivers.config import resolve
+from fastlr.drivers.continual_config import PRESETS, ContinualOptions
 from fastlr.drivers.training import Trainer
 
 

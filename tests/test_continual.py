@@ -15,10 +15,11 @@ from continual_cases import SMALL, assert_same, checkpoint, comparable, lines, n
 
 import fastlr
 from fastlr.cli import main
-from fastlr.cli_continual import _Clock
+from fastlr.cli_runs import Clock
 from fastlr.data import ImageStore, load_task, normalise, pairs, synthetic_store
 from fastlr.drivers import continual
-from fastlr.drivers.config import MEASURES, PRESETS, ContinualOptions, parse_settings, resolve
+from fastlr.drivers.config import parse_settings, resolve
+from fastlr.drivers.continual_config import MEASURES, PRESETS, ContinualOptions
 from fastlr.errors import FastlrWarning, InputError, ModelError
 
 
@@ -44,7 +45,7 @@ def carry_on(path, settings) -> None:
 
 def start(path, settings) -> multiprocessing.Process:
     context = multiprocessing.get_context("forkserver")  # imports torch once
-    context.set_forkserver_preload(["__main__", "fastlr.cli_continual", "fastlr.drivers.continual"])
+    context.set_forkserver_preload(["__main__", "fastlr.drivers.continual"])
     process = context.Process(target=carry_on, args=(path, settings))
     process.start()
     return process
@@ -236,7 +237,7 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path, images):
         continual.resume(tmp_path / "run", {}, preset="tiny")
     other = tmp_path / "other"
     synthetic_store(other, classes=3, size=8, train=11, test=5, seed=1)
-    with pytest.raises(InputError, match="other images"):
+    with pytest.raises(InputError, match="other data"):
         continual.resume(tmp_path / "run", {"data": str(other)})
     assert len(lines(tmp_path / "run")) == 2, "refusals leave no trace"
 
@@ -290,7 +291,7 @@ def test_the_command(tmp_path, images, capsys):
 def test_time_left(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = _Clock()
+    clock = Clock()
     assert clock.left(40, 50) is None  # resumed at task 40
     now[0] = 110.0
     assert clock.left(42, 50) == pytest.approx(40)

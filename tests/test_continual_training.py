@@ -12,7 +12,7 @@ from torch import nn
 
 from fastlr.data import ImageStore, load_task, normalise, synthetic_store
 from fastlr.drivers import continual, interventions
-from fastlr.drivers.config import MEASURES
+from fastlr.drivers.continual_config import MEASURES
 from fastlr.drivers.runs import stream_seed
 from fastlr.errors import InputError, ModelError, NonFiniteError
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import fastlr
 from fastlr import metrics
 from fastlr.data import ImageStore, Task, normalise, take
-from fastlr.drivers.config import ContinualOptions
+from fastlr.drivers.continual_config import ContinualOptions
 from fastlr.drivers.runs import stream_seed
 from fastlr.drivers.training import Trainer
 from fastlr.errors import ModelError, NonFiniteError

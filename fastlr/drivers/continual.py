@@ -10,172 +10,36 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import sys
 import time
-import warnings
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fastlr.data import ImageStore, Pair, Prefetcher, Task, load_task, pairs, synthetic_store
 from fastlr.drivers.boundary import Measurer
-from fastlr.drivers.config import PRESETS, ContinualOptions, from_record, resolve
+from fastlr.drivers.continual_config import PRESETS, ContinualOptions
 from fastlr.drivers.interventions import layer_norm_for_batch_norm
-from fastlr.drivers.runs import (
-    Run,
-    commit_of_source,
-    now,
-    random_states,
-    seed_everything,
-    set_random_states,
-    stream_seed,
-)
+from fastlr.drivers.launch import Driver, Progress, Report
+from fastlr.drivers.runs import Run, random_states, seed_everything, set_random_states, stream_seed
 from fastlr.drivers.training import Trainer
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError
 from fastlr.models import load_model
-from fastlr.runtime import versions
 
-CHANGEABLE = ("tasks", "data", "device")  # of a run that is resumed
 INITIAL = "initial.pt"
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Where a run is.
-
-    Attributes:
-        done: Tasks done.
-        total: Tasks in all.
-        epoch: Epochs done of the task under way; 0 right after a task.
-        epochs: Epochs a task.
-        record: That of the last task done (or of the start), None right after resuming.
-    """
-
-    done: int
-    total: int
-    epoch: int
-    epochs: int
-    record: Mapping[str, Any] | None
-
-
-Report = Callable[[Progress], Any]
-
-
-def begin(path: str | Path, preset: str, settings: Mapping[str, Any], report: Report = lambda progress: None) -> Path:
-    """Begin a run in a new folder and carry it through; see the module.
-
-    Args:
-        path: The run folder, new or empty.
-        preset: One of `fastlr.drivers.config.PRESETS`.
-        settings: Options that differ from the preset's (fields of `ContinualOptions`).
-        report: Called after each epoch and each task.
-
-    Returns:
-        The folder.
-
-    Raises:
-        InputError: Options, data, model or folder are not usable.
-        ModelError: The model cannot be measured. NonFiniteError: the loss is not finite (see ``on_nan``).
-        FastlrError: The disk is full; the run can be resumed.
-    """
-    options = resolve(ContinualOptions, PRESETS, preset, settings)
-    store, device = _open_store(options), _device(options)
-    config = {
-        "driver": "continual",
-        "preset": preset,
-        "options": dataclasses.asdict(options),
-        "data": {
-            "path": None if store.path is None else str(store.path),
-            "digest": store.digest,
-            "classes": len(store.classes),
-            "size": store.size,
-        },
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-        "commit": commit_of_source(),
-        "command": sys.argv,
-        "date": now(),
-    }
-    with Run.create(path, config) as run:
-        _carry_on(run, options, store, device, report)
-    return run.path
-
-
-def resume(
-    path: str | Path, settings: Mapping[str, Any], preset: str | None = None, report: Report = lambda progress: None
-) -> Path:
-    """Go on with a run after a crash, an interruption or its end (with more ``tasks``).
-
-    Args:
-        path: The run folder.
-        settings: Options: those of the run, except that tasks, data (the same images elsewhere) and device may change.
-        preset: None, or that of the run.
-        report: As for `begin`.
-
-    Returns:
-        The folder.
-
-    Raises:
-        InputError: No run there, or it was begun with other options or data. Others as `begin`.
-    """
-    with Run.resume(path) as run:
-        config = dict(run.config)
-        if config.get("driver") != "continual":
-            raise InputError(f"{run.path} is a run of fastlr {config.get('driver')}, not of fastlr continual")
-        if preset is not None and preset != config["preset"]:
-            raise InputError(f"{run.path} was begun with the preset {config['preset']}, not {preset}: leave it out")
-        options = from_record(ContinualOptions, config["options"])
-        for key, value in settings.items():
-            if value != getattr(options, key) and key not in CHANGEABLE:
-                raise InputError(
-                    f"{run.path} was begun with {key}={getattr(options, key)}, not {value}: leave it out, or begin another run"
-                )
-        before = vars(options)
-        options = dataclasses.replace(options, **settings)
-        store, device = _open_store(options), _device(options)
-        if store.digest != config["data"]["digest"]:
-            raise InputError(
-                f"{options.data} holds other images than those that {run.path} was begun with: give the same store"
-            )
-        if device.type == "cpu" and torch.get_num_threads() != config["threads"]:
-            warnings.warn(
-                f"{run.path} was begun with {config['threads']} threads, this process has {torch.get_num_threads()}: the last "
-                "bits of its numbers may differ; set OMP_NUM_THREADS to the same number",
-                FastlrWarning,
-                stacklevel=2,
-            )
-        if any(value != getattr(options, key) for key, value in before.items()):
-            run.set_config({**config, "options": dataclasses.asdict(options)})
-        run.append({"kind": "resume", "task": run.state["position"] if run.state else 0, "date": now()})
-        _carry_on(run, options, store, device, report)
-    return run.path
-
-
-def _open_store(options: ContinualOptions) -> ImageStore:
-    if options.data == "synthetic":
-        return synthetic_store(classes=options.synthetic_classes)
+def _open_data(options: ContinualOptions) -> tuple[ImageStore, dict[str, Any]]:
     if not options.data:
         raise InputError(
             "give --data, the folder of an image store (fastlr data prepare makes one), or --data synthetic"
         )
-    return ImageStore.open(options.data)
-
-
-def _device(options: ContinualOptions) -> torch.device:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    name = options.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device={name}: {str(error).splitlines()[0]}") from error
-    return device
+    if options.data == "synthetic":
+        store = synthetic_store(classes=options.synthetic_classes)
+    else:
+        store = ImageStore.open(options.data)
+    path = None if store.path is None else str(store.path)
+    return store, {"path": path, "digest": store.digest, "classes": len(store.classes), "size": store.size}
 
 
 def _carry_on(run: Run, options: ContinualOptions, store: ImageStore, device: torch.device, report: Report) -> None:
@@ -287,3 +151,35 @@ def _commit(
         **trainer.state(),
     }
     run.commit(record, state)
+
+
+def _finished(options: ContinualOptions, records: Sequence[Mapping[str, Any]]) -> bool:
+    return sum(record["kind"] == "task" for record in records) >= options.tasks
+
+
+def _shown(record: Mapping[str, Any]) -> dict[str, str]:
+    """Accuracy, and local redundancy where it was measured."""
+    found = {"accuracy": "", "LR": ""}
+    if record.get("accuracy") is not None:
+        found["accuracy"] = f"{100 * record['accuracy']:.1f} %"
+    elif record.get("skipped"):
+        found["accuracy"] = record["skipped"]
+    value = record["measures"].get("local_redundancy", {}).get("value")
+    if value is not None:
+        found["LR"] = f"{value:.4g}"
+    return found
+
+
+DRIVER = Driver(
+    name="continual",
+    options=ContinualOptions,
+    presets=PRESETS,
+    changeable=("tasks", "data", "device"),
+    step="task",
+    opening="measuring the untrained network",
+    open_data=_open_data,
+    carry_on=_carry_on,
+    finished=_finished,
+    shown=_shown,
+)
+begin, resume = DRIVER.begin, DRIVER.resume

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlr.data import Task, normalise, take
-from fastlr.drivers.config import ContinualOptions
+from fastlr.drivers.continual_config import ContinualOptions
 from fastlr.drivers.interventions import TowardsInit, shrink_and_perturb
 from fastlr.drivers.runs import seed_everything, stream_seed
 from fastlr.errors import ModelError, NonFiniteError
