@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fastlr.cli_runs import Out, Resume, Seed, Settings, ShowOptions, carry_out
+from fastlr.cli_runs import Out, Resume, Seed, Settings, ShowOptions, TensorBoard, carry_out
 
 
 def continual(
@@ -17,9 +17,11 @@ def continual(
     tasks: Annotated[int | None, typer.Option(help="How many, in all: --set tasks=.")] = None,
     seed: Seed = None,
     resume: Resume = False,
+    tensorboard: TensorBoard = False,
     options: ShowOptions = False,
 ) -> None:
     """Train on a sequence of binary tasks and measure plasticity at every boundary; PRESET names a set of options."""
     from fastlr.drivers.continual import DRIVER
 
-    carry_out(DRIVER, preset, out, settings, resume=resume, options=options, data=data, tasks=tasks, seed=seed)
+    named = {"data": data, "tasks": tasks, "seed": seed}
+    carry_out(DRIVER, preset, out, settings, resume=resume, options=options, tensorboard=tensorboard, **named)

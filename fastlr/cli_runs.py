@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,9 @@ Settings = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="Of all that is random: --set seed=.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")]
+TensorBoard = Annotated[
+    bool, typer.Option("--tensorboard", help="Also write the records for TensorBoard, in the run's folder.")
+]
 ShowOptions = Annotated[
     bool, typer.Option("--options", help="Print every option with the preset's value; run nothing.")
 ]
@@ -36,6 +39,7 @@ def carry_out(
     *,
     resume: bool,
     options: bool,
+    tensorboard: bool = False,
     **named: Any,
 ) -> None:
     """Do what a command of a driver does.
@@ -47,12 +51,14 @@ def carry_out(
         settings: The ``--set`` texts.
         resume: Go on with the run.
         options: Only print the options.
+        tensorboard: Also log to TensorBoard.
         named: Settings that have options of their own (``--seed``); None: not given.
 
     Raises:
         InputError: Something given does not fit.
     """
     from fastlr.drivers.config import resolve
+    from fastlr.drivers.scalars import TENSORBOARD, Mirror
 
     given = given_settings(driver.options, settings or [], named)
     if options:
@@ -61,12 +67,20 @@ def carry_out(
         return
     if out is None:
         raise InputError("give --out, the folder of the run")
-    with progress(driver) as report:
+    with Mirror.tensorboard(out) if tensorboard else nullcontext() as mirror, progress(driver) as show:
+
+        def report(at: Progress) -> None:
+            show(at)
+            if mirror is not None and at.record is not None:
+                mirror.update(at.record)
+
         if resume:
             path = driver.resume(out, given, preset, report)
         else:
             path = driver.begin(out, preset, given, report)
     print(f"run: {path}")
+    if tensorboard:
+        print(f"log: {path / TENSORBOARD} (tensorboard --logdir FOLDER shows it)")
 
 
 def given_settings(kind: type, settings: list[str], named: dict[str, Any]) -> dict[str, Any]:
