@@ -33,6 +33,7 @@ STREAMS = {
     "split": 7,
     "pairs": 8,
     "textures": 9,
+    "generated series": 10,
 }
 
 NORMAL_BITS = 16
