@@ -6,13 +6,13 @@ cache between its three uses (input gradient, weight gradients, sums) and no lar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.reference.folded import ACTIVATIONS, KEEPS_OUTPUT
 from fastlr.torch_conv import conv_gram, gram_pays, gram_ranges, weight_grads
 from fastlr.torch_ops import raised
 
@@ -36,18 +36,10 @@ def folded_conv(
     pre = aten.convolution(x, weight, bias.to(x.dtype), stride, padding, dilation, False, zero, groups)
     if residual is not None:
         pre.add_(residual)
-    if act in ("none", "relu", "relu6"):
+    if act in KEEPS_OUTPUT:
         out = pre if act == "none" else pre.relu_() if act == "relu" else pre.clamp_(0, 6)
         return out, out
-    return _ACT[act](pre), pre
-
-
-_ACT: dict[str, Callable[[Tensor], Tensor]] = {
-    "hardswish": F.hardswish,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-}
+    return ACTIVATIONS[act](pre), pre
 
 
 def activation_grad(grad: Tensor, kept: Tensor, act: str) -> Tensor:

@@ -89,7 +89,7 @@ class Engine(Planner):
                 except (InputError, NonFiniteError):
                     raise
                 except Exception as error:
-                    if not self.folding.folded or out_of_memory(error):
+                    if not self.folding.active or out_of_memory(error):
                         raise
                     reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
                 with unfolded():  # it is the folding's fault if it does not happen without
@@ -252,7 +252,7 @@ class Engine(Planner):
     def _spot(self, x: Any, z: Tensor, v: Tensor, count: int, seed: int) -> tuple[int, dict[str, Tensor]]:
         """Exact squared norms of one random sample; folded, its output must be that of the model as it is."""
         j, exact = spot_check(z, v, self.out_dim, self.parameters, seed)
-        if self.folding.folded:
+        if self.folding.active:
             alone = self._batch(x, z, count).pick([j])
             if not same_output(self.model, alone, z.narrow(self.out_dim, j, 1), self.output):
                 raise FoldRefuted([], "the folded model gives another output")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 from fastlr.errors import ModelError
 from fastlr.ghost.factors import Factor, added, batch_size, chunks, combined_sq_norms
 from fastlr.ghost.fallback import by_node
-from fastlr.ghost.folded import NODE
+from fastlr.ghost.fuse import OURS
 from fastlr.ghost.graph import CASTS, Graph, Use, position_map
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.rules import RULES, Site, Unsupported
@@ -138,7 +138,7 @@ def backward(
                 owners.append(i)
         else:
             handles.append(graph.nodes[i].register_prehook(hook_for(i)))
-    folded = [node for node, name in zip(graph.nodes, graph.names, strict=True) if name == NODE]
+    folded = [node for node, name in zip(graph.nodes, graph.names, strict=True) if name in OURS]
     for node in folded:
         node.norms_only = True
     try:

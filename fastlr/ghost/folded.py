@@ -6,7 +6,7 @@ fastlr.ghost.fuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,12 +125,7 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {slot: factors[node.roles[slot]] for slot in slots}
 
 
-def weights_of(graph: Graph, nodes: Iterable[int]) -> list[str]:
-    """Names of the convolution weights of folded nodes; empty if one of them is frozen."""
-    names = []
-    for i in nodes:
-        child, _ = graph.children[i][graph.nodes[i].roles.index("weight")]
-        if child not in graph.parameters:
-            return []
-        names.append(graph.parameters[child])
-    return names
+def weight_of(graph: Graph, node: int) -> list[str]:
+    """Name by which a node of ours is known to the folding, that of its first parameter; none if it is frozen."""
+    child, _ = graph.children[node][1]  # after x
+    return [graph.parameters[child]] if child in graph.parameters else []

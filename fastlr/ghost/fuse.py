@@ -24,7 +24,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastlr.ghost import fixed_norm, folded
+from fastlr.ghost.fixed_norm import FixedNorm
 from fastlr.ghost.folded import FoldedConv
+from fastlr.reference.folded import ACTIVATIONS
 
 _enabled: ContextVar[bool] = ContextVar("fastlr_folding", default=True)
 
@@ -109,7 +112,7 @@ class Pending(Tensor):
                         mean, var, gamma, beta, eps = self.normed
                         self.value = F.batch_norm(self.value, mean, var, gamma, beta, False, 0.0, eps)
                         self.value = self.value if self.residual is None else self.value + self.residual
-                        self.value = _AS_FUNCTION[self.act](self.value)
+                        self.value = ACTIVATIONS[self.act](self.value)
                 else:
                     mean, var, gamma, beta, eps = self.normed
                     with torch.autocast(kind, enabled=False):
@@ -134,21 +137,20 @@ def computed(tree: Any) -> Any:
     return tree_map_only(Pending, Pending.compute, tree)
 
 
+OURS = frozenset({folded.NODE, fixed_norm.NODE})  # kinds of nodes that a folded forward pass has and the model has not
 _ALONE = "no batch norm follows"
 _METHODS = "dim ndimension size numel nelement is_floating_point is_complex element_size __len__".split()
 _PROPERTIES = "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta".split()
 _METADATA = {getattr(Tensor, name) for name in _METHODS} | {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
-_AS_FUNCTION = {
-    "none": lambda t: t,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "hardswish": F.hardswish,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-}
+
+
+def _norm_call(args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call of F.batch_norm by name."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    defaults = {"weight": None, "bias": None, "training": False, "eps": 1e-5}
+    return defaults | dict(zip(names, args, strict=False)) | kwargs
 
 
 def _activation(func: Callable, args: tuple, kwargs: dict) -> tuple[str, bool] | None:
@@ -174,18 +176,23 @@ def _activation(func: Callable, args: tuple, kwargs: dict) -> tuple[str, bool] |
 class Folding(TorchFunctionMode):
     """Finds the blocks of one model and folds them; used as a context around its forward pass.
 
-    Args:
-        refused: name of a convolution's weight -> why it runs unfolded; grows.
+    Attributes:
+        folded: name of a convolution's weight -> what follows it in its block, in the last forward pass.
+        plain: name of a convolution's weight -> why it had no block there.
+        fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift there.
+        refused: name of a weight -> why it runs as the model says from now on; grows.
+        disabled: why nothing is folded any more.
     """
 
-    def __init__(self, refused: dict[str, str] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.refused: dict[str, str] = {} if refused is None else refused
+        self.refused: dict[str, str] = {}
         self.disabled: str | None = None
         self.names: dict[int, str] = {}
         self.again = False
         self.folded: dict[str, str] = {}
         self.plain: dict[str, str] = {}
+        self.fixed: set[str] = set()
         self.seen: set[int] = set()
         self.idle = False
 
@@ -196,23 +203,28 @@ class Folding(TorchFunctionMode):
             tensors: the model's parameters by name, as this forward pass uses them.
             forward: the forward pass.
         """
-        self.folded, self.plain = {}, {}
+        self.folded, self.plain, self.fixed = {}, {}, set()
         if self.disabled or self.idle or not enabled():
             return forward()
         self.names = {id(t): name for name, t in tensors.items()}
         for _ in range(3):
-            self.again, self.folded, self.plain, self.seen = False, {}, {}, set()
+            self.again, self.folded, self.plain, self.fixed, self.seen = False, {}, {}, set(), set()
             with self, _uncompiled():
                 result = forward()
             result = computed(result)
             if self.disabled:
                 break
             if not self.again:
-                self.idle = not self.folded and set(self.plain.values()) <= {_ALONE}  # do not look again
+                self.idle = not self.active and set(self.plain.values()) <= {_ALONE}  # do not look again
                 return result
         self.disabled = self.disabled or "its blocks change from one forward pass to the next"
-        self.folded = {}
+        self.folded, self.fixed = {}, set()
         return forward()
+
+    @property
+    def active(self) -> bool:
+        """Whether the last forward pass differed from the model's own."""
+        return bool(self.folded or self.fixed)
 
     def refuse(self, weight: Tensor, reason: str) -> None:
         """Leave a convolution unfolded from now on."""
@@ -227,7 +239,7 @@ class Folding(TorchFunctionMode):
         """Leave these convolutions unfolded from now on; all of them if none is named."""
         self.refused.update(dict.fromkeys(names, reason))
         if not names:
-            self.disabled, self.folded = reason, {}
+            self.disabled, self.folded, self.fixed = reason, {}, set()
 
     def dtype_of(self, x: Tensor) -> torch.dtype:
         """Dtype of a convolution's result here and now."""
@@ -236,7 +248,7 @@ class Folding(TorchFunctionMode):
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple) -> Tensor:
         """The convolution as the model would run it."""
-        return {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(options[0])](x, weight, bias, *options)
+        return (F.conv1d, F.conv2d, F.conv3d)[len(options[0]) - 1](x, weight, bias, *options)
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
@@ -251,6 +263,10 @@ class Folding(TorchFunctionMode):
             following = self._norm(func, args, kwargs) if first.normed is None else self._act(func, first, args, kwargs)
             if following is not None:
                 return following
+        if func is F.batch_norm:
+            fixed = self._fixed(_norm_call(computed(args), computed(kwargs)))
+            if fixed is not None:
+                return fixed
         if func in _ADDITIONS:
             following = self._add(func, args, kwargs)
             if following is not None:
@@ -292,12 +308,7 @@ class Folding(TorchFunctionMode):
     def _norm(self, func: Callable, args: tuple, kwargs: dict) -> Pending | None:
         if func is not F.batch_norm:
             return None
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-        given = (
-            {"weight": None, "bias": None, "training": False, "eps": 1e-5}
-            | dict(zip(names, args, strict=False))
-            | kwargs
-        )
+        given = _norm_call(args, kwargs)
         pending, mean, var = given["input"], given["running_mean"], given["running_var"]
         gamma, beta = given["weight"], given["bias"]
         name = self.names[id(pending.source[1])]
@@ -318,6 +329,25 @@ class Folding(TorchFunctionMode):
         self.folded[name] = "none"
         norm = (mean, var, gamma, beta, float(given["eps"]))
         return pending.followed(norm)
+
+    def _fixed(self, given: dict[str, Any]) -> Tensor | None:
+        """A batch norm after something else than a convolution, as a scaling and a shift: pays on a CPU."""
+        x, gamma, beta = given["input"], given["weight"], given["bias"]
+        own = [t for t in (gamma, beta) if t is not None]
+        others = [given["running_mean"], given["running_var"]]
+        if given["training"] or not own or any(t is None for t in others) or not torch.is_grad_enabled():
+            return None
+        name = self.names.get(id(own[0]))
+        plain = (
+            x.device.type == "cpu"
+            and x.ndim >= 2
+            and x.shape[1] == len(own[0])
+            and not any(t.dtype != x.dtype or (t.requires_grad and id(t) not in self.names) for t in own + others)
+        )
+        if name is None or name in self.refused or not plain or x.dtype not in (torch.float32, torch.float64):
+            return None
+        self.fixed.add(name)
+        return FixedNorm.apply(x, gamma, beta, *others, float(given["eps"]))
 
     def _add(self, func: Callable, args: tuple, kwargs: dict) -> Pending | None:
         """A sum of a block's result before its activation with another tensor of its shape."""

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointError
 from fastlr.errors import HiddenParameterError, InteractionError, ModelError, NonFiniteError, RandomForwardError
 from fastlr.ghost import adapt
 from fastlr.ghost.execute import Structure, sq_norms
-from fastlr.ghost.folded import NODE, FoldRefuted, weights_of
-from fastlr.ghost.fuse import Folding
+from fastlr.ghost.folded import FoldRefuted, weight_of
+from fastlr.ghost.fuse import OURS, Folding
 from fastlr.ghost.graph import CASTS, Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
@@ -67,7 +67,7 @@ class Prover:
                     self._all_by_loop(ledger, f"activation checkpointing: {str(error).splitlines()[0]}")
                     return
                 except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                    if self.folding is not None and self.folding.folded:
+                    if self.folding is not None and self.folding.active:
                         raise FoldRefuted([], f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
                     if isinstance(error, torch.OutOfMemoryError) and subject.dtype is None:
                         raise
@@ -136,7 +136,7 @@ class Prover:
             if far(plain, self._forward(subject, batch, list(range(SAMPLES))), close):
                 raise RandomForwardError(self._random_message())
             if far(z, plain, close):
-                if self.folding is not None and self.folding.folded:
+                if self.folding is not None and self.folding.active:
                     raise FoldRefuted([], "the folded model gives another output")
                 raise RandomForwardError(self._random_message())
         raise InteractionError(self._interaction_message(subject, batch, close))
@@ -267,12 +267,12 @@ class Prover:
         got = run()
         bad = wrong(got)
         for use in structure.uses:
-            if graph.names[use.node] == NODE and (
+            if graph.names[use.node] in OURS and (
                 routes.get(use.key) == "node"
                 or any(graph.parameters[p] in bad for p in graph.parameters_below(use.child))
             ):
                 why = reasons.get(use.key) or "its norms differ from the exact ones"
-                raise FoldRefuted(weights_of(graph, [use.node]), why)
+                raise FoldRefuted(weight_of(graph, use.node), why)
         if bad:  # the nodes' own backward formulas instead of the rules, for these parameters
             affected = [
                 u for u in structure.uses if any(graph.parameters[p] in bad for p in graph.parameters_below(u.child))

@@ -32,6 +32,7 @@ class SupportReport:
     """Every trainable parameter with its route; prints as a table.
 
     ``folded``: convolution weights that run as one with their batch norm -> activation; ``unfolded``: the others -> why.
+    ``fixed``: weights of batch norms that run by themselves as a scaling and a shift.
     """
 
     parameters: tuple[ParameterSupport, ...]
@@ -41,6 +42,7 @@ class SupportReport:
     notes: tuple[str, ...]
     folded: dict[str, str] = field(default_factory=dict)
     unfolded: dict[str, str] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
 
     @staticmethod
     def of(names: list[str], ledger: Ledger, folding: Folding | None = None) -> SupportReport:
@@ -54,7 +56,8 @@ class SupportReport:
         if folding is not None and folding.disabled:
             notes.append(f"nothing is folded: {folding.disabled}")
         folded, unfolded = (dict(folding.folded), folding.plain | folding.refused) if folding else ({}, {})
-        return SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded)
+        fixed = tuple(sorted(folding.fixed)) if folding else ()
+        return SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded, fixed)
 
     @property
     def routes(self) -> dict[str, str]:
@@ -97,6 +100,8 @@ class SupportReport:
             lines.append(
                 f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}"
             )
+        if self.fixed:
+            lines.append(f"{len(self.fixed)} batch norms run as a scaling and a shift")
         if self.folded:
             lines.append(f"{len(self.folded)} convolutions run folded with their batch norm and activation")
             reasons: dict[str, list[str]] = {}

@@ -253,11 +253,15 @@ def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     site.need_dim(0)
     if getattr(n, "_saved_training", True):
         raise Unsupported("batch statistics")
-    gx, g = ops.run("channel_sums", site.split(n._saved_input, 0), site.split(site.g, 0))
-    wide = torch.promote_types(gx.dtype, n._saved_running_mean.dtype)
-    rstd = torch.rsqrt(n._saved_running_var.to(wide) + n._saved_eps)
-    grads = {1: (gx - n._saved_running_mean.to(wide) * g) * rstd, 2: g}
-    return {slot: Dense(grads[slot]) for slot in slots}
+    grads = batch_norm_grads(site, n._saved_input, n._saved_running_mean, n._saved_running_var, n._saved_eps)
+    return {slot: Dense(grads[slot - 1]) for slot in slots}
+
+
+def batch_norm_grads(site: Site, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients [B, C] of weight and bias of a batch norm with running statistics, channels along axis 1 of ``x``."""
+    gx, g = ops.run("channel_sums", site.split(x, 0), site.split(site.g, 0))
+    wide = torch.promote_types(gx.dtype, mean.dtype)
+    return (gx - mean.to(wide) * g) * torch.rsqrt(var.to(wide) + eps), g
 
 
 @rule("NativeGroupNormBackward0", about="group norm")
