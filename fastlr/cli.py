@@ -17,6 +17,17 @@ from rich.console import Console
 
 from fastlr.cli_continual import continual
 from fastlr.cli_data import app as data_commands
+from fastlr.cli_options import (
+    BatchSize,
+    DeviceName,
+    DtypeName,
+    PredictiveName,
+    Sigma,
+    autocast_dtype,
+    device_of,
+    one_of,
+    predictive_of,
+)
 from fastlr.cli_report import register as register_reports
 from fastlr.errors import FastlrWarning, InputError
 
@@ -28,9 +39,7 @@ app = typer.Typer(
 app.add_typer(data_commands, name="data")
 register_reports(app)
 app.command()(continual)
-DTYPES = ("fp32", "bf16", "fp16")
 PROBES = ("rademacher", "sampled", "exact", "batch")
-PREDICTIVES = ("auto", "categorical", "bernoulli", "gaussian")
 _show_traceback = False
 
 
@@ -68,12 +77,12 @@ def estimate(
     min_n: Annotated[int, typer.Option(help="With --target-rel-stderr: the fewest inputs.")] = 512,
     max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else --n.")] = None,
     probe: Annotated[str, typer.Option(help=", ".join(PROBES) + ".")] = "rademacher",
-    predictive: Annotated[str, typer.Option(help=", ".join(PREDICTIVES) + ".")] = "auto",
-    sigma: Annotated[float, typer.Option(help="Standard deviation, with --predictive gaussian.")] = 1.0,
-    batch_size: Annotated[int | None, typer.Option(help="Inputs at a time; without it, by free memory.")] = None,
+    predictive: PredictiveName = "auto",
+    sigma: Sigma = 1.0,
+    batch_size: BatchSize = None,
     seed: Annotated[int, typer.Option(help="Of the inputs, the probes and the initial parameters.")] = 0,
-    dtype: Annotated[str, typer.Option(help="fp32, or autocast to bf16 or fp16.")] = "fp32",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; without it, a GPU if there is one.")] = None,
+    dtype: DtypeName = "fp32",
+    device: DeviceName = None,
     json_file: Annotated[str | None, typer.Option("--json", help="Write the result here; - is stdout, alone.")] = None,
     save_images: Annotated[Path | None, typer.Option(help="Picture of the first synthetic images.")] = None,
     per_layer: Annotated[Path | None, typer.Option(help="Chart of each layer's share (.png, .pdf, .svg).")] = None,
@@ -83,9 +92,8 @@ def estimate(
     """Measure the local redundancy of MODEL on synthetic inputs."""
     global _show_traceback
     _show_traceback |= show_traceback
-    _one_of("--probe", probe, PROBES)
-    _one_of("--dtype", dtype, DTYPES)
-    _one_of("--predictive", predictive, PREDICTIVES)
+    one_of("--probe", probe, PROBES)
+    autocast, kind = autocast_dtype(dtype), predictive_of(predictive, sigma)
     for option, path in (("--json", json_file), ("--save-images", save_images), ("--per-layer", per_layer)):
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
             raise InputError(f"{option} {path}: there is no folder {Path(path).absolute().parent}")
@@ -99,7 +107,7 @@ def estimate(
     from fastlr.report.tables import summary
 
     out = Console(stderr=json_file == "-")
-    place = _device(device)
+    place = device_of(device)
     source = _inputs(inputs, size)
     torch.manual_seed(seed)
     net = load_model(model, weights=weights, checkpoint=checkpoint, num_classes=classes)
@@ -117,11 +125,11 @@ def estimate(
             net,
             source,
             n=n,
-            predictive=_predictive(predictive, sigma),
+            predictive=kind,
             probe=probe,
             batch_size=batch_size,
             seed=seed,
-            dtype={"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype],
+            dtype=autocast,
             target_rel_stderr=target_rel_stderr,
             min_n=min_n,
             max_n=max_n,
@@ -171,7 +179,7 @@ def demo(
 
 @app.command()
 def bench(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; without it, a GPU if there is one.")] = None,
+    device: DeviceName = None,
     quick: Annotated[bool, typer.Option("--quick", help="Only the main cases, no torch.compile.")] = False,
     budget: Annotated[float | None, typer.Option(help="Seconds; drops the last parts. 480 on a GPU, 120 else.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
@@ -187,24 +195,6 @@ def bench(
     code = front.run(device=device, quick=quick, budget=budget, json_file=json_file, figure=figure, compare=compare)
     if code:
         raise typer.Exit(code)
-
-
-def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InputError(f"{option} {value}: choose one of {', '.join(allowed)}")
-
-
-def _device(name: str | None) -> Any:
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {name}: {_line(error)}") from error
-    return device
 
 
 def _inputs(name: str, size: int) -> Any:
@@ -224,14 +214,6 @@ def _inputs(name: str, size: int) -> Any:
     if not hasattr(source, "batch"):
         raise InputError(f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, stop, ...)")
     return source
-
-
-def _predictive(name: str, sigma: float) -> Any:
-    import fastlr
-
-    if name == "gaussian":
-        return fastlr.Gaussian(sigma=sigma)
-    return {"auto": None, "categorical": fastlr.Categorical(), "bernoulli": fastlr.Bernoulli()}[name]
 
 
 def _float_dtype(model: Any) -> Any:
