@@ -29,7 +29,7 @@ from fastlr.cli_options import (
     predictive_of,
 )
 from fastlr.cli_report import register as register_reports
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import FastlrWarning, InputError, one_line
 
 app = typer.Typer(
     add_completion=False,
@@ -268,8 +268,6 @@ def _report(error: Exception) -> int:
     elif isinstance(error, typer.Abort):
         text, code = "aborted", 1
     else:
-        text, code = str(error), 2 if isinstance(error, InputError) else 1
-        if not text or not type(error).__module__.startswith("fastlr"):
-            text = f"{type(error).__name__}: {text}"
+        text, code = one_line(error), 2 if isinstance(error, InputError) else 1
     print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return code

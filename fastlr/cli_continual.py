@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from fastlr.cli_runs import Out, Resume, Seed, Settings, ShowOptions, TensorBoard, carry_out
+from fastlr.cli_runs import AtOnce, Out, Resume, Seed, Seeds, Settings, ShowOptions, TensorBoard, carry_out
 
 
 def continual(
@@ -16,6 +16,8 @@ def continual(
     settings: Settings = None,
     tasks: Annotated[int | None, typer.Option(help="How many, in all: --set tasks=.")] = None,
     seed: Seed = None,
+    seeds: Seeds = None,
+    at_once: AtOnce = None,
     resume: Resume = False,
     tensorboard: TensorBoard = False,
     options: ShowOptions = False,
@@ -23,5 +25,6 @@ def continual(
     """Train on a sequence of binary tasks and measure plasticity at every boundary; PRESET names a set of options."""
     from fastlr.drivers.continual import DRIVER
 
-    named = {"data": data, "tasks": tasks, "seed": seed}
-    carry_out(DRIVER, preset, out, settings, resume=resume, options=options, tensorboard=tensorboard, **named)
+    named: dict[str, Any] = {"data": data, "tasks": tasks, "seed": seed}
+    how: Any = {"seeds": seeds, "at_once": at_once, "tensorboard": tensorboard}
+    carry_out(DRIVER, preset, out, settings, resume=resume, options=options, **how, **named)

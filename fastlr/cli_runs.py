@@ -1,28 +1,30 @@
-"""What the commands that carry out runs share: their options, the settings, the display of progress."""
+"""What the commands that carry out runs share: their options, the settings, one run or several."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from fastlr.cli_display import Board, progress
 from fastlr.errors import InputError
 
 if TYPE_CHECKING:
-    from fastlr.drivers.launch import Driver, Progress
+    from fastlr.drivers.launch import Driver
 
 Out = Annotated[Path | None, typer.Option(help="Folder of the run, new or empty (with --resume, the run's).")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the run; may be repeated.")
 ]
 Seed = Annotated[int | None, typer.Option(help="Of all that is random: --set seed=.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run, or runs, in the folder.")]
+Seeds = Annotated[
+    int | None, typer.Option(help="Run so many seeds, from --seed on, each in a folder of its own in --out.")
+]
+AtOnce = Annotated[
+    int | None, typer.Option(help="With --seeds: how many at a time; else 4 a GPU, or one a core with one thread.")
+]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Also write the records for TensorBoard, in the run's folder.")
 ]
@@ -40,6 +42,8 @@ def carry_out(
     resume: bool,
     options: bool,
     tensorboard: bool = False,
+    seeds: int | None = None,
+    at_once: int | None = None,
     **named: Any,
 ) -> None:
     """Do what a command of a driver does.
@@ -52,13 +56,16 @@ def carry_out(
         resume: Go on with the run.
         options: Only print the options.
         tensorboard: Also log to TensorBoard.
+        seeds: As given: how many runs that differ by their seed.
+        at_once: As given: how many of them at a time.
         named: Settings that have options of their own (``--seed``); None: not given.
 
     Raises:
         InputError: Something given does not fit.
     """
+    from fastlr.drivers import many
     from fastlr.drivers.config import resolve
-    from fastlr.drivers.scalars import TENSORBOARD, Mirror
+    from fastlr.drivers.scalars import TENSORBOARD, mirrored
 
     given = given_settings(driver.options, settings or [], named)
     if options:
@@ -67,20 +74,59 @@ def carry_out(
         return
     if out is None:
         raise InputError("give --out, the folder of the run")
-    with Mirror.tensorboard(out) if tensorboard else nullcontext() as mirror, progress(driver) as show:
-
-        def report(at: Progress) -> None:
-            show(at)
-            if mirror is not None and at.record is not None:
-                mirror.update(at.record)
-
+    if many.is_many(out) if resume else seeds is not None:
+        carry_out_many(driver, preset, out, given, seeds, at_once, resume, tensorboard)
+        return
+    if seeds is not None or at_once is not None:
+        raise InputError(
+            "--at-once goes with --seeds" if seeds is None else f"{out} does not hold runs of several seeds"
+        )
+    with progress(driver) as show, mirrored(out, tensorboard, show) as report:
         if resume:
             path = driver.resume(out, given, preset, report)
         else:
             path = driver.begin(out, preset, given, report)
     print(f"run: {path}")
     if tensorboard:
-        print(f"log: {path / TENSORBOARD} (tensorboard --logdir FOLDER shows it)")
+        _say_log(path / TENSORBOARD)
+
+
+def carry_out_many(
+    driver: Driver,
+    preset: str | None,
+    out: Path,
+    given: dict[str, Any],
+    seeds: int | None,
+    at_once: int | None,
+    resume: bool,
+    tensorboard: bool,
+) -> None:
+    """Do what ``--seeds`` says; the exit code is 1 if a run fails.
+
+    Raises:
+        InputError: Something given does not fit.
+    """
+    from fastlr.drivers import many
+    from fastlr.loggers import require_tensorboard
+
+    if tensorboard:
+        require_tensorboard()
+    with Board(driver, out) as board:
+        if resume:
+            outcome = many.resume(driver, out, given, at_once, board.begin, preset, seeds, tensorboard=tensorboard)
+        else:
+            runs = many.seeds(driver, preset, given, seeds or 1)
+            outcome = many.begin(driver, out, preset, runs, at_once, board.begin, tensorboard=tensorboard)
+    failed = f", {len(outcome.failed)} failed: --resume tries again" if outcome.failed else ""
+    print(f"runs: {outcome.path} ({len(outcome.finished)} finished{failed})")
+    if tensorboard:
+        _say_log(outcome.path)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _say_log(folder: Path) -> None:
+    print(f"log: {folder} (tensorboard --logdir FOLDER shows it)")
 
 
 def given_settings(kind: type, settings: list[str], named: dict[str, Any]) -> dict[str, Any]:
@@ -98,60 +144,3 @@ def given_settings(kind: type, settings: list[str], named: dict[str, Any]) -> di
                 raise InputError(f"--{key} and --set {key}= are both given: leave one out")
             given[key] = value
     return given
-
-
-@contextmanager
-def progress(driver: Driver) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that shows where the run is, on stderr; it does nothing if that is no terminal."""
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda at: None
-        return
-    columns = (TextColumn(driver.step + " {task.fields[at]}"), BarColumn(20), TextColumn("{task.fields[what]}"))
-    with Bar(*columns, console=console) as bar:
-        line = bar.add_task("", total=None, at="", what=driver.opening)
-        clock = Clock()
-        shown: dict[str, str] = {}
-
-        def show(at: Progress) -> None:
-            done = at.done + at.epoch / at.epochs
-            if at.record is not None:
-                shown.update({key: text or shown.get(key, "") for key, text in driver.shown(at.record).items()})
-            left = clock.left(done, at.total)
-            parts = [f"{key} {value}" for key, value in shown.items() if value]
-            what = ", ".join([*parts, f"{duration(left)} left" if left is not None else ""]).strip(", ")
-            bar.update(line, completed=done, total=at.total, at=f"{at.done}/{at.total}", what=what)
-
-        yield show
-
-
-class Clock:
-    """The time left, from the work done since the first look (a resumed run has much of it behind it)."""
-
-    def __init__(self) -> None:
-        self.first: tuple[float, float] | None = None
-
-    def left(self, done: float, total: float) -> float | None:
-        """Return seconds; None until something was done."""
-        now = time.monotonic()
-        if self.first is None:
-            self.first = (now, done)
-        began, before = self.first
-        return None if done <= before else (now - began) / (done - before) * (total - done)
-
-
-def duration(seconds: float) -> str:
-    """Write a time in its two largest units.
-
-    Example:
-        >>> duration(59.2), duration(3700), duration(200_000)
-        ('1 min 0 s', '1 h 1 min', '2 d 7 h')
-    """
-    whole = math.ceil(seconds)
-    for size, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // below} {small}"
-    return f"{whole} s"

@@ -33,3 +33,9 @@ class NonFiniteError(ModelError):
 
 class FastlrWarning(UserWarning):
     """Something a user should know, such as a slower exact route being taken."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's text in one line, with its type where it is not fastlr's own."""
+    text = " ".join(str(error).split())
+    return text if text and type(error).__module__.startswith("fastlr") else f"{type(error).__name__}: {text}"

@@ -15,7 +15,7 @@ from continual_cases import SMALL, assert_same, checkpoint, comparable, lines, n
 
 import fastlr
 from fastlr.cli import main
-from fastlr.cli_runs import Clock
+from fastlr.cli_display import Clock
 from fastlr.data import ImageStore, load_task, normalise, pairs, synthetic_store
 from fastlr.drivers import continual
 from fastlr.drivers.config import parse_settings, resolve

@@ -166,6 +166,10 @@ def read_runs(paths: Iterable[str | Path]) -> list[Run]:
         inside = sorted((p.parent for p in path.glob("*/records.jsonl")), key=lambda p: _natural(p.name))
         if not inside:
             raise InputError(f"{path} is no run folder: neither it nor a folder in it holds records.jsonl")
+        begun = (p.parent for p in path.glob("*/config.json"))
+        empty = sorted(p.name for p in begun if not (p / "records.jsonl").exists())
+        if empty:
+            warnings.warn(f"{path}: left out what has no records yet ({', '.join(empty)})", FastlrWarning, stacklevel=2)
         folders += inside
     if not folders:
         raise InputError("no run folder given")

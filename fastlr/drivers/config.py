@@ -117,7 +117,12 @@ def from_record(kind: type[Options], record: Mapping[str, Any]) -> Options:
     for key in record:
         if key not in hints:
             raise InputError(f"the run's option {unknown(key, hints)}; use the version of fastlr that made it")
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
+    return kind(**from_json(record))
+
+
+def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of options as they were before JSON made lists of tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

@@ -172,6 +172,7 @@ def _shown(record: Mapping[str, Any]) -> dict[str, str]:
 
 DRIVER = Driver(
     name="continual",
+    module=__name__,
     options=ContinualOptions,
     presets=PRESETS,
     changeable=("tasks", "data", "device"),

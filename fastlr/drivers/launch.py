@@ -53,6 +53,7 @@ class Driver:
 
     Attributes:
         name: As in ``fastlr NAME``.
+        module: Where it is to be found, as ``DRIVER``.
         options: Its options, a subclass of `RunOptions`.
         presets: Settings by name; the first is the one that is taken if none is named.
         changeable: Options that may change when a run is resumed.
@@ -67,6 +68,7 @@ class Driver:
     """
 
     name: str
+    module: str
     options: type[RunOptions]
     presets: Mapping[str, Mapping[str, Any]]
     changeable: tuple[str, ...]

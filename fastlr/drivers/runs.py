@@ -115,7 +115,8 @@ class Run:
             InputError: The folder holds a run or other things, cannot be made, or is being written by another process.
             FastlrError: The disk is full.
         """
-        run = cls._locked(Path(os.path.abspath(path)), make=True)
+        folder = Path(os.path.abspath(path))
+        run = cls(folder, lock_folder(folder, make=True))
         try:
             if (run.path / CONFIG).exists():
                 raise InputError(f"{run.path} holds a run: --resume goes on with it; or choose another folder")
@@ -143,7 +144,7 @@ class Run:
         folder = Path(os.path.abspath(path))
         if not (folder / CONFIG).is_file():
             raise InputError(f"{folder} holds no run to go on with: leave --resume out to begin one")
-        run = cls._locked(folder, make=False)
+        run = cls(folder, lock_folder(folder, make=False))
         try:
             run.config = read_config(folder)
             run._read()
@@ -152,35 +153,11 @@ class Run:
             raise
         return run
 
-    @classmethod
-    def _locked(cls, path: Path, make: bool) -> Run:
-        with _disk(path):
-            if make:
-                path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(lock)
-            raise InputError(
-                f"{path} is being written by {holder}: wait until it ends, or choose another folder"
-            ) from None
-        except OSError as error:
-            os.close(lock)
-            raise InputError(f"{path} cannot be locked ({error.strerror}): choose a folder on a local disk") from error
-        try:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {now()}\n".encode(), 0)
-        except OSError:
-            pass  # the lock holds without the name; a full disk is reported at the first record
-        return cls(path, lock)
-
     def set_config(self, config: Mapping[str, Any]) -> None:
         """Replace ``config.json`` atomically."""
         self.config = dict(config)
         text = json.dumps(self.config, indent=2, allow_nan=False) + "\n"
-        _replace(self.path / CONFIG, text.encode())
+        replace_file(self.path / CONFIG, text.encode())
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record that belongs to no step (of kind "resume"), and flush it to disk."""
@@ -207,7 +184,7 @@ class Run:
         """Write a file of ``checkpoints/`` atomically."""
         buffer = io.BytesIO()  # torch.save straight to a full disk can end the process
         torch.save(content, buffer)
-        _replace(self.path / CHECKPOINTS / name, buffer.getbuffer())
+        replace_file(self.path / CHECKPOINTS / name, buffer.getbuffer())
 
     def read_checkpoint(self, name: str) -> Any:
         """Read a file of ``checkpoints/`` onto the CPU; None if it is not there.
@@ -269,6 +246,34 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def lock_folder(path: Path, make: bool) -> int:
+    """Take the lock of a folder for this process, which holds it until the descriptor that is returned is closed.
+
+    Raises:
+        InputError: Another process holds it, or the folder cannot be made or locked.
+        FastlrError: The disk is full.
+    """
+    with _disk(path):
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(lock)
+        raise InputError(f"{path} is being written by {holder}: wait until it ends, or choose another folder") from None
+    except OSError as error:
+        os.close(lock)
+        raise InputError(f"{path} cannot be locked ({error.strerror}): choose a folder on a local disk") from error
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {now()}\n".encode(), 0)
+    except OSError:
+        pass  # the lock holds without the name; a full disk is reported at the first record
+    return lock
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -343,8 +348,12 @@ def _write_all(file: int, data: Any) -> None:
         view = view[os.write(file, view) :]
 
 
-def _replace(path: Path, data: Any) -> None:
-    """Write a file so that at any moment either the old or the new content is there, also after a loss of power."""
+def replace_file(path: Path, data: Any) -> None:
+    """Write a file so that at any moment either the old or the new content is there, also after a loss of power.
+
+    Raises:
+        InputError: It cannot be written. FastlrError: The disk is full.
+    """
     partial = path.with_name(path.name + ".part")
     with _disk(path.parent):
         try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fastlr.drivers.launch import Progress, Report
 from fastlr.drivers.runs import RECORDS, read_lines
 from fastlr.errors import FastlrError, FastlrWarning
 from fastlr.loggers import Logger, TensorBoardLogger, require_tensorboard
@@ -90,6 +92,22 @@ class Mirror:
         values |= {f"seconds/{name}": value for name, value in _numbers(record.get("seconds", {})).items()}
         self._logger.log(values, self._step)
         self._step, self._accuracy = self._step + 1, values.get("accuracy")
+
+
+@contextmanager
+def mirrored(path: str | Path, tensorboard: bool, report: Report) -> Iterator[Report]:
+    """Yield a report that, if ``tensorboard`` says so, also logs what is committed to the folder of a run."""
+    if not tensorboard:
+        yield report
+        return
+    with Mirror.tensorboard(path) as mirror:
+
+        def both(at: Progress) -> None:
+            report(at)
+            if at.record is not None:
+                mirror.update(at.record)
+
+        yield both
 
 
 def _numbers(record: Record) -> dict[str, Any]:
