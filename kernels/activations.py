@@ -6,17 +6,15 @@ limit is reading two numbers and writing one an element (bf16: 6 bytes).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_derivative
+from fastlr.kernels.launching import DTYPES, on_device
+from fastlr.reference.folded import ACTIVATIONS
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-ACTS = ("relu", "relu6", "hardswish", "silu", "gelu", "gelu_tanh")
 BLOCK, WARPS = 1024, 4
 
 
@@ -50,10 +48,10 @@ def activation_grad(grad: Tensor, kept: Tensor, act: str) -> Tensor:
         return grad
     order = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n != 1] for t in (grad, kept)]
     fits = grad.shape == kept.shape and order[0] == order[1] and _dense(grad) and 0 < grad.numel() < (1 << 31) - BLOCK
-    if not fits or any(t.dtype not in DTYPES for t in (grad, kept)) or act not in ACTS:
+    if not fits or any(t.dtype not in DTYPES for t in (grad, kept)) or act not in ACTIVATIONS:
         return NotImplemented
     out = torch.empty_like(grad)  # of the same strides, as grad is dense
-    with torch.cuda.device(grad.device) if grad.is_cuda else nullcontext():
+    with on_device(grad):
         activation_grad_kernel[(triton.cdiv(grad.numel(), BLOCK),)](
             out, grad, kept, grad.numel(), ACT=act, BLOCK=BLOCK, num_warps=WARPS
         )
@@ -64,7 +62,7 @@ def compile_cases() -> list[tuple]:
     """Variants to compile ahead of time in the tests: every activation and dtype, and element counts of either kind."""
     cases = []
     pointers = ("out", "grad", "kept")
-    for act in ACTS:
+    for act in (act for act in ACTIVATIONS if act != "none"):
         for dtype in DTYPES.values():
             for aligned in (True, False):
                 name = f"activation_grad[{act}, {dtype}{', aligned' * aligned}]"

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fastlr.kernels.depthwise import depthwise_moments, depthwise_sq_norms
+from fastlr.kernels.launching import merged
 from fastlr.kernels.linear_norms import linear_sq_norms
 from fastlr.kernels.product_norms import (
     Operand,
     Sizes,
     Window,
     covered,
-    merged_stride,
     product_cases,
     product_norms,
 )
@@ -53,8 +53,8 @@ def _operands(x: Tensor, g: Tensor, kernel: Sequence[int], options: Sequence[Seq
     if tuple(kernel) == (1, 1) and not any(padding):
         axes = (g.shape[1], *g.shape[3:])
         columns = (
-            merged_stride(axes, (left.image, left.row * stride[0], left.column * stride[1])),
-            merged_stride(axes, (right.image, right.row, right.column)),
+            merged(*zip(axes, (left.image, left.row * stride[0], left.column * stride[1]), strict=True)),
+            merged(*zip(axes, (right.image, right.row, right.column), strict=True)),
         )
         if None not in columns:
             plain = (o._replace(image=0, row=0, column=c) for o, c in zip((left, right), columns, strict=True))

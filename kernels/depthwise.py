@@ -21,15 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_derivative
+from fastlr.kernels.launching import DTYPES, multiple, on_device, workspace
 from fastlr.kernels.moments import (
-    DTYPES,
     alignment,
     channels_last,
     covered,
     finish_moments,
-    multiple,
-    on_device,
-    workspace,
 )
 
 ENOUGH_PROGRAMS = 2048  # of four warps, to fill a GPU with

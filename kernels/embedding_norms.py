@@ -9,14 +9,13 @@ The limit is reading g once for each tile of rows s that shares an id with a til
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from fastlr.kernels.launching import DTYPES, on_device
+
 IDS = {torch.int64: "i64", torch.int32: "i32"}
 ROWS = (16, 32)
 WIDTH, WARPS = 32, 4
@@ -71,7 +70,7 @@ def embedding_sq_norms(ids: Tensor, g: Tensor) -> Tensor:
     if count * tiles >= 1 << 31:
         return NotImplemented
     parts = g.new_empty(count, tiles, dtype=torch.float64)
-    with torch.cuda.device(g.device) if g.is_cuda else nullcontext():
+    with on_device(g):
         embedding_kernel[(count * tiles,)](
             parts, ids, g, rows, width, *ids.stride(), *g.stride(), ROWS=size, WIDTH=WIDTH, num_warps=WARPS
         )

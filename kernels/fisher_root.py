@@ -9,18 +9,18 @@ The limit is reading the logits once and writing the cotangent once (bf16 to flo
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastlr.kernels import launching
 from fastlr.kernels.counter import halves, philox4x32
+from fastlr.kernels.launching import on_device
 from fastlr.reference.counter import STREAMS, check_seed
 
 _STREAM = tl.constexpr(STREAMS["cotangent"])
-DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {torch.float64: "fp64"} | launching.DTYPES
 BLOCKS = {16: 1, 128: 1, 1024: 4, 4096: 16}  # classes of a program: warps
 
 
@@ -68,7 +68,7 @@ def categorical_root_cotangent(z: Tensor, index: Tensor, seed: int) -> Tensor:
     if z.stride(-1) * block >= 1 << 31:  # these offsets are 32-bit
         z = z.contiguous()
     out = z.new_empty(z.shape, dtype=torch.float64)
-    with torch.cuda.device(z.device) if z.is_cuda else nullcontext():
+    with on_device(z):
         fisher_root_kernel[(count * positions,)](
             out, z, index, positions, classes, *z.stride(), *index.stride(), *halves(check_seed(seed)),
             BLOCK=block, num_warps=BLOCKS[block],

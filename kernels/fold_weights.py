@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastlr.kernels.launching import DTYPES
+
 BLOCK = 1024
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def fold_weights(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See fastlr.reference.folded.fold_weights; the folded weight has its channels last, the numbers are float32."""
     given = [t for t in (bias, gamma, beta, mean, var) if t is not None]
-    if dtype not in _DTYPES or weight.dtype not in _DTYPES or any(t.dtype not in _DTYPES for t in given):
+    if dtype not in DTYPES or weight.dtype not in DTYPES or any(t.dtype not in DTYPES for t in given):
         return NotImplemented
     last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
     if not (last or weight.is_contiguous()) or not all(t.is_contiguous() for t in given):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fastlr.kernels import folded_depthwise, folded_pointwise
-from fastlr.kernels.moments import ACTIVATIONS, finish_cases
+from fastlr.kernels.moments import finish_cases
+from fastlr.reference.folded import ACTIVATIONS
 
 
 def kind_of(weight: Tensor, padding: Sequence[int], groups: int) -> str | None:

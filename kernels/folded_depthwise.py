@@ -27,18 +27,15 @@ from fastlr.kernels.depthwise import (
     variants,
     zeros,
 )
+from fastlr.kernels.launching import DTYPES, INT32, multiple, on_device
 from fastlr.kernels.moments import (
-    DTYPES,
-    INT32,
-    KEEPS_OUTPUT,
     alignment,
     channels_last,
     covered,
     empty_output,
     like,
-    multiple,
-    on_device,
 )
+from fastlr.reference.folded import KEEPS_OUTPUT
 
 ROWS = 4
 

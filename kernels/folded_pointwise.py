@@ -20,21 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_derivative, act_forward
+from fastlr.kernels.launching import DTYPES, INT32, merged, multiple, on_device, workspace
 from fastlr.kernels.moments import (
-    DTYPES,
-    INT32,
-    KEEPS_OUTPUT,
     alignment,
     channels_last,
     covered,
     empty_output,
     finish_moments,
     like,
-    merged,
-    multiple,
-    on_device,
-    workspace,
 )
+from fastlr.reference.folded import KEEPS_OUTPUT
 
 ENOUGH_PROGRAMS = 512  # to fill a GPU with
 CHEAP = ("none", "relu", "relu6", "hardswish")  # activations whose derivative takes few registers

@@ -10,15 +10,13 @@ rows, by programs of the same sample next to each other, so all but once from L2
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastlr.kernels.launching import DTYPES, on_device, workspace
 from fastlr.kernels.product_norms import (
-    DTYPES,
     Operand,
     Sizes,
     alignment,
@@ -26,7 +24,6 @@ from fastlr.kernels.product_norms import (
     covered,
     product_cases,
     product_norms,
-    workspace,
 )
 
 _SIZES = ("a_sample", "a_group", "g_sample", "g_group", "groups", "rows", "inputs", "outputs", "blocks")
@@ -150,7 +147,7 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
     squares = workspace(count * groups * blocks * blocks, device=a.device)
     centred = CENTRED[a.dtype]
     means = (a.mean(2).contiguous(), g.mean(2).contiguous()) if centred else (squares, squares)
-    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+    with on_device(a):
         gram_norms_kernel[(len(squares),)](
             a, g, *means, squares, *a.stride(), *g.stride(), groups, rows, inputs, outputs, blocks,
             A_LAST=a.stride(3) == 1, G_LAST=g.stride(3) == 1, ALIGN=align, CENTRED=centred, BLOCK=block, CHUNK=chunk,

@@ -8,24 +8,15 @@ written and read once, 8 S K O bytes a sample; the launchers split only where th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu", "gelu_tanh")
-KEEPS_OUTPUT = ("none", "relu", "relu6")
-INT32 = 1 << 31
+from fastlr.kernels.launching import DTYPES, INT32, on_device, workspace
+
 CHANNELS_A_PROGRAM, WEIGHTS_A_STEP = 32, 32
-
-
-@triton.jit
-def multiple(n, ALIGN: tl.constexpr):
-    """``n``, known to the compiler to be a multiple of ALIGN (of multiples of 16 Triton takes note itself)."""
-    return n // ALIGN * ALIGN
 
 
 @triton.jit
@@ -75,16 +66,6 @@ def finish_moments(parts: Tensor, parts_sums: Tensor, weight: Tensor, scale: Ten
     return squares.sum(1, dtype=torch.float64), inner, sums
 
 
-def workspace(*shape: int, device: torch.device) -> Tensor:
-    """Space for partial results; the kernel writes every element (the tests hand out NaN)."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def on_device(t: Tensor) -> AbstractContextManager:
-    """The context in which kernels on ``t`` are launched."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
-
-
 def covered(*tensors: Tensor) -> bool:
     """Whether the kernels take these: one dtype of theirs, 4 axes, not empty, offsets within a sample below 2^31."""
     dtype = tensors[0].dtype
@@ -112,14 +93,6 @@ def empty_output(x: Tensor, channels: int, spatial: Sequence[int]) -> Tensor:
 def like(t: Tensor, other: Tensor) -> Tensor:
     """The values of ``t`` with the strides of ``other``: itself if it has them."""
     return t if t.stride() == other.stride() else torch.empty_like(other).copy_(t)
-
-
-def merged(*axes: tuple[int, int]) -> int | None:
-    """The stride of the axis that these axes, given as (size, stride), form together, if they form one."""
-    axes = tuple((n, s) for n, s in axes if n != 1)
-    if any(outer != n * inner for (_, outer), (n, inner) in zip(axes, axes[1:])):
-        return None
-    return axes[-1][1] if axes else 1
 
 
 def alignment(dtype: torch.dtype, last: bool, *tensors: Tensor) -> int:

@@ -11,7 +11,6 @@ Partial sums go to a workspace, every element of which is written, and torch add
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -21,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-INT32 = 1 << 31
+from fastlr.kernels.launching import DTYPES, INT32, merged, multiple, on_device, workspace
 
 
 class Tile(NamedTuple):
@@ -70,12 +68,6 @@ class Sizes(NamedTuple):
     outputs: int
 
 
-@triton.jit
-def _multiple(n, ALIGN: tl.constexpr):
-    """A number known to be a multiple of ALIGN, so that the compiler knows it too."""
-    return n // ALIGN * ALIGN
-
-
 _UNIT = ("x_channel", "x_column", "g_channel", "g_column")  # strides of which one is 1: a constant then
 _SIZES = (
     "x_sample", "x_group", "x_image", "x_row", "g_sample", "g_group", "g_image", "g_row",
@@ -103,15 +95,15 @@ def product_norms_kernel(
     """
     if ALIGN > 1:
         if X_LAST and not PACKED:
-            inputs, x_column = _multiple(inputs, ALIGN), _multiple(x_column, ALIGN)
-            x_image, x_row = _multiple(x_image, ALIGN), _multiple(x_row, ALIGN)
+            inputs, x_column = multiple(inputs, ALIGN), multiple(x_column, ALIGN)
+            x_image, x_row = multiple(x_image, ALIGN), multiple(x_row, ALIGN)
         elif X_PLAIN:
-            rows, x_channel = _multiple(rows, ALIGN), _multiple(x_channel, ALIGN)
+            rows, x_channel = multiple(rows, ALIGN), multiple(x_channel, ALIGN)
         if G_LAST:
-            outputs, g_column = _multiple(outputs, ALIGN), _multiple(g_column, ALIGN)
-            g_image, g_row = _multiple(g_image, ALIGN), _multiple(g_row, ALIGN)
+            outputs, g_column = multiple(outputs, ALIGN), multiple(g_column, ALIGN)
+            g_image, g_row = multiple(g_image, ALIGN), multiple(g_row, ALIGN)
         else:
-            rows, g_channel = _multiple(rows, ALIGN), _multiple(g_channel, ALIGN)
+            rows, g_channel = multiple(rows, ALIGN), multiple(g_channel, ALIGN)
     tile = tl.program_id(0)
     output_tile, rest = tile % output_tiles, tile // output_tiles
     column_tile, rest = rest % column_tiles, rest // column_tiles
@@ -199,19 +191,6 @@ def choose_tile(dtype: torch.dtype, outputs: int, columns: int, *, vector: bool,
     return Tile(across, along, 64, 8 if across * along > (4096 if folded else 8192) else 4, 3)
 
 
-def workspace(*shape: int, device: torch.device) -> Tensor:
-    """Space for partial results; the kernel writes every element (the tests hand out NaN)."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
-
-
-def merged_stride(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """The stride of the axis that these axes form together, if they form one."""
-    axes = [(n, s) for n, s in zip(sizes, strides, strict=True) if n != 1]
-    if any(s != n * inner for (_, s), (n, inner) in zip(axes, axes[1:])):
-        return None
-    return axes[-1][1] if axes else 1
-
-
 def covered(*tensors: Tensor) -> bool:
     """Whether the kernels take these inputs: one dtype of theirs, no empty ones, a sample within int32 offsets."""
     x = tensors[0]
@@ -259,7 +238,7 @@ def product_norms(
         positions, taps = window.out_height * window.out_width, prod(window.kernel)
         packed = sizes.inputs < 32
         images = (sizes.rows // positions, window.out_height, window.out_width)
-        column = merged_stride(images, (g.image, g.row, g.column))
+        column = merged(*zip(images, (g.image, g.row, g.column), strict=True))
         g_plain = column is not None
         g = g._replace(column=column) if g_plain else g
         shape = (window.height, window.width, positions, window.out_width, window.kernel[1], taps)
@@ -280,7 +259,7 @@ def product_norms(
         weight, scale = folded
         inner = workspace(sizes.count, column_tiles, sizes.groups * sizes.outputs, device=device)
         sums = workspace(sizes.count, sizes.groups * sizes.outputs, device=device)
-    with torch.cuda.device(device) if x.tensor.is_cuda else nullcontext():
+    with on_device(x.tensor):
         product_norms_kernel[(programs,)](
             x.tensor, g.tensor, weight, scale, squares, inner, sums, *x[1:], *g[1:],
             *sizes[1:], output_tiles, column_tiles, *shape,

@@ -10,14 +10,13 @@ The limit is the writing of the output (at 4.3 TB/s, 5000 images of 224 x 224 in
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.counter import halves, philox4x32
+from fastlr.kernels.launching import on_device
 from fastlr.reference.counter import STREAMS, check_range, check_seed, signed64
 from fastlr.reference.images import check_images, resolve_table
 
@@ -164,7 +163,7 @@ def shape_images_from(
     out = torch.empty(n, *size, dtype=dtype, device=device, memory_format=memory_format)
     shapes = torch.empty(n, 1 + count, _FIELDS.value, dtype=torch.int32, device=device)
     tiles = triton.cdiv(height, TILE_ROWS) * triton.cdiv(width, TILE_COLUMNS)
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+    with on_device(out):
         draw_shapes_kernel[(triton.cdiv(n, IMAGES_PER_PROGRAM),)](
             shapes, first.view(torch.int32), n, *halves(check_seed(seed)), height, width,
             RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM,

@@ -14,7 +14,6 @@ in bf16).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from fastlr.kernels.launching import DTYPES, on_device
+
 STEPS = 16  # tiles that a program adds up
 TILES = {"kept": ((64, 32), (16, 128)), "summed": ((4, 512), (4, 256), (16, 64))}  # by the side contiguous in memory
 WARPS = 4
@@ -160,7 +160,7 @@ def strided_sums(
     buffers = g.new_empty(sum(wanted), splits, *shape, dtype=torch.float32)
     results = iter(buffers)
     sum_gx, sum_g = (next(results) if want else None for want in wanted)
-    with torch.cuda.device(g.device) if g.is_cuda else nullcontext():
+    with on_device(g):
         sums_kernel[(programs,)](
             sum_g, sum_gx, g, x, shift, factor,
             len(g), k0.size, k1.size, s0.size, s1.size, triton.cdiv(total, splits), splits,

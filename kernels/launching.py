@@ -1,0 +1,37 @@
+"""What launches have in common: dtypes, the device, workspaces, strides, and what the compiler may know of sizes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+INT32 = 1 << 31
+
+
+@triton.jit
+def multiple(n, ALIGN: tl.constexpr):
+    """``n``, known to the compiler to be a multiple of ALIGN (of multiples of 16 Triton takes note itself)."""
+    return n // ALIGN * ALIGN
+
+
+def workspace(*shape: int, device: torch.device) -> Tensor:
+    """Space for partial results; the kernel writes every element (the tests hand out NaN)."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def on_device(t: Tensor) -> AbstractContextManager:
+    """The context in which kernels on ``t`` are launched."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+
+
+def merged(*axes: tuple[int, int]) -> int | None:
+    """The stride of the axis that these axes, given as (size, stride), form together, if they form one."""
+    axes = tuple((n, s) for n, s in axes if n != 1)
+    if any(outer != n * inner for (_, outer), (n, inner) in zip(axes, axes[1:])):
+        return None
+    return axes[-1][1] if axes else 1
