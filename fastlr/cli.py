@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from fastlr.cli_ablate import ablate
 from fastlr.cli_continual import continual
 from fastlr.cli_data import app as data_commands
 from fastlr.cli_options import (
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(data_commands, name="data")
 register_reports(app)
+app.command()(ablate)
 app.command()(continual)
 PROBES = ("rademacher", "sampled", "exact", "batch")
 _show_traceback = False

@@ -59,4 +59,6 @@ def predictive_of(name: str, sigma: float) -> Any:
     one_of("--predictive", name, PREDICTIVES)
     if name == "gaussian":
         return fastlr.Gaussian(sigma=sigma)
+    if sigma != 1:
+        raise InputError(f"--sigma goes with --predictive gaussian, not {name}")
     return {"auto": None, "categorical": fastlr.Categorical(), "bernoulli": fastlr.Bernoulli()}[name]

@@ -9,9 +9,10 @@
 from fastlr.analysis.association import Correlation, TooShort, correlations
 from fastlr.analysis.correlation import pearson, ranks, residuals, spearman
 from fastlr.analysis.runs import Run, read_run, read_runs
-from fastlr.analysis.summaries import Agreement, Cost, ForgettingBlock, agreement, costs, forgetting_by_blocks
+from fastlr.analysis.summaries import INPUTS, Agreement, Cost, ForgettingBlock, agreement, costs, forgetting_by_blocks
 
 __all__ = [
+    "INPUTS",
     "Agreement",
     "Correlation",
     "Cost",

@@ -16,7 +16,14 @@ from fastlr.analysis.runs import Run
 Array = NDArray[np.float64]
 REFERENCE = "local_redundancy_next_task"
 SHAPES = "local_redundancy"
-_FEWEST_FOR_ERROR = 91  # boundaries: four blocks
+INPUTS = {  # what each estimate is taken on
+    SHAPES: "shapes",
+    "local_redundancy_noise": "Gaussian noise",
+    "local_redundancy_series": "Gaussian series",
+    REFERENCE: "next task's real images",
+    "local_redundancy_real": "real inputs",
+}
+FEWEST_FOR_ERROR = 91  # boundaries: four blocks
 
 
 @dataclass(frozen=True)
@@ -199,7 +206,7 @@ def _agree(name: str, transform: str, pairs: list[tuple[Array, Array]], resample
 
 
 def _error(r: float, pairs: list[tuple[Array, Array]], shares: list[float], resamples: int, seed: int) -> float:
-    if min(len(x) for x, _ in pairs) < _FEWEST_FOR_ERROR:
+    if min(len(x) for x, _ in pairs) < FEWEST_FOR_ERROR:
         return math.nan
     replicates, blocks = np.zeros(resamples), 0
     for index, ((x, y), share) in enumerate(zip(pairs, shares)):

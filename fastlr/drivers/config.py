@@ -132,6 +132,17 @@ def unknown(name: str, known: Iterable[str]) -> str:
     return f"{name} is unknown: " + (f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}")
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Read a JSON object; ValueError says what is wanted."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f'a JSON object such as {{"width": 2}}, not {text!r}')
+    return found
+
+
 def _value(hint: Any, text: str) -> Any:
     """Read a text as a type; ValueError says what is wanted."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
@@ -146,13 +157,7 @@ def _value(hint: Any, text: str) -> Any:
     if origin is tuple:
         return tuple(_value(inner[0], part.strip()) for part in text.split(",") if part.strip())
     if origin is dict:
-        try:
-            found = json.loads(text)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise ValueError(f'a JSON object such as {{"width": 2}}, not {text!r}')
-        return found
+        return json_object(text)
     if hint is bool:
         known = {
             "true": True,

@@ -15,6 +15,7 @@ from fastlr.analysis.association import KINDS, TRANSFORMS
 from fastlr.errors import InputError
 from fastlr.report import continual_tables as tables
 from fastlr.report import curves
+from fastlr.report.ablation import ablation_sheet
 from fastlr.report.images import contact_sheet
 from fastlr.report.page import write_page
 from fastlr.report.record import write_json
@@ -104,7 +105,7 @@ def write_report(
         for target in found
     }
     listing, forgetting = tables.runs_sheet(runs), tables.forgetting_sheet(lost)
-    cost, ablation = tables.cost_sheet(spent, runs), tables.ablation_sheet(agreements)
+    cost, ablation = tables.cost_sheet(spent, runs), ablation_sheet(agreements)
     drawn = _draw(runs, found, folder) if figures == "png" else ()
 
     short = [target for target in found if isinstance(found[target], TooShort)]

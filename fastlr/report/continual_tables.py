@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fastlr.analysis import Agreement, Correlation, Cost, ForgettingBlock, Run, TooShort
+from fastlr.analysis import Correlation, Cost, ForgettingBlock, Run, TooShort
 from fastlr.analysis.bootstrap import SHORTEST_BLOCK
 from fastlr.report.sheets import Sheet
-from fastlr.report.tables import pm
 
 LABELS = {
     "local_redundancy": "local redundancy",
@@ -207,34 +206,6 @@ def machine_of(run: Run) -> str:
             if isinstance(place.get(key), str) and place[key] not in ("", "auto"):
                 return str(place[key])
     return ""
-
-
-def ablation_sheet(found: Sequence[Agreement]) -> Sheet:
-    """Table 4: estimates on synthetic inputs against the one on real images of the next task."""
-    title = "Table 4: synthetic inputs against real images of the next task"
-    if not found:
-        text = (
-            "The runs have no local redundancy on the next task's images (measure local_redundancy_next_task), or it and "
-            "another estimate do not both vary: no ablation table."
-        )
-        return Sheet("ablation", title, (), (), (text,))
-    columns = ("inputs", "", "Pearson r", "R2 = r^2", "R2 of x = y", "MSE std.", "x / y", "n")
-    names = {"local_redundancy": "shapes", "local_redundancy_noise": "Gaussian noise"}
-    rows = []
-    for a in found:
-        r = pm(a.r, a.stderr) if math.isfinite(a.stderr) else f"{a.r:.3f}"
-        cells = (r, f"{a.r_squared:.3f}", f"{a.identity:.4g}", f"{a.mse:.3f}", f"{a.ratio:.3g}", str(a.n))
-        rows.append((names.get(a.measure, label(a.measure)) if a.transform == "raw" else "", a.transform, *cells))
-    notes = (
-        "x: local redundancy on the synthetic inputs, y: on real, unseen images of the next task, at the same "
-        "boundaries, as they are and as logarithms. No trend is removed.",
-        "The paper (Table 4) does not define R^2 and MSE; ours: r^2 is Pearson's r squared, the share of y's variance "
-        "that the best straight line in x explains; R2 of x = y is 1 - sum (x - y)^2 / sum (y - mean y)^2, negative "
-        "where the mean of y would be the better guess; MSE is the mean of (x - y)^2 after each series is brought to "
-        "mean 0 and standard deviation 1, which is 2 (1 - r); x / y is the geometric mean of the ratio. s.e. of r: "
-        "block bootstrap, from 91 boundaries on.",
-    )
-    return Sheet("ablation", title, columns, tuple(rows), notes)
 
 
 def runs_sheet(runs: Sequence[Run]) -> Sheet:

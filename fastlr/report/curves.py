@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastlr.analysis import Correlation, Run
+from fastlr.analysis import INPUTS, Correlation, Run
 from fastlr.errors import InputError
 from fastlr.report.continual_tables import hundred, label, order
 from fastlr.report.plots import GRID, INK, MUTED
@@ -19,9 +19,11 @@ COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#9
 _SMOOTH, _FROM = 30, 150  # tasks a running mean, drawn in series of at least so many
 _COLUMNS = 400  # of the heat map: more tasks are averaged
 _ABLATION = {
-    "local_redundancy_next_task": ("next task's real images", "#1f2933"),
-    "local_redundancy": ("shapes", COLOURS[0]),
-    "local_redundancy_noise": ("Gaussian noise", COLOURS[1]),
+    "local_redundancy_next_task": INK,
+    "local_redundancy_real": INK,
+    "local_redundancy": COLOURS[0],
+    "local_redundancy_noise": COLOURS[1],
+    "local_redundancy_series": COLOURS[0],
 }
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # of a number on a line
 Array = NDArray[np.float64]
@@ -62,8 +64,8 @@ def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -
     return _save(figure, path)
 
 
-def ablation_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
-    """Draw local redundancy on shapes, noise and the next task's images over tasks; False with fewer than two of them."""
+def ablation_curves(runs: Sequence[Run], path: str | os.PathLike[str], at: str = "task") -> bool:
+    """Draw local redundancy on synthetic and on real inputs over tasks; False with fewer than two kinds of inputs."""
     names = [name for name in _ABLATION if any(np.isfinite(run.measure(name)).any() for run in runs)]
     if len(names) < 2:
         return False
@@ -72,16 +74,14 @@ def ablation_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
     for axes, run in zip(np.atleast_1d(panels), runs):
         for name in names:
             values = run.measure(name)
-            text, colour = _ABLATION[name]
-            _curve(
-                axes, np.arange(len(run)), np.log(np.where(values > 0, values, np.nan)), colour, text, exponential=True
-            )
+            values = np.log(np.where(values > 0, values, np.nan))
+            _curve(axes, np.arange(len(run)), values, _ABLATION[name], INPUTS[name], exponential=True)
         _log_axis(axes)
         _style(
             axes, "local redundancy", "Local redundancy by kind of input" + (f": {run.name}" if len(runs) > 1 else "")
         )
         axes.legend(fontsize=8, frameon=False)
-    np.atleast_1d(panels)[-1].set_xlabel("task", color=INK, fontsize=9)
+    np.atleast_1d(panels)[-1].set_xlabel(at, color=INK, fontsize=9)
     return _save(figure, path)
 
 
