@@ -75,6 +75,11 @@ TABLE: dict[str, dict[str, str]] = {
         "torch": "fastlr.torch_folded",
         "triton": "fastlr.kernels.activations",
     },
+    "gate_grad": {
+        "reference": "fastlr.reference.folded",
+        "torch": "fastlr.torch_folded",
+        "triton": "fastlr.kernels.gate",
+    },
     "folded_conv_moments": {
         "reference": "fastlr.reference.folded",
         "torch": "fastlr.torch_folded",

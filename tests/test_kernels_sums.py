@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ OPS = (
     "broadcast_sums",
     "embedding_sq_norms",
     "activation_grad",
+    "gate_grad",
     "categorical_root_cotangent",
 )
 ACTS = ("relu", "relu6", "hardswish", "silu", "gelu", "gelu_tanh")
@@ -150,6 +152,25 @@ ACTIVATION_LEFT_TO_TORCH = {
 }
 
 
+def gate_cases() -> dict[str, tuple]:
+    last = {"memory_format": torch.channels_last}
+    cases = {}
+    for name, shape in {"one": (1, 1, 1, 2), "small": (3, 5, 3, 4), "wide": (2, 72, 7, 7), "long": (1, 17, 13, 11)}.items():
+        g, x, gate = draw(*shape), draw(*shape, seed=1), draw(*shape[:2], 1, 1, seed=2)
+        cases[name] = (g, x, gate)
+        cases[f"{name}-channels-last"] = (g.contiguous(**last), x.contiguous(**last), gate)
+        cases[f"{name}-mixed"] = (g.contiguous(**last), x, gate.contiguous(**last))
+    g, x, gate = cases["small"]
+    return cases | {"expanded": (g[..., :1, :1].expand_as(g), x, gate), "same-gate": (g, x, gate[:1].expand(3, 5, 1, 1))}
+
+
+GATE_LEFT_TO_TORCH = {
+    "float64": tuple(t.double() for t in gate_cases()["small"]),
+    "1d": (draw(2, 3, 9), draw(2, 3, 9, seed=1), draw(2, 3, 1)),
+    "windows": (draw(2, 3, 9, 8)[:, :, :, ::2], draw(2, 3, 9, 9)[..., :4], draw(2, 3, 1, 1)),
+}
+
+
 def cotangent_cases() -> dict[str, tuple]:
     def index(count: int, first: int = 0) -> Tensor:
         return torch.arange(first, first + count)
@@ -186,6 +207,7 @@ CASES: dict[str, dict[str, tuple]] = {
     "broadcast_sums": broadcast_cases(),
     "embedding_sq_norms": embedding_cases(),
     "activation_grad": activation_cases(),
+    "gate_grad": gate_cases(),
     "categorical_root_cotangent": cotangent_cases(),
 }
 LEFT_TO_TORCH: dict[str, dict[str, tuple]] = {
@@ -195,6 +217,7 @@ LEFT_TO_TORCH: dict[str, dict[str, tuple]] = {
     "broadcast_sums": BROADCAST_LEFT_TO_TORCH,
     "embedding_sq_norms": {"float64": (torch.zeros(2, 3, dtype=torch.int64), draw(2, 3, 4).double())},
     "activation_grad": ACTIVATION_LEFT_TO_TORCH,
+    "gate_grad": GATE_LEFT_TO_TORCH,
     "categorical_root_cotangent": {"vocabulary": (torch.zeros(1, 1, 4097), torch.arange(1), 0)},
 }
 NAMES = [(op, case) for op, cases in CASES.items() for case in cases]
@@ -226,6 +249,8 @@ import torch
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)  # new memory is NaN: what a kernel does not write would show
 assert torch.zeros(1).new_empty(3).isnan().all() and torch.empty_like(torch.zeros(3)).isnan().all()
+sys.path.insert(0, sys.argv[3])
+import interpreter
 from fastlr import ops
 done = {}
 for op, cases in torch.load(sys.argv[1]).items():
@@ -245,6 +270,7 @@ def interpreted(tmp_path_factory) -> dict[str, dict[str, object]]:
     cases = {op: {**CASES[op], **{f"left-{name}": args for name, args in LEFT_TO_TORCH[op].items()}} for op in OPS}
     torch.save(cases, folder / "cases.pt")
     command = [sys.executable, "-c", RUN_CASES, str(folder / "cases.pt"), str(folder / "results.pt")]
+    command.append(str(Path(__file__).parent))
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment)
     return torch.load(folder / "results.pt")

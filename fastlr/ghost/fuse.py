@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastlr.ghost import fixed_norm, folded
 from fastlr.ghost.fixed_norm import FixedNorm
 from fastlr.ghost.folded import FoldedConv
+from fastlr.ghost.gate import Gate, gated
 from fastlr.reference.folded import ACTIVATIONS
 
 _enabled: ContextVar[bool] = ContextVar("fastlr_folding", default=True)
@@ -143,6 +144,7 @@ _METHODS = "dim ndimension size numel nelement is_floating_point is_complex elem
 _PROPERTIES = "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta".split()
 _METADATA = {getattr(Tensor, name) for name in _METHODS} | {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
+_PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 
 
@@ -180,6 +182,7 @@ class Folding(TorchFunctionMode):
         folded: name of a convolution's weight -> what follows it in its block, in the last forward pass.
         plain: name of a convolution's weight -> why it had no block there.
         fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift there.
+        gates: number of products with one number a sample and channel that ran as one node there.
         refused: name of a weight -> why it runs as the model says from now on; grows.
         disabled: why nothing is folded any more.
     """
@@ -189,12 +192,8 @@ class Folding(TorchFunctionMode):
         self.refused: dict[str, str] = {}
         self.disabled: str | None = None
         self.names: dict[int, str] = {}
-        self.again = False
-        self.folded: dict[str, str] = {}
-        self.plain: dict[str, str] = {}
-        self.fixed: set[str] = set()
-        self.seen: set[int] = set()
         self.idle = False
+        self._forget()
 
     def run(self, tensors: Mapping[str, Tensor], forward: Callable[[], Any]) -> Any:
         """Run ``forward`` with its blocks folded; once more where something turned out that forbids one.
@@ -203,12 +202,12 @@ class Folding(TorchFunctionMode):
             tensors: the model's parameters by name, as this forward pass uses them.
             forward: the forward pass.
         """
-        self.folded, self.plain, self.fixed = {}, {}, set()
+        self._forget()
         if self.disabled or self.idle or not enabled():
             return forward()
         self.names = {id(t): name for name, t in tensors.items()}
         for _ in range(3):
-            self.again, self.folded, self.plain, self.fixed, self.seen = False, {}, {}, set(), set()
+            self._forget()
             with self, _uncompiled():
                 result = forward()
             result = computed(result)
@@ -218,13 +217,22 @@ class Folding(TorchFunctionMode):
                 self.idle = not self.active and set(self.plain.values()) <= {_ALONE}  # do not look again
                 return result
         self.disabled = self.disabled or "its blocks change from one forward pass to the next"
-        self.folded, self.fixed = {}, set()
+        self._forget()
         return forward()
+
+    def _forget(self) -> None:
+        """Begin a forward pass."""
+        self.again = False
+        self.folded: dict[str, str] = {}
+        self.plain: dict[str, str] = {}
+        self.fixed: set[str] = set()
+        self.gates = 0
+        self.seen: set[int] = set()
 
     @property
     def active(self) -> bool:
         """Whether the last forward pass differed from the model's own."""
-        return bool(self.folded or self.fixed)
+        return bool(self.folded or self.fixed or self.gates)
 
     def refuse(self, weight: Tensor, reason: str) -> None:
         """Leave a convolution unfolded from now on."""
@@ -239,7 +247,8 @@ class Folding(TorchFunctionMode):
         """Leave these convolutions unfolded from now on; all of them if none is named."""
         self.refused.update(dict.fromkeys(names, reason))
         if not names:
-            self.disabled, self.folded, self.fixed = reason, {}, set()
+            self.disabled = reason
+            self._forget()
 
     def dtype_of(self, x: Tensor) -> torch.dtype:
         """Dtype of a convolution's result here and now."""
@@ -267,6 +276,11 @@ class Folding(TorchFunctionMode):
             fixed = self._fixed(_norm_call(computed(args), computed(kwargs)))
             if fixed is not None:
                 return fixed
+        if func in _PRODUCTS and not kwargs and torch.is_grad_enabled():
+            factors = gated(computed(args))
+            if factors is not None:
+                self.gates += 1
+                return Gate.apply(*factors)
         if func in _ADDITIONS:
             following = self._add(func, args, kwargs)
             if following is not None:

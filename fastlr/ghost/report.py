@@ -32,7 +32,8 @@ class SupportReport:
     """Every trainable parameter with its route; prints as a table.
 
     ``folded``: convolution weights that run as one with their batch norm -> activation; ``unfolded``: the others -> why.
-    ``fixed``: weights of batch norms that run by themselves as a scaling and a shift.
+    ``fixed``: weights of batch norms that run by themselves as a scaling and a shift; ``gates``: products with one number a
+    sample and channel (squeeze-and-excitation) that run as one node.
     """
 
     parameters: tuple[ParameterSupport, ...]
@@ -43,6 +44,7 @@ class SupportReport:
     folded: dict[str, str] = field(default_factory=dict)
     unfolded: dict[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
+    gates: int = 0
 
     @staticmethod
     def of(names: list[str], ledger: Ledger, folding: Folding | None = None) -> SupportReport:
@@ -56,8 +58,9 @@ class SupportReport:
         if folding is not None and folding.disabled:
             notes.append(f"nothing is folded: {folding.disabled}")
         folded, unfolded = (dict(folding.folded), folding.plain | folding.refused) if folding else ({}, {})
-        fixed = tuple(sorted(folding.fixed)) if folding else ()
-        return SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded, fixed)
+        fixed, gates = (tuple(sorted(folding.fixed)), folding.gates) if folding else ((), 0)
+        subject, others = ledger.subject, ledger.others
+        return SupportReport(tuple(rows), subject, dtype, others, tuple(notes), folded, unfolded, fixed, gates)
 
     @property
     def routes(self) -> dict[str, str]:
@@ -100,6 +103,8 @@ class SupportReport:
             lines.append(
                 f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}"
             )
+        if self.gates:
+            lines.append(f"{self.gates} products with one number a channel run as one node")
         if self.fixed:
             lines.append(f"{len(self.fixed)} batch norms run as a scaling and a shift")
         if self.folded:

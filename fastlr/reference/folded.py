@@ -86,6 +86,21 @@ def activation_grad(grad: Tensor, kept: Tensor, act: str) -> Tensor:
     return found.to(grad.dtype)
 
 
+def gate_grad(g: Tensor, x: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x * gate``, of which ``gate`` has one number for each sample and channel.
+
+    Args:
+        g: gradient of the product [B, C, *spatial].
+        x: [B, C, *spatial].
+        gate: [B, C, 1, ...].
+
+    Returns:
+        (g gate, sum of g x over the positions), in the shapes and dtypes of ``x`` and ``gate``.
+    """
+    axes = list(range(2, x.ndim))
+    return (g.double() * gate.double()).to(x.dtype), (g.double() * x.double()).sum(axes, keepdim=True).to(gate.dtype)
+
+
 def folded_conv_moments(
     x: Tensor,
     g: Tensor,
