@@ -11,7 +11,6 @@ these.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from fastlr.errors import InputError
 from fastlr.reference.counter import (
     BLOCK,
     STREAMS,
+    check_index,
     check_range,
     check_seed,
     indices,
@@ -83,8 +83,7 @@ class Inputs:
                 f"{type(self).__name__} has {self.limit} samples, but samples up to {stop - 1} were asked for: "
                 f"ask for n <= {self.limit}, or supply more"
             )
-        if dtype is not None and dtype not in _DTYPES:
-            raise InputError(f"dtype must be one of float16, bfloat16, float32 and float64, got {dtype}")
+        _check_dtype(dtype)
         device = torch.get_default_device() if device is None else torch.device(device)
         return self._make(start, stop, check_seed(seed), device, dtype)
 
@@ -101,6 +100,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in _DTYPES:
+        raise InputError(f"dtype must be one of float16, bfloat16, float32 and float64, got {dtype}")
 
 
 def _positive(**counts: int) -> None:
@@ -175,8 +179,25 @@ class ShapeImages(Inputs):
         device = torch.get_default_device() if device is None else torch.device(device)
         return self._images(start, stop, seed, device, torch.uint8, None)
 
+    def at(self, index: Tensor, *, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the images with the numbers ``index``, on its device and in its order: the bits that `batch` gives.
+
+        Args:
+            index: ``[n]`` int64, such as a part of a permutation; numbers from 2**63 on as the int64 of the same bits.
+            seed: integer in ``[0, 2**64)``.
+            dtype: float16, bfloat16, float32 or float64 (None: float32).
+
+        Raises:
+            InputError: an argument is out of range.
+        """
+        index = check_index(index)
+        _check_dtype(dtype)
+        return ops.get("shape_images_at", self._backend(index.device))(
+            index, **self._options(seed, self.table(), dtype)
+        )
+
     def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-        return self._images(start, stop, seed, device, dtype or torch.float32, self.table())
+        return self._images(start, stop, seed, device, dtype, self.table())
 
     def from_device(
         self, *, seed: int, device: torch.device, dtype: torch.dtype | None
@@ -185,28 +206,26 @@ class ShapeImages(Inputs):
 
         What a CUDA graph needs that is replayed for other images; the kernel waits for nothing on the host.
         """
-        if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        if self._backend(device) != "triton":
             return None
-        options: dict[str, Any] = {"size": self.size, "rectangles": self.rectangles, "circles": self.circles}
-        options |= {"seed": seed, "table": self.table().to(device), "dtype": dtype or torch.float32}
-        return partial(ops.get("shape_images_from", "triton"), channels_last=self.channels_last, **options)
+        options = self._options(seed, self.table().to(device), dtype)
+        return partial(ops.get("shape_images_from", "triton"), **options)
 
     def _images(
-        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype, table: Tensor | None
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None, table: Tensor | None
     ) -> Tensor:
-        fast = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-        return ops.get("shape_images", "triton" if fast else "reference")(
-            start,
-            stop,
-            size=self.size,
-            rectangles=self.rectangles,
-            circles=self.circles,
-            seed=seed,
-            table=table,
-            dtype=dtype,
-            channels_last=self.channels_last,
-            device=device,
-        )
+        make = ops.get("shape_images", self._backend(device))
+        return make(start, stop, device=device, **self._options(seed, table, dtype))
+
+    @staticmethod
+    def _backend(device: torch.device) -> str:
+        return "triton" if device.type == "cuda" and ops.has_triton() else "reference"
+
+    def _options(self, seed: int, table: Tensor | None, dtype: torch.dtype | None) -> dict[str, Any]:
+        """What every op that makes these images takes by keyword."""
+        sizes: dict[str, Any] = {"size": self.size, "rectangles": self.rectangles, "circles": self.circles}
+        drawn = {"seed": seed, "table": table, "dtype": dtype or torch.float32}
+        return {**sizes, **drawn, "channels_last": self.channels_last}
 
 
 @dataclass(frozen=True)

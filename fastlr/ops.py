@@ -19,6 +19,7 @@ from torch import Tensor
 TABLE: dict[str, dict[str, str]] = {
     "shape_images": {"reference": "fastlr.reference.images", "triton": "fastlr.kernels.shape_images"},
     "shape_images_from": {"reference": "fastlr.reference.images", "triton": "fastlr.kernels.shape_images"},
+    "shape_images_at": {"reference": "fastlr.reference.images", "triton": "fastlr.kernels.shape_images"},
     "linear_sq_norms": {
         "reference": "fastlr.reference.norms",
         "torch": "fastlr.torch_ops",

@@ -10,6 +10,8 @@ The limit is the writing of the output (at 4.3 TB/s, 5000 images of 224 x 224 in
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from fastlr.kernels.counter import halves, philox4x32
 from fastlr.kernels.launching import on_device
-from fastlr.reference.counter import STREAMS, check_range, check_seed, signed64
+from fastlr.reference.counter import STREAMS, check_index, check_range, check_seed, signed64
 from fastlr.reference.images import check_images, resolve_table
 
 _STREAM = tl.constexpr(STREAMS["shapes"])
@@ -37,19 +39,24 @@ def _below(word, bound):
 
 @triton.jit(do_not_specialize=["n", "seed_low", "seed_high", "height", "width"])
 def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value fails in the interpreter with NumPy 2.4
-    shapes, first, n, seed_low, seed_high, height, width,
-    RECTANGLES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    shapes, index, n, seed_low, seed_high, height, width,
+    EACH: tl.constexpr, RECTANGLES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the canvas and the shapes of ``n`` images, in painting order, to ``shapes`` ``[n, 1 + S, 8]`` int32.
 
-    ``first`` points to the low and the high 32 bits of the first image's number: a CUDA graph is replayed for other images.
+    ``index`` points to the low and the high 32 bits of each image's number; unless EACH, of the first one's, on from which
+    they are counted. Being on the device, it may change when a CUDA graph is replayed.
     """
     image = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = image < n
-    start = tl.zeros([BLOCK], tl.uint32) + tl.load(first).to(tl.uint32, bitcast=True)
-    low = tl.add(start, image.to(tl.uint32), sanitize_overflow=False)
-    high = tl.zeros([BLOCK], tl.uint32) + tl.load(first + 1).to(tl.uint32, bitcast=True)
-    high = tl.add(high, (low < start).to(tl.uint32), sanitize_overflow=False)
+    if EACH:
+        low = tl.load(index + 2 * image, exists, 0).to(tl.uint32, bitcast=True)
+        high = tl.load(index + 2 * image + 1, exists, 0).to(tl.uint32, bitcast=True)
+    else:
+        start = tl.zeros([BLOCK], tl.uint32) + tl.load(index).to(tl.uint32, bitcast=True)
+        low = tl.add(start, image.to(tl.uint32), sanitize_overflow=False)
+        high = tl.zeros([BLOCK], tl.uint32) + tl.load(index + 1).to(tl.uint32, bitcast=True)
+        high = tl.add(high, (low < start).to(tl.uint32), sanitize_overflow=False)
     k0 = tl.zeros([BLOCK], tl.uint32) + seed_low.to(tl.uint32, bitcast=True)
     k1 = tl.zeros([BLOCK], tl.uint32) + seed_high.to(tl.uint32, bitcast=True)
     stream = tl.full([BLOCK], _STREAM, tl.uint32)
@@ -142,10 +149,21 @@ def shape_images(
     )  # fmt: skip
 
 
-def shape_images_from(
-    first: Tensor,
+def shape_images_from(first: Tensor, n: int, **how: Any) -> Tensor:
+    """``n`` images from the number in ``first`` (``[1]`` int64, on the device) on, read when the kernel runs."""
+    return _draw_and_paint(first, n, each=False, **how)
+
+
+def shape_images_at(index: Tensor, **how: Any) -> Tensor:
+    """The images with the numbers ``index`` (``[n]`` int64, on the device); see the function of this name in the reference."""
+    return _draw_and_paint(check_index(index), len(index), each=True, **how)
+
+
+def _draw_and_paint(
+    index: Tensor,
     n: int,
     *,
+    each: bool,
     size: tuple[int, int, int] = (3, 224, 224),
     rectangles: int = 5,
     circles: int = 5,
@@ -154,8 +172,7 @@ def shape_images_from(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
 ) -> Tensor:
-    """``n`` images from the number in ``first`` (``[1]`` int64, on the device) on, read when the kernel runs."""
-    device = first.device
+    device = index.device
     size = channels, height, width = check_images(size, rectangles, circles)
     table = resolve_table(table, channels, dtype, device)
     count = rectangles + circles
@@ -165,8 +182,8 @@ def shape_images_from(
     tiles = triton.cdiv(height, TILE_ROWS) * triton.cdiv(width, TILE_COLUMNS)
     with on_device(out):
         draw_shapes_kernel[(triton.cdiv(n, IMAGES_PER_PROGRAM),)](
-            shapes, first.view(torch.int32), n, *halves(check_seed(seed)), height, width,
-            RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM,
+            shapes, index.view(torch.int32), n, *halves(check_seed(seed)), height, width,
+            EACH=each, RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM,
         )  # fmt: skip
         paint_kernel[(n * tiles,)](
             out, shapes, table, height, width,
@@ -179,8 +196,11 @@ def compile_cases() -> list[tuple[str, triton.JITFunction, dict[str, str], dict[
     """Variants to compile ahead of time in the tests: (name, kernel, signature, constexprs)."""
     arguments = ("n", "seed_low", "seed_high", "height", "width")
     counts = {"RECTANGLES": 5, "COUNT": 10, "BLOCK": IMAGES_PER_PROGRAM}
-    signature = {"shapes": "*i32", "first": "*i32", **dict.fromkeys(arguments, "i32")}
-    cases = [("draw_shapes", draw_shapes_kernel, signature, counts)]
+    signature = {"shapes": "*i32", "index": "*i32", **dict.fromkeys(arguments, "i32")}
+    cases = [
+        ("draw_shapes", draw_shapes_kernel, signature, {**counts, "EACH": False}),
+        ("draw_shapes[each]", draw_shapes_kernel, signature, {**counts, "EACH": True}),
+    ]
     tile = {"COUNT": 10, "CHANNELS": 3, "ROWS": TILE_ROWS, "COLUMNS": TILE_COLUMNS}
     for dtype in ("fp32", "bf16", "fp16", "u8"):
         pointers = {"out": f"*{dtype}", "shapes": "*i32", "table": f"*{dtype}"}

@@ -229,6 +229,22 @@ def test_shape_images_normalise_bytes():
     assert torch.allclose(one, (raw.float() / 255 - 0.5) / 0.25, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["shapes", "shapes-channels-last", "shapes-grey"])
+def test_shape_images_at_numbers(name):
+    inputs = GENERATORS[name]
+    index = torch.tensor([7, 2, 2, 9])
+    for dtype in (None, torch.bfloat16):
+        images = inputs.at(index, seed=5, dtype=dtype)
+        whole = inputs.batch(0, 10, seed=5, dtype=dtype)
+        assert images.dtype == whole.dtype and images.is_contiguous(
+            memory_format=torch.channels_last if inputs.channels_last else torch.contiguous_format
+        )
+        assert torch.equal(images, whole[index])
+    for bad, words in (({"index": index.int()}, "index"), ({"seed": -1}, "seed"), ({"dtype": torch.int64}, "dtype")):
+        with pytest.raises(InputError, match=words):
+            inputs.at(**{"index": index, **bad})
+
+
 def check_normal(z: torch.Tensor) -> None:
     """Moments within four standard errors of a standard normal's; the kurtosis is the table's own."""
     z, n = z.double(), z.numel()

@@ -11,8 +11,8 @@ import torch
 
 from fastlr import ops
 from fastlr.errors import InputError
-from fastlr.reference.counter import indices
-from fastlr.reference.images import MAX_SIDE, draw_shapes, shape_images
+from fastlr.reference.counter import indices, signed64
+from fastlr.reference.images import MAX_SIDE, draw_shapes, shape_images, shape_images_at
 
 NORMALISED = ((torch.arange(256.0)[None] / 255 - 0.4) / torch.tensor([[0.2], [0.25], [0.3]])).float()
 
@@ -242,6 +242,7 @@ CASES = {
     "index-at-bit-31": ((1 << 31) - 1, (1 << 31) + 1, {"size": (3, 32, 32)}),
     "last-index": ((1 << 64) - 2, 1 << 64, {"size": (3, 32, 32)}),
 }
+AT = ("33x47", "two-blocks-of-images", "index-at-bit-31", "index-over-32-bits", "last-index")  # also by an index tensor
 
 
 def arguments_of(case: str) -> tuple[int, int, dict]:
@@ -260,8 +261,14 @@ import torch
 torch.set_num_threads(1)
 cases, folder = torch.load(sys.argv[1]), sys.argv[2]
 from fastlr import ops
-shape_images = ops.get("shape_images", "triton")
-torch.save({name: shape_images(a, b, device="cpu", **how) for name, (a, b, how) in cases.items()}, folder)
+from fastlr.reference.counter import indices
+shape_images, shape_images_at = ops.get("shape_images", "triton"), ops.get("shape_images_at", "triton")
+made = {}
+for name, (a, b, how) in cases.items():
+    made[name] = shape_images(a, b, device="cpu", **how)
+    if name in sys.argv[3:]:
+        made[name, "at"] = shape_images_at(indices(a, b).flip(0), **how)
+torch.save(made, folder)
 """
 
 
@@ -271,7 +278,7 @@ def interpreted(tmp_path_factory) -> dict[str, torch.Tensor]:
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("interpreted")
     torch.save({name: arguments_of(name) for name in CASES}, folder / "cases.pt")
-    command = [sys.executable, "-c", RUN_CASES, str(folder / "cases.pt"), str(folder / "images.pt")]
+    command = [sys.executable, "-c", RUN_CASES, str(folder / "cases.pt"), str(folder / "images.pt"), *AT]
     subprocess.run(command, check=True, env=clean_environment(TRITON_INTERPRET="1"))
     return torch.load(folder / "images.pt")
 
@@ -280,6 +287,9 @@ def interpreted(tmp_path_factory) -> dict[str, torch.Tensor]:
 def test_triton_has_the_same_bits(case, interpreted):
     start, stop, how = arguments_of(case)
     assert same_bits(interpreted[case], ops.get("shape_images", "reference")(start, stop, **how))
+    if case in AT:
+        backwards = ops.get("shape_images_at", "reference")(indices(start, stop).flip(0), **how)
+        assert same_bits(interpreted[case, "at"], backwards)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -291,6 +301,28 @@ def test_gpu_has_the_same_bits(case):
     for backend in ops.backends("shape_images"):
         made = ops.get("shape_images", backend)(start, stop, device="cuda", **how)
         assert same_bits(made.cpu(), shape_images(start, stop, **arguments_of(case)[2])), backend
+        made = ops.get("shape_images_at", backend)(indices(start, stop, "cuda").flip(0), **how)
+        assert same_bits(made.cpu(), shape_images_at(indices(start, stop).flip(0), **arguments_of(case)[2])), backend
+
+
+@pytest.mark.parametrize("how", [{}, {"channels_last": True}], ids=["", "channels-last"])
+def test_at_numbers_in_any_order(how, monkeypatch):
+    monkeypatch.setattr("fastlr.reference.images._BLOCK_PIXELS", 20 * 20 * 2)  # blocks of two images
+    numbers = [5, 0, (1 << 64) - 1, 5, 1 << 40, (1 << 63) + 2, 3]
+    index = torch.tensor([signed64(i) for i in numbers])
+    how |= {"size": (3, 20, 20), "seed": 3, "table": NORMALISED}
+    images = shape_images_at(index, **how)
+    assert torch.equal(images, torch.cat([shape_images(i, i + 1, **how) for i in numbers]))
+    strided = torch.stack([index, index], 1)[:, 0]
+    assert same_bits(shape_images_at(strided, **how), images)
+
+
+@pytest.mark.parametrize(
+    "index", [torch.zeros(0, dtype=torch.int64), torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64), [1, 2]], ids=repr
+)
+def test_no_index_is_named(index):
+    with pytest.raises(InputError, match=r"index must be an int64 tensor \[n\] with n of at least 1, got"):
+        shape_images_at(index, size=(3, 8, 8))
 
 
 def test_from_a_number_on_the_device():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, jacrev
 
+from fastlr import memorization_gain, regression_memorization_bound
 from fastlr.errors import InputError, ModelError
 from fastlr.reference.predictive import categorical_fisher, local_redundancy_per_sample
 from fastlr.reference.theory import local_redundancy_exact
@@ -103,6 +104,45 @@ def test_more_candidates_and_finer_grids_never_lower_it():
     assert values == sorted(values) and values[0] > 0
     coarse = local_redundancy_exact(model, x, 2, 0.2, etas=(0.1,))
     assert local_redundancy_exact(model, x, 2, 0.2, etas=(0.05, 0.1, 0.15)) >= coarse
+
+
+def test_memorization_gain_bounds_the_redundancy_and_tends_to_the_gradient_bound():
+    """Theorem 3.2 over all labelings of softmax regression at zero, where P_0 is uniform and LR is known in closed form."""
+    classes, n = 3, 2
+    x = candidate_inputs(1).expand(n, 2)
+    model = nn.Linear(2, classes).double()
+    nn.init.zeros_(model.weight), nn.init.zeros_(model.bias)
+    limit = n * float((1 - 1 / classes) * (x[0].square().sum() + 1))
+
+    def gain(eps: float) -> float:
+        fitted = []
+        for labels in product(range(classes), repeat=n):
+            y = torch.tensor(labels)[:, None]
+            score = model(x).log_softmax(-1).gather(1, y).sum()
+            steps = torch.autograd.grad(score, list(model.parameters()))
+            weight, bias = (p + eps * step for p, step in zip(model.parameters(), steps))
+            fitted.append((x @ weight.T + bias).log_softmax(-1).gather(1, y).flatten().detach())
+        return memorization_gain(torch.stack(fitted), n * math.log(classes))
+
+    errors = [gain(eps) / eps - limit for eps in (4e-3, 2e-3, 1e-3)]
+    assert abs(errors[-1]) < 0.01 * limit
+    assert errors[1] / errors[0] == pytest.approx(0.5, abs=0.03) == errors[2] / errors[1]
+    for eps in (0.01, 0.1, 0.5):
+        assert 0 < gain(eps) <= local_redundancy_exact(model, x[:1], n, eps, own_dataset_only=True)
+
+
+def test_regression_bound_is_reached_by_the_rate_distortion_channel():
+    """Gaussian targets seen through the channel that reaches D share (1/2) log(variance / D) nats an element with it."""
+    n, m, variance, distortion = 20_000, 3, 4.0, 0.5
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randn(n, m, generator=generator, dtype=torch.float64) for _ in range(2)]
+    fit = math.sqrt(variance - distortion) * draw[0]  # y = fit + noise, independent: the backward channel
+    y = fit + math.sqrt(distortion) * draw[1]
+    correlation = float((fit * y).mean() / (fit.square().mean() * y.square().mean()).sqrt())
+    information = -n * m / 2 * math.log(1 - correlation**2)
+    found = regression_memorization_bound(n, m, variance, float((fit - y).square().mean()))
+    assert found == pytest.approx(information, rel=0.01)
+    assert regression_memorization_bound(n, m, variance, distortion, "bits") == pytest.approx(n * m / 2 * 3)
 
 
 def test_no_step_no_redundancy():

@@ -34,6 +34,7 @@ STREAMS = {
     "pairs": 8,
     "textures": 9,
     "generated series": 10,
+    "targets": 11,
 }
 
 NORMAL_BITS = 16
@@ -100,6 +101,14 @@ def indices(start: int, stop: int, device: torch.device | str | None = None) -> 
     start, stop = check_range(start, stop)
     first = torch.tensor(signed64(start), dtype=torch.int64, device=device)
     return torch.arange(stop - start, dtype=torch.int64, device=device) + first
+
+
+def check_index(index: Tensor) -> Tensor:
+    """Return ``index``, contiguous, or raise InputError unless it is ``[n]`` int64 with n of at least 1."""
+    if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.ndim != 1 or not len(index):
+        got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+        raise InputError(f"index must be an int64 tensor [n] with n of at least 1, got {got}")
+    return index.contiguous()
 
 
 def random_words(seed: int, index: Tensor, stream: int, count: int, first: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.reference.counter import STREAMS, check_range, check_seed, indices, random_words, uniform_integers
+from fastlr.reference.counter import STREAMS, check_index, check_seed, indices, random_words, uniform_integers
 
 MAX_SIDE = 1 << 14
 _OUTSIDE = (1 << 29) + 1  # more than any squared distance inside the largest image, and twice it still fits int32
@@ -172,20 +172,40 @@ def shape_images(
     Raises:
         InputError: an argument is out of range; the message names it.
     """
-    start, stop = check_range(start, stop)
-    seed = check_seed(seed)
+    return shape_images_at(
+        indices(start, stop, device), size=size, rectangles=rectangles, circles=circles, seed=seed, table=table,
+        dtype=dtype, channels_last=channels_last,
+    )  # fmt: skip
+
+
+def shape_images_at(
+    index: Tensor,
+    *,
+    size: tuple[int, int, int] = (3, 224, 224),
+    rectangles: int = 5,
+    circles: int = 5,
+    seed: int = 0,
+    table: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
+) -> Tensor:
+    """The images of `shape_images` with the numbers ``index`` (``[n]`` int64, the same 64 bits), on its device, in its order.
+
+    Raises:
+        InputError: an argument is out of range, or index is no ``[n]`` int64 with n of at least 1.
+    """
+    index, seed = check_index(index), check_seed(seed)
+    device = index.device
     size = channels, height, width = check_images(size, rectangles, circles)
     table = resolve_table(table, channels, dtype, device)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    out = torch.empty(stop - start, *size, dtype=dtype, device=device, memory_format=memory_format)
+    out = torch.empty(len(index), *size, dtype=dtype, device=device, memory_format=memory_format)
     flat = out.permute(0, 2, 3, 1) if channels_last else out
     block = max(1, _BLOCK_PIXELS // (height * width))
-    for first in range(start, stop, block):
-        index = indices(first, min(first + block, stop), device)
-        shapes = draw_shapes(index, size=size, rectangles=rectangles, circles=circles, seed=seed)
+    for part, numbers in zip(flat.split(block), index.split(block)):
+        shapes = draw_shapes(numbers, size=size, rectangles=rectangles, circles=circles, seed=seed)
         values = table[torch.arange(channels, device=device), shapes.colours]  # [n, 1 + S, C]
         pixels = paint(shapes, height, width).flatten(1)
-        part = flat[first - start : first - start + len(index)]
         if channels_last:
             torch.gather(values, 1, pixels[:, :, None].expand(-1, -1, channels), out=part.flatten(1, 2))
         else:

@@ -200,11 +200,18 @@ def shape_images(dtype: torch.dtype | None, draw: Draw) -> Call:
 
 def shape_images_from(dtype: torch.dtype | None, draw: Draw) -> Call:
     """As `shape_images`, with the first image's number on the device."""
-    side = draw.side(224)
-    options = _images(side, dtype or draw.dtype, draw)
-    moved = draw.batch * 3 * side * side * options["dtype"].itemsize
-    first = torch.full((1,), 11, dtype=torch.int64, device=draw.device)
-    return Call((first, draw.batch), (), moved, 0, 0.0, options, lambda samples: _pixels(samples, options, draw))
+    call = shape_images(dtype, draw)
+    call.args = (torch.full((1,), 11, dtype=torch.int64, device=draw.device), draw.batch)
+    call.options.pop("device")
+    return call
+
+
+def shape_images_at(dtype: torch.dtype | None, draw: Draw) -> Call:
+    """As `shape_images`, with each image's number on the device."""
+    call = shape_images(dtype, draw)
+    call.args = (torch.arange(11, 11 + draw.batch, device=draw.device),)
+    call.options.pop("device")
+    return call
 
 
 def _images(side: int, dtype: torch.dtype, draw: Draw) -> dict[str, Any]:
@@ -236,6 +243,7 @@ CASES: dict[str, list[Case]] = {
         _case("224x224 float32", shape_images_from, torch.float32, target=IMAGE_TARGET, main=True),
     ],
     "shape_images": [_case("224x224 as the run's dtype", shape_images, None, target=IMAGE_TARGET)],
+    "shape_images_at": [_case("224x224 as the run's dtype", shape_images_at, None, target=IMAGE_TARGET)],
     "folded_conv": [
         *_layers(folded_conv, POINTWISE, 3),
         *_layers(folded_conv, DEPTHWISE, 3),
