@@ -31,17 +31,23 @@ class Recorder(Protocol):
     """Captures a function that works on fixed memory, and repeats it."""
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """Run the function and keep it; return its result, whose tensors every replay fills anew."""
+        """Run the function to warm up, then keep it; return its result, whose tensors every replay fills anew."""
 
     def replay(self) -> None:
         """Repeat what was captured."""
 
 
 class CudaRecorder:
-    """A CUDA graph."""
+    """A CUDA graph.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.graph = device, torch.cuda.CUDAGraph()
+    Args:
+        device: Where its work is done.
+        pool: Of `torch.cuda.graph_pool_handle`, for graphs that may share memory: the results of one are used before
+            another is replayed.
+    """
+
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        self.device, self.pool, self.graph = device, pool, torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Warm up on a side stream, then capture."""
@@ -52,7 +58,8 @@ class CudaRecorder:
                 for _ in range(WARM_UP):
                     function()
             torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self.graph):
+            # thread_local: a thread that loads the next task may allocate meanwhile
+            with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
                 return function()
 
     def replay(self) -> None:

@@ -11,34 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from recorders import DEVICES, Again
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 import fastlr
 from fastlr.replay import CudaRecorder, Replay, Replays, fingerprint
-
-
-class Again:
-    """Repeats a function into the tensors of its first result: on the CPU what a CUDA graph is on a GPU."""
-
-    captures = 0
-
-    def __init__(self, device: torch.device) -> None:
-        self.replays = 0
-
-    def capture(self, function: Callable[[], Any]) -> Any:
-        Again.captures += 1
-        self.function, self.result = function, function()
-        return self.result
-
-    def replay(self) -> None:
-        self.replays += 1
-        for mine, new in zip(tree_flatten(self.result)[0], tree_flatten(self.function())[0], strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(new)
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 class Net(nn.Module):

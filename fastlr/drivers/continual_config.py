@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from fastlr.drivers.config import RunOptions, at_least, choices
+from fastlr.drivers.steps import StepMode
 from fastlr.errors import InputError
 
 MEASURES = (
@@ -53,6 +54,8 @@ class ContinualOptions(RunOptions):
         perturb: Then add normal noise of this standard deviation; 0: off.
         l2_init: Strength of L2 regularisation towards initialisation; 0: off. Not in the recorded train_loss.
         norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place.
+        step: How a training step runs: ``eager``; ``graph``, replayed as a CUDA graph; ``compile``, the model compiled by
+            `torch.compile` (on a GPU replayed too); ``auto``: ``graph`` on a GPU, else ``eager``. The records say which.
         on_nan: A loss that is not finite: ``stop`` with an error, or ``skip`` the task, going on from before it.
         measures: Which, with commas.
         measure_every: Measure after every k-th task (and before the first).
@@ -82,6 +85,7 @@ class ContinualOptions(RunOptions):
     perturb: float = 0.0
     l2_init: float = 0.0
     norm: Literal["batch", "layer"] = "batch"
+    step: StepMode = "auto"
     on_nan: Literal["stop", "skip"] = "stop"
     measures: tuple[str, ...] = tuple(name for name in MEASURES if name not in OF_THE_ABLATION)
     measure_every: int = 1

@@ -15,6 +15,7 @@ from fastlr.data import Task, normalise, take
 from fastlr.drivers.continual_config import ContinualOptions
 from fastlr.drivers.interventions import TowardsInit, shrink_and_perturb
 from fastlr.drivers.runs import seed_everything, stream_seed
+from fastlr.drivers.steps import Compiled, Steps, resolve_mode
 from fastlr.errors import ModelError, NonFiniteError
 
 EVALUATED = 500  # test images a forward pass
@@ -31,12 +32,18 @@ class Trainer:
         model: Trained in place.
         optimiser: Of all its trainable parameters.
         dtype: Of autocast and of the images; float32 means no autocast.
+        steps: How its training steps run.
     """
 
     def __init__(self, model: nn.Module, options: ContinualOptions, device: torch.device) -> None:
         self.options, self.device = options, device
         self.dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
         self.model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        mode = resolve_mode(options.step, device)
+        full = set(part_sizes(options.batch_size, options.norm_batch))
+        self._forward = Compiled(self.model, full) if mode == "compile" else self.model
+        graph = device.type == "cuda" and mode != "eager"
+        self.steps = Steps(self._step, self.model, self._changed, device, graph, strict=options.step == "graph")
         self.optimiser = self._new_optimiser()
         self.towards_init: TowardsInit | None = None
         if options.head_reset:
@@ -49,7 +56,23 @@ class Trainer:
         common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay, "fused": fused}
         if options.optimiser == "sgd":
             return torch.optim.SGD(parameters, momentum=options.momentum, **common)
-        return torch.optim.AdamW(parameters, **common)
+        return torch.optim.AdamW(parameters, capturable=self.steps.captured and fused, **common)
+
+    def _changed(self) -> Iterator[Tensor]:
+        """What a step changes, the gradients apart."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self._optimiser_state()
+
+    def _optimiser_state(self) -> Iterator[Tensor]:
+        for state in self.optimiser.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+    @property
+    def step_mode(self) -> str:
+        """How steps run: ``eager``, ``graph``, ``compile``, or ``compile+graph``."""
+        compiled = ["compile"] if isinstance(self._forward, Compiled) else []
+        return "+".join(compiled + ["graph"] * self.steps.captured) or "eager"
 
     def started_at(self, initial: Mapping[str, Tensor]) -> None:
         """Tell the parameters at initialisation, on the device."""
@@ -63,7 +86,10 @@ class Trainer:
     def load(self, state: dict[str, Any]) -> None:
         """Put model and optimiser into a state that `state` returned."""
         self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
+        groups = [dict(group) for group in state["optimiser"]["param_groups"]]
+        for group, mine in zip(groups, self.optimiser.param_groups, strict=True):
+            group.update({key: mine[key] for key in ("fused", "foreach", "capturable") if key in mine})  # the device's
+        self.optimiser.load_state_dict({**state["optimiser"], "param_groups": groups})
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the model runs."""
@@ -101,7 +127,8 @@ class Trainer:
         before = copy.deepcopy(self.state()) if options.on_nan == "skip" else None
         seed_everything(stream_seed(options.seed, "task", number))
         if options.optimiser_state == "reset":
-            self.optimiser = self._new_optimiser()
+            for t in self._optimiser_state():  # in place, where captured steps find it; zeros mean a fresh state
+                t.zero_()
         if number > 0 and (options.shrink != 1 or options.perturb):
             shrink_and_perturb(self.model, options.shrink, options.perturb, stream_seed(options.seed, "task", number))
         if options.head_reset:
@@ -110,6 +137,7 @@ class Trainer:
                 if self.head().bias is not None:
                     self.head().bias.zero_()
         self.model.train()
+        self.steps.check()
         generator = torch.Generator().manual_seed(stream_seed(options.seed, "order", number))
         losses: list[Tensor] = []
         for epoch in range(1, options.epochs + 1):
@@ -147,29 +175,29 @@ class Trainer:
         mirrored = self._to_device(torch.rand(n, generator=generator) < 0.5) if self.options.flip else None
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for start, stop in spans(n, self.options.batch_size):
-            flips = None if mirrored is None else mirrored[start:stop]
-            total += self._step(task, order[start:stop], flips)
+            rows = order[start:stop]
+            flips = () if mirrored is None else (mirrored[start:stop],)
+            total += self.steps(take(task.train_x, rows), task.train_y.index_select(0, rows), *flips)
         return total / n
 
-    def _step(self, task: Task, index: Tensor, flips: Tensor | None) -> Tensor:
+    def _step(self, images: Tensor, labels: Tensor, flips: Tensor | None = None) -> Tensor:
         """One step of the optimiser on the mean loss of a batch; returns the losses' sum.
 
         BatchNorm sees ``norm_batch`` images at a time; the gradients of these passes are added.
         """
         self.optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        size = len(index)
-        parts = -(-size // self.options.norm_batch) if self.options.norm_batch else 1
-        bounds = [size * i // parts for i in range(parts + 1)]
-        for start, stop in zip(bounds, bounds[1:]):
-            rows = index[start:stop]
-            x = take(task.train_x, rows)
-            if flips is not None:
-                x = torch.where(flips[start:stop, None, None, None], x.flip(3), x)
+        sizes = part_sizes(len(labels), self.options.norm_batch)
+        parts = zip(
+            images.split(sizes), labels.split(sizes), [None] * len(sizes) if flips is None else flips.split(sizes)
+        )
+        for x, y, mirrored in parts:
+            if mirrored is not None:
+                x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
             with self.autocast():
-                z = self.model(normalise(x, self.dtype))
-            loss = F.cross_entropy(z.float(), task.train_y.index_select(0, rows), reduction="sum")
-            (loss / size).backward()
+                z = self._forward(normalise(x, self.dtype))
+            loss = F.cross_entropy(z.float(), y, reduction="sum")
+            (loss / len(labels)).backward()
             total += loss.detach()
         if self.towards_init is not None:
             self.towards_init.add_gradients()
@@ -190,6 +218,18 @@ class Trainer:
             right += (z.argmax(1) == labels).sum()
         self.model.train()
         return right.item() / len(y)
+
+
+def part_sizes(size: int, most: int) -> list[int]:
+    """Split a batch as evenly as can be into parts of at most ``most`` images; 0: into one.
+
+    Example:
+        >>> part_sizes(10, 4), part_sizes(10, 0)
+        ([3, 3, 4], [10])
+    """
+    parts = -(-size // most) if most else 1
+    bounds = [size * i // parts for i in range(parts + 1)]
+    return [stop - start for start, stop in zip(bounds, bounds[1:])]
 
 
 def spans(n: int, size: int) -> Iterator[tuple[int, int]]:

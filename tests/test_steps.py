@@ -1,0 +1,217 @@
+"""Training steps that are replayed or compiled: the same training as without, whatever happens in between.
+
+CUDA graphs need a GPU. Here a tape of operations stands in for one (`recorders.Tape`). With a GPU the same tests run on real
+graphs too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from continual_cases import SMALL, assert_same, checkpoint, comparable, lines, net
+from recorders import DEVICES, Tape
+from torch import Tensor, nn
+
+from fastlr.data import ImageStore, load_task, synthetic_store
+from fastlr.drivers import continual, steps, training
+from fastlr.drivers.config import resolve
+from fastlr.drivers.continual_config import PRESETS, ContinualOptions
+from fastlr.drivers.runs import random_states
+from fastlr.drivers.steps import HELD, Compiled, Steps, resolve_mode
+from fastlr.drivers.training import Trainer
+from fastlr.errors import FastlrWarning, InputError, ModelError
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("data") / "store"
+    synthetic_store(path, classes=3, size=8, train=11, test=5)
+    return str(path)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> torch.device:
+    return torch.device(request.param)
+
+
+class Fused(Trainer):
+    """With the kind of optimiser that it has on a GPU: one that reads its step from a tensor."""
+
+    def _new_optimiser(self) -> torch.optim.Optimizer:
+        made = super()._new_optimiser()
+        for group in made.param_groups:
+            group["fused"] = True
+        return made
+
+
+def trainer(device: torch.device, graph: bool, recorder=Tape, strict=True, **settings) -> Trainer:
+    torch.manual_seed(0)
+    options = resolve(ContinualOptions, PRESETS, "paper", {**SMALL, "step": "eager", **settings})
+    if graph and device.type == "cuda":
+        return Trainer(net(), resolve(ContinualOptions, PRESETS, "paper", {**vars(options), "step": "graph"}), device)
+    made = Fused(net(), options, device)
+    made.steps = Steps(made._step, made.model, made._changed, device, graph, strict, recorder)
+    return made
+
+
+def learn(mine: Trainer, images: str, numbers=range(3), losses=None) -> list[float | None]:
+    store = ImageStore.open(images)
+    pairs = [(0, 1), (1, 2), (0, 2)]
+    return [mine.learn(load_task(store, pairs[number % 3], mine.device), number) for number in numbers]
+
+
+def same(a: Trainer, b: Trainer) -> None:
+    if a.device.type == "cpu":
+        assert_same(a.state()["model"], b.state()["model"])
+        assert_same(a.state()["optimiser"]["state"], b.state()["optimiser"]["state"])
+        return
+    torch.testing.assert_close(a.state()["model"], b.state()["model"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"l2_init": 0.1},
+        {"optimiser": "sgd", "momentum": 0.9, "optimiser_state": "reset"},
+        {"optimiser_state": "reset", "head_reset": True, "shrink": 0.8, "perturb": 0.01, "flip": False},
+    ],
+    ids=["adamw", "sgd", "resets"],
+)
+def test_replayed_steps_train_as_launched_ones(device, images, settings):
+    """Dropout, batch norm, flips, parts of 6, a last batch of 10, and what comes between two tasks."""
+    graph, eager = trainer(device, True, **settings), trainer(device, False, **settings)
+    for mine in (graph, eager):
+        mine.started_at({name: value.clone() for name, value in mine.model.state_dict().items()})
+    assert learn(graph, images) == pytest.approx(learn(eager, images), rel=0 if device.type == "cpu" else 1e-4)
+    same(graph, eager)
+    assert_same(random_states(), random_states())
+    assert graph.steps.captures == 2 and eager.steps.captures == 0
+    assert (graph.step_mode, eager.step_mode) == ("graph", "eager")
+
+
+def test_capturing_changes_nothing(device, images):
+    mine = trainer(device, True)
+    learn(mine, images, [0])
+    before = copy.deepcopy((mine.state(), random_states()))
+    task = load_task(ImageStore.open(images), (0, 1), device)
+    assert mine.steps._capture((task.train_x, task.train_y, task.train_y > 0)) is not None
+    assert_same((mine.state(), random_states()), before)
+    with steps.unchanged(mine._changed):  # also before there is a state of the optimiser
+        mine.optimiser.state.clear()
+        mine._step(task.train_x, task.train_y)
+    assert all(not value.any() for state in mine.optimiser.state.values() for value in state.values())
+
+
+def test_captures_are_dropped_when_the_state_is_another(device, images):
+    graph, eager = trainer(device, True), trainer(device, False)
+    for mine in (graph, eager):
+        learn(mine, images, [0])
+        state = copy.deepcopy(mine.state())
+        learn(mine, images, [1])
+        mine.load(state)  # as after a loss that is not finite
+        learn(mine, images, [2])
+        mine.model[0].weight.data = mine.model[0].weight.data.clone()  # the same numbers elsewhere
+        learn(mine, images, [3])
+        mine.optimiser = mine._new_optimiser()
+        learn(mine, images, [4])
+    same(graph, eager)
+    assert graph.steps.captures == 2 * 4
+
+
+def test_a_run_with_replayed_steps_is_resumed(tmp_path, images, monkeypatch):
+    make = functools.partial(Steps, recorder=Tape)
+    monkeypatch.setattr(training, "Steps", lambda *a, strict: make(*a[:4], True, True))
+    monkeypatch.setattr(continual, "Trainer", Fused)
+    settings = {**SMALL, "data": images, "measures": ("weight_norm",), "epochs": 3}
+    continual.begin(tmp_path / "whole", "paper", {**settings, "tasks": 4})
+    continual.begin(tmp_path / "parts", "paper", {**settings, "tasks": 2})
+    continual.resume(tmp_path / "parts", {"tasks": 4})
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+    assert_same(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
+    assert [line["step"] for line in lines(tmp_path / "whole")[1:]] == ["graph"] * 4
+    monkeypatch.setattr(training, "Steps", Steps)
+    continual.begin(tmp_path / "eager", "paper", {**settings, "tasks": 4})
+    assert_same(checkpoint(tmp_path / "eager"), checkpoint(tmp_path / "whole"))
+    assert [line["step"] for line in lines(tmp_path / "eager")[1:]] == ["eager"] * 4
+
+
+class Broken(Tape):
+    """Fails after it has changed everything."""
+
+    def capture(self, function):
+        super().capture(function)
+        raise RuntimeError("operation not permitted\nwhen capturing")
+
+
+def test_a_capture_that_fails(images):
+    cpu = torch.device("cpu")
+    mine, eager = trainer(cpu, True, Broken, strict=False), trainer(cpu, False)
+    with pytest.warns(FastlrWarning, match="run without a CUDA graph: operation not permitted$"):
+        learn(mine, images, [0])
+    learn(eager, images, [0])
+    same(mine, eager)
+    assert mine.step_mode == "eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        learn(mine, images, [1])
+    with pytest.raises(ModelError, match="step=graph: a step cannot be captured .operation not permitted.; choose"):
+        learn(trainer(cpu, True, Broken), images, [0])
+
+
+def test_one_capture_for_each_shape_and_not_too_many():
+    state = torch.zeros(1)
+
+    def work(x: Tensor, y: Tensor) -> Tensor:
+        state.add_(1)
+        return (x * y).sum()
+
+    made = Steps(work, nn.Identity(), lambda: [state], torch.device("cpu"), True, True, Tape)
+    sizes = [n % (HELD + 2) + 1 for n in range(HELD + 2)] * 3
+    for count, n in enumerate(sizes, 1):
+        assert made(torch.ones(n), torch.full((n,), count)) == count * n and state == count
+    assert made.captures == 2 * (HELD + 2), "the least recently used is dropped: here always the next"
+    for count in range(5):
+        assert made(torch.ones(sizes[-1]), torch.full((sizes[-1],), count)) == count * sizes[-1]
+    assert made.captures == 2 * (HELD + 2) and len(made._held) == HELD
+
+
+def test_modes(tmp_path, images):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:1")
+    assert [resolve_mode("auto", each) for each in (cpu, gpu)] == ["eager", "graph"]
+    assert resolve_mode("compile", cpu) == "compile" and resolve_mode("eager", gpu) == "eager"
+    with pytest.raises(InputError, match="step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"):
+        continual.begin(tmp_path / "run", "paper", {**SMALL, "data": images, "step": "graph"})
+    continual.resume(tmp_path / "run", {"step": "eager", "tasks": 1})
+    assert lines(tmp_path / "run")[-1]["step"] == "eager"
+
+
+def test_only_the_usual_sizes_are_compiled(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or (lambda x: -model(x)))
+    model = Compiled(nn.Identity(), training.part_sizes(1024, 300))
+    assert asked == [{"dynamic": False}] and model.sizes == {256}
+    assert model(torch.ones(256)).sum() == -256 and model(torch.ones(255)).sum() == 255
+
+
+@pytest.mark.long
+def test_compiled_steps(tmp_path, images, monkeypatch):
+    settings = {**SMALL, "data": images, "measures": ("weight_norm",), "batch_size": 11, "norm_batch": 0, "flip": False}
+    settings |= {"model": "continual_cases:plain", "optimiser": "sgd", "learning_rate": 1e-3}
+    continual.begin(tmp_path / "eager", "paper", settings)
+    continual.begin(tmp_path / "compiled", "paper", {**settings, "step": "compile"})
+    assert [line["step"] for line in lines(tmp_path / "compiled")[1:]] == ["compile"] * 3
+    a, b = (checkpoint(tmp_path / name)["model"] for name in ("eager", "compiled"))
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    dropout = {**settings, "model": "continual_cases:net", "step": "compile", "tasks": 2}
+    continual.begin(tmp_path / "whole", "paper", dropout)
+    continual.begin(tmp_path / "parts", "paper", {**dropout, "tasks": 1})
+    continual.resume(tmp_path / "parts", {"tasks": 2})
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
+    with pytest.raises(ModelError, match="step=compile: .*; choose step=eager"):
+        continual.begin(tmp_path / "none", "paper", {**settings, "tasks": 1, "step": "compile", "dtype": "bf16"})
