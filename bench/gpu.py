@@ -3,8 +3,9 @@
     python -m bench.gpu [--quick] [--budget 480] [--commit HASH]
 
 Everything of ``fastlr bench``, then other tools for per-sample norms on a batch that they can hold: torch.func's vmap, and
-Opacus if it is installed. Writes gpu.json, roofline.png, roofline-stages.png and report.txt to $OUT (default
-bench/results/<name of the GPU>/). Exits with 1 if anything is wrong or failed, 2 where there is no GPU.
+Opacus if it is installed; then training steps (bench/training.py). Writes gpu.json, roofline.png, roofline-stages.png and
+report.txt to $OUT (default bench/results/<name of the GPU>/). Exits with 1 if anything is wrong or failed, 2 where there is
+no GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench import cases, peer_autograd, peers
+from bench import cases, peer_autograd, peers, training
 from fastlr.speed import figures, tables
 from fastlr.speed.clock import first_line, interleaved, peak_bytes, release, spread, waiter
 from fastlr.speed.front import say_on
@@ -142,6 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.commit:
         bench.record.environment["commit"] = args.commit
     extra = [] if args.quick else [Section(SECTION, 40, lambda: other_tools(bench.record, bench.network()))]
+    extra += training.sections(bench.record, device, ("eager", "graph"))
     record = bench.run(extra, after=lambda: bench.record.save(out / "gpu.json"))
     try:
         figures.draw(record, out / "roofline.png")

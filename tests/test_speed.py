@@ -232,3 +232,25 @@ def test_quantiles_divisors_and_timers():
     calls: list[int] = []
     found = clock.HostTimer().seconds([lambda: calls.append(0), lambda: calls.append(1)], 3)
     assert len(found) == 3 and calls == [0, 1] * 4
+
+
+def test_training_steps_are_held_to_launched_ones_and_timed(tmp_path, monkeypatch, capsys):
+    from bench import training
+
+    small = training.Case("demo", 32, 24, 1, 1.0, {"batch_size": 8})
+    monkeypatch.setattr(training, "SMALL", (small,))
+    monkeypatch.setattr(torch, "compile", lambda model, **how: model)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert training.main(["--device", "cpu", "--rounds", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in printed.splitlines()) and "training steps: demo: 24 images 32x32" in printed
+    found = record.load(tmp_path / "training.json")
+    assert [(row["name"], row["mode"]) for row in found.rows] == [("eager", "eager"), ("compile", "compile")]
+    for row in found.rows:
+        assert row["images_per_second"] == 24 / row["seconds"] and row["repeats"] == 2
+    monkeypatch.setattr(torch, "compile", lambda model, **how: lambda x: model(x) + torch.tensor([9.0, -9.0]))
+    assert training.main(["--device", "cpu", "--rounds", "1"]) == 1
+    assert "compile: loss" in capsys.readouterr().out
+    for wrong in (["--rounds", "0"], ["--modes", "graph"], ["--device", "tpu"]):
+        with pytest.raises(SystemExit):
+            training.main(["--device", "cpu", *wrong])

@@ -28,6 +28,7 @@ UNITS = {
     "operations_per_second": "1/s",
     "share": "of the measured copy bandwidth",
     "deviation": "||out - ref|| / ||ref||, the worst sample and output, reference in float64",
+    "images_per_second": "1/s, training images",
     "peak_bytes": "B of device memory above what was held before, at the first call (proof and capture included)",
     "floor_seconds": "s: the larger of bytes over measured bandwidth and operations over the measured product's rate",
     "ratio": "of seconds to those of ``against`` in the same round (median; quantiles as for seconds)",

@@ -80,10 +80,9 @@ def whole_table(name: str, rows: Iterable[dict[str, Any]]) -> RenderableType:
             table.add_row(Text(row["name"]), Text(row["status"].upper()), "", "", "", "", style="red")
             errors.append(Text(f"{row['name']}: {row.get('error', row['status'])}", style="red"))
             continue
-        low, high = row["seconds_p20"], row["seconds_p80"]
-        spread = f"{100 * (low / row['seconds'] - 1):+.0f}..{100 * (high / row['seconds'] - 1):+.0f} %"
         ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
-        cells = (seconds(row["seconds"]), spread, seconds(row.get("floor_seconds")), ratio, size(row.get("peak_bytes")))
+        floor, peak = seconds(row.get("floor_seconds")), size(row.get("peak_bytes"))
+        cells = (seconds(row["seconds"]), _spread(row), floor, ratio, peak)
         table.add_row(Text(row["name"]), *cells, style="bold" if "default" in row["name"] else None)
     parts: list[RenderableType] = [table, *errors]
     if timed is not None and "against" in timed:
@@ -125,6 +124,41 @@ def kernel_table(rows: Iterable[dict[str, Any]], device: str) -> RenderableType:
     return Group(table, *errors, *notes, Text())
 
 
+def training_table(name: str, rows: Iterable[dict[str, Any]]) -> RenderableType:
+    """Training images a second by mode."""
+    rows = list(rows)
+    timed = next((r for r in rows if "seconds" in r), None)
+    title = (
+        name if timed is None else f"{name}: {timed['n']} images {timed['size']}x{timed['size']}, {timed['precision']}"
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", max_width=24)
+    base = "" if timed is None else f"/{timed.get('against', '')}"
+    for column in ("time", "p20..p80", "images/s", base):
+        table.add_column(column, justify="right", no_wrap=True)
+    errors = []
+    for row in rows:
+        if row["status"] in BAD:
+            errors.append(Text(f"{row['name']}: {row.get('error', row['status'])}", style="red"))
+        if "seconds" in row:
+            ratio = f"{row['ratio']:.2f}" if "ratio" in row else "-"
+            cells = (seconds(row["seconds"]), _spread(row), f"{row['images_per_second']:,.0f}", ratio)
+            table.add_row(Text(row["name"]), *cells)
+    return Group(Text(title, style="bold"), table, *errors, Text())
+
+
+def _spread(row: dict[str, Any]) -> str:
+    low, high = row["seconds_p20"], row["seconds_p80"]
+    return f"{100 * (low / row['seconds'] - 1):+.0f}..{100 * (high / row['seconds'] - 1):+.0f} %"
+
+
+def training_report(record: Record) -> RenderableType:
+    """A record of training steps alone."""
+    e = record.environment
+    place = e.get("gpu") or f"{e['cpu']}, {e['threads']} threads"
+    return Group(Text(f"training on {place}", style="bold"), Text(), *_tables(record), *_end(record))
+
+
 def check_table(record: Record) -> RenderableType:
     """Checks and targets."""
     table = Table(
@@ -143,7 +177,11 @@ def check_table(record: Record) -> RenderableType:
 
 def report(record: Record) -> RenderableType:
     """The whole record."""
-    parts: list[RenderableType] = [*header(record), Text()]
+    return Group(*header(record), Text(), *_tables(record), *_end(record))
+
+
+def _tables(record: Record) -> list[RenderableType]:
+    parts: list[RenderableType] = []
     sections: dict[str, list[dict[str, Any]]] = {}
     for row in record.rows:
         sections.setdefault(row["section"], []).append(row)
@@ -151,10 +189,15 @@ def report(record: Record) -> RenderableType:
         if name == SECTION:
             order = {op: i for i, op in enumerate(dict.fromkeys(r.get("op") for r in rows))}
             parts.append(kernel_table(sorted(rows, key=lambda r: order[r.get("op")]), record.settings["device"]))
+        elif any("images_per_second" in row for row in rows):
+            parts.append(training_table(name, rows))
         elif any("kind" in row or row["status"] in BAD for row in rows):
             parts.append(whole_table(name, [r for r in rows if "kind" in r or r["status"] in BAD]))
-    if record.checks:
-        parts.append(check_table(record))
+    return parts
+
+
+def _end(record: Record) -> list[RenderableType]:
+    parts: list[RenderableType] = [check_table(record)] if record.checks else []
     parts += [Text(f"dropped for lack of time: {name}", style="yellow") for name in record.dropped]
     parts += [Text(f"note: {note}") for note in record.notes]
     failures = record.failures
@@ -162,7 +205,7 @@ def report(record: Record) -> RenderableType:
     if not failures:
         missed = f"; {len(record.missed)} targets missed" if record.missed else ""
         parts.append(Text(f"nothing failed{missed}", style="bold"))
-    return Group(*parts)
+    return parts
 
 
 def comparison(a: Record, b: Record, names: tuple[str, str] = ("A", "B")) -> RenderableType:
