@@ -1,0 +1,43 @@
+"""What real networks launch at real sizes compiles for every architecture without spills, seen with no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import compile_kernels
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
+    from launched_kernels import noted
+
+    from fastlr import ops
+
+    x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    with noted() as found:
+        gx, gate = ops.run("gate_grad", x, x, torch.ones(2, 32, 1, 1, dtype=torch.bfloat16))
+    assert not gx.any() and not gate.any(), "nothing was computed"
+    ((_, _, signature, constants, options),) = found.values()
+    assert signature["x"] == "*bf16" and signature["sums"] == "*fp32" and signature["positions"] == "i32"
+    assert constants["ALIGN"] == 8 and constants["x_channel"] == 1  # a constant, as the launch has it
+    assert "channels" in options["divisible"] and "positions" not in options["divisible"]
+    assert torch.empty(3).shape == (3,) and ops.run("gate_grad", x, x, x[..., :1, :1])[0].all(), "all is as before"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("network", ["mobilenet_v3_large", "resnet50", "vit_b_16"])
+def test_networks_launch_what_compiles(network: str) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "launched_kernels.py"), network]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["launched"] > 5 and len(found["records"]) == 3 * found["launched"]
+    assert compile_kernels.problems(found["records"]) == []
