@@ -30,6 +30,7 @@ from fastlr.cli_options import (
     predictive_of,
 )
 from fastlr.cli_report import register as register_reports
+from fastlr.cli_transfer import transfer
 from fastlr.errors import FastlrWarning, InputError, one_line
 
 app = typer.Typer(
@@ -41,6 +42,7 @@ app.add_typer(data_commands, name="data")
 register_reports(app)
 app.command()(ablate)
 app.command()(continual)
+app.command()(transfer)
 PROBES = ("rademacher", "sampled", "exact", "batch")
 _show_traceback = False
 

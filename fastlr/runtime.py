@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -59,6 +60,13 @@ def move_samples(t: Any, in_dim: int, size: int) -> Any:
     if not -t.ndim <= in_dim < t.ndim:
         raise InputError(f"in_dim={in_dim} is not an axis of an input of shape {tuple(t.shape)}")
     return t.movedim(0, in_dim)
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def same_device(asked: torch.device, actual: torch.device) -> bool:

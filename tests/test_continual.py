@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import random
 import time
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from continual_cases import SMALL, assert_same, checkpoint, comparable, lines, net
+from continual_cases import SMALL, checkpoint, comparable, lines, net
+from kills import check_kills
 
 import fastlr
 from fastlr.cli import main
@@ -33,67 +32,19 @@ def images(tmp_path_factory) -> str:
 # -- killed and resumed ------------------------------------------------------------------------------------------------
 
 
-def carry_on(path, settings) -> None:
-    """Begin, or go on with, a run; in a process of its own."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FastlrWarning)
-    if (path / "config.json").exists():
-        continual.resume(path, {})
-    else:
-        continual.begin(path, "paper", settings)
-
-
-def start(path, settings) -> multiprocessing.Process:
-    context = multiprocessing.get_context("forkserver")  # imports torch once
-    context.set_forkserver_preload(["__main__", "fastlr.drivers.continual"])
-    process = context.Process(target=carry_on, args=(path, settings))
-    process.start()
-    return process
-
-
-def finish(path, settings) -> None:
-    process = start(path, settings)
-    process.join(300)
-    assert process.exitcode == 0
-
-
-def check_kills(tmp_path, images, kills: int, seed: int) -> None:
+def check_continual_kills(tmp_path, images, kills: int, seed: int) -> None:
     settings = {**SMALL, "data": images, "tasks": 6, "epochs": 10, "measures": tuple(MEASURES)}
-    whole = tmp_path / "whole"
-    finish(whole, settings)
-    seconds = (whole / "records.jsonl").stat().st_mtime - (whole / "run.lock").stat().st_mtime
-    of_tasks = sum(sum(line["seconds"].values()) for line in lines(whole)[1:])
-    wanted = comparable(whole)
-    assert [line.get("task") for line in wanted] == [None, 0, 1, 2, 3, 4, 5]
-    moments = random.Random(seed)
-    ends = []
-    for kill in range(kills):
-        path = tmp_path / f"killed{kill}"
-        process = start(path, settings)
-        mark, span = (
-            ("records.jsonl", of_tasks) if kill % 2 == 0 else ("run.lock", seconds)
-        )  # before the first task too
-        while not (path / mark).exists() and process.is_alive():
-            time.sleep(0.001)
-        time.sleep(moments.uniform(0, span))
-        process.kill()
-        process.join()
-        before = (path / "records.jsonl").read_bytes() if (path / "records.jsonl").exists() else b""
-        ends.append(before.count(b"\n"))
-        finish(path, settings)
-        assert comparable(path) == wanted, f"killed after {ends[-1]} records"
-        assert_same(checkpoint(path), checkpoint(whole))
-    assert kills < 10 or len(set(ends)) > 3, f"the kills came at the same places: {ends}"
-    print("records when killed:", ends)
+    records = check_kills(tmp_path, "fastlr.drivers.continual", settings, kills, seed)
+    assert [line.get("task") for line in records] == [None, 0, 1, 2, 3, 4, 5]
 
 
 def test_killed_three_times_it_ends_as_the_uninterrupted_run(tmp_path, images):
-    check_kills(tmp_path, images, 3, seed=0)
+    check_continual_kills(tmp_path, images, 3, seed=0)
 
 
 @pytest.mark.long
 def test_killed_twenty_times_it_ends_as_the_uninterrupted_run(tmp_path, images):
-    check_kills(tmp_path, images, 20, seed=1)
+    check_continual_kills(tmp_path, images, 20, seed=1)
 
 
 def test_a_run_can_be_made_longer(tmp_path, images):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from fastlr.drivers.runs import stream_seed
 from fastlr.drivers.training import Trainer
 from fastlr.errors import ModelError, NonFiniteError
 from fastlr.inputs import Inputs
+from fastlr.runtime import clock
 
 # Names in a run's records -> names in fastlr.metrics, for the measures that share one pass over the images.
 ACTIVATIONS = {
@@ -105,7 +105,7 @@ class Measurer:
         def take_all(names: list[str], compute: Callable[[], dict[str, dict[str, Any]]]) -> None:
             if not names:
                 return
-            began = self._clock()
+            began = clock(self.trainer.device)
             try:
                 found.update(compute())
             except NonFiniteError as error:
@@ -116,7 +116,7 @@ class Measurer:
                 )
             except ModelError as error:
                 raise ModelError(f"{', '.join(names)}: {error}; or leave it out by --set measures=...") from error
-            seconds["+".join(names)] = self._clock() - began
+            seconds["+".join(names)] = clock(self.trainer.device) - began
 
         for name in REDUNDANCIES:
             if name in wanted:
@@ -180,11 +180,6 @@ class Measurer:
             "n": estimate.n,
             "per_parameter": {key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()},
         }
-
-    def _clock(self) -> float:
-        if self.trainer.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.device)
-        return time.perf_counter()
 
 
 def _record(measure: metrics.Measure) -> dict[str, Any]:

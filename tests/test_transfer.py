@@ -1,0 +1,326 @@
+"""The transfer driver: that it trains, measures, selects and fine-tunes as it says, and survives being killed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from continual_cases import comparable, lines
+from kills import check_kills
+from torch import nn
+from transfer_cases import TINY
+
+import fastlr
+from fastlr.cli import main
+from fastlr.data import open_series, split_series
+from fastlr.drivers import transfer
+from fastlr.drivers.config import resolve
+from fastlr.drivers.forecasting import Forecaster, batches, cosine, evenly
+from fastlr.drivers.runs import seed_everything, stream_seed
+from fastlr.drivers.transfer_config import PRESETS, STRATEGIES, TransferOptions
+from fastlr.errors import InputError, NonFiniteError
+from fastlr.models.patchtst import PatchTST
+
+SIZES = {"channels": 7, "context": 32, "horizon": 6}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run that the tests look at: without dropout, so that plain torch can follow it."""
+    path = tmp_path_factory.mktemp("transfer") / "run"
+    kwargs = {**TINY["model_kwargs"], "dropout": 0.0}
+    transfer.begin(path, None, {**TINY, "model_kwargs": kwargs, "seed": 3})
+    return path
+
+
+def series(which: str):
+    return split_series(open_series(TINY[which], TINY["generated_rows"]), TINY["context"], TINY["horizon"])
+
+
+def network(run, epoch: int | None = None) -> PatchTST:
+    model = PatchTST(**SIZES, **TINY["model_kwargs"] | {"dropout": 0.0})
+    if epoch is not None:
+        model.load_state_dict(torch.load(run / "checkpoints" / transfer.checkpoint_name(epoch), weights_only=True))
+    return model
+
+
+@torch.no_grad()
+def error(model: nn.Module, windows) -> float:
+    """Mean squared error one window at a time, in float64."""
+    model = copy.deepcopy(model).double().eval()
+    windows = windows.to("cpu", torch.float64)
+    each = [F.mse_loss(model(x), y) for x, y in (windows.batch(torch.tensor([i])) for i in range(len(windows)))]
+    return float(torch.stack(each).mean())
+
+
+def of_kind(run, kind: str) -> list[dict]:
+    return [line for line in lines(run) if line["kind"] == kind]
+
+
+# -- killed and resumed ------------------------------------------------------------------------------------------------
+
+
+def check_transfer_kills(folder, kills: int, seed: int) -> None:
+    records = check_kills(folder, "fastlr.drivers.transfer", {**TINY, "steps_per_epoch": 30}, kills, seed)
+    kinds = [line["kind"] for line in records]
+    assert kinds[:5] == ["start", "pretrain", "pretrain", "pretrain", "selection"]
+    picks = {found["epoch"] for found in records[4]["picks"].values()}
+    assert kinds[5:] == ["finetune"] * (2 * len(picks))
+
+
+def test_killed_twice_it_ends_as_the_uninterrupted_run(tmp_path):
+    check_transfer_kills(tmp_path, 2, seed=0)
+
+
+@pytest.mark.long
+def test_killed_twenty_times_it_ends_as_the_uninterrupted_run(tmp_path):
+    check_transfer_kills(tmp_path, 20, seed=1)
+
+
+def test_more_fine_tuning_runs_may_be_added(tmp_path, run):
+    settings = {**TINY, "strategies": ("validation_loss", "no_pretraining")}
+    transfer.begin(tmp_path / "long", None, settings)
+    transfer.begin(tmp_path / "short", None, {**settings, "finetune_runs": 1})
+    transfer.resume(tmp_path / "short", {"finetune_runs": 2})
+    assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
+    with pytest.raises(InputError, match="begun with epochs=3, not 4"):
+        transfer.resume(tmp_path / "short", {"epochs": 4})
+    with pytest.raises(InputError, match="has other data"):
+        transfer.resume(tmp_path / "short", {"source": "generated:7"})
+
+
+# -- what it does ------------------------------------------------------------------------------------------------------
+
+
+def test_pretraining_is_that_of_plain_torch(run):
+    model, source = network(run, 0), series("source")
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=18)
+    for epoch, record in enumerate(of_kind(run, "pretrain"), 1):
+        losses = []
+        for index in batches(len(source.train), 16, 6, stream_seed(3, "order", epoch)):
+            assert len(index) == 16
+            x, y = source.train.batch(index)
+            loss = (model.train()(x) - y).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+            losses.append(loss.item())
+        assert record["train_loss"] == pytest.approx(sum(losses) / 6, rel=1e-5)
+        for (name, mine), theirs in zip(model.state_dict().items(), network(run, epoch).state_dict().values()):
+            torch.testing.assert_close(
+                mine, theirs, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        assert record["validation_loss"] == pytest.approx(error(network(run, epoch), source.validation), rel=1e-5)
+
+
+def test_measures_are_those_of_the_checkpoints(run):
+    inputs, predictive = fastlr.GaussianSeries(length=32, features=7), fastlr.Gaussian()
+    generator = torch.Generator().manual_seed(stream_seed(3, "dormant windows"))
+    source = series("source").train
+    index = torch.randperm(len(source), generator=generator)[:20]
+    for record in (*of_kind(run, "start"), *of_kind(run, "pretrain")):
+        model, measures = network(run, record.get("epoch", 0)), record["measures"]
+        found = measures["local_redundancy"]
+        estimate = fastlr.estimate(model, inputs, n=12, predictive=predictive, seed=3)
+        last = found["points"][-1]
+        assert last["value"] == pytest.approx(estimate.value, rel=1e-5)
+        assert last["stderr"] == pytest.approx(estimate.stderr, rel=1e-4)
+        values = [point["value"] for point in found["points"]]
+        assert found["value"] == pytest.approx(sum(values) / len(values)) and found["n"] == 12
+        steps = [point["step"] for point in found["points"]]
+        assert steps == ([6 * record["epoch"] - 3, 6 * record["epoch"]] if "epoch" in record else [0])
+        flat = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+        assert measures["weight_norm"]["value"] == pytest.approx(float(flat.norm()), rel=1e-9)
+        units = []
+        model.layers[0].expand.register_forward_hook(lambda module, args, z, units=units: units.append(F.gelu(z)))
+        model.eval()(source.batch(index)[0])
+        dormant = (units[0].abs().mean(0) <= 0.05).double().mean()
+        assert measures["dormant_ratio"]["value"] == float(dormant)
+    assert len(values) == 2 and last["value"] != values[0]
+
+
+def test_a_linear_probe_trains_a_new_head_on_the_frozen_network(run):
+    target = series("target")
+    values = []
+    for record in of_kind(run, "pretrain"):
+        model, found = network(run, record["epoch"]).eval(), record["measures"]["linear_probe"]
+        before = copy.deepcopy(model.state_dict())
+        seed_everything(stream_seed(3, "probe"))
+        model.head.load_state_dict(network(run).head.state_dict())
+        assert not torch.equal(model.head.weight, network(run, 0).head.weight)
+        optimiser = torch.optim.AdamW(model.head.parameters(), lr=2e-3, weight_decay=0.01)
+        losses = []
+        for index in batches(len(target.train), 16, 4, stream_seed(3, "probe order")):
+            x, y = target.train.batch(index)
+            loss = (model(x) - y).square().mean()
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+        assert found["training"] == pytest.approx(sum(losses) / 4, rel=1e-5)
+        assert found["validation"] == found["value"] == pytest.approx(error(model, target.validation), rel=1e-5)
+        values.append(found["value"])
+        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items() if not k.startswith("head"))
+    assert len(set(values)) == 3
+
+
+def test_every_pick_can_be_audited(run):
+    (selection,) = of_kind(run, "selection")
+    records = of_kind(run, "pretrain")
+    assert list(selection["picks"]) == list(STRATEGIES)
+    for name, found in selection["picks"].items():
+        by, rule = STRATEGIES[name]
+        assert (found["by"] or "", found["rule"] or "") == (by, rule)
+        if by:
+            numbers = [r[by] if by == "validation_loss" else r["measures"][by]["value"] for r in records]
+            assert found["candidates"] == {str(i): value for i, value in enumerate(numbers, 1)}
+            best = (min if rule == "least" else max)(numbers)
+            assert found["value"] == best and found["epoch"] == 1 + numbers.index(best), "the first of equal ones"
+    assert selection["picks"]["no_pretraining"]["epoch"] == 0
+    chosen = {found["epoch"] for found in selection["picks"].values()}
+    tuned = [(r["epoch"], r["run"]) for r in of_kind(run, "finetune")]
+    assert len(tuned) == len(set(tuned)) == 2 * len(chosen) and {e for e, _ in tuned} == chosen
+    for record in of_kind(run, "finetune"):
+        assert record["strategies"] == [n for n, f in selection["picks"].items() if f["epoch"] == record["epoch"]]
+
+
+def test_of_equal_values_the_earliest_is_picked():
+    records = [{"epoch": e, "measures": {"dormant_ratio": {"value": v}}} for e, v in ((1, 0.5), (2, 0.25), (3, 0.25))]
+    assert transfer.pick("dormant_ratio", records)["epoch"] == 2
+    records = [{"epoch": e, "measures": {"local_redundancy": {"value": v}}} for e, v in ((1, 1.0), (2, 3.0), (3, 3.0))]
+    assert transfer.pick("local_redundancy", records)["epoch"] == 2
+
+
+def test_fine_tuning_is_that_of_plain_torch_and_pairs_checkpoints(run):
+    target = series("target")
+    finals = {}
+    for record in of_kind(run, "finetune"):
+        model = network(run, record["epoch"])
+        assert record["validation"][0] == pytest.approx(error(model, target.validation), rel=1e-5)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+        for k in range(2):
+            for index in batches(len(target.train), 16, 4, stream_seed(3, "finetune order", record["run"], k)):
+                x, y = target.train.batch(index)
+                optimiser.zero_grad()
+                (model.train()(x) - y).square().mean().backward()
+                optimiser.step()
+        assert record["steps"] == [0, 3, 5, 8] and len(record["validation"]) == 4
+        assert record["validation_loss"] == record["validation"][-1]
+        assert record["validation_loss"] == pytest.approx(error(model, target.validation), rel=1e-3)
+        finals[record["epoch"], record["run"]] = record["validation_loss"]
+    assert len(set(finals.values())) == len(finals)
+
+
+def test_fine_tuning_may_end_when_it_has_saturated(tmp_path):
+    settings = {**TINY, "strategies": ("validation_loss",), "finetune_runs": 1, "finetune_epochs": 8}
+    settings |= {"finetune_learning_rate": 0.3, "finetune_evaluations": 16, "finetune_patience": 2}
+    transfer.begin(tmp_path / "run", None, settings)
+    (record,) = of_kind(tmp_path / "run", "finetune")
+    losses = record["validation"]
+    assert len(losses) < 17 and len(losses) - 1 - losses.index(min(losses)) == 2
+    assert record["validation_loss"] == losses[-1]
+
+
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
+def test_hugging_faces_model_in_bfloat16(tmp_path):
+    kwargs = {**TINY["model_kwargs"], "width": 32}
+    settings = {**TINY, "model": "fastlr.models.patchtst:hugging_face", "model_kwargs": kwargs, "dtype": "bf16"}
+    transfer.begin(tmp_path / "run", None, {**settings, "epochs": 1, "finetune_runs": 1})
+    start, first = lines(tmp_path / "run")[:2]
+    assert 0 < first["measures"]["local_redundancy"]["value"] and first["measures"]["linear_probe"]["value"] < 10
+    assert start["parameters"] == sum(p.numel() for p in PatchTST(**SIZES, **kwargs).parameters())
+
+
+@pytest.mark.long
+def test_compiled_training_is_the_same(tmp_path, run):
+    kwargs = {**TINY["model_kwargs"], "dropout": 0.0}
+    transfer.begin(tmp_path / "run", None, {**TINY, "model_kwargs": kwargs, "seed": 3, "compile": True})
+    for a, b in zip(of_kind(tmp_path / "run", "finetune"), of_kind(run, "finetune")):
+        assert a["epoch"] == b["epoch"] and a["validation_loss"] == pytest.approx(b["validation_loss"], rel=1e-3)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_one_pass_or_a_number_of_steps():
+    one = batches(50, 16, 0, seed=1)
+    assert [len(b) for b in one] == [16, 16, 16, 2] and sorted(torch.cat(one).tolist()) == list(range(50))
+    many = torch.cat(batches(50, 16, 7, seed=1)).tolist()
+    assert len(many) == 112 and sorted(many[:50]) == sorted(many[50:100]) == list(range(50))
+    assert torch.equal(torch.cat(batches(50, 16, 2, seed=1)), torch.tensor(many[:32]))
+    assert evenly(54, 4)[-1] == 54 and evenly(1, 4) == [1]
+    rate = cosine(2e-3, 648)
+    assert rate(0) == 2e-3 and rate(324) == pytest.approx(1e-3) and 0 < rate(647) < 1e-7
+
+
+def test_a_loss_that_is_not_finite_ends_the_run():
+    net = Forecaster(network(None), torch.device("cpu"), torch.float32)
+    optimiser = torch.optim.SGD(net.model.parameters(), lr=1e30)
+    with pytest.raises(NonFiniteError, match="lower the learning rate"):
+        net.train(series("source").train, [torch.arange(8)] * 5, optimiser)
+
+
+def wrong_shape(channels, context, horizon) -> nn.Module:
+    return nn.Linear(channels, channels)
+
+
+def test_what_does_not_fit_is_named(tmp_path, monkeypatch):
+    narrow = tmp_path / "two.csv"
+    rows = [f"2020-01-{1 + i // 24:02d} {i % 24:02d}:00:00,{math.sin(i)},{i % 7}" for i in range(400)]
+    narrow.write_text("date,a,b\n" + "\n".join(rows) + "\n")
+    monkeypatch.delenv("FASTLR_DATA", raising=False)
+    for settings, message in (
+        ({"target": str(narrow)}, "generated:1 has 7 features, .*two.csv 2: one network"),
+        ({"source": "ETTm1"}, "no series ETTm1"),
+        ({"context": 400}, "smaller context or horizon"),
+        ({"head": "top"}, "head=top: the model has no such part .it has embedding, dropout, layers, head.: name"),
+        ({"head": "dropout"}, "head=dropout has no parameters"),
+        ({"model": "test_transfer:wrong_shape", "model_kwargs": {}, "head": ""}, r"forecasts \(\d+, 32, 7\) .*not"),
+        ({"strategies": ("linear_prob",)}, "did you mean linear_probe"),
+        ({"strategies": ()}, "name at least one"),
+        ({"sigma": 0.0}, "sigma=0.0: give a positive"),
+        ({"train_share": 1.0}, "train_share"),
+        ({"redundancy_per_epoch": 0}, "at least 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            transfer.begin(tmp_path / "run", None, {**TINY, **settings})
+        for file in ("config.json", "checkpoints/initial.pt"):  # of runs that failed once they had begun
+            (tmp_path / "run" / file).unlink(missing_ok=True)
+
+
+def test_the_presets():
+    paper = resolve(TransferOptions, PRESETS, "paper", {})
+    assert (paper.source, paper.target, paper.context, paper.horizon, paper.epochs) == ("ETTm1", "ETTh2", 512, 96, 12)
+    assert (paper.learning_rate, paper.batch_size, paper.dtype, paper.redundancy_n) == (2e-3, 1024, "bf16", 1024)
+    assert (paper.finetune_learning_rate, paper.finetune_epochs, paper.finetune_runs) == (2e-4, 2, 6)
+    assert paper.redundancy_per_epoch == 4 and paper.dormant_threshold == 0.05 and len(paper.strategies) == 6
+    for name in ("small", "demo"):
+        assert resolve(TransferOptions, PRESETS, name, {}).device == "cpu"
+
+
+def test_the_command(tmp_path, capsys):
+    few = {**TINY, "model_kwargs": json.dumps(TINY["model_kwargs"]), "epochs": 1}
+    few["strategies"] = "validation_loss,no_pretraining"
+    few = [text for key, value in few.items() if key != "source" for text in ("--set", f"{key}={value}")]
+    out = tmp_path / "run"
+    assert main(["transfer", "demo", "--out", str(out), "--source", "generated:4", "--seed", "9", *few]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.split() == ["run:", str(out)] and not captured.err
+    config = json.loads((out / "config.json").read_text())
+    assert (config["driver"], config["preset"], config["options"]["seed"]) == ("transfer", "demo", 9)
+    assert config["data"]["source"] == {
+        "name": "generated:4", "path": None, "rows": 400, "features": [f"F{i}" for i in range(7)],
+        "step_seconds": 3600.0, "train_windows": 283, "validation_windows": 43,
+    }  # fmt: skip
+    assert [line["kind"] for line in lines(out)] == ["start", "pretrain", "selection"] + 4 * ["finetune"]
+    before = (out / "records.jsonl").read_text()
+    assert main(["transfer", "--resume", "--out", str(out)]) == 0
+    assert [line["kind"] for line in lines(out)][-1] == "resume" and before in (out / "records.jsonl").read_text()
+    assert main(["transfer", "--options"]) == 0
+    assert "redundancy_per_epoch=4\n" in capsys.readouterr().out
