@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
@@ -75,11 +76,19 @@ def as_inputs(x: Any) -> Any:
 
 def call(model: Callable, x: Any) -> Any:
     """Call the model with a tensor, a tuple (positional) or a dict (keywords)."""
+    args, kwargs = _arguments(x)
+    return model(*args, **kwargs)
+
+
+def call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
+    """Call the model with other parameters and buffers, tied ones together."""
+    return functional_call(model, dict(tensors), *_arguments(x), tie_weights=True)
+
+
+def _arguments(x: Any) -> tuple[tuple, dict]:
     if isinstance(x, dict):
-        return model(**x)
-    if isinstance(x, tuple):
-        return model(*x)
-    return model(x)
+        return (), x
+    return (x if isinstance(x, tuple) else (x,)), {}
 
 
 def select_output(result: Any, output: OutputSelector) -> Tensor:

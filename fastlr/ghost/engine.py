@@ -107,11 +107,7 @@ class Engine(Planner):
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         z = self._forward(x)
         count = adapt.sample_count(z, self.out_dim)
-        output = z.detach()
-        refuse_where(
-            output.isnan() | output.isposinf(),
-            lambda: NonFiniteError("the model's output has infinite values or values that are not a number"),
-        )
+        output = _finite(z)
         if not z.requires_grad:
             raise ModelError(
                 "the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)"
@@ -176,8 +172,7 @@ class Engine(Planner):
         state, layouts, count = plan
         with torch.inference_mode(False):
             z = self._forward(x)
-            output = z.detach()
-            refuse_where(output.isnan() | output.isposinf(), lambda: NonFiniteError("the model's output is not finite"))
+            output = _finite(z)
             graph = walk(z, self.parameters)
             if graph.signature() != state.signature:
                 raise Rerouted
@@ -314,3 +309,13 @@ class Engine(Planner):
             with torch.no_grad():
                 for buffer, old in saved:
                     buffer.copy_(old)
+
+
+def _finite(z: Tensor) -> Tensor:
+    """The output without its graph, refused if it is not finite; minus infinity is a logit that classes may have."""
+    output = z.detach()
+    refuse_where(
+        output.isnan() | output.isposinf(),
+        lambda: NonFiniteError("the model's output has infinite values or values that are not a number"),
+    )
+    return output

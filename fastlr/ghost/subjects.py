@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fastlr.ghost import adapt
 
@@ -32,11 +31,8 @@ class Subject:
 
     def __call__(self, x: Any) -> Any:
         """Run the forward pass."""
-        if self.tensors is None:
-            return adapt.call(self.model, adapt.cast(x, self.dtype))
         x = adapt.cast(x, self.dtype)
-        args, kwargs = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
-        return functional_call(self.model, self.tensors, args, kwargs, tie_weights=True)
+        return adapt.call(self.model, x) if self.tensors is None else adapt.call_with(self.model, self.tensors, x)
 
 
 def _perturbed(t: Tensor, scale: float, generator: torch.Generator) -> Tensor:

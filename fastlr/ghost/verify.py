@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from fastlr.ghost import adapt
 from fastlr.ghost.execute import Structure, backward
@@ -126,10 +125,8 @@ def same_output(model: nn.Module, x: Any, got: Tensor, output: adapt.OutputSelec
         if not low or own.shape != got.shape:
             return False
         tensors = {n: adapt.cast(t, torch.float32) for n, t in (*model.named_parameters(), *model.named_buffers())}
-        wide = adapt.cast(x, torch.float32)
-        args, kwargs = ((), wide) if isinstance(wide, dict) else (wide if isinstance(wide, tuple) else (wide,), {})
         with torch.autocast(got.device.type, enabled=False):
-            exact = adapt.select_output(functional_call(model, tensors, args, kwargs, tie_weights=True), output)
+            exact = adapt.select_output(adapt.call_with(model, tensors, adapt.cast(x, torch.float32)), output)
         own_error, error = ((t.float() - exact.float()).abs().max() for t in (own, got))
         return bool(error <= 8 * own_error + close * exact.abs().max())
 
