@@ -51,7 +51,7 @@ def print_sheets(sheets: Sequence[Sheet], csv_file: Path | None) -> None:
     Raises:
         InputError: The file cannot be written.
     """
-    from fastlr.report.continual import show
+    from fastlr.report.folder import show
 
     show(sheets)
     if csv_file is not None:

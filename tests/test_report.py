@@ -19,7 +19,8 @@ from fastlr import cli
 from fastlr.analysis import read_run
 from fastlr.errors import InputError
 from fastlr.report import curves
-from fastlr.report.continual import show, write_report
+from fastlr.report.continual import write_report
+from fastlr.report.folder import show
 from fastlr.report.sheets import Sheet
 
 FIGURES = (

@@ -6,10 +6,6 @@ take what is there: measures may be missing, further keys are ignored, and a las
 
 from __future__ import annotations
 
-import json
-import math
-import re
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,38 +14,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.analysis.folders import RunFolder, as_dict, number, read_config, read_records, run_folders
+from fastlr.errors import InputError
 
 Series = NDArray[np.float64]
 HORIZON = 10  # tasks whose mean accuracy a measure is set against (paper, Table 1)
 
 
 @dataclass
-class Run:
+class Run(RunFolder):
     """The records of one run. All series have one entry a task, 0 to the last, NaN where nothing was recorded.
 
     Attributes:
-        path: The run folder.
-        config: ``config.json``; empty if there is none.
         tasks: Task number to its record.
         start: Measures of the untrained network.
         resumed: Task numbers at which the run was resumed.
     """
 
-    path: Path
-    config: dict[str, Any] = field(default_factory=dict)
     tasks: dict[int, dict[str, Any]] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)
     resumed: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return max(self.tasks, default=-1) + 1
-
-    @property
-    def name(self) -> str:
-        """The last part of the path, with its parent's for folders called seed-0, seed-1, ..."""
-        path = self.path.resolve()
-        return f"{path.parent.name}/{path.name}" if path.name.startswith("seed-") else path.name
 
     @property
     def skipped(self) -> list[int]:
@@ -59,12 +46,12 @@ class Run:
     @property
     def measures(self) -> list[str]:
         """Names of the measures that were recorded at any boundary, in the order of their first appearance."""
-        return list(dict.fromkeys(name for record in self.tasks.values() for name in _dict(record, "measures")))
+        return list(dict.fromkeys(name for record in self.tasks.values() for name in as_dict(record, "measures")))
 
     def _series(self, pick: Any) -> Series:
         values = np.full(len(self), np.nan)
         for t, record in self.tasks.items():
-            values[t] = _number(pick(record))
+            values[t] = number(pick(record))
         return values
 
     @property
@@ -102,17 +89,17 @@ class Run:
 
     def seconds(self, name: str) -> Series:
         """Seconds that "train", "evaluate" or a measure took at each task."""
-        return self._series(lambda record: _dict(record, "seconds").get(name))
+        return self._series(lambda record: as_dict(record, "seconds").get(name))
 
     @property
     def timed(self) -> list[str]:
         """Names that have seconds, in the order of their first appearance."""
-        return list(dict.fromkeys(name for record in self.tasks.values() for name in _dict(record, "seconds")))
+        return list(dict.fromkeys(name for record in self.tasks.values() for name in as_dict(record, "seconds")))
 
     def per_parameter(self, name: str = "local_redundancy") -> dict[int, dict[str, float]]:
         """Task number to the measure's mean for each parameter, where it was recorded."""
-        found = {t: _dict(_entry(record, name), "per_parameter") for t, record in sorted(self.tasks.items())}
-        return {t: {key: _number(value) for key, value in values.items()} for t, values in found.items() if values}
+        found = {t: as_dict(_entry(record, name), "per_parameter") for t, record in sorted(self.tasks.items())}
+        return {t: {key: number(value) for key, value in values.items()} for t, values in found.items() if values}
 
 
 def read_run(path: str | Path) -> Run:
@@ -124,31 +111,21 @@ def read_run(path: str | Path) -> Run:
     Raises:
         InputError: No such folder, no records.jsonl in it, or no line of it is a record.
     """
-    path = Path(path)
-    file = path / "records.jsonl"
-    try:
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"{path} is no run folder: cannot read records.jsonl ({error.strerror or error})") from error
-    run = Run(path, config=_config(path / "config.json"))
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            kind = record["kind"]
-            if kind == "task":
-                run.tasks[_task(record)] = record
-            elif kind == "start":
-                run.start = _dict(record, "measures")
-            elif kind == "resume":
-                run.resumed.append(_task(record))
-        except (ValueError, KeyError, TypeError) as error:
-            last = not any(rest.strip() for rest in lines[number:])
-            what = "the last line is incomplete" if last else f"line {number} is damaged ({_short(error)})"
-            warnings.warn(f"{file}: {what} and is left out", FastlrWarning, stacklevel=2)
+    run = Run(Path(path))
+    run.config = read_config(run.path)
+
+    def take(record: dict[str, Any]) -> None:
+        kind = record["kind"]
+        if kind == "task":
+            run.tasks[_task(record)] = record
+        elif kind == "start":
+            run.start = as_dict(record, "measures")
+        elif kind == "resume":
+            run.resumed.append(_task(record))
+
+    read_records(run.path, take)
     if not run.tasks and not run.start:
-        raise InputError(f"{file} holds no records of a continual run: nothing to report yet")
+        raise InputError(f"{run.path / 'records.jsonl'} holds no records of a continual run: nothing to report yet")
     return run
 
 
@@ -158,37 +135,7 @@ def read_runs(paths: Iterable[str | Path]) -> list[Run]:
     Raises:
         InputError: A path is no run folder and holds none; or one run is named twice.
     """
-    folders: list[Path] = []
-    for path in map(Path, paths):
-        if (path / "records.jsonl").exists():
-            folders.append(path)
-            continue
-        inside = sorted((p.parent for p in path.glob("*/records.jsonl")), key=lambda p: _natural(p.name))
-        if not inside:
-            raise InputError(f"{path} is no run folder: neither it nor a folder in it holds records.jsonl")
-        begun = (p.parent for p in path.glob("*/config.json"))
-        empty = sorted(p.name for p in begun if not (p / "records.jsonl").exists())
-        if empty:
-            warnings.warn(f"{path}: left out what has no records yet ({', '.join(empty)})", FastlrWarning, stacklevel=2)
-        folders += inside
-    if not folders:
-        raise InputError("no run folder given")
-    seen = [folder.resolve() for folder in folders]
-    twice = next((str(folder) for folder in seen if seen.count(folder) > 1), None)
-    if twice:
-        raise InputError(f"{twice} is given twice: a run counts once")
-    return [read_run(folder) for folder in folders]
-
-
-def _config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        warnings.warn(f"{file} cannot be read ({_short(error)}): reporting without it", FastlrWarning, stacklevel=3)
-        return {}
-    return config if isinstance(config, dict) else {}
+    return [read_run(folder) for folder in run_folders(paths)]
 
 
 def _task(record: dict[str, Any]) -> int:
@@ -198,26 +145,6 @@ def _task(record: dict[str, Any]) -> int:
     return task
 
 
-def _dict(record: dict[str, Any], key: str) -> dict[str, Any]:
-    value = record.get(key)
-    return value if isinstance(value, dict) else {}
-
-
 def _entry(record: dict[str, Any], name: str) -> dict[str, Any]:
-    entry = _dict(record, "measures").get(name)
+    entry = as_dict(record, "measures").get(name)
     return entry if isinstance(entry, dict) else {"value": entry}
-
-
-def _number(value: Any) -> float:
-    """The value as a finite float; NaN for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return math.nan
-    return float(value)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:80]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from fastlr.analysis import Correlation, Run, TooShort, agreement, correlations, costs, forgetting_by_blocks, read_runs
 from fastlr.analysis.association import KINDS, TRANSFORMS
@@ -16,12 +13,10 @@ from fastlr.errors import InputError
 from fastlr.report import continual_tables as tables
 from fastlr.report import curves
 from fastlr.report.ablation import ablation_sheet
+from fastlr.report.folder import Figures, Report, make_folder, write_files, write_text
 from fastlr.report.images import contact_sheet
-from fastlr.report.page import write_page
-from fastlr.report.record import write_json
-from fastlr.report.sheets import WIDTH, Sheet, csv_text
+from fastlr.report.sheets import Sheet, csv_text
 
-FIGURES = ("png", "none")
 _TITLES = {
     "semi-partial": "semi-partial",
     "partial": "partial",
@@ -33,30 +28,14 @@ _NUMBERS = {"future accuracy": 1, "forgetting": 2}
 
 
 @dataclass(frozen=True)
-class ContinualReport:
-    """What a report consists of.
+class ContinualReport(Report):
+    """The report of continual runs.
 
     Attributes:
-        folder: Where its files are.
-        page: The HTML page.
-        sheets: All tables, in the page's order.
-        screen: Those that are shown in the terminal.
         correlations: By target.
-        figures: The pictures that were drawn, with captions.
     """
 
-    folder: Path
-    page: Path
-    sheets: tuple[Sheet, ...]
-    screen: tuple[Sheet, ...]
     correlations: dict[str, list[Correlation] | TooShort]
-    figures: tuple[tuple[Path, str], ...]
-
-    def show(self, console: Console | None = None) -> None:
-        """Print the tables and where the files are."""
-        show(self.screen, console)
-        console = console or _console()
-        console.print(f"report: {self.page}", highlight=False, soft_wrap=True)
 
 
 def write_report(
@@ -83,17 +62,10 @@ def write_report(
     Raises:
         InputError: No run there, an argument out of range, or a file that cannot be written.
     """
-    if figures not in FIGURES:
-        raise InputError(f"figures {figures!r}: choose one of {', '.join(FIGURES)}")
     if resamples < 100:
         raise InputError(f"{resamples} resamples: a standard error needs at least 100")
     runs = read_runs(paths)
-    folder = Path(out) if out is not None else Path(paths[0]) / "report" if len(paths) == 1 else Path("fastlr-report")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {folder}: {error.strerror or error}") from error
-
+    folder = make_folder(paths, out, figures)
     found = {target: correlations(runs, target=target, resamples=resamples, seed=seed) for target in _WORDS}
     agreements = agreement(runs, resamples=resamples, seed=seed)
     lost, spent = forgetting_by_blocks(runs), costs(runs)
@@ -129,35 +101,17 @@ def write_report(
         "costs": [vars(each) for each in spent],
         "agreement": [vars(each) for each in agreements],
     }
-    write_json(folder / "report.json", numbers)
-    _write(folder / "report.md", "\n".join(sheet.markdown() for sheet in sheets))
-    for sheet in sheets:
-        if sheet.rows:
-            _write(folder / f"{sheet.slug}.csv", sheet.csv())
     if numbers["correlations"]:
         columns = [key for key in numbers["correlations"][0] if key != "per_run"]
         rows = [[entry[key] for key in columns] for entry in numbers["correlations"]]
-        _write(folder / "correlations.csv", csv_text(columns, rows))
-    page = folder / "index.html"
+        write_text(folder / "correlations.csv", csv_text(columns, rows))
     lead = [
         f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {sum(len(run.tasks) for run in runs)} tasks. "
-        f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in report.json.",
-        *dict.fromkeys(text for run in runs if (text := _provenance(run))),
+        f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in report.json."
     ]
-    records = {f"Configuration of {run.name}": json.dumps(run.config, indent=2) for run in runs if run.config}
-    write_page(page, "Plasticity over a sequence of tasks", lead, _arranged(screen, drawn, sheets), records)
-    return ContinualReport(folder, page, sheets, screen, found, drawn)
-
-
-def show(sheets: Sequence[Sheet], console: Console | None = None) -> None:
-    """Print tables for 80 columns."""
-    console = console or _console()
-    for sheet in sheets:
-        console.print(sheet.text(), highlight=False, markup=False)
-
-
-def _console() -> Console:
-    return Console(width=WIDTH, highlight=False)
+    parts = _arranged(screen, drawn, sheets)
+    page = write_files(folder, "Plasticity over a sequence of tasks", lead, parts, runs, numbers)
+    return ContinualReport(folder, page, sheets, screen, drawn, found)
 
 
 def _full(found: list[Correlation] | TooShort, target: str) -> list[Sheet]:
@@ -176,14 +130,8 @@ def _full(found: list[Correlation] | TooShort, target: str) -> list[Sheet]:
 def _draw(
     runs: Sequence[Run], found: dict[str, list[Correlation] | TooShort], folder: Path
 ) -> tuple[tuple[Path, str], ...]:
-    drawn: list[tuple[Path, str]] = []
-
-    def keep(name: str, done: bool, caption: str) -> None:
-        if done:
-            drawn.append((folder / name, caption.strip()))
-        else:
-            (folder / name).unlink(missing_ok=True)  # of an earlier report
-
+    figures = Figures(folder)
+    keep = figures.keep
     thick = "Thin: each task; thick: running mean over 30 tasks." if max(map(len, runs)) >= 150 else ""
     keep(
         "redundancy-accuracy.png",
@@ -213,7 +161,7 @@ def _draw(
         )
     done, caption = _samples(runs[0], folder / "inputs.png")
     keep("inputs.png", done, caption)
-    return tuple(drawn)
+    return tuple(figures.drawn)
 
 
 def _samples(run: Run, path: Path) -> tuple[bool, str]:
@@ -247,29 +195,3 @@ def _arranged(
         parts += [figure for figure in drawn if places.get(figure[0].name) == sheet.slug]
     parts += [figure for figure in drawn if figure[0].name not in places]
     return parts + [sheet for sheet in sheets if sheet not in screen]
-
-
-def _provenance(run: Run) -> str:
-    """What ran, where: the command, the versions and the commit, as far as the configuration says."""
-    config = run.config
-    options = config.get("options") if isinstance(config.get("options"), dict) else {}
-    command = config.get("command")
-    versions = config.get("versions")
-    said = {
-        "preset": config.get("preset"),
-        "model": options.get("model") if isinstance(options, dict) else None,
-        "seed": options.get("seed") if isinstance(options, dict) else None,
-        "machine": tables.machine_of(run),
-        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
-        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else versions,
-        "commit": config.get("commit"),
-    }
-    text = "; ".join(f"{key}: {value}" for key, value in said.items() if value not in (None, ""))
-    return f"{run.name} – {text}." if text else ""
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error

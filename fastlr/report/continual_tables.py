@@ -187,7 +187,7 @@ def cost_sheet(found: Sequence[Cost], runs: Sequence[Run]) -> Sheet:
         )
         for c in found
     ]
-    devices = list(dict.fromkeys(text for run in runs if (text := machine_of(run))))
+    devices = list(dict.fromkeys(text for run in runs if (text := run.machine)))
     notes = [
         "Timed within the run: seconds in all, their mean and median a task, and their share of the seconds of training "
         "(first row). The first call plans and compiles: it is in the total and the mean, not in the median. Measures "
@@ -196,16 +196,6 @@ def cost_sheet(found: Sequence[Cost], runs: Sequence[Run]) -> Sheet:
     if devices:
         notes.append("On " + "; ".join(devices) + ".")
     return Sheet("costs", title, ("", "total s", "mean s", "median s", "share", "tasks"), tuple(rows), tuple(notes))
-
-
-def machine_of(run: Run) -> str:
-    """What the run's configuration says about the machine: its "machine", "gpu" or "device", at any depth of two."""
-    places = [run.config, *(value for value in run.config.values() if isinstance(value, dict))]
-    for key in ("machine", "gpu", "device"):
-        for place in places:
-            if isinstance(place.get(key), str) and place[key] not in ("", "auto"):
-                return str(place[key])
-    return ""
 
 
 def runs_sheet(runs: Sequence[Run]) -> Sheet:

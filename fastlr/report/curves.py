@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastlr.analysis import INPUTS, Correlation, Run
-from fastlr.errors import InputError
 from fastlr.report.continual_tables import hundred, label, order
-from fastlr.report.plots import GRID, INK, MUTED
+from fastlr.report.figures import COLOURS, GRID, INK, MUTED, log_axis, new_figure, save_figure, style
 from fastlr.report.tables import group_to_fit
 
-COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#97801a", "#2a8c8c")
 _SMOOTH, _FROM = 30, 150  # tasks a running mean, drawn in series of at least so many
 _COLUMNS = 400  # of the heat map: more tasks are averaged
 _ABLATION = {
@@ -38,7 +36,7 @@ def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -
     accurate = [run for run in runs if np.isfinite(run.accuracy).any()]
     if not lr and not accurate:
         return False
-    figure, (top, bottom) = _figure((9, 6.2), 2, sharex=True)
+    figure, (top, bottom) = new_figure((9, 6.2), 2, sharex=True)
     for index, run in enumerate(runs):
         colour = COLOURS[index % len(COLOURS)]
         name = run.name if len(runs) > 1 else ""
@@ -54,14 +52,14 @@ def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -
             top.fill_between(tasks[shown], low[shown], high[shown], color=colour, alpha=0.22, linewidth=0)
         _curve(top, tasks, np.log(values), colour, name, exponential=True)
         _curve(bottom, tasks, 100 * run.accuracy, colour, name)
-    _style(top, "local redundancy", "Local redundancy (band: ± 2 standard errors) and accuracy over tasks")
-    _style(bottom, "held-out accuracy, %")
+    style(top, "local redundancy", "Local redundancy (band: ± 2 standard errors) and accuracy over tasks")
+    style(bottom, "held-out accuracy, %")
     if lr:
-        _log_axis(top)
+        log_axis(top)
     bottom.set_xlabel("task", color=INK, fontsize=9)
     if len(runs) > 1:
         bottom.legend(fontsize=8, frameon=False, ncols=4)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def ablation_curves(runs: Sequence[Run], path: str | os.PathLike[str], at: str = "task") -> bool:
@@ -70,19 +68,19 @@ def ablation_curves(runs: Sequence[Run], path: str | os.PathLike[str], at: str =
     if len(names) < 2:
         return False
     runs = [run for run in runs if any(name in run.measures for name in names)]
-    figure, panels = _figure((9, 0.6 + 3.0 * len(runs)), len(runs), sharex=True)
+    figure, panels = new_figure((9, 0.6 + 3.0 * len(runs)), len(runs), sharex=True)
     for axes, run in zip(np.atleast_1d(panels), runs):
         for name in names:
             values = run.measure(name)
             values = np.log(np.where(values > 0, values, np.nan))
             _curve(axes, np.arange(len(run)), values, _ABLATION[name], INPUTS[name], exponential=True)
-        _log_axis(axes)
-        _style(
+        log_axis(axes)
+        style(
             axes, "local redundancy", "Local redundancy by kind of input" + (f": {run.name}" if len(runs) > 1 else "")
         )
         axes.legend(fontsize=8, frameon=False)
     np.atleast_1d(panels)[-1].set_xlabel(at, color=INK, fontsize=9)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
@@ -115,7 +113,7 @@ def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
         return False
     low, high = float(cells.min()), float(cells.max())
     norm = LogNorm(max(low, high * 1e-8), high if high > low else low * 1.01)
-    figure, axes = _figure((9, max(2.4, 1.4 + 0.19 * len(rows))), 1)
+    figure, axes = new_figure((9, max(2.4, 1.4 + 0.19 * len(rows))), 1)
     axes.set_facecolor("#d7dbdf")
     edge = first + width * cells.shape[1]
     image = axes.imshow(
@@ -136,7 +134,7 @@ def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
     bar.ax.tick_params(labelsize=8, colors=MUTED)
     for side in axes.spines.values():
         side.set_visible(False)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def correlation_chart(found: Sequence[Correlation], path: str | os.PathLike[str]) -> bool:
@@ -145,7 +143,7 @@ def correlation_chart(found: Sequence[Correlation], path: str | os.PathLike[str]
     names = order(list(dict.fromkeys(c.measure for c in chosen)))
     if not names:
         return False
-    figure, axes = _figure((7.5, 1.3 + 0.48 * len(names)), 1)
+    figure, axes = new_figure((7.5, 1.3 + 0.48 * len(names)), 1)
     axes.axvline(0, color=MUTED, linewidth=1)
     for c in chosen:
         pearson = c.method == "pearson"
@@ -174,11 +172,11 @@ def correlation_chart(found: Sequence[Correlation], path: str | os.PathLike[str]
         bbox_to_anchor=(1, 1),
     )
     what = "accuracy of the next 10 tasks" if chosen[0].target == "future accuracy" else "forgetting"
-    _style(axes, "")
+    style(axes, "")
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.grid(False, axis="y")
     axes.set_xlabel(f"correlation x 100 with {what}, task number regressed out", fontsize=9, color=INK)
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def measure_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
@@ -189,24 +187,15 @@ def measure_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
         return False
     columns = 3 if len(names) > 2 else len(names)
     lines = -(-len(names) // columns)
-    figure, panels = _figure((3.1 * columns + 0.4, 2.1 * lines + 0.3), lines, columns)
+    figure, panels = new_figure((3.1 * columns + 0.4, 2.1 * lines + 0.3), lines, columns)
     flat = np.atleast_1d(panels).ravel()
     for axes, name in zip(flat, names):
         for index, run in enumerate(runs):
             _curve(axes, np.arange(len(run)), run.measure(name), COLOURS[index % len(COLOURS)], "")
-        _style(axes, "", label(name))
+        style(axes, "", label(name))
     for axes in flat[len(names) :]:
         axes.set_visible(False)
-    return _save(figure, path)
-
-
-def _figure(size: tuple[float, float], rows: int, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, **options)
+    return save_figure(figure, path)
 
 
 def _curve(axes: Any, tasks: NDArray[Any], values: Array, colour: str, name: str, *, exponential: bool = False) -> None:
@@ -231,35 +220,3 @@ def _running_mean(values: Array) -> Array:
     middle = np.arange(len(values))
     low, high = np.maximum(middle - _SMOOTH // 2, 0), np.minimum(middle + _SMOOTH // 2, len(values))
     return (sums[high] - sums[low]) / (high - low)
-
-
-def _style(axes: Any, ylabel: str, title: str = "") -> None:
-    axes.set_ylabel(ylabel, color=INK, fontsize=9)
-    if title:
-        axes.set_title(title, loc="left", fontsize=10, color=INK)
-    axes.tick_params(labelsize=8, colors=MUTED)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(GRID)
-
-
-def _log_axis(axes: Any) -> None:
-    """A logarithmic axis with plain numbers: at 1, 2 and 5 of each decade, or at the decades where there are many."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 2000 else (1.0,)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _save(figure: Any, path: str | os.PathLike[str]) -> bool:
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write the figure {path}: {error}") from error
-    return True

@@ -6,9 +6,8 @@ import os
 from typing import Any
 
 from fastlr.errors import InputError
+from fastlr.report.figures import COLOURS, GRID, INK, MUTED, new_figure, save_figure
 from fastlr.report.tables import group_to_fit, pm
-
-INK, MUTED, GRID, BARS = "#1f2933", "#66717d", "#e3e7eb", ("#2f6f9f", "#b8621b")
 
 
 def per_layer_chart(
@@ -33,9 +32,6 @@ def per_layer_chart(
     Raises:
         InputError: Nothing to show (no parameters or all values zero), different parameters, or an unwritable path.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = estimates if isinstance(estimates, dict) else {"": estimates}
     if len({tuple(each.per_parameter) for each in panels.values()}) != 1:
         raise InputError("the estimates are of different parameters, so their bars cannot stand side by side")
@@ -44,10 +40,10 @@ def per_layer_chart(
     groups = [group_to_fit(each.per_parameter, most) for each in panels.values()]
     names = list(groups[0])
 
-    figure = Figure(figsize=(3.2 + 4.4 * len(panels), 1.7 + 0.2 * len(names)), layout="constrained")
-    FigureCanvasAgg(figure)
-    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (name, estimate), group, colour in zip(row, panels.items(), groups, BARS * len(panels)):
+    size = (3.2 + 4.4 * len(panels), 1.7 + 0.2 * len(names))
+    figure, grid = new_figure(size, 1, len(panels), sharey=True, squeeze=False)
+    row = grid[0]
+    for axes, (name, estimate), group, colour in zip(row, panels.items(), groups, COLOURS * len(panels)):
         total = sum(group.values())
         _bars(axes, [value / total for value in group.values()], colour)
         result = f"{pm(estimate.value, estimate.stderr)}, n = {estimate.n}"
@@ -56,10 +52,7 @@ def per_layer_chart(
     row[0].set_ylim(len(names) - 0.4, -0.6)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     figure.supxlabel("share of the local redundancy (mean squared per-sample gradient norm)", fontsize=9, color=INK)
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write the chart {path}: {error}") from error
+    save_figure(figure, path)
 
 
 def _bars(axes: Any, shares: list[float], colour: str) -> None:

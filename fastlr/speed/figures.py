@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastlr.errors import InputError
-from fastlr.report.plots import GRID, INK, MUTED
+from fastlr.report.figures import GRID, INK, MUTED
 from fastlr.speed.kernels import SECTION
 from fastlr.speed.record import Record
 from fastlr.speed.tables import seconds

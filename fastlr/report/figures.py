@@ -1,0 +1,59 @@
+"""The drawing that all figures share: an empty figure, axes in one style, saving."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fastlr.errors import InputError
+
+INK, MUTED, GRID = "#1f2933", "#66717d", "#e3e7eb"
+COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#97801a", "#2a8c8c")
+
+
+def new_figure(size: tuple[float, float], rows: int, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a figure of a size in inches and its axes, ``options`` as for matplotlib's ``Figure.subplots``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def style(axes: Any, ylabel: str, title: str = "") -> None:
+    """Give axes the common look: horizontal lines only, no frame, title on the left."""
+    axes.set_ylabel(ylabel, color=INK, fontsize=9)
+    if title:
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.tick_params(labelsize=8, colors=MUTED)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(GRID)
+
+
+def log_axis(axes: Any) -> None:
+    """A logarithmic axis with plain numbers: at 1, 2 and 5 of each decade, or at the decades where there are many."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 2000 else (1.0,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> bool:
+    """Write a figure and return True.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write the figure {path}: {error}") from error
+    return True
