@@ -39,6 +39,17 @@ SMALL = {
     "flip": True,
 }
 
+EVERY_INTERVENTION = {
+    "shrink": 0.9,
+    "perturb": 0.01,
+    "l2_init": 0.01,
+    "cbp_rate": 0.1,
+    "cbp_maturity": 2,
+    "replay_images": 9,
+    "ewc": 3.0,
+    "ewc_images": 5,
+}
+
 
 def no_activation(num_classes: int = 2) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes))

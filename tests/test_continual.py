@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from continual_cases import SMALL, checkpoint, comparable, lines, net
+from continual_cases import EVERY_INTERVENTION, SMALL, checkpoint, comparable, lines, net
 from kills import check_kills
 
 import fastlr
@@ -32,19 +32,20 @@ def images(tmp_path_factory) -> str:
 # -- killed and resumed ------------------------------------------------------------------------------------------------
 
 
-def check_continual_kills(tmp_path, images, kills: int, seed: int) -> None:
-    settings = {**SMALL, "data": images, "tasks": 6, "epochs": 10, "measures": tuple(MEASURES)}
+def check_continual_kills(tmp_path, images, kills: int, seed: int, **more) -> None:
+    settings = {**SMALL, "data": images, "tasks": 6, "epochs": 10, "measures": tuple(MEASURES), **more}
     records = check_kills(tmp_path, "fastlr.drivers.continual", settings, kills, seed)
     assert [line.get("task") for line in records] == [None, 0, 1, 2, 3, 4, 5]
 
 
 def test_killed_three_times_it_ends_as_the_uninterrupted_run(tmp_path, images):
-    check_continual_kills(tmp_path, images, 3, seed=0)
+    check_continual_kills(tmp_path, images, 3, seed=0, **EVERY_INTERVENTION)
 
 
 @pytest.mark.long
-def test_killed_twenty_times_it_ends_as_the_uninterrupted_run(tmp_path, images):
-    check_continual_kills(tmp_path, images, 20, seed=1)
+@pytest.mark.parametrize("more", [{}, EVERY_INTERVENTION], ids=["plain", "interventions"])
+def test_killed_twenty_times_it_ends_as_the_uninterrupted_run(tmp_path, images, more):
+    check_continual_kills(tmp_path, images, 20, seed=1, **more)
 
 
 def test_a_run_can_be_made_longer(tmp_path, images):

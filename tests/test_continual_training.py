@@ -141,10 +141,10 @@ def test_shrink_and_perturb_comes_before_every_task_but_the_first(tmp_path, imag
     assert norms == pytest.approx([norms[0], norms[0], norms[0] / 2], rel=1e-6)
 
 
-def test_towards_init_is_the_penalty_in_the_loss(task):
+def test_towards_init_is_the_penalty_in_the_loss(task, images):
     mine = trainer(l2_init=0.3, flip=False, optimiser="sgd", weight_decay=0.0, batch_size=22, norm_batch=0, epochs=1)
     initial = {name: value + 0.1 for name, value in mine.model.state_dict().items()}
-    mine.started_at(initial)
+    mine.started_at(initial, ImageStore.open(images))
     model = copy.deepcopy(mine.model)
     order = torch.randperm(22, generator=torch.Generator().manual_seed(stream_seed(0, "order", 0)))
     loss = F.cross_entropy(model(normalise(task.train_x[order])), task.train_y[order])

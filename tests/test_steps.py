@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from continual_cases import SMALL, assert_same, checkpoint, comparable, lines, net
+from continual_cases import EVERY_INTERVENTION, SMALL, assert_same, checkpoint, comparable, lines, net
 from recorders import DEVICES, Tape
 from torch import Tensor, nn
 
@@ -73,23 +73,24 @@ def same(a: Trainer, b: Trainer) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "captures"),
     [
-        {"l2_init": 0.1},
-        {"optimiser": "sgd", "momentum": 0.9, "optimiser_state": "reset"},
-        {"optimiser_state": "reset", "head_reset": True, "shrink": 0.8, "perturb": 0.01, "flip": False},
+        ({"l2_init": 0.1}, 2),
+        ({"optimiser": "sgd", "momentum": 0.9, "optimiser_state": "reset"}, 2),
+        ({"optimiser_state": "reset", "head_reset": True, "shrink": 0.8, "perturb": 0.01, "flip": False}, 2),
+        (EVERY_INTERVENTION, 3),
     ],
-    ids=["adamw", "sgd", "resets"],
+    ids=["adamw", "sgd", "resets", "interventions"],
 )
-def test_replayed_steps_train_as_launched_ones(device, images, settings):
-    """Dropout, batch norm, flips, parts of 6, a last batch of 10, and what comes between two tasks."""
+def test_replayed_steps_train_as_launched_ones(device, images, settings, captures):
+    """Dropout, batch norm, flips, parts of 6, a last batch of 10 (and one of 8), and what comes between two tasks."""
     graph, eager = trainer(device, True, **settings), trainer(device, False, **settings)
     for mine in (graph, eager):
-        mine.started_at({name: value.clone() for name, value in mine.model.state_dict().items()})
+        mine.started_at({k: v.clone() for k, v in mine.model.state_dict().items()}, ImageStore.open(images))
     assert learn(graph, images) == pytest.approx(learn(eager, images), rel=0 if device.type == "cpu" else 1e-4)
     same(graph, eager)
     assert_same(random_states(), random_states())
-    assert graph.steps.captures == 2 and eager.steps.captures == 0
+    assert graph.steps.captures == captures and eager.steps.captures == 0
     assert (graph.step_mode, eager.step_mode) == ("graph", "eager")
 
 

@@ -50,7 +50,7 @@ def _carry_on(run: Run, options: ContinualOptions, store: ImageStore, device: to
         raise InputError(f"norm=layer: {options.model} has no batch norm to replace; leave it out")
     trainer = Trainer(model, options, device)
     initial = _initial_state(run, trainer)
-    trainer.started_at(initial)
+    trainer.started_at(initial, store)
     state = run.state or {}
     position = state.get("position", 0)
     if state:
@@ -68,7 +68,13 @@ def _carry_on(run: Run, options: ContinualOptions, store: ImageStore, device: to
         task = next(tasks)
         if not state:
             measures, seconds = measurer.measure(task, task, -1)
-            record: dict[str, Any] = {"kind": "start", "measures": measures, "seconds": seconds}
+            about = {each.name: each.about() for each in trainer.interventions}
+            record: dict[str, Any] = {
+                "kind": "start",
+                "interventions": about,
+                "measures": measures,
+                "seconds": seconds,
+            }
             _commit(run, trainer, measurer, record, 0, None)
             report(Progress(0, options.tasks, 0, options.epochs, record))
         accuracy_before = state.get("accuracy")
@@ -124,9 +130,16 @@ def _learn(step: _Step, trainer: Trainer, store: ImageStore, report: Report) -> 
         "optimiser_state": options.optimiser_state,
         "step": trainer.step_mode,
         "skipped": "nan loss" if loss is None else None,
+        "interventions": {} if loss is None else _said(trainer),
         "measures": {},
         "seconds": {"train": trained - began, "evaluate": time.perf_counter() - trained},
     }
+
+
+def _said(trainer: Trainer) -> dict[str, Any]:
+    """What the interventions say of a task."""
+    found = {each.name: each.record() for each in trainer.interventions}
+    return {name: record for name, record in found.items() if record}
 
 
 def _initial_state(run: Run, trainer: Trainer) -> dict[str, Any]:

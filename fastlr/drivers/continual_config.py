@@ -49,11 +49,21 @@ class ContinualOptions(RunOptions):
         epochs: Passes over a task's training images.
         flip: Mirror each training image with probability 1/2 (neither paper says that it does).
         head_reset: Set the last linear layer to zero at the start of each task, as Dohare et al. do.
-        shrink: Multiply every parameter by it at the start of each task after the first; 1: off (see
-            `fastlr.drivers.interventions`, as for the three that follow).
+        norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place (see
+            `fastlr.drivers.interventions`, as for those that follow).
+        shrink: Multiply every parameter by it at the start of each task after the first; 1: off.
         perturb: Then add normal noise of this standard deviation; 0: off.
         l2_init: Strength of L2 regularisation towards initialisation; 0: off. Not in the recorded train_loss.
-        norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place.
+        cbp_rate: Continual backprop: the share of each layer's mature units that is replaced in a step; 0: off. Dohare et
+            al. take 3e-4 for ``dohare32``.
+        cbp_maturity: Steps after which a unit is mature.
+        cbp_decay: Of the running means of contribution utility and activation.
+        cbp_transfer: Let the mean contribution of a replaced unit go to the bias of what reads it; ``no``: as in Nature.
+        replay_images: Images of earlier tasks in the memory of experience replay, each with the label of its task; 0: off.
+        replay_share: Of each batch that is drawn from the memory.
+        ewc: Strength lambda of elastic weight consolidation, ``lambda / 2 F (theta - theta*)^2``; 0: off. Not in train_loss.
+        ewc_decay: By which the Fisher information of earlier tasks is multiplied after each task.
+        ewc_images: Of each task, for its Fisher information: one forward and backward pass each.
         step: How a training step runs: ``eager``; ``graph``, replayed as a CUDA graph; ``compile``, the model compiled by
             `torch.compile` (on a GPU replayed too); ``auto``: ``graph`` on a GPU, else ``eager``. The records say which.
         on_nan: A loss that is not finite: ``stop`` with an error, or ``skip`` the task, going on from before it.
@@ -81,10 +91,19 @@ class ContinualOptions(RunOptions):
     epochs: int = 100
     flip: bool = False
     head_reset: bool = False
+    norm: Literal["batch", "layer"] = "batch"
     shrink: float = 1.0
     perturb: float = 0.0
     l2_init: float = 0.0
-    norm: Literal["batch", "layer"] = "batch"
+    cbp_rate: float = 0.0
+    cbp_maturity: int = 100
+    cbp_decay: float = 0.99
+    cbp_transfer: bool = True
+    replay_images: int = 0
+    replay_share: float = 0.5
+    ewc: float = 0.0
+    ewc_decay: float = 0.95
+    ewc_images: int = 200
     step: StepMode = "auto"
     on_nan: Literal["stop", "skip"] = "stop"
     measures: tuple[str, ...] = tuple(name for name in MEASURES if name not in OF_THE_ABLATION)
@@ -100,8 +119,17 @@ class ContinualOptions(RunOptions):
         at_least(self, tasks=1, synthetic_classes=2, batch_size=1, norm_batch=0, epochs=1, measure_every=1)
         at_least(self, redundancy_n=1, redundancy_batch=0, measure_images=2, tau=0)
         at_least(self, weight_decay=0, momentum=0, shrink=0, perturb=0, l2_init=0)
+        at_least(self, cbp_rate=0, cbp_maturity=0, cbp_decay=0, replay_images=0, ewc=0, ewc_decay=0, ewc_images=1)
         if not self.learning_rate > 0:
             raise InputError(f"learning_rate={self.learning_rate}: give a positive number")
+        for name, inside in (("cbp_rate", True), ("ewc_decay", True), ("cbp_decay", False), ("replay_share", False)):
+            value = getattr(self, name)
+            if value > 1 or (value == 1 and not inside):
+                raise InputError(f"{name}={value}: give {'at most' if inside else 'less than'} 1")
+        if not self.replay_share > 0:
+            raise InputError(
+                f"replay_share={self.replay_share}: give a positive number (replay_images=0 turns replay off)"
+            )
         choices("measures", self.measures, MEASURES)
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlr.data import Task, normalise, take
+from fastlr.data import ImageStore, Task, normalise, take
+from fastlr.drivers.batches import spans
 from fastlr.drivers.continual_config import ContinualOptions
-from fastlr.drivers.interventions import TowardsInit, shrink_and_perturb
+from fastlr.drivers.interventions import Intervention, Replay, UnitAdamW, chosen
 from fastlr.drivers.runs import seed_everything, stream_seed
 from fastlr.drivers.steps import Compiled, Steps, resolve_mode
 from fastlr.errors import ModelError, NonFiniteError
@@ -45,7 +47,7 @@ class Trainer:
         graph = device.type == "cuda" and mode != "eager"
         self.steps = Steps(self._step, self.model, self._changed, device, graph, strict=options.step == "graph")
         self.optimiser = self._new_optimiser()
-        self.towards_init: TowardsInit | None = None
+        self.interventions: list[Intervention] = []
         if options.head_reset:
             self.head()  # an error now rather than after the first task
 
@@ -53,16 +55,20 @@ class Trainer:
         options = self.options
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         fused = self.device.type == "cuda"
-        common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay, "fused": fused}
+        common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
         if options.optimiser == "sgd":
-            return torch.optim.SGD(parameters, momentum=options.momentum, **common)
-        return torch.optim.AdamW(parameters, capturable=self.steps.captured and fused, **common)
+            return torch.optim.SGD(parameters, momentum=options.momentum, fused=fused, **common)
+        if options.cbp_rate:
+            return UnitAdamW(parameters, **common)
+        return torch.optim.AdamW(parameters, capturable=self.steps.captured and fused, fused=fused, **common)
 
     def _changed(self) -> Iterator[Tensor]:
         """What a step changes, the gradients apart."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         yield from self._optimiser_state()
+        for each in self.interventions:
+            yield from each.written()
 
     def _optimiser_state(self) -> Iterator[Tensor]:
         for state in self.optimiser.state.values():
@@ -74,22 +80,43 @@ class Trainer:
         compiled = ["compile"] if isinstance(self._forward, Compiled) else []
         return "+".join(compiled + ["graph"] * self.steps.captured) or "eager"
 
-    def started_at(self, initial: Mapping[str, Tensor]) -> None:
-        """Tell the parameters at initialisation, on the device."""
-        if self.options.l2_init:
-            self.towards_init = TowardsInit(self.model, initial, self.options.l2_init)
+    def started_at(self, initial: Mapping[str, Tensor], store: ImageStore) -> None:
+        """Make the interventions that the options ask for.
+
+        Args:
+            initial: The parameters at initialisation, on the device.
+            store: Where the tasks come from.
+
+        Raises:
+            InputError: One cannot act on this model.
+        """
+        self.interventions = chosen(self, initial, store)
+
+    @property
+    def replay(self) -> Replay | None:
+        """The memory of earlier tasks' images, if there is one with anything in it."""
+        found = [each for each in self.interventions if isinstance(each, Replay) and len(each.labels)]
+        return found[0] if found else None
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs, by reference."""
-        return {"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict()}
+        interventions = {each.name: each.state() for each in self.interventions}
+        return {
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "interventions": interventions,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Put model and optimiser into a state that `state` returned."""
+        """Put model, optimiser and interventions into a state that `state` returned."""
         self.model.load_state_dict(state["model"])
         groups = [dict(group) for group in state["optimiser"]["param_groups"]]
         for group, mine in zip(groups, self.optimiser.param_groups, strict=True):
             group.update({key: mine[key] for key in ("fused", "foreach", "capturable") if key in mine})  # the device's
         self.optimiser.load_state_dict({**state["optimiser"], "param_groups": groups})
+        for each in self.interventions:
+            if each.name in state.get("interventions", {}):
+                each.load(state["interventions"][each.name])
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the model runs."""
@@ -129,31 +156,45 @@ class Trainer:
         if options.optimiser_state == "reset":
             for t in self._optimiser_state():  # in place, where captured steps find it; zeros mean a fresh state
                 t.zero_()
-        if number > 0 and (options.shrink != 1 or options.perturb):
-            shrink_and_perturb(self.model, options.shrink, options.perturb, stream_seed(options.seed, "task", number))
+        for each in self.interventions:
+            each.before_task(task, number)
         if options.head_reset:
             with torch.no_grad():
                 self.head().weight.zero_()
                 if self.head().bias is not None:
                     self.head().bias.zero_()
+        with ExitStack() as stack:
+            for each in self.interventions:
+                stack.enter_context(each.watching())
+            loss = self._epochs(task, number, report)
+        if before is not None and loss is None:
+            self.load(before)
+            return None
+        for each in self.interventions:
+            each.after_task(task, number)
+        return loss
+
+    def _epochs(self, task: Task, number: int, report: Callable[[int], None]) -> float | None:
+        """Do the epochs of a task; the mean loss of the last, None if one was not finite and on_nan is "skip"."""
+        options, n = self.options, len(task.train_y)
+        task = task if self.replay is None else self.replay.joined(task)
         self.model.train()
         self.steps.check()
         generator = torch.Generator().manual_seed(stream_seed(options.seed, "order", number))
         losses: list[Tensor] = []
         for epoch in range(1, options.epochs + 1):
-            losses.append(self._epoch(task, generator))
+            losses.append(self._epoch(task, n, generator))
             if self.device.type == "cpu" or epoch % LOOKED_AT == 0 or epoch == options.epochs:
                 found = torch.stack(losses).tolist()
                 bad = [i for i, loss in enumerate(found, epoch - len(found) + 1) if not math.isfinite(loss)]
                 if not bad and epoch == options.epochs and not self._works(task):
                     bad = [epoch]  # the last steps have ruined the weights
-                if bad and before is None:
+                if bad and options.on_nan == "stop":
                     raise NonFiniteError(
                         f"task {number}: the loss is not finite in epoch {bad[0]}; lower learning_rate, or choose on_nan=skip, "
                         "in a new run (the run up to the task before is intact)"
                     )
-                if bad and before is not None:
-                    self.load(before)
+                if bad:
                     return None
                 losses = []
             report(epoch)
@@ -168,17 +209,21 @@ class Trainer:
         self.model.train()
         return bool(z.isfinite().all())
 
-    def _epoch(self, task: Task, generator: torch.Generator) -> Tensor:
-        """Go over the images once; the mean loss, on the device."""
-        n = len(task.train_y)
-        order = self._to_device(torch.randperm(n, generator=generator))
-        mirrored = self._to_device(torch.rand(n, generator=generator) < 0.5) if self.options.flip else None
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for start, stop in spans(n, self.options.batch_size):
+    def _epoch(self, task: Task, n: int, generator: torch.Generator) -> Tensor:
+        """Go over the n images of the task's own once, those replayed mixed in; the mean loss, on the device."""
+        if self.replay is None:
+            order, batches = torch.randperm(n, generator=generator), list(spans(n, self.options.batch_size))
+        else:
+            order, batches = self.replay.order(n, generator)
+        order, total = self._to_device(order), torch.zeros((), dtype=torch.float64, device=self.device)
+        mirrored = self._to_device(torch.rand(len(order), generator=generator) < 0.5) if self.options.flip else None
+        for start, stop in batches:
             rows = order[start:stop]
             flips = () if mirrored is None else (mirrored[start:stop],)
             total += self.steps(take(task.train_x, rows), task.train_y.index_select(0, rows), *flips)
-        return total / n
+            for each in self.interventions:
+                each.after_step()
+        return total / len(order)
 
     def _step(self, images: Tensor, labels: Tensor, flips: Tensor | None = None) -> Tensor:
         """One step of the optimiser on the mean loss of a batch; returns the losses' sum.
@@ -199,8 +244,8 @@ class Trainer:
             loss = F.cross_entropy(z.float(), y, reduction="sum")
             (loss / len(labels)).backward()
             total += loss.detach()
-        if self.towards_init is not None:
-            self.towards_init.add_gradients()
+        for each in self.interventions:
+            each.add_gradients()
         self.optimiser.step()
         return total
 
@@ -230,18 +275,3 @@ def part_sizes(size: int, most: int) -> list[int]:
     parts = -(-size // most) if most else 1
     bounds = [size * i // parts for i in range(parts + 1)]
     return [stop - start for start, stop in zip(bounds, bounds[1:])]
-
-
-def spans(n: int, size: int) -> Iterator[tuple[int, int]]:
-    """Split ``range(n)`` into batches; the last may be smaller, but a single image joins the batch before it.
-
-    (BatchNorm has no statistics of one value.)
-
-    Example:
-        >>> list(spans(7, 3)), list(spans(8, 3))
-        ([(0, 3), (3, 7)], [(0, 3), (3, 6), (6, 8)])
-    """
-    starts = list(range(0, n, size))
-    if len(starts) > 1 and n - starts[-1] == 1 and size > 1:
-        starts.pop()
-    yield from zip(starts, [*starts[1:], n])

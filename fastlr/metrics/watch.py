@@ -25,7 +25,7 @@ from fastlr.errors import InputError, ModelError
 
 RELU = {"relu", "relu6"}
 _NAMES = "relu relu6 hardswish gelu silu mish elu selu celu leaky_relu prelu rrelu hardtanh".split()
-_FUNCTIONS: dict[Any, str] = {
+FUNCTIONS: dict[Any, str] = {
     getattr(owner, name + end): name.replace("_", "")
     for name in _NAMES
     for owner in (F, torch, Tensor)
@@ -36,7 +36,7 @@ _FUNCTIONS: dict[Any, str] = {
 _MODULES = re.compile(r"(?i:relu|gelu|silu|swish|mish)|ELU|LaplaceActivation|Tanh$|Softsign|Softplus")
 _CHANNEL_NORMS = {F.batch_norm, F.group_norm, F.instance_norm}
 _LAST_NORMS = {F.layer_norm, F.rms_norm}
-_CONVOLUTIONS = {
+CONVOLUTIONS = {
     **{getattr(F, f"conv{n}d"): n for n in (1, 2, 3)},
     **{getattr(F, f"conv_transpose{n}d"): n for n in (1, 2, 3)},
 }
@@ -46,7 +46,7 @@ _PRODUCTS = {
     for name in "matmul mm bmm addmm baddbmm einsum __matmul__ __rmatmul__".split()
     if hasattr(owner, name)
 } | {F.scaled_dot_product_attention}
-_MOVES = {
+MOVES = {
     getattr(owner, name)
     for owner in (torch, Tensor)
     for name in "permute transpose swapaxes swapdims movedim moveaxis t adjoint".split()
@@ -87,7 +87,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.model, self.layer = model, layer
         self.classes = tuple(a for a in also if isinstance(a, type))
-        self.functions = _FUNCTIONS | {a: getattr(a, "__name__", str(a)) for a in also if not isinstance(a, type)}
+        self.functions = FUNCTIONS | {a: getattr(a, "__name__", str(a)) for a in also if not isinstance(a, type)}
         self.sites: dict[tuple[str, str, int], Site] = {}
         self.given: Tensor | None = None
         self.given_axis: int | None = None
@@ -230,8 +230,8 @@ class Watch(TorchFunctionMode):
 
     def _follow_axis(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], results: list[Tensor]) -> None:
         result = results[0]
-        if func in _CONVOLUTIONS:
-            self.axes[result] = 1 if result.ndim == _CONVOLUTIONS[func] + 2 else 0
+        if func in CONVOLUTIONS:
+            self.axes[result] = 1 if result.ndim == CONVOLUTIONS[func] + 2 else 0
             return
         weights = [t for t in given if self._is_weight(t)]
         if func is F.linear or (func in _PRODUCTS and weights and func is not torch.einsum):
@@ -246,7 +246,7 @@ class Watch(TorchFunctionMode):
             return
         before: int = self.axes[source]
         for t in results:
-            after = _moved(func, args, kwargs, source, before) if func in _MOVES else _kept(source, before, t)
+            after = moved(func, args, kwargs, source, before) if func in MOVES else _kept(source, before, t)
             if after is not None:
                 self.axes[t] = after
 
@@ -285,7 +285,7 @@ def _plain(name: str) -> str:
     return name.lower().removesuffix("activation")
 
 
-def _moved(func: Any, args: tuple, kwargs: dict, source: Tensor, axis: int) -> int | None:
+def moved(func: Any, args: tuple, kwargs: dict, source: Tensor, axis: int) -> int | None:
     """Where an axis goes in a permutation, by running it on a small tensor that is 2 long there and 1 elsewhere."""
     if not args or args[0] is not source:
         return None

@@ -1,13 +1,19 @@
-"""Interventions against loss of plasticity, options of the driver: small functions that act on a model in place."""
+"""The simple interventions: shrink-and-perturb, L2 towards initialisation, layer norm in place of batch norm."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from fastlr.data import Task
+from fastlr.drivers.interventions.base import Intervention
 from fastlr.drivers.runs import stream_seed
+
+if TYPE_CHECKING:
+    from fastlr.drivers.training import Trainer
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -29,32 +35,46 @@ def shrink_and_perturb(model: nn.Module, shrink: float, perturb: float, seed: in
                 p.add_(torch.randn(p.shape, generator=generator).to(p.device, p.dtype), alpha=perturb)
 
 
-class TowardsInit:
+class ShrinkAndPerturb(Intervention):
+    """`shrink_and_perturb` before every task but the first, by the trainer's options ``shrink`` and ``perturb``."""
+
+    name = "shrink_and_perturb"
+
+    def before_task(self, task: Task, number: int) -> None:
+        """Shrink and perturb."""
+        options = self.trainer.options
+        if number > 0:
+            seed = stream_seed(options.seed, "task", number)
+            shrink_and_perturb(self.trainer.model, options.shrink, options.perturb, seed)
+
+
+class TowardsInit(Intervention):
     """L2 regularisation towards initialisation: adds the gradient of ``strength * ||theta - theta_init||^2``.
 
     The gradient is added to ``.grad`` before the optimiser's step, which is the same as adding the penalty to the loss.
 
     Args:
-        model: Its trainable parameters are drawn back.
+        trainer: Its option ``l2_init`` is the strength, with the loss the mean over the batch; no factor 1/2.
         initial: State dict at initialisation, on the model's device.
-        strength: lambda, with the loss the mean over the batch; no factor 1/2.
 
     Source: Kumar, Marklund and Van Roy 2023, "Maintaining plasticity in continual learning via regenerative
     regularization" (arXiv:2308.11958), L2 Init.
     """
 
-    def __init__(self, model: nn.Module, initial: Mapping[str, Tensor], strength: float) -> None:
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    name = "l2_init"
+
+    def __init__(self, trainer: Trainer, initial: Mapping[str, Tensor]) -> None:
+        super().__init__(trainer)
+        named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in named]
         self.initial = [initial[name] for name, _ in named]
-        self.strength = strength
 
     @torch.no_grad()
     def add_gradients(self) -> None:
         """Add the penalty's gradient to ``.grad`` of every parameter that the loss has reached."""
         for p, start in zip(self.parameters, self.initial, strict=True):
             if p.grad is not None:
-                p.grad.add_(p - start, alpha=2 * self.strength)
+                p.grad.add_(p - start, alpha=2 * self.trainer.options.l2_init)
 
 
 def layer_norm_for_batch_norm(model: nn.Module) -> int:
