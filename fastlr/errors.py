@@ -11,6 +11,10 @@ class InputError(FastlrError, ValueError):
     """An argument or an input tensor is wrong: empty batch, n < 1, wrong dtype, device or shape."""
 
 
+class MissingExtraError(FastlrError, ImportError):
+    """A framework that an integration is for is not installed; the message names the extra of fastlr that brings it."""
+
+
 class ModelError(FastlrError, RuntimeError):
     """The model cannot be measured as it is; the message names the module, the reason and the remedy."""
 

@@ -346,7 +346,11 @@ class LocalRedundancy:
         return at
 
     def _autocast(self) -> Any:
-        return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
+        """The precision asked for, whatever autocast region the caller is in; its cache of cast weights may be stale."""
+        ambient = torch.is_autocast_enabled(self.device.type)
+        if self.dtype is None:
+            return torch.autocast(self.device.type, enabled=False) if ambient else nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=not ambient)
 
     def _first_chunk(self) -> int:
         if self.batch_size is None:

@@ -182,9 +182,7 @@ class Run:
 
     def write_checkpoint(self, name: str, content: Any) -> None:
         """Write a file of ``checkpoints/`` atomically."""
-        buffer = io.BytesIO()  # torch.save straight to a full disk can end the process
-        torch.save(content, buffer)
-        replace_file(self.path / CHECKPOINTS / name, buffer.getbuffer())
+        save_file(self.path / CHECKPOINTS / name, content)
 
     def read_checkpoint(self, name: str) -> Any:
         """Read a file of ``checkpoints/`` onto the CPU; None if it is not there.
@@ -369,6 +367,13 @@ def replace_file(path: Path, data: Any) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def save_file(path: Path, content: Any) -> None:
+    """``torch.save`` with the care and the errors of `replace_file`."""
+    buffer = io.BytesIO()  # torch.save straight to a full disk can end the process
+    torch.save(content, buffer)
+    replace_file(path, buffer.getbuffer())
 
 
 @contextmanager

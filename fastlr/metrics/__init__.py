@@ -7,11 +7,13 @@ returns a `Measure`: a float that carries the name of its definition.
 - `dormant_ratio`, `effective_rank`, `feature_rank`: of the activations; `activation_measures` gives them all from one
   forward pass.
 - `train_grad_norm`: of gradients on real data; `gradient_measures` adds the norm of the batch gradient.
+- `measures`: any of these by name, in as few passes as they need.
 """
 
 from fastlr.metrics.activations import activation_measures, dormant_ratio, effective_rank, feature_rank
 from fastlr.metrics.gradients import gradient_measures, train_grad_norm
 from fastlr.metrics.measure import Measure
+from fastlr.metrics.together import measures
 from fastlr.metrics.weights import distance_from_init, weight_norm
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "effective_rank",
     "feature_rank",
     "gradient_measures",
+    "measures",
     "train_grad_norm",
     "weight_norm",
 ]

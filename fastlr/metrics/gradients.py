@@ -20,7 +20,7 @@ from fastlr.runtime import as_it_was
 from fastlr.stats import Moments
 
 Loss = Callable[[Tensor, Any], Tensor]
-_PER_SAMPLE, _BATCH = "train_grad_norm", "train_grad_norm_batch"
+MEASURES = _PER_SAMPLE, _BATCH = "train_grad_norm", "train_grad_norm_batch"
 _DEFINITIONS = {
     _PER_SAMPLE: "training gradient norm, per sample: mean over samples of ||grad of the sample's loss||^2, eval mode",
     _BATCH: "training gradient norm, batch: ||grad of the mean loss over samples||^2, eval mode",
@@ -87,7 +87,7 @@ def gradient_measures(
     y: Any,
     loss: Loss,
     *,
-    measures: Collection[str] = (_PER_SAMPLE, _BATCH),
+    measures: Collection[str] = MEASURES,
     batch_size: int | None = None,
     output: adapt.OutputSelector = None,
     in_dim: int = 0,

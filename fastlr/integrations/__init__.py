@@ -1,0 +1,15 @@
+"""fastlr in training code that others wrote: local redundancy every so many steps or epochs.
+
+- `Monitor`: for hand-written loops.
+- `fastlr.integrations.lightning.LocalRedundancyMonitor`: a Lightning ``Callback``.
+- `fastlr.integrations.huggingface.LocalRedundancyCallback`: a Hugging Face ``TrainerCallback``.
+- `fastlr.integrations.avalanche.LocalRedundancyMetric`: an Avalanche plugin metric.
+
+The frameworks are optional (``pip install 'fastlr[lightning]'``, ``[huggingface]``, ``[avalanche]``) and imported by these
+modules alone. All measure the same way; the training is bit for bit the same without them.
+"""
+
+from fastlr.integrations.meter import Reading
+from fastlr.integrations.monitor import Monitor
+
+__all__ = ["Monitor", "Reading"]

@@ -1,0 +1,119 @@
+"""A plugin metric for Avalanche; needs ``pip install 'fastlr[avalanche]'``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastlr.errors import MissingExtraError
+from fastlr.integrations.meter import Meter, Reading, Schedule
+from fastlr.integrations.monitor import Keep, Keeper, rank
+
+try:
+    from avalanche.evaluation import PluginMetric
+    from avalanche.evaluation.metric_results import MetricValue
+    from avalanche.evaluation.metric_utils import get_metric_name
+except ImportError as missing:
+    raise MissingExtraError(f"avalanche is not installed ({missing}): pip install 'fastlr[avalanche]'") from missing
+
+
+class LocalRedundancyMetric(PluginMetric):
+    """Measures the strategy's model before the first and after every experience, or every so many steps or epochs.
+
+    Give it to an ``EvaluationPlugin`` like any other metric: ``EvaluationPlugin(accuracy_metrics(stream=True),
+    LocalRedundancyMetric(fastlr.ShapeImages((3, 32, 32))), loggers=[...])``. Each number is a curve of its own,
+    such as ``local_redundancy/train_phase/train_stream``. A model that grows (new heads, a wider classifier) is
+    planned and proven anew. It is saved and loaded with the strategy.
+
+    Args:
+        inputs: synthetic inputs, as for `fastlr.estimate`.
+        n: how many of them.
+        every_n_steps: training iterations between two measurements.
+        every_n_epochs: epochs between two measurements. Neither: after every experience.
+        at_start: measure before the first iteration too, where a mistake in the arguments shows at once.
+        keep_best: a file for the state dict of the best model so far, or a function, as for `Monitor`.
+        mode: "max" or "min", as for `Monitor`.
+        prefix: before each name.
+        what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of `fastlr.LocalRedundancy`; see
+            `fastlr.integrations.meter.Meter`.
+
+    Attributes:
+        last, best: the last and the best `Reading`, or None.
+
+    Raises:
+        InputError: wrong arguments.
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        n: int = 1000,
+        *,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        at_start: bool = True,
+        keep_best: Keep | None = None,
+        mode: str = "max",
+        prefix: str = "",
+        **what: Any,
+    ) -> None:
+        super().__init__()
+        self.schedule = Schedule(every_n_steps, every_n_epochs)
+        self.after_experience = every_n_steps is None and every_n_epochs is None
+        self.meter = Meter(inputs, n, **what)
+        self.keeper = Keeper(keep_best, mode)
+        self.at_start, self.prefix = at_start, prefix
+        self.steps = self.epochs = 0
+        self.last: Reading | None = None
+
+    @property
+    def best(self) -> Reading | None:
+        """The best reading so far."""
+        return self.keeper.best
+
+    def result(self) -> float | None:
+        """The last local redundancy."""
+        return None if self.last is None else self.last.value
+
+    def reset(self) -> None:
+        """Nothing is accumulated."""
+
+    def before_training_exp(self, strategy: Any) -> Any:
+        """Measure where the training starts."""
+        return self.measure(strategy) if self.at_start and self.last is None else None
+
+    def after_training_iteration(self, strategy: Any) -> Any:
+        """Measure if enough iterations were done."""
+        super().after_training_iteration(strategy)
+        self.steps += 1
+        return self.measure(strategy) if self.schedule.step_due(self.steps - 1, self.steps) else None
+
+    def after_training_epoch(self, strategy: Any) -> Any:
+        """Measure if enough epochs were done."""
+        self.epochs += 1
+        return self.measure(strategy) if self.schedule.epoch_due(self.epochs) else None
+
+    def after_training_exp(self, strategy: Any) -> Any:
+        """Measure after an experience, if nothing else was asked for."""
+        return self.measure(strategy) if self.after_experience else None
+
+    def measure(self, strategy: Any) -> list[Any] | None:
+        """Measure now. Returns Avalanche's metric values; None on processes other than that of rank 0, or if it failed."""
+        if rank() != 0:
+            return None
+        model = strategy.model
+
+        def take() -> Reading:
+            return self.meter.measure(model, self.steps, self.epochs, keep=lambda r: self.keeper.see(r, model))
+
+        reading = self.meter.attempt(take)
+        if reading is None:
+            return None
+        self.last = reading
+        at = strategy.clock.train_iterations
+        return [
+            MetricValue(self, get_metric_name(name, strategy, add_experience=False, add_task=False), value, at)
+            for name, value in reading.values(self.prefix).items()
+        ]
+
+    def __str__(self) -> str:
+        return "local_redundancy"

@@ -1,0 +1,157 @@
+"""A Lightning ``Callback``; needs ``pip install 'fastlr[lightning]'``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastlr.errors import InputError, MissingExtraError, ModelError
+from fastlr.integrations.meter import Meter, Reading, Schedule, on_main
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError as missing:
+    raise MissingExtraError(f"lightning is not installed ({missing}): pip install 'fastlr[lightning]'") from missing
+
+AVERAGED = "averaged"
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class LocalRedundancyMonitor(Callback):
+    """Measures the module every so many steps or epochs of a fit, and at its start, and logs it.
+
+    The numbers go to all loggers of the trainer (step: optimizer steps done) and into ``trainer.callback_metrics``, so that
+    ``ModelCheckpoint(monitor="local_redundancy", mode="max")`` keeps the best checkpoint; with measurements at the end of
+    epochs and a validation, give it ``save_on_train_epoch_end=True``. With several processes, that of rank 0 measures and all
+    have its numbers. Steps are optimizer steps, however many batches are accumulated.
+
+    Args:
+        inputs: synthetic inputs, as for `fastlr.estimate`.
+        n: how many of them.
+        every_n_steps: optimizer steps between two measurements.
+        every_n_epochs: epochs between two measurements. Neither: every epoch.
+        at_start: measure before the first step too, where a mistake in the arguments shows at once.
+        module: what is measured: the name of a submodule, such as "model", or a function of the LightningModule; None: the
+            LightningModule itself, by its ``forward``.
+        prefix: before each name that is logged.
+        weights: as in `fastlr.integrations.meter.Meter`; "averaged": those of the trainer's ``WeightAveraging`` or
+            ``EMAWeightAveraging`` callback, which must come before this one among the callbacks.
+        what: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error, and options of
+            `fastlr.LocalRedundancy`; see `fastlr.integrations.meter.Meter`.
+
+    Attributes:
+        last: the last `Reading`, or None.
+
+    Raises:
+        InputError: wrong arguments.
+
+    Example:
+        >>> import fastlr                                                                # doctest: +SKIP
+        >>> from fastlr.integrations.lightning import LocalRedundancyMonitor             # doctest: +SKIP
+        >>> monitor = LocalRedundancyMonitor(fastlr.ShapeImages((3, 32, 32)))            # doctest: +SKIP
+        >>> lightning.Trainer(callbacks=[monitor]).fit(module, loader)                   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        n: int = 1000,
+        *,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        at_start: bool = True,
+        module: str | Callable[[Any], nn.Module] | None = None,
+        prefix: str = "",
+        weights: Any = None,
+        **what: Any,
+    ) -> None:
+        if every_n_steps is None and every_n_epochs is None:
+            every_n_epochs = 1
+        self.schedule = Schedule(every_n_steps, every_n_epochs)
+        self.averaged = isinstance(weights, str)
+        if self.averaged and weights != AVERAGED:
+            raise InputError(f"weights must be 'averaged', a module, a state dict or a function, not {weights!r}")
+        self.meter = Meter(inputs, n, weights=None if self.averaged else weights, **what)
+        self.at_start, self.module, self.prefix = at_start, module, prefix
+        self.last: Reading | None = None
+        self._seen = 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Look for what is measured, on every process, before anything runs."""
+        self._target(pl_module)
+        if self.averaged:
+            self._average(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Measure where the training starts."""
+        self._seen = trainer.global_step
+        if self.at_start:
+            self.measure(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        """Measure if enough optimizer steps were done."""
+        before, self._seen = self._seen, trainer.global_step
+        if self.schedule.step_due(before, self._seen):
+            self.measure(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Measure if enough epochs were done."""
+        if self.schedule.epoch_due(trainer.current_epoch + 1):
+            self.measure(trainer, pl_module)
+
+    def measure(self, trainer: Any, pl_module: Any) -> Reading | None:
+        """Measure and log now; every process must call this. Returns the reading, None where it failed with a warning."""
+        dtype = _AUTOCAST.get(str(trainer.precision))
+
+        def take() -> Reading:
+            if self.averaged:
+                self.meter.weights = self._average(trainer)
+            return self.meter.measure(self._target(pl_module), trainer.global_step, trainer.current_epoch, dtype=dtype)
+
+        several = trainer.world_size > 1
+        broadcast = trainer.strategy.broadcast if several else None
+        reading = on_main(lambda: self.meter.attempt(take), trainer.is_global_zero, broadcast)
+        if reading is None:
+            return None
+        self.last = reading
+        values = reading.values(self.prefix)
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=reading.step)
+        device = trainer.strategy.root_device
+        trainer.callback_metrics.update({name: torch.tensor(value, device=device) for name, value in values.items()})
+        return reading
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning saves with its checkpoints."""
+        return self.meter.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.meter.load_state_dict(state_dict)
+
+    def _target(self, pl_module: Any) -> nn.Module:
+        if self.module is None:
+            found = pl_module
+            if getattr(type(pl_module).forward, "__qualname__", "").startswith("LightningModule."):
+                raise ModelError(
+                    f"{type(pl_module).__name__} has no forward(): define it, or say what is measured by module='NAME'"
+                )
+        elif callable(self.module):
+            found = self.module(pl_module)
+        else:
+            found = getattr(pl_module, self.module, None)
+        if not isinstance(found, nn.Module):
+            raise InputError(f"module={self.module!r} is {type(found).__name__} in {type(pl_module).__name__}, no module")
+        return found
+
+    def _average(self, trainer: Any) -> dict[str, Any]:
+        """The tensors of the averaged copy of what is measured."""
+        for callback in trainer.callbacks:
+            average = getattr(callback, "_average_model", None)  # there is no public way to it
+            if average is not None:
+                target = self._target(average.module)
+                return {**dict(target.named_parameters()), **dict(target.named_buffers())}
+        raise InputError("weights='averaged', but the trainer has no WeightAveraging callback: add one before this")
