@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlr.data import Windows
-from fastlr.drivers.training import spans
+from fastlr.drivers.batches import spans
+from fastlr.drivers.optimising import autocast, trainable
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost.adapt import select_output
 
@@ -30,7 +31,7 @@ class Forecaster:
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the model runs."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return autocast(self.device, self.dtype)
 
     def loss(self, windows: Windows, index: Tensor) -> Tensor:
         """Return the mean squared error on some windows, a scalar on the device.
@@ -59,9 +60,8 @@ class Forecaster:
 
     def optimiser(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
         """Return AdamW for the parameters that require grad."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
         fused = self.device.type == "cuda"
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, fused=fused)
+        return torch.optim.AdamW(trainable(self.model), lr=learning_rate, weight_decay=weight_decay, fused=fused)
 
     def train(
         self,

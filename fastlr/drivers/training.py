@@ -16,6 +16,14 @@ from fastlr.data import ImageStore, Task, normalise, take
 from fastlr.drivers.batches import spans
 from fastlr.drivers.continual_config import ContinualOptions
 from fastlr.drivers.interventions import Intervention, Replay, UnitAdamW, chosen
+from fastlr.drivers.optimising import (
+    add_gradients,
+    autocast,
+    load_optimiser,
+    optimiser_state,
+    part_sizes,
+    trainable,
+)
 from fastlr.drivers.runs import seed_everything, stream_seed
 from fastlr.drivers.steps import Compiled, Steps, resolve_mode
 from fastlr.errors import ModelError, NonFiniteError
@@ -53,8 +61,7 @@ class Trainer:
 
     def _new_optimiser(self) -> torch.optim.Optimizer:
         options = self.options
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        fused = self.device.type == "cuda"
+        parameters, fused = trainable(self.model), self.device.type == "cuda"
         common: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
         if options.optimiser == "sgd":
             return torch.optim.SGD(parameters, momentum=options.momentum, fused=fused, **common)
@@ -66,13 +73,9 @@ class Trainer:
         """What a step changes, the gradients apart."""
         yield from self.model.parameters()
         yield from self.model.buffers()
-        yield from self._optimiser_state()
+        yield from optimiser_state(self.optimiser)
         for each in self.interventions:
             yield from each.written()
-
-    def _optimiser_state(self) -> Iterator[Tensor]:
-        for state in self.optimiser.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
 
     @property
     def step_mode(self) -> str:
@@ -110,17 +113,14 @@ class Trainer:
     def load(self, state: dict[str, Any]) -> None:
         """Put model, optimiser and interventions into a state that `state` returned."""
         self.model.load_state_dict(state["model"])
-        groups = [dict(group) for group in state["optimiser"]["param_groups"]]
-        for group, mine in zip(groups, self.optimiser.param_groups, strict=True):
-            group.update({key: mine[key] for key in ("fused", "foreach", "capturable") if key in mine})  # the device's
-        self.optimiser.load_state_dict({**state["optimiser"], "param_groups": groups})
+        load_optimiser(self.optimiser, state["optimiser"])
         for each in self.interventions:
             if each.name in state.get("interventions", {}):
                 each.load(state["interventions"][each.name])
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the model runs."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return autocast(self.device, self.dtype)
 
     def head(self) -> nn.Linear:
         """Return the linear layer that makes the two logits.
@@ -154,7 +154,7 @@ class Trainer:
         before = copy.deepcopy(self.state()) if options.on_nan == "skip" else None
         seed_everything(stream_seed(options.seed, "task", number))
         if options.optimiser_state == "reset":
-            for t in self._optimiser_state():  # in place, where captured steps find it; zeros mean a fresh state
+            for t in optimiser_state(self.optimiser):  # in place, where captured steps find it; zeros mean a fresh state
                 t.zero_()
         for each in self.interventions:
             each.before_task(task, number)
@@ -231,23 +231,19 @@ class Trainer:
         BatchNorm sees ``norm_batch`` images at a time; the gradients of these passes are added.
         """
         self.optimiser.zero_grad(set_to_none=True)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        sizes = part_sizes(len(labels), self.options.norm_batch)
-        parts = zip(
-            images.split(sizes), labels.split(sizes), [None] * len(sizes) if flips is None else flips.split(sizes)
-        )
-        for x, y, mirrored in parts:
-            if mirrored is not None:
-                x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
-            with self.autocast():
-                z = self._forward(normalise(x, self.dtype))
-            loss = F.cross_entropy(z.float(), y, reduction="sum")
-            (loss / len(labels)).backward()
-            total += loss.detach()
+        batch = (images, labels) if flips is None else (images, labels, flips)
+        total = add_gradients(self._loss, batch, self.options.norm_batch)
         for each in self.interventions:
             each.add_gradients()
         self.optimiser.step()
         return total
+
+    def _loss(self, x: Tensor, y: Tensor, mirrored: Tensor | None = None) -> Tensor:
+        if mirrored is not None:
+            x = torch.where(mirrored[:, None, None, None], x.flip(3), x)
+        with self.autocast():
+            z = self._forward(normalise(x, self.dtype))
+        return F.cross_entropy(z.float(), y, reduction="sum")
 
     def _to_device(self, t: Tensor) -> Tensor:
         return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
@@ -263,15 +259,3 @@ class Trainer:
             right += (z.argmax(1) == labels).sum()
         self.model.train()
         return right.item() / len(y)
-
-
-def part_sizes(size: int, most: int) -> list[int]:
-    """Split a batch as evenly as can be into parts of at most ``most`` images; 0: into one.
-
-    Example:
-        >>> part_sizes(10, 4), part_sizes(10, 0)
-        ([3, 3, 4], [10])
-    """
-    parts = -(-size // most) if most else 1
-    bounds = [size * i // parts for i in range(parts + 1)]
-    return [stop - start for start, stop in zip(bounds, bounds[1:])]

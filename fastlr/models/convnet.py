@@ -9,14 +9,16 @@ from fastlr.errors import InputError
 
 
 class ConvNet(nn.Module):
-    """Three convolutions (32 of 5 x 5, 64 and 128 of 3 x 3), each with ReLU and 2 x 2 max pooling, and three linear layers.
+    """Three convolutions (of 5 x 5, 3 x 3 and 3 x 3), each with ReLU and 2 x 2 max pooling, and three linear layers.
 
-    At 32 x 32 with two classes it has 177,218 parameters and is the network of Dohare et al. (2024, "Loss of plasticity in
-    deep continual learning", appendix; ``lop/nets/conv_net.py`` of their code), with torch's default initialisation.
+    With the defaults it has 177,218 parameters and is the network of Dohare et al. (2024, "Loss of plasticity in deep
+    continual learning", appendix; ``lop/nets/conv_net.py`` of their code), with torch's default initialisation.
 
     Args:
         num_classes: Size of the output.
-        size: Height and width of the images, at least 22; only the first linear layer depends on it.
+        size: Height and width of the images, at least 24; only the first linear layer depends on it.
+        widths: Outputs of the three convolutions.
+        hidden: Units of the two hidden linear layers.
 
     Shapes: images ``[B, 3, size, size]`` -> logits ``[B, num_classes]``.
 
@@ -25,14 +27,20 @@ class ConvNet(nn.Module):
         177218
     """
 
-    def __init__(self, num_classes: int = 2, size: int = 32) -> None:
+    def __init__(
+        self, num_classes: int = 2, size: int = 32, widths: tuple[int, int, int] = (32, 64, 128), hidden: int = 128
+    ) -> None:
         super().__init__()
         side = ((((size - 4) // 2) - 2) // 2 - 2) // 2
         if side < 1:
-            raise InputError(f"size={size}: ConvNet needs images of at least 22 x 22")
-        self.size, self.features = size, 128 * side * side
-        self.conv1, self.conv2, self.conv3 = nn.Conv2d(3, 32, 5), nn.Conv2d(32, 64, 3), nn.Conv2d(64, 128, 3)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(self.features, 128), nn.Linear(128, 128), nn.Linear(128, num_classes)
+            raise InputError(f"size={size}: ConvNet needs images of at least 24 x 24")
+        if len(widths) != 3 or min(*widths, hidden) < 1:
+            raise InputError(f"widths={list(widths)}, hidden={hidden}: give three widths, and at least 1 of everything")
+        a, b, c = widths
+        self.size, self.features = size, c * side * side
+        self.conv1, self.conv2, self.conv3 = nn.Conv2d(3, a, 5), nn.Conv2d(a, b, 3), nn.Conv2d(b, c, 3)
+        self.fc1, self.fc2 = nn.Linear(self.features, hidden), nn.Linear(hidden, hidden)
+        self.fc3 = nn.Linear(hidden, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
