@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
-DEPS = setup.py pyproject.toml constraints.txt
+DEPS = setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 
 .PHONY: demo test test-long lint bench-peers clean
 .DEFAULT_GOAL := test

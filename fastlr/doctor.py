@@ -153,17 +153,23 @@ def _nvcc() -> Finding:
 
 
 def _extension() -> Finding:
-    cost = "reductions across GPUs go through torch.distributed; estimates on one device do not need it"
-    remedy = "in a checkout that has csrc/*.cpp: pip install --no-build-isolation -e ."
+    cost = "sums across processes go through torch.distributed, with the same results; estimates do not need it"
+    remedy = "in a checkout, with a C++ compiler (and nvcc, for GPUs): pip install --no-build-isolation -e ."
     try:
-        import torch  # noqa: F401  its libraries must be loaded first
+        import torch
 
         module = importlib.import_module("fastlr._C")
     except ModuleNotFoundError:
         return Finding("fastlr._C", False, "not built", cost, remedy)
     except ImportError as error:
         return Finding("fastlr._C", False, f"does not import: {_line(error)}", cost, remedy)
-    return Finding("fastlr._C", True, str(module.__file__))
+    if not module.cuda and torch.cuda.is_available():
+        detail = f"{module.__file__}: for the CPU only"
+        return Finding(
+            "fastlr._C", False, detail, cost, "install nvcc, then in a checkout: pip install --no-build-isolation -e ."
+        )
+    parts = f"the CPU and compute {module.architectures}" if module.cuda else "the CPU"
+    return Finding("fastlr._C", True, f"sums across processes, for {parts}")
 
 
 def _version(distribution: str) -> str | None:

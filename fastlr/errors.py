@@ -4,7 +4,13 @@ from __future__ import annotations
 
 
 class FastlrError(Exception):
-    """Base of every error that fastlr raises on purpose."""
+    """Base of every error that fastlr raises on purpose.
+
+    Attributes:
+        told_by: where all ranks of a group raise it, the one that was first; else None.
+    """
+
+    told_by: int | None = None
 
 
 class InputError(FastlrError, ValueError):
@@ -33,6 +39,10 @@ class HiddenParameterError(ModelError):
 
 class NonFiniteError(ModelError):
     """An output or a gradient is infinite or not a number."""
+
+
+class DistributedError(FastlrError, RuntimeError):
+    """The ranks of a group did not work together: one failed, ended, did not arrive in time, or called something else."""
 
 
 class FastlrWarning(UserWarning):

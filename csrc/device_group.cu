@@ -1,0 +1,258 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "device_group.h"
+#include "vector_loops.h"
+
+#ifndef FASTLR_ARCHITECTURES
+#define FASTLR_ARCHITECTURES "unknown"
+#endif
+
+namespace fastlr {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int64_t kOneShotBytes = 256 << 10;  // as in vLLM and TensorRT-LLM for 8 GPUs; not measured here
+constexpr int64_t kSegmentUnit = 2 << 20;     // a share of its own of the driver's memory, so that only it is opened
+
+void ok(cudaError_t error, const std::string& what) {
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // clear it: others must not find it
+    throw GroupError(what + ": " + cudaGetErrorString(error));
+  }
+}
+
+struct OnDevice {
+  int before = 0;
+  explicit OnDevice(int device) {
+    ok(cudaGetDevice(&before), "no CUDA device");
+    ok(cudaSetDevice(device), "cannot use CUDA device " + std::to_string(device));
+  }
+  ~OnDevice() { cudaSetDevice(before); }
+};
+
+struct Block : VectorLoops<Block> {
+  __device__ int thread() const { return threadIdx.x; }
+  __device__ int threads() const { return blockDim.x; }
+  __device__ int block() const { return blockIdx.x; }
+  __device__ int blocks() const { return gridDim.x; }
+  __device__ void sync() const { __syncthreads(); }
+  __device__ bool any(bool one) const { return __syncthreads_or(one) != 0; }
+  __device__ void fence() const { __threadfence_system(); }
+  __device__ uint64_t load_acquire(const uint64_t* p) const {
+    uint64_t v;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+    return v;
+  }
+  __device__ void store_release(uint64_t* p, uint64_t v) const {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+  }
+  __device__ uint64_t now() const {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+  }
+  __device__ uint32_t relax(int) const {
+    __nanosleep(40);
+    return kFine;
+  }
+  __device__ double total(double own) const {
+    __shared__ double warps[kThreads / 32];
+    __shared__ double all;
+    for (int step = 16; step > 0; step /= 2) own += __shfl_down_sync(0xffffffffu, own, step);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      double sum = 0;
+      for (int w = 0; w < kThreads / 32; ++w) sum += warps[w];
+      all = sum;
+    }
+    __syncthreads();
+    return all;
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1) one_shot_kernel(const __grid_constant__ Call c) {
+  Block m;
+  one_shot<T>(m, c);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1) two_shot_kernel(const __grid_constant__ Call c) {
+  Block m;
+  two_shot<T>(m, c);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1) norm_kernel(const __grid_constant__ Call c) {
+  Block m;
+  sum_squared_norm<T>(m, c);
+}
+
+__global__ void add_sums_kernel(const double* sums, int blocks, double* result) {
+  double total = 0;
+  for (int b = 0; b < blocks; ++b) total += sums[b];
+  *result += total;
+}
+
+template <typename Kernel>
+int resident(Kernel kernel, int processors) {
+  int each = 0;
+  ok(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kThreads, 0), "no occupancy");
+  return each * processors;
+}
+
+template <typename T>
+int resident_of_all(int processors) {
+  return std::min({resident(one_shot_kernel<T>, processors), resident(two_shot_kernel<T>, processors),
+                   resident(norm_kernel<T>, processors)});
+}
+
+}  // namespace
+
+std::string architectures() { return FASTLR_ARCHITECTURES; }
+
+DeviceGroup::DeviceGroup(int rank, int size, int device, int64_t half_bytes, double timeout)
+    : rank_(rank),
+      size_(size),
+      device_(device),
+      half_bytes_((half_bytes + 4095) / 4096 * 4096),
+      timeout_(timeout),
+      segments_(size) {
+  OnDevice on(device);
+  int processors = 0;
+  ok(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "no device attributes");
+  // A block waits for the same block of every peer: all of them must be able to run at once. Half of the processors
+  // are left to the work beside it.
+  const int most = std::min(resident_of_all<Bfloat16>(processors), resident_of_all<Float32>(processors));
+  blocks_ = std::max(1, std::min({kMaxBlocks, most, processors / 2}));
+  const int64_t bytes = (kHeaderBytes + 2 * half_bytes_ + kSegmentUnit - 1) / kSegmentUnit * kSegmentUnit;
+  try {
+    ok(cudaMalloc(reinterpret_cast<void**>(&segments_[rank]), bytes), "no memory for the staging buffer");
+    ok(cudaMemset(segments_[rank], 0, kHeaderBytes), "cannot clear the header");
+    ok(cudaMalloc(reinterpret_cast<void**>(&sums_), kMaxBlocks * sizeof(double)), "no memory for sums");
+    void* status = nullptr;
+    ok(cudaHostAlloc(&status, sizeof(uint64_t), cudaHostAllocMapped), "no pinned memory");
+    status_ = static_cast<uint64_t*>(status);
+    *status_ = 0;
+    ok(cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_status_), status, 0), "pinned memory is not mapped");
+    cudaEvent_t event;
+    ok(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "no event");
+    last_ = event;
+    ok(cudaDeviceSynchronize(), "the device failed");
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+// The memory itself is left to the end of the process unless close() was called: a peer may still be using it.
+DeviceGroup::~DeviceGroup() {
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && segments_[r] != nullptr) cudaIpcCloseMemHandle(segments_[r]);
+  }
+  cudaGetLastError();
+}
+
+void DeviceGroup::close() {
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
+  cudaDeviceSynchronize();
+  for (int r = 0; r < size_; ++r) {
+    if (r != rank_ && segments_[r] != nullptr) cudaIpcCloseMemHandle(segments_[r]);
+    if (r == rank_) cudaFree(segments_[r]);
+    segments_[r] = nullptr;
+  }
+  cudaFree(sums_);
+  if (status_ != nullptr) cudaFreeHost(const_cast<uint64_t*>(status_));
+  if (last_ != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(last_));
+  sums_ = nullptr;
+  status_ = nullptr;
+  last_ = nullptr;
+  cudaSetDevice(before);
+  cudaGetLastError();
+}
+
+std::string DeviceGroup::address() const {
+  OnDevice on(device_);
+  cudaIpcMemHandle_t handle;
+  ok(cudaIpcGetMemHandle(&handle, segments_[rank_]), "the device cannot share memory between processes");
+  return std::string(reinterpret_cast<const char*>(&handle), sizeof handle);
+}
+
+void DeviceGroup::open(const std::vector<std::string>& addresses) {
+  if (int(addresses.size()) != size_) throw ArgumentError("one address for each rank is needed");
+  OnDevice on(device_);
+  for (int r = 0; r < size_; ++r) {
+    if (segments_[r] != nullptr) continue;
+    cudaIpcMemHandle_t handle;
+    if (addresses[r].size() != sizeof handle) throw ArgumentError("not a CUDA IPC handle");
+    std::memcpy(&handle, addresses[r].data(), sizeof handle);
+    ok(cudaIpcOpenMemHandle(reinterpret_cast<void**>(&segments_[r]), handle, cudaIpcMemLazyEnablePeerAccess),
+       "cannot reach the memory of rank " + std::to_string(r));
+  }
+}
+
+void DeviceGroup::limit_blocks(int blocks) {
+  if (blocks < 1 || blocks > blocks_) throw ArgumentError("blocks must be from 1 to " + std::to_string(blocks_));
+  blocks_ = blocks;
+}
+
+void DeviceGroup::check() const {
+  if (status_ == nullptr) throw GroupError("the group is closed");
+  if (*status_ != 0) throw GroupError(explain(*status_, rank_, timeout_));
+}
+
+template <typename T>
+void DeviceGroup::run(const Job& job, Algorithm algorithm, double* norm, void* stream_pointer) {
+  check();
+  for (const unsigned char* segment : segments_) {
+    if (segment == nullptr) throw GroupError("open() has not been called");
+  }
+  OnDevice on(device_);
+  const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  const auto last = static_cast<cudaEvent_t>(last_);
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  ok(cudaStreamIsCapturing(stream, &capturing), "the stream failed");
+  if (capturing != cudaStreamCaptureStatusNone) {
+    throw ArgumentError("reductions cannot be captured in a CUDA graph: every call has a number of its own");
+  }
+  ok(cudaStreamWaitEvent(stream, last, 0), "the call before failed");  // calls follow each other on any streams
+  if (algorithm == Algorithm::kAuto) {
+    const bool small = size_ == 2 || job.count * int64_t(sizeof(T)) <= kOneShotBytes;  // of two, both read as much
+    algorithm = small ? Algorithm::kOneShot : Algorithm::kTwoShot;
+  }
+  const bool squares = job.operation == Operation::kSquaredNorm;
+  for (int64_t begin = 0; begin < job.count; begin += capacity(half_bytes_, size_, sizeof(T))) {
+    Call c = next_call<T>(job, begin, segments_.data(), half_bytes_, rank_, size_, ++number_, timeout_);
+    c.status = device_status_;
+    c.sums = sums_;
+    const int64_t vectors = (c.count + T::kLanes - 1) / T::kLanes;
+    const int64_t each = squares || algorithm == Algorithm::kTwoShot ? (vectors + size_ - 1) / size_ : vectors;
+    const int blocks = int(std::max<int64_t>(1, std::min<int64_t>(blocks_, (each + kThreads - 1) / kThreads)));
+    if (squares) {
+      norm_kernel<T><<<blocks, kThreads, 0, stream>>>(c);
+      add_sums_kernel<<<1, 1, 0, stream>>>(sums_, blocks, norm);
+    } else if (algorithm == Algorithm::kOneShot) {
+      one_shot_kernel<T><<<blocks, kThreads, 0, stream>>>(c);
+    } else {
+      two_shot_kernel<T><<<blocks, kThreads, 0, stream>>>(c);
+    }
+    ok(cudaGetLastError(), "a kernel could not be started");
+  }
+  ok(cudaEventRecord(last, stream), "the stream failed");
+}
+
+void DeviceGroup::reduce(const Job& job, Algorithm algorithm, double* norm, void* stream) {
+  if (job.dtype == Dtype::kBfloat16) {
+    run<Bfloat16>(job, algorithm, norm, stream);
+  } else {
+    run<Float32>(job, algorithm, norm, stream);
+  }
+}
+
+}  // namespace fastlr
