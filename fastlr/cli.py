@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,7 +94,10 @@ def estimate(
     support: Annotated[bool, typer.Option("--support", help="Also print how each parameter is handled.")] = False,
     show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
 ) -> None:
-    """Measure the local redundancy of MODEL on synthetic inputs."""
+    """Measure the local redundancy of MODEL on synthetic inputs.
+
+    Started by torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all processes share the inputs.
+    """
     global _show_traceback
     _show_traceback |= show_traceback
     one_of("--probe", probe, PROBES)
@@ -105,61 +109,65 @@ def estimate(
     import torch
 
     import fastlr
+    from fastlr.distributed.sharding import launched, local_device
     from fastlr.models import load_model
     from fastlr.report.record import machine, progress_bar, write_json
     from fastlr.report.record import save_images as picture
     from fastlr.report.tables import summary
 
-    out = Console(stderr=json_file == "-")
-    place = device_of(device)
-    source = _inputs(inputs, size)
-    torch.manual_seed(seed)
-    net = load_model(model, weights=weights, checkpoint=checkpoint, num_classes=classes)
-    net = net.to(place).eval()
+    with launched() as members:  # all processes of torchrun, or this one
+        out = Console(stderr=json_file == "-", quiet=members.rank > 0)
+        place = device_of(local_device(device) if members.size > 1 else device)
+        source = _inputs(inputs, size)
+        torch.manual_seed(seed)
+        net = load_model(model, weights=weights, checkpoint=checkpoint, num_classes=classes)
+        net = net.to(place).eval()
 
-    if support:
-        x = source.batch(0, 3, seed=seed, device=place, dtype=_float_dtype(net))
-        out.print(str(fastlr.support_report(net, x)), highlight=False, markup=False)
-    if save_images is not None:
-        picture(save_images, source, seed=seed)
-        out.print(f"images: {save_images}", highlight=False, soft_wrap=True)
+        if support and members.rank == 0:
+            x = source.batch(0, 3, seed=seed, device=place, dtype=_float_dtype(net))
+            out.print(str(fastlr.support_report(net, x)), highlight=False, markup=False)
+        if save_images is not None and members.rank == 0:
+            picture(save_images, source, seed=seed)
+            out.print(f"images: {save_images}", highlight=False, soft_wrap=True)
 
-    with progress_bar(model, max_n or n) as progress:
-        result = fastlr.estimate(
-            net,
-            source,
-            n=n,
-            predictive=kind,
-            probe=probe,
-            batch_size=batch_size,
-            seed=seed,
-            dtype=autocast,
-            target_rel_stderr=target_rel_stderr,
-            min_n=min_n,
-            max_n=max_n,
-            progress=progress,
-        )
+        with progress_bar(model, max_n or n) if members.rank == 0 else nullcontext(False) as progress:
+            result = fastlr.estimate(
+                net,
+                source,
+                n=n,
+                predictive=kind,
+                probe=probe,
+                batch_size=batch_size,
+                seed=seed,
+                dtype=autocast,
+                target_rel_stderr=target_rel_stderr,
+                min_n=min_n,
+                max_n=max_n,
+                progress=progress,
+            )
 
-    parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    title = f"{model}: {parameters:,} parameters, {checkpoint or weights or f'initialised with seed {seed}'}"
-    out.print(summary(result, title=title))
-    if per_layer is not None:
-        from fastlr.report.plots import per_layer_chart
+        if members.rank > 0:
+            return
+        parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
+        title = f"{model}: {parameters:,} parameters, {checkpoint or weights or f'initialised with seed {seed}'}"
+        out.print(summary(result, title=title))
+        if per_layer is not None:
+            from fastlr.report.plots import per_layer_chart
 
-        per_layer_chart(result, per_layer, title=title)
-        out.print(f"chart: {per_layer}", highlight=False, soft_wrap=True)
-    if json_file is not None:
-        settings = {
-            "model": model,
-            "checkpoint": None if checkpoint is None else str(checkpoint),
-            "weights": weights,
-            "classes": classes,
-            "parameters": parameters,
-            "machine": machine(),
-        }
-        write_json(json_file, {**settings, **result.to_dict()})
-        if json_file != "-":
-            out.print(f"json: {json_file}", highlight=False, soft_wrap=True)
+            per_layer_chart(result, per_layer, title=title)
+            out.print(f"chart: {per_layer}", highlight=False, soft_wrap=True)
+        if json_file is not None:
+            settings = {
+                "model": model,
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+                "weights": weights,
+                "classes": classes,
+                "parameters": parameters,
+                "machine": machine(),
+            }
+            write_json(json_file, {**settings, **result.to_dict()})
+            if json_file != "-":
+                out.print(f"json: {json_file}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -273,5 +281,6 @@ def _report(error: Exception) -> int:
         text, code = "aborted", 1
     else:
         text, code = one_line(error), 2 if isinstance(error, InputError) else 1
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    if getattr(error, "told_by", None) in (None, int(os.environ.get("RANK", "0"))):  # else another rank prints it
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -13,13 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fastlr.distributed.sharding import ALONE, Team, fingerprint, team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.ghost.adapt import OutputSelector, call, select_output, trainable, unwrap
+from fastlr.ghost.cotangents import batch_sq_norms
 from fastlr.ghost.engine import Engine
 from fastlr.predictive import PROBES, Predictive, default_predictive
 from fastlr.reference.counter import check_seed
 from fastlr.replay import CudaRecorder, Recorder, Replay, Replays
-from fastlr.result import Estimate, count, paired_difference, ratio
+from fastlr.result import Estimate, count, paired_difference
 from fastlr.runtime import (
     Report,
     as_it_was,
@@ -30,9 +31,11 @@ from fastlr.runtime import (
     out_of_memory,
     reporter,
     same_device,
+    saved_storages,
     versions,
 )
 from fastlr.stats import Moments, memorization_gain, regression_memorization_bound
+from fastlr.stopping import CHECK_EVERY, Stopping, total_inputs
 
 __all__ = [
     "Estimate",
@@ -43,7 +46,6 @@ __all__ = [
     "regression_memorization_bound",
 ]
 
-CHECK_EVERY = 128  # samples between two looks at target_rel_stderr, whatever the chunk
 BATCH_PROBE_SIZE = 250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
 _CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 16 << 30, 1024
 _WORK = 3  # a chunk's peak memory over the activations that its graph saves
@@ -162,7 +164,7 @@ class LocalRedundancy:
         self.model, self.inputs, self.predictive, self.probe, self.dtype = model, inputs, predictive, probe, dtype
         self.output, self.in_dim, self.out_dim, self.progress = output, in_dim, out_dim, progress
         self.seed = check_seed(seed)
-        self.total = _total(count("n", n), inputs, target_rel_stderr, count("min_n", min_n), max_n)
+        self.total = total_inputs(count("n", n), inputs, target_rel_stderr, count("min_n", min_n), max_n)
         self.target, self.min_n = target_rel_stderr, min(min_n, self.total)
         self.batch_size = None if batch_size is None else count("batch_size", batch_size)
         parameters = trainable(unwrap(model))
@@ -174,6 +176,7 @@ class LocalRedundancy:
         if device is not None and not same_device(torch.device(device), self.device):
             raise InputError(f"device={device} but the model is on {self.device}: move the model, or leave device out")
         self.engine = Engine(model, output=output, in_dim=in_dim, out_dim=out_dim)
+        self._most: int | None = None  # inputs in a chunk, once known
         self._notes: list[str] = []
         self._digests: dict[int, str] = {}
         self._batch_proven = False
@@ -186,19 +189,23 @@ class LocalRedundancy:
     def measure(self) -> Estimate:
         """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
         start = time.perf_counter()
-        with as_it_was(self.model, self.device):
-            values, sums, routes = self._values()
-            if not self._replays.clean():
+        members = team()
+        with members.guard(), as_it_was(self.model, self.device):
+            if members.size > 1:
+                self._agree(members)
+            values, sums, routes = self._values(members)
+            if not all(members.share(self._replays.clean())):
                 with self._replays.pause():
-                    values, sums, routes = self._values()
+                    values, sums, routes = self._values(members)
             total = values.detach().to("cpu", torch.float64)
             if not total.isfinite().all():
                 bad = int((~total.isfinite()).nonzero()[0])
-                raise NonFiniteError(
-                    f"the squared gradient norm of sample {bad} is not finite: lower the model's scale"
-                )
+                text = f"the squared gradient norm of sample {bad} is not finite: lower the model's scale"
+                raise members.everybodys(NonFiniteError(text))
             used = len(total) if self.probe != "batch" else min(len(total) * self._chunk, self.total)
             digest = self._digest(used)
+            notes = members.notes([*self._notes, *filter(None, [self._replays.note])])
+            predictive = members.share(repr(self._used_predictive))[0]  # a rank without inputs has none
         moments = Moments()
         moments.add(total)
         return Estimate(
@@ -211,73 +218,88 @@ class LocalRedundancy:
             seconds=time.perf_counter() - start,
             probe=self.probe,
             seed=self.seed,
-            predictive=repr(self._used_predictive),
+            predictive=predictive,
             inputs=describe(self.inputs),
             inputs_used=used,
             inputs_digest=digest,
             batch_size=self._chunk,
             dtype=None if self.dtype is None else str(self.dtype).removeprefix("torch."),
             device=str(self.device),
-            notes=(*self._notes, *([self._replays.note] if self._replays.note else [])),
+            notes=notes,
             versions=versions(),
         )
 
-    def _values(self) -> tuple[Tensor, dict[str, float], dict[str, str]]:
+    def _agree(self, members: Team) -> None:
+        """Raise InputError unless all ranks measure the same."""
+        names = ("total", "target", "min_n", "probe", "seed", "batch_size", "in_dim", "out_dim")
+        arguments = {name: getattr(self, name) for name in names}
+        arguments |= {"dtype": str(self.dtype), "inputs": self._digest(self.total)}
+        arguments["predictive"] = None if self.predictive is None else describe(self.predictive)
+        members.agree("what they measure", arguments, "pass the same arguments on every rank")
+        values = fingerprint(unwrap(self.model))
+        members.agree("the model", values, "load the same weights and buffers on every rank, or broadcast them")
+
+    def _values(self, members: Team) -> tuple[Tensor, dict[str, float], dict[str, str]]:
         """Run over the inputs: the values kept, each parameter's sum over them, and the routes."""
-        self._chunk = self._first_chunk()
+        self._chunk = step = self._first_chunk(members)
         kept: list[Tensor] = []
-        sums: Tensor | None = None
+        sums: dict[str, float] | Tensor = {}
         names: list[str] = []
         routes: dict[str, str] = {}
-        moments, done = Moments(), 0
-        with reporter(self.progress, self.total) as report:
+        stopping, done = Stopping(self.target, self.min_n, step if self.probe == "batch" else None), 0
+        with reporter(self.progress if members.rank == 0 else False, self.total) as report:
             while done < self.total:
-                stop = min(done + self._chunk, self.total)
-                failure = None
-                try:
-                    values, parts, chunk_routes = self._measure_chunk(done, stop)
-                except Exception as error:
-                    if not out_of_memory(error):
-                        raise
-                    failure = str(error).splitlines()[0]
-                if failure is not None:  # outside the handler, so that its traceback frees the chunk's memory
-                    self._halve(stop - done, failure)
-                    continue
-                keep = len(values)
-                finished = stop == self.total
+                step = self._chunk if members.size == 1 else step
+                start, end, stop = members.span(done, step, self.total)
+                values, parts = self._measure_span(start, end, routes)
+                everyone, before = members.join(values)
+                keep, reached = len(everyone), False
                 if self.target is not None or report is not None:
-                    keep, reached = self._look(moments, values.detach().to("cpu", torch.float64), done, stop)
-                    finished |= reached
-                names = list(parts)
-                part = torch.stack([parts[name][:keep] for name in names]).double().sum(1)
-                sums = part if sums is None else sums + part
-                kept.append(values[:keep])
-                routes.update(chunk_routes)
+                    keep, reached = stopping.look(everyone.detach().to("cpu", torch.float64), done, stop)
+                if parts:
+                    names = list(parts)
+                    own = slice(0, max(0, keep - before))
+                    part = torch.stack([parts[name][own] for name in names]).double().sum(1)
+                    sums = part + sums if isinstance(sums, Tensor) else part
+                kept.append(everyone[:keep])
                 done = stop
                 if report is not None:
+                    moments = stopping.moments
                     report(moments.n if self.probe != "batch" else done, self.total, moments.mean, moments.stderr)
-                if finished:
+                if reached:
                     break
-        assert sums is not None  # the first chunk that ends without an error sets it
-        return torch.cat(kept), dict(zip(names, sums.tolist(), strict=True)), routes
+        found = dict(zip(names, sums.tolist(), strict=True)) if isinstance(sums, Tensor) else {}
+        everything = members.share([found, routes])
+        for more, others in everything[1:]:
+            everything[0][1].update(others)
+            for name, value in more.items():
+                everything[0][0][name] += value
+        return torch.cat(kept), everything[0][0], everything[0][1]
 
-    def _look(self, moments: Moments, values: Tensor, done: int, stop: int) -> tuple[int, bool]:
-        """Add a chunk's values up to where the target is reached: (values to keep, whether it is)."""
-        if self.target is None:
-            moments.add(values)
-            return len(values), False
-        if self.probe == "batch":  # its samples are whole batches
-            moments.add(values)
-            return len(values), stop >= self.min_n and ratio(moments.stderr, moments.mean) <= self.target
-        at = done
-        first = self.min_n + max(0, -(-(done + 1 - self.min_n) // CHECK_EVERY)) * CHECK_EVERY
-        for point in range(first, stop + 1, CHECK_EVERY):
-            moments.add(values[at - done : point - done])
-            at = point
-            if ratio(moments.stderr, moments.mean) <= self.target:
-                return at - done, True
-        moments.add(values[at - done :])
-        return len(values), False
+    def _measure_span(self, start: int, stop: int, routes: dict[str, str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Values of inputs start .. stop - 1 and each parameter's, by chunks that are halved where memory runs out."""
+        values: list[Tensor] = []
+        parts: list[dict[str, Tensor]] = []
+        while start < stop:
+            end, failure = min(start + self._chunk, stop), None
+            try:
+                value, part, chunk_routes = self._measure_chunk(start, end)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                failure = str(error).splitlines()[0]
+            if failure is not None:  # outside the handler, so that its traceback frees the chunk's memory
+                self._halve(end - start, failure)
+                continue
+            values.append(value)
+            parts.append(part)
+            routes.update(chunk_routes)
+            start = end
+        if len(values) == 1:
+            return values[0], parts[0]
+        if not values:
+            return torch.empty(0, dtype=torch.float64), {}
+        return torch.cat(values), {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def _measure_chunk(self, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor], dict[str, str]]:
         if self.probe == "batch":
@@ -314,17 +336,10 @@ class LocalRedundancy:
             with self._autocast():
                 self.engine.run(self._batch(start, few), self._cotangent(start, few, "sampled"))
             self._batch_proven = True
-        model = unwrap(self.model)
-        parameters = trainable(model)
         with self._autocast():
-            z = select_output(call(model, x), self.output)
+            z = select_output(call(unwrap(self.model), x), self.output)
         v = self._cotangent(start, stop, "sampled")(z.detach()) / (stop - start)
-        # Unit size, as in the engine: small cotangents keep their bits.
-        exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
-        unit = (v * 2.0**-exponent).to(z.dtype)
-        grads = torch.autograd.grad(z, list(parameters.values()), unit, materialize_grads=True)
-        scale = 4.0**exponent * (stop - start)
-        parts = {name: g.double().square().sum().mul(scale)[None] for name, g in zip(parameters, grads, strict=True)}
+        parts = batch_sq_norms(trainable(unwrap(self.model)), z, v, stop - start)
         return torch.stack(list(parts.values())).sum(0), parts, dict.fromkeys(parts, "batch gradient")
 
     def _batch(self, start: int, stop: int, device: torch.device | None = None) -> Any:
@@ -352,26 +367,26 @@ class LocalRedundancy:
             return torch.autocast(self.device.type, enabled=False) if ambient else nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype, cache_enabled=not ambient)
 
-    def _first_chunk(self) -> int:
-        if self.batch_size is None:
-            self.batch_size = BATCH_PROBE_SIZE if self.probe == "batch" else self._chunk_for_memory()
-            if self.probe != "batch":  # chunks of one size, as far as it goes: one CUDA graph serves them all
-                self.batch_size = -(-self.total // -(-self.total // self.batch_size))
-        return min(self.batch_size, self.total)
+    def _first_chunk(self, members: Team = ALONE) -> int:
+        if self._most is None:
+            default = BATCH_PROBE_SIZE if self.probe == "batch" else None
+            self._most = self.batch_size or default or self._chunk_for_memory()
+        most = min(members.least(self._most), self.total)
+        if self.batch_size is not None or self.probe == "batch":
+            return most
+        if self.target is not None and members.size > 1:  # all of them together do not go far beyond min_n
+            most = min(most, max(CHECK_EVERY, -(-self.min_n // members.size)))
+        # Chunks of one size, as far as it goes: one CUDA graph serves them all, and all ranks have as many.
+        rounds = -(-self.total // (most * members.size))
+        return -(-self.total // (rounds * members.size))
 
     def _chunk_for_memory(self) -> int:
         """As many inputs as fit a quarter of the free memory, from the bytes that a small forward pass saves."""
         few = min(2, self.total)
-        storages: dict[int, int] = {}
-
-        def saved(t: Tensor) -> Tensor:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
         x = self._batch(0, few)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), self._autocast():
-                call(unwrap(self.model), x)
+            with self._autocast():
+                storages = saved_storages(lambda: call(unwrap(self.model), x))
         except Exception as error:
             if not out_of_memory(error):
                 raise
@@ -390,7 +405,7 @@ class LocalRedundancy:
                 f"out of memory on {self.device}: {what} not fit ({failure}); free memory, use a smaller batch_size, "
                 "a machine with more memory, or dtype=torch.bfloat16"
             )
-        self._chunk = self.batch_size = size // 2
+        self._chunk = self._most = size // 2
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if not self._notes:
@@ -407,24 +422,3 @@ class LocalRedundancy:
         if used not in self._digests:
             self._digests[used] = digest(self.inputs, used, self.seed)
         return self._digests[used]
-
-
-def _total(n: int, inputs: Any, target: float | None, min_n: int, max_n: int | None) -> int:
-    """Return the most inputs to use, from n, the length of the inputs and the options of early stopping."""
-    length = len(inputs) if hasattr(inputs, "__len__") else None
-    if target is None:
-        if max_n is not None:
-            raise InputError("max_n goes with target_rel_stderr: pass n for a fixed number of inputs")
-        total = n
-    else:
-        if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target < math.inf:
-            raise InputError(f"target_rel_stderr must be positive and finite, such as 0.05, not {target!r}")
-        if max_n is None:
-            total = n if length is None else min(n, length)
-        elif count("max_n", max_n) < min_n:
-            raise InputError(f"max_n = {max_n} is less than min_n = {min_n}: raise max_n or lower min_n")
-        else:
-            total = count("max_n", max_n)
-    if length is not None and total > length:
-        raise InputError(f"{total} inputs are asked for but there are {length}: lower n (or max_n)")
-    return count("the number of inputs", total)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -45,3 +46,12 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     return torch.ldexp(v, -exponent.view(shape)).to(output.dtype), torch.ldexp(
         torch.ones_like(rows[:, 0]), 2 * exponent
     )
+
+
+def batch_sq_norms(parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, size: int) -> dict[str, Tensor]:
+    """Squared norm [1] of the gradient of ``<output, v>`` by each parameter, times ``size``, by one backward pass."""
+    exponent = max(math.frexp(float(v.abs().max()))[1], -1000)  # unit size, as above: small cotangents keep their bits
+    unit = (v * 2.0**-exponent).to(output.dtype)
+    grads = torch.autograd.grad(output, list(parameters.values()), unit, materialize_grads=True)
+    scale = 4.0**exponent * size
+    return {name: g.double().square().sum().mul(scale)[None] for name, g in zip(parameters, grads, strict=True)}

@@ -9,9 +9,11 @@ from fastlr.reference.norms import (
     layer_norm_sums,
     linear_sq_norms,
 )
+from fastlr.reference.reductions import all_reduce, reduce_sq_norm
 from fastlr.reference.theory import local_redundancy_exact
 
 __all__ = [
+    "all_reduce",
     "channel_sums",
     "conv_grads",
     "conv_sq_norms",
@@ -19,5 +21,6 @@ __all__ = [
     "layer_norm_sums",
     "linear_sq_norms",
     "local_redundancy_exact",
+    "reduce_sq_norm",
     "shape_images",
 ]

@@ -1,0 +1,206 @@
+"""Choosing the route of a group's reductions: the extension where all peers are reachable, else torch.distributed."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import logging
+import os
+import warnings
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastlr.distributed.board import Board, check_timeout
+from fastlr.distributed.routes import EXTENSION_DTYPES, DeviceRoute, HostRoute, Route, TorchRoute
+from fastlr.distributed.sharding import own_group
+from fastlr.errors import DistributedError, FastlrWarning, InputError, one_line
+from fastlr.reference.reductions import fixed_order_sum
+
+REDUCTION_TIMEOUT = 600.0
+BUFFER_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}  # of each rank: two halves, that calls alternate between
+TRIAL_TIMEOUT = 60.0  # of the trial sum: all ranks are there, so only memory that does not work takes long
+_TRIAL = 5000  # elements of it
+_CHOSEN: WeakKeyDictionary[Any, dict[str, Route]] = WeakKeyDictionary()  # group -> device -> route
+_TRIED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> how often a connection was tried
+log = logging.getLogger("fastlr")
+
+
+def connect(
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float = REDUCTION_TIMEOUT,
+    buffer_bytes: int | None = None,
+    prefer: str = "extension",
+) -> Route:
+    """Choose how tensors on a device are reduced over a group, and return the route: its ``name`` and ``why``.
+
+    `all_reduce` and `reduce_sq_norm` do this by themselves at their first call; call it before them to set the options.
+    Every rank of the group must call it. The extension is taken where all ranks have it, run on one machine, can reach
+    each other's memory, and a trial sum comes out right; otherwise torch.distributed, with the same results. Rank 0
+    says so once: a `FastlrWarning` where the extension was not taken, else a line in the log "fastlr".
+
+    Args:
+        device: that of the tensors; for GPUs, this rank's.
+        group: default: all ranks.
+        timeout: seconds for which a rank waits for the others, now and in each reduction of the extension; those of
+            torch.distributed have the process group's own limit.
+        buffer_bytes: staging memory of each rank; larger tensors go through it in parts. Default: 4 MiB of shared
+            memory on the CPU, 128 MiB on a GPU.
+        prefer: "extension", or "torch.distributed" to do without it.
+
+    Raises:
+        InputError: torch.distributed is not initialised, or arguments are wrong or differ between ranks.
+        DistributedError: a rank failed or did not come in time.
+    """
+    group, device = own_group(group), torch.device(device)
+    check_timeout(timeout)
+    if device.type not in BUFFER_BYTES:
+        raise InputError(f"reductions work on the CPU and on CUDA devices, not on {device}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    size = BUFFER_BYTES[device.type] if buffer_bytes is None else buffer_bytes
+    if isinstance(size, bool) or not isinstance(size, int) or size < 8192:
+        raise InputError(f"buffer_bytes must be at least 8192, not {buffer_bytes!r}")
+    if prefer not in ("extension", "torch.distributed"):
+        raise InputError(f"prefer must be 'extension' or 'torch.distributed', not {prefer!r}")
+    _TRIED[group] = _TRIED.get(group, 0) + 1
+    what = "every rank of the group must call the same reductions"
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    board = Board(group.get_group_store(), f"connect/{_TRIED[group]}", rank, ranks, timeout, what)
+    made, why = _extension(device, board, size // 2, timeout, prefer)
+    route: Route = made if made is not None else TorchRoute(group, why)
+    _CHOSEN.setdefault(group, {})[str(device)] = route
+    if rank == 0:
+        text = f"reductions on {device.type} over {ranks} ranks: {route.name} ({route.why})"
+        log.info(text)
+        if made is None and prefer == "extension" and ranks > 1:
+            warnings.warn(text, FastlrWarning, stacklevel=3)
+    return route
+
+
+def route_for(tensor: Tensor, group: Any) -> Route:
+    """The route of a tensor: that of its device, chosen at the first call; torch.distributed for other dtypes."""
+    chosen = _CHOSEN.get(group, {}).get(str(tensor.device))
+    if chosen is None:
+        chosen = connect(tensor.device, group)
+    if chosen.name == "extension" and tensor.dtype not in EXTENSION_DTYPES:
+        return TorchRoute(group, f"the extension does not add {tensor.dtype}")
+    return chosen
+
+
+def load_extension() -> Any:
+    """Return fastlr._C, or raise ImportError."""
+    return importlib.import_module("fastlr._C")
+
+
+def _extension(device: torch.device, board: Board, half: int, timeout: float, prefer: str) -> tuple[Route | None, str]:
+    """Agree with the other ranks on the extension's route: (it, or None; why)."""
+    made: Any = None
+    try:
+        native = load_extension()
+        facts = {"protocol": native.protocol, "reason": _refusal(native, device, board.size)}
+        if facts["reason"] is None and prefer == "extension":
+            made = _group(native, device, board, half, min(timeout, TRIAL_TIMEOUT))
+            facts |= {"address": base64.b64encode(made.address()).decode(), "blocks": getattr(made, "blocks", 0)}
+            facts["device"] = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    except ImportError:
+        facts = {"reason": "fastlr._C is not built: `fastlr doctor` says how to"}
+    except (DistributedError, InputError) as error:
+        facts = {"reason": one_line(error)}
+    facts |= {"prefer": prefer, "machine": _machine(), "kind": device.type, "half": half}
+    everyone = board.share(facts)
+    for name in ("prefer", "kind", "half"):
+        if len({str(each[name]) for each in everyone}) > 1:
+            raise InputError(f"ranks differ in {name}: {[each[name] for each in everyone]}; give every rank the same")
+    why = _common_refusal(everyone)
+    if why is None:
+        why = _trial_of(made, device, board, everyone)
+    if why is not None:
+        if device.type == "cuda" and made is not None:
+            made.close()
+        return None, why
+    made.set_timeout(timeout)
+    if device.type == "cpu":
+        return HostRoute(made, f"{board.size} processes over shared memory"), ""
+    shared = len({each.get("device") for each in everyone}) < board.size
+    return DeviceRoute(made, f"CUDA IPC over {board.size} processes" + (" sharing GPUs" if shared else "")), ""
+
+
+def _refusal(native: Any, device: torch.device, ranks: int) -> str | None:
+    if not 2 <= ranks <= native.max_ranks:
+        return f"the extension works with 2 to {native.max_ranks} ranks"
+    if device.type == "cuda" and not native.cuda:
+        return "the extension was built without nvcc"
+    return None
+
+
+def _group(native: Any, device: torch.device, board: Board, half: int, timeout: float) -> Any:
+    if device.type == "cpu":
+        return native.HostGroup(board.rank, board.size, half, timeout)
+    return native.DeviceGroup(board.rank, board.size, device.index, half, timeout)
+
+
+def _common_refusal(everyone: list[dict[str, Any]]) -> str | None:
+    if everyone[0]["prefer"] != "extension":
+        return "as asked for"
+    for rank, each in enumerate(everyone):
+        if each["reason"] is not None:
+            return f"rank {rank}: {each['reason']}"
+    if len({each["machine"] for each in everyone}) > 1:
+        return "the ranks are on several machines"
+    if len({each["protocol"] for each in everyone}) > 1:
+        return "the ranks have different versions of fastlr._C"
+    return None
+
+
+def _trial_of(made: Any, device: torch.device, board: Board, everyone: list[dict[str, Any]]) -> str | None:
+    """Open the peers' memory and add up known numbers: None if all ranks get what they should, else why not."""
+    reason = None
+    try:
+        made.open([base64.b64decode(each["address"]) for each in everyone])
+        if device.type == "cuda":
+            made.limit_blocks(min(each["blocks"] for each in everyone))
+    except (DistributedError, InputError) as error:
+        reason = one_line(error)
+    reasons = board.share(reason)
+    if device.type == "cpu":
+        made.seal()
+    if not any(reasons):
+        reason = _wrong(made, device, board)
+        reasons = board.share(reason)
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(reasons) if said), None)
+
+
+def _wrong(made: Any, device: torch.device, board: Board) -> str | None:
+    """Peer memory that can be mapped but not read properly (some virtual machines) shows here."""
+    route = HostRoute(made, "") if device.type == "cpu" else DeviceRoute(made, "")
+    parts = [torch.randn(_TRIAL, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(board.size)]
+    total = fixed_order_sum(parts)
+    try:
+        for _ in range(4):  # both halves, twice
+            own = parts[board.rank].to(device, copy=True)
+            norm = float(route.sq_norm(own))
+            route.all_reduce(own, False)
+            found = own.cpu()
+            route.check()
+            right = total.double().square().sum().item()
+            if not torch.equal(found, total.bfloat16()) or abs(norm - right) > 1e-9 * right:
+                return "a trial sum came out wrong: peer memory does not work here"
+    except DistributedError as error:
+        return one_line(error)
+    return None
+
+
+def _machine() -> str:
+    """What processes share that can map each other's memory: the running kernel, and the view of processes."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{os.uname().nodename}" if hasattr(os, "uname") else "unknown"

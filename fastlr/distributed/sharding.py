@@ -1,0 +1,229 @@
+"""Estimates shared by the ranks of a group: each measures some of the inputs, and all of them get the same result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastlr.distributed.board import Board, check_timeout
+from fastlr.errors import DistributedError, FastlrError, InputError, one_line
+
+ESTIMATE_TIMEOUT = 600.0
+_ONE_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class Team:
+    """The ranks that measure together; one process alone is a team of one.
+
+    Attributes:
+        board: their messages; None for one process alone.
+    """
+
+    board: Board | None = None
+    rank: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = (0, 1) if self.board is None else (self.board.rank, self.board.size)
+
+    def share(self, message: Any) -> list[Any]:
+        """Messages of all ranks, in their order; what JSON can hold."""
+        return [message] if self.board is None else self.board.share(message)
+
+    def agree(self, what: str, message: dict[str, Any], remedy: str) -> None:
+        """Raise InputError, the same on all ranks, unless they all give the same; it names the first difference."""
+        everyone = self.share(message)
+        for rank, other in enumerate(everyone):
+            for name in dict.fromkeys([*everyone[0], *other]):
+                here, there = everyone[0].get(name), other.get(name)
+                if here != there:
+                    values = f"{_short(here)} and {_short(there)}"
+                    text = f"ranks 0 and {rank} differ in {what}: {name} is {values}; {remedy}"
+                    raise self.everybodys(InputError(text))
+
+    def everybodys(self, error: FastlrError) -> FastlrError:
+        """An error that all ranks find by themselves, from what they share: nobody need be told."""
+        if self.board is not None:
+            self.board.failure, error.told_by = error, 0
+        return error
+
+    def least(self, number: int) -> int:
+        """The least of the numbers of all ranks."""
+        return min(self.share(number))
+
+    def notes(self, own: list[str]) -> tuple[str, ...]:
+        """Notes of all ranks, with the number of the rank where there are several."""
+        if self.board is None:
+            return tuple(own)
+        said = [f"rank {rank}: {note}" for rank, notes in enumerate(self.share(own)) for note in notes]
+        return (f"the inputs were shared by {self.size} ranks", *said)
+
+    def span(self, done: int, step: int, total: int) -> tuple[int, int, int]:
+        """The next inputs: (where this rank's begin, where they end, where those of all ranks end)."""
+        stop = min(done + step * self.size, total)
+        start = min(done + step * self.rank, stop)
+        return start, min(start + step, stop), stop
+
+    def join(self, values: Tensor) -> tuple[Tensor, int]:
+        """Values [k] of all ranks in their order (float64 on the CPU where there are several), and where own ones begin."""
+        if self.board is None:
+            return values, 0
+        own = values.detach().to("cpu", torch.float64).contiguous().numpy().tobytes()
+        parts = [np.frombuffer(part, dtype=np.float64) for part in self.board.share_bytes(own)]
+        return torch.from_numpy(np.concatenate(parts)), sum(len(part) for part in parts[: self.rank])
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Tell the others of an error inside; all ranks then raise that of the first to fail."""
+        try:
+            yield
+        except Exception as error:
+            if self.board is None:
+                raise
+            shared = self.board.fail(error)
+            if shared is error:
+                raise
+            raise shared from error
+        except BaseException as error:
+            if self.board is not None:
+                self.board.fail(error)
+            raise
+
+
+ALONE = Team()
+_current: ContextVar[Team] = ContextVar("fastlr_team", default=ALONE)
+_entered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> how often it was entered
+
+
+def team() -> Team:
+    """The team that estimates are shared by here: that of `sharded`, or this process alone."""
+    return _current.get()
+
+
+@contextmanager
+def sharded(group: dist.ProcessGroup | None = None, *, timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
+    """Let ``fastlr.estimate`` and ``LocalRedundancy.measure`` inside be shared by the ranks of a group.
+
+    Every rank enters, with the same model, inputs and arguments (checked); each measures a share of the inputs, and all
+    of them return the same `Estimate` but for ``seconds`` and ``device``. The values are gathered in the order of the
+    inputs, so they do not depend on the number of ranks beyond rounding, and with the same ``batch_size`` they are
+    those of one process bit for bit. ``progress`` is reported on rank 0. Outside, an estimate is this process's alone,
+    also where torch.distributed is in use: measuring on rank 0 only is safe.
+
+    An error on one rank is raised on all of them. A rank that ends, leaves or does not come is an error on the others.
+
+    Args:
+        group: whose ranks share; default: all.
+        timeout: seconds for which a rank waits for the others: longer than a chunk of inputs and the first call's
+            proof take.
+
+    Raises:
+        InputError: torch.distributed is not initialised, the group is not this rank's, it is entered twice, or the
+            ranks' arguments differ.
+        DistributedError: a rank failed, ended, left, or did not come in time.
+
+    Example::
+
+        with fastlr.distributed.sharded():
+            lr = fastlr.estimate(model, images)
+    """
+    check_timeout(timeout)
+    group = own_group(group)
+    if _current.get() is not ALONE:
+        raise InputError("sharded() is entered twice: estimates inside are shared already")
+    _entered[group] = _entered.get(group, 0) + 1
+    board = Board(
+        group.get_group_store(),
+        f"estimate/{_entered[group]}",
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        timeout,
+        "every rank of the group must enter fastlr.distributed.sharded() and measure the same; "
+        "raise timeout= if a chunk of inputs takes longer",
+    )
+    with _shared(board) as members:
+        yield members
+
+
+@contextmanager
+def launched(timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
+    """As `sharded`, for a command that torchrun has started: its ranks, or this process alone where it was not."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not all(os.environ.get(name) for name in _ONE_LAUNCH):
+        yield ALONE
+        return
+    alone = "start this one without RANK and WORLD_SIZE in its environment to measure alone"
+    try:
+        store, rank, size = next(iter(dist.rendezvous("env://")))
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(f"cannot join the processes of torchrun ({one_line(error)}); {alone}") from error
+    what = f"all processes that torchrun starts measure together ({alone})"
+    with _shared(Board(store, "launched", rank, size, timeout, what)) as members:
+        yield members
+
+
+def local_device(name: str | None) -> str | None:
+    """The device of a process that torchrun has started: where GPUs are meant but none is named, one for each process."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None or name not in (None, "cuda") or not torch.cuda.is_available():
+        return name
+    return f"cuda:{int(local) % torch.cuda.device_count()}"
+
+
+@contextmanager
+def _shared(board: Board) -> Iterator[Team]:
+    members = Team(board) if board.size > 1 else ALONE
+    token = _current.set(members)
+    try:
+        with members.guard():
+            yield members
+        board.leave()
+    finally:
+        _current.reset(token)
+
+
+def own_group(group: Any) -> Any:
+    """The group itself, or the default one; InputError where there is none or this rank is not in it."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            "torch.distributed is not initialised: start with torchrun and call torch.distributed.init_process_group()"
+        )
+    if group is None:
+        return dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise InputError("this rank is not in the group: only its members call this")
+    return group
+
+
+def fingerprint(model: nn.Module) -> dict[str, list[Any]]:
+    """Name -> shape, dtype and sums of the bits of every parameter and buffer: other values, other sums."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    found: dict[torch.device, list[Tensor]] = {}
+    for _, t in named:
+        found.setdefault(t.device, []).append(_bit_sums(t.detach()))
+    sums = {device: iter(torch.stack(pairs).tolist()) for device, pairs in found.items()}  # one wait for each device
+    return {name: [list(t.shape), str(t.dtype), *next(sums[t.device])] for name, t in named}
+
+
+def _bit_sums(t: Tensor) -> Tensor:
+    """Sums over the bits of a tensor as integers [2], the second over every third: wrapping, so in any order."""
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    flat = t.contiguous().flatten()
+    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    return torch.stack([bits.sum(dtype=torch.int64), bits[::3].sum(dtype=torch.int64)])
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

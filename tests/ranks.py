@@ -1,0 +1,97 @@
+"""Worlds of processes for tests: every rank runs a function of a test module in a process group over gloo.
+
+Processes come from a fork server that has imported torch once, so a world starts in a tenth of a second. The store is
+held by the test's own process, so that any rank may be killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 60.0
+
+
+class Ended(Exception):
+    """A process ended without a result."""
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, group: bool = True
+) -> list[Any]:
+    """Results of ``function(rank, *args)`` on every rank; what a rank raised, or `Ended`, in its place.
+
+    Args:
+        size: number of ranks.
+        function: of a module, not a lambda; so are its arguments.
+        limit: seconds; processes that are still there are killed, and AssertionError is raised.
+        group: whether a process group is made.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "fastlr.distributed", "numpy"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(size):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank, args=(rank, size, store.port, group, there, function, args), daemon=True
+        )
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    results: list[Any] = [None] * size
+    waiting, deadline = dict(zip(pipes, range(size))), time.monotonic() + limit
+    try:
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"ranks {sorted(waiting.values())} are not done after {limit} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    processes[rank].join()
+                    results[rank] = Ended(f"exit code {processes[rank].exitcode}")
+    finally:
+        for process in processes:
+            process.join(0 if waiting else 20)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return results
+
+
+def good(results: list[Any]) -> list[Any]:
+    """The results, or the first exception among them raised."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _rank(rank: int, size: int, port: int, group: bool, pipe: Any, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        if group:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        result = function(rank, *args)
+    except BaseException as error:
+        error.add_note(traceback.format_exc())
+        result = error
+    pipe.send(result)
+    pipe.close()
+    if group and not isinstance(result, BaseException):
+        dist.destroy_process_group()

@@ -1,0 +1,194 @@
+"""Sums over ranks: bit for bit the float32 sum in the order of the ranks, rounded once, on every route, rank and run."""
+
+from __future__ import annotations
+
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import rank_reductions as work
+import torch
+from ranks import Ended, good, run_ranks
+
+from fastlr import distributed, reference
+from fastlr.errors import InputError
+from fastlr.reference.reductions import fixed_order_sum
+
+built = pytest.mark.skipif(find_spec("fastlr._C") is None, reason="fastlr._C is not built")
+ROUTES = [pytest.param("extension", marks=built), "torch.distributed"]
+
+
+def shared_memory() -> set[str]:
+    folder = Path("/dev/shm")
+    return {p.name for p in folder.iterdir() if "fastlr" in p.name} if folder.is_dir() else set()
+
+
+@pytest.fixture(scope="module", params=[(2, "extension"), (4, "extension"), (2, "torch.distributed")], ids=str)
+def found(request):
+    ranks, prefer = request.param
+    if prefer == "extension" and find_spec("fastlr._C") is None:
+        pytest.skip("fastlr._C is not built")
+    before = shared_memory()
+    results = good(run_ranks(ranks, work.all_checks, prefer, "cpu", 1 << 16))
+    assert shared_memory() == before
+    return prefer, results
+
+
+def test_the_route_is_the_one_asked_for(found):
+    prefer, results = found
+    assert {each["route"][0] for each in results} == {prefer}
+    assert len({each["route"] for each in results}) == 1
+
+
+def test_sums_are_the_fixed_order_sum_rounded_once(found):
+    assert [each["sums"] for each in found[1]] == [[]] * len(found[1])
+
+
+def test_sums_are_the_same_on_all_ranks_and_in_every_run(found):
+    assert len({each["hash"] for each in found[1]} | {each["again"] for each in found[1]}) == 1
+
+
+def test_special_values(found):
+    assert [each["special"] for each in found[1]] == [[]] * len(found[1])
+
+
+def test_any_strides_and_slices(found):
+    assert [each["layouts"] for each in found[1]] == [[]] * len(found[1])
+
+
+def test_squared_norms(found):
+    for each in found[1]:
+        norms = each["norms"]
+        assert norms["got"][0] == pytest.approx(norms["want"], rel=1e-13)
+        assert norms["got"] == found[1][0]["norms"]["got"] and norms["got"][0] == norms["got"][1]
+        assert norms["want"] == pytest.approx(norms["float64"], rel=1e-6)
+        assert norms["small buckets"] == pytest.approx(norms["want"], rel=1e-13)
+        value, want, *about = norms["one"]
+        assert value == pytest.approx(want, rel=1e-13) and about == ["torch.float64", 0, "cpu"]
+        assert norms["none"] == 0 and norms["unchanged"]
+
+
+def test_what_cannot_be_added_is_refused(found):
+    for each in found[1]:
+        assert "torch.int64" in each["refused"]["integers"]
+        assert "torch.complex64" in each["refused"]["complex"]
+        assert "sparse" in each["refused"]["sparse"]
+        assert "not list" in each["refused"]["a list"]
+        assert all(text.startswith("InputError: ") for text in each["refused"].values())
+
+
+def test_error_is_that_of_one_rounding(found):
+    """One rounding to 8 bits leaves about 2^-9 / sqrt(3); adding in bfloat16 more with every rank."""
+    for each in found[1]:
+        errors = each["errors"]
+        assert errors["fastlr"] < 2.0**-9
+        if len(found[1]) == 2:
+            assert errors["bfloat16"] == pytest.approx(errors["fastlr"], rel=1e-6)  # one addition, one rounding
+        else:
+            assert errors["fastlr"] < 0.8 * errors["bfloat16"]
+            assert errors["fastlr"] <= errors["gloo"]
+
+
+@pytest.mark.parametrize("how, gap", [("float32", 1e-6), ("bfloat16", 0.05), ("compressed", 0.01)])
+def test_a_ddp_step_is_that_of_one_process_on_the_joined_batch(found, how, gap):
+    for each in found[1]:
+        assert each["ddp"][how]["not the mean"] == 0
+        assert each["ddp"][how]["gap"] < gap
+
+
+@built
+@pytest.mark.parametrize("ranks, when", [(2, "before connecting"), (2, "later"), (4, "later")])
+def test_a_killed_rank_is_an_error_within_the_limit(ranks, when):
+    before, limit = shared_memory(), 2.0
+    results = run_ranks(ranks, work.one_is_killed, when, limit)
+    assert isinstance(results[1], Ended) and "-9" in str(results[1])
+    for rank, (said, seconds) in ((r, x) for r, x in enumerate(results) if r != 1):
+        assert said.startswith("DistributedError: ") and "rank 1" in said, (rank, said)
+        assert seconds < limit + 2
+    assert shared_memory() == before
+
+
+@built
+def test_a_rank_that_does_not_come_in_time():
+    results = good(run_ranks(3, work.one_is_stopped, 0.5))
+    for rank in (0, 2):
+        said, seconds, spoilt = results[rank]
+        assert "rank 1 did not arrive at a reduction within 0.5 s" in said[0] and 0.3 < seconds < 2.5
+        assert "has failed before" in said[1]
+        assert spoilt, "what was not added up must not look like a sum"
+    assert any("rank 1 did not arrive" in text for text in results[1][0])
+
+
+@built
+def test_ranks_that_call_different_reductions():
+    for each in good(run_ranks(2, work.different_calls)):
+        assert all("ranks" in text and "called different reductions" in text for text in each)
+
+
+@built
+def test_an_interrupt_gets_through():
+    results = good(run_ranks(2, work.interrupted))
+    assert results[0][0] == "KeyboardInterrupt" and results[0][1] < 1.0
+    assert results[1][0] == "the reduction was interrupted on rank 0 (noticed by rank 0)" or "rank 0" in results[1][0]
+
+
+def test_options_are_checked():
+    for timeout, prefer, size, meta, differ, member in good(run_ranks(2, work.options_that_differ)):
+        assert "timeout must be" in timeout and "prefer must be" in prefer and "buffer_bytes must be" in size
+        assert "not on meta" in meta
+        assert "ranks differ in prefer" in differ
+        assert "not in the group" in member
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_without_the_extension_on_one_rank(who):
+    for (name, why), right in good(run_ranks(2, work.without_the_extension, who)):
+        assert name == "torch.distributed" and f"rank {who}: fastlr._C is not built" in why
+        assert right
+
+
+def test_subgroups_do_not_meet():
+    for rank, (value, said) in enumerate(good(run_ranks(4, work.subgroups))):
+        assert value == (2.0 if rank % 2 == 0 else 4.0)
+        assert "not in the group" in said
+
+
+def test_one_process_without_a_group():
+    with pytest.raises(InputError, match="not initialised"):
+        distributed.all_reduce(torch.ones(3))
+    with pytest.raises(InputError, match="not initialised"):
+        distributed.reduce_sq_norm([torch.ones(3)])
+
+
+def test_fixed_order_sum_is_sequential():
+    parts = [torch.tensor([x], dtype=torch.float32) for x in (1e8, 1.0, -1e8)]
+    assert fixed_order_sum(parts).item() == 0.0
+    assert fixed_order_sum(parts[::-1]).item() == 0.0
+    assert fixed_order_sum([parts[0], parts[2], parts[1]]).item() == 1.0
+    assert fixed_order_sum([p.double() for p in parts]).dtype == torch.float64
+    assert set(("all_reduce", "reduce_sq_norm")) <= set(reference.__all__)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@built
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_gpus(ranks):
+    """The same checks through CUDA IPC; where there are fewer GPUs than ranks, processes share them."""
+    results = good(run_ranks(ranks, work.all_checks, "extension", "cuda", limit=300))
+    for each in results:
+        assert each["route"][0] == "extension" and "CUDA IPC" in each["route"][1]
+        assert each["sums"] == each["special"] == each["layouts"] == []
+        norms = each["norms"]
+        assert norms["got"][0] == norms["got"][1] == pytest.approx(norms["want"], rel=1e-13)
+        assert each["errors"]["fastlr"] < 2.0**-9
+        assert all(each["ddp"][how]["not the mean"] == 0 for how in each["ddp"])
+        assert not math.isnan(each["ddp"]["float32"]["gap"]) and each["ddp"]["float32"]["gap"] < 1e-4
+    assert len({each["hash"] for each in results} | {each["again"] for each in results}) == 1
+
+
+@built
+def test_no_processes_are_left():
+    """Those of this file were joined; what they mapped has no name."""
+    assert not [p for p in os.listdir("/dev/shm") if p.startswith("fastlr")] if Path("/dev/shm").is_dir() else True
