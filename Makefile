@@ -42,4 +42,4 @@ $(VENV)/.stamp-%: $(VENV)/.stamp-torch $(DEPS)
 .PRECIOUS: $(VENV)/.stamp-torch $(VENV)/.stamp-demo $(VENV)/.stamp-dev $(VENV)/.stamp-bench
 
 clean:
-	rm -rf build demo-output *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build demo-output demo-network *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -20,7 +20,7 @@ from rich.text import Text
 OPTIONAL = {
     "timm": ("timm/... model names are unknown", "pip install 'fastlr[models]'"),
     "transformers": ("no Hugging Face models", "pip install 'fastlr[models]'"),
-    "sklearn": ("fastlr.demo has no digits to train on", "pip install 'fastlr[demo]'"),
+    "sklearn": ("fastlr demo network has no digits to train on", "pip install 'fastlr[demo]'"),
     "tensorboard": ("fastlr continual --tensorboard is refused", "pip install 'fastlr[logging]'"),
     "opacus": ("bench/peers.py leaves Opacus out", "pip install 'fastlr[bench]'"),
     "backpack": ("bench/peers.py leaves BackPACK out", "pip install 'fastlr[bench]'"),

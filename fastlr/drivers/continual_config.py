@@ -164,7 +164,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
         "model": "fastlr.models.convnet:ConvNet",
         "data": "synthetic",
-        "tasks": 110,
+        "tasks": 102,
         "device": "cpu",
         "threads": 1,  # two wait for each other where other processes run: three times as slow at a load of 3
         "dtype": "fp32",

@@ -13,7 +13,7 @@ from rich.console import Console
 from fastlr.analysis.folders import RunFolder
 from fastlr.errors import InputError
 from fastlr.report.page import write_page
-from fastlr.report.record import write_json
+from fastlr.report.record import output_folder, write_json
 from fastlr.report.sheets import WIDTH, Sheet
 
 FIGURES = ("png", "none")
@@ -72,12 +72,9 @@ def make_folder(paths: Sequence[str | Path], out: str | Path | None, figures: st
     """
     if figures not in FIGURES:
         raise InputError(f"figures {figures!r}: choose one of {', '.join(FIGURES)}")
-    folder = Path(out) if out is not None else Path(paths[0]) / "report" if len(paths) == 1 else Path("fastlr-report")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {folder}: {error.strerror or error}") from error
-    return folder
+    if out is None:
+        out = Path(paths[0]) / "report" if len(paths) == 1 else "fastlr-report"
+    return output_folder(out)
 
 
 def write_files(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,20 @@ def machine() -> str:
     except (OSError, StopIteration):
         pass
     return f"{name}, {torch.get_num_threads()} threads"
+
+
+def output_folder(path: str | os.PathLike[str]) -> Path:
+    """Make a folder for results, and those above it, if they are not there; return it.
+
+    Raises:
+        InputError: It cannot be made.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {folder}: {error.strerror or error}") from error
+    return folder
 
 
 def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32) -> None:
