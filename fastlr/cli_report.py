@@ -1,4 +1,4 @@
-"""``fastlr report`` and ``fastlr cost``: the tables and figures of continual runs; printing tables."""
+"""``fastlr report`` and ``fastlr cost``: the tables and figures of runs; printing tables."""
 
 from __future__ import annotations
 
@@ -27,10 +27,20 @@ def report(
     runs: RunFolders,
     out: Annotated[Path | None, typer.Option(help="Folder of the report; without it, report in RUNS.")] = None,
     figures: Annotated[str, typer.Option(help="png or none.")] = "png",
-    bootstrap: Annotated[int, typer.Option(help="Resamples behind each standard error.")] = 1000,
+    bootstrap: Annotated[int, typer.Option(help="Resamples behind each standard error of continual runs.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
 ) -> None:
-    """Analyse continual RUNS, pooled: tables, figures and one HTML page."""
+    """Analyse RUNS of fastlr continual or fastlr transfer, pooled: tables, figures and one HTML page."""
+    from fastlr.analysis.folders import driver_of
+
+    driver = driver_of(runs)
+    if driver == "transfer":
+        from fastlr.report.transfer import write_transfer_report
+
+        write_transfer_report(runs, out, figures=figures).show()
+        return
+    if driver != "continual":
+        raise InputError(f"there is no report for runs of fastlr {driver}")
     from fastlr.report.continual import write_report
 
     write_report(runs, out, figures=figures, resamples=bootstrap, seed=seed).show()

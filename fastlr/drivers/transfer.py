@@ -23,7 +23,7 @@ from fastlr.data import SplitSeries, open_series, split_series
 from fastlr.drivers.forecasting import Forecaster, batches, cosine, evenly
 from fastlr.drivers.launch import Driver, Progress, Report
 from fastlr.drivers.runs import Run, seed_everything, stream_seed
-from fastlr.drivers.transfer_config import PRESETS, STRATEGIES, TransferOptions
+from fastlr.drivers.transfer_config import PRESETS, STRATEGIES, TransferOptions, substitutions
 from fastlr.drivers.transfer_measures import Probe, Redundancy, weights_and_units
 from fastlr.errors import InputError
 from fastlr.models import load_model
@@ -108,14 +108,18 @@ class Study:
         began = clock(self.device)
         self.redundancy.begin()
         self.redundancy.measure(0)
-        o, n = self.options, sum(p.numel() for p in self.net.model.parameters() if p.requires_grad)
+        o, source, target = self.options, self.data.source, self.data.target
+        steps = {
+            "steps_per_epoch": o.steps_per_epoch or len(batches(len(source.train), o.batch_size, 0, 0)),
+            "finetune_steps_per_epoch": o.finetune_steps_per_epoch
+            or len(batches(len(target.train), o.batch_size, 0, 0)),
+        }
         return {
             "kind": "start",
-            "parameters": n,
-            "steps_per_epoch": o.steps_per_epoch or len(batches(len(self.data.source.train), o.batch_size, 0, 0)),
-            "finetune_steps_per_epoch": o.finetune_steps_per_epoch
-            or len(batches(len(self.data.target.train), o.batch_size, 0, 0)),
-            "validation_loss": self.net.validate(self.data.source.validation, o.validation_stride, o.batch_size),
+            "substitutions": substitutions(o, source=source.table.name, target=target.table.name, **steps),
+            "parameters": sum(p.numel() for p in self.net.model.parameters() if p.requires_grad),
+            **steps,
+            "validation_loss": self.net.validate(source.validation, o.validation_stride, o.batch_size),
             "measures": self._measures(),
             "seconds": {"start": clock(self.device) - began},
         }

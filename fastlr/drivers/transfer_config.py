@@ -124,6 +124,35 @@ class TransferOptions(RunOptions):
             raise InputError(f"strategies: name at least one of {', '.join(STRATEGIES)}")
 
 
+# Options that change no number, or only its last bits, or are reported in their own place.
+_NO_MATTER = set("seed device threads compile generated_rows redundancy_batch head strategies model_kwargs".split())
+_NO_MATTER |= {"finetune_evaluations"}
+
+# Steps that one pass over ETTm1's 55,137 and ETTh2's 13,329 training windows takes at 1024 a step.
+_PAPER_STEPS = {"steps_per_epoch": 54, "finetune_steps_per_epoch": 14}
+
+
+def substitutions(options: TransferOptions, **actual: str | int) -> list[str]:
+    """Say in what a run differs from the paper's, each as "NAME VALUE for PAPER'S".
+
+    Args:
+        options: Of the run.
+        actual: What options with a meaning of their own came to: ``source`` and ``target`` (names of the series),
+            ``steps_per_epoch`` and ``finetune_steps_per_epoch``.
+
+    Example:
+        >>> actual = {"source": "ETTh1", "target": "ETTh2", "steps_per_epoch": 14, "finetune_steps_per_epoch": 14}
+        >>> substitutions(TransferOptions(epochs=3), **actual)
+        ['source ETTh1 for ETTm1', 'epochs 3 for 12', 'steps_per_epoch 14 for 54']
+    """
+    found = {**vars(options), **actual}
+    paper = {**vars(TransferOptions()), **_PAPER_STEPS}
+    sizes = ", ".join(f"{key} {value}" for key, value in options.model_kwargs.items())
+    texts = [f"model with {sizes}"] if sizes else []
+    names = [name for name in found if name not in _NO_MATTER and found[name] != paper[name]]
+    return texts + [f"{name} {found[name]} for {paper[name]}" for name in names]
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     # ETTh1 to ETTh2 with a reduced network and small batches, as many steps as ETTm1 to ETTh2 in the paper.
