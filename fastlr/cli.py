@@ -19,6 +19,7 @@ from rich.console import Console
 from fastlr.cli_ablate import ablate
 from fastlr.cli_continual import continual
 from fastlr.cli_data import app as data_commands
+from fastlr.cli_memorize import memorize
 from fastlr.cli_options import (
     BatchSize,
     DeviceName,
@@ -44,6 +45,7 @@ register_reports(app)
 app.command()(ablate)
 app.command()(continual)
 app.command()(transfer)
+app.command()(memorize)
 DEMOS = ("tasks", "network")
 PROBES = ("rademacher", "sampled", "exact", "batch")
 _show_traceback = False

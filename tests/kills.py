@@ -29,7 +29,8 @@ def carry_on(module: str, path: Path, settings: dict[str, Any]) -> None:
 
 def start(module: str, path: Path, settings: dict[str, Any]) -> multiprocessing.Process:
     context = multiprocessing.get_context("forkserver")  # imports torch once
-    context.set_forkserver_preload(["__main__", "kills", "fastlr.drivers.continual", "fastlr.drivers.transfer"])
+    drivers = [f"fastlr.drivers.{name}" for name in ("continual", "transfer", "memorize")]
+    context.set_forkserver_preload(["__main__", "kills", *drivers])
     process = context.Process(target=carry_on, args=(module, path, settings))
     process.start()
     return process

@@ -173,13 +173,23 @@ class Measurer:
             self._estimators[name] = fastlr.LocalRedundancy(self.trainer.model, self._inputs[name], n, **options)
         estimate = self._estimators[name].measure()
         self.chunks[name] = estimate.batch_size
-        return {
-            "value": estimate.value,
-            "stderr": None if math.isnan(estimate.stderr) else estimate.stderr,
-            "definition": _LR.format(n=estimate.n, inputs=what),
-            "n": estimate.n,
-            "per_parameter": {key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()},
-        }
+        return redundancy_record(estimate, str(what))
+
+
+def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
+    """Return what the records of a run say of local redundancy.
+
+    Args:
+        estimate: Of it.
+        inputs: What it was measured on, in words.
+    """
+    return {
+        "value": estimate.value,
+        "stderr": None if math.isnan(estimate.stderr) else estimate.stderr,
+        "definition": _LR.format(n=estimate.n, inputs=inputs),
+        "n": estimate.n,
+        "per_parameter": {key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()},
+    }
 
 
 def _record(measure: metrics.Measure) -> dict[str, Any]:

@@ -185,3 +185,9 @@ class Compiled:
         except (TorchDynamoException, InductorError) as error:
             line = str(error).strip().split("\n")[0][:200]
             raise ModelError(f"step=compile: {line}; choose step=eager") from error
+
+
+def step_mode(forward: Any, steps: Steps) -> str:
+    """Return how steps run: ``eager``, ``graph``, ``compile``, or ``compile+graph``."""
+    compiled = ["compile"] if isinstance(forward, Compiled) else []
+    return "+".join(compiled + ["graph"] * steps.captured) or "eager"

@@ -25,7 +25,7 @@ from fastlr.drivers.optimising import (
     trainable,
 )
 from fastlr.drivers.runs import seed_everything, stream_seed
-from fastlr.drivers.steps import Compiled, Steps, resolve_mode
+from fastlr.drivers.steps import Compiled, Steps, resolve_mode, step_mode
 from fastlr.errors import ModelError, NonFiniteError
 
 EVALUATED = 500  # test images a forward pass
@@ -80,8 +80,7 @@ class Trainer:
     @property
     def step_mode(self) -> str:
         """How steps run: ``eager``, ``graph``, ``compile``, or ``compile+graph``."""
-        compiled = ["compile"] if isinstance(self._forward, Compiled) else []
-        return "+".join(compiled + ["graph"] * self.steps.captured) or "eager"
+        return step_mode(self._forward, self.steps)
 
     def started_at(self, initial: Mapping[str, Tensor], store: ImageStore) -> None:
         """Make the interventions that the options ask for.

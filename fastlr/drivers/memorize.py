@@ -1,0 +1,272 @@
+"""The memorization driver: how many bits of random targets a network takes up, over training (paper, section 4.3).
+
+A step of a run is one epoch. After every ``evaluate_every``-th the loss over all samples in eval mode says how many bits are
+memorised; record and checkpoint are written there. What is random in an epoch is a pure function of the run's seed and the
+epoch's number, so a run that was killed and resumed writes the same records: the same bits on a CPU with the same number of
+threads (times apart).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastlr
+from fastlr.data.memorization import GaussianPairs, LabelledShapes, RandomData, digest
+from fastlr.drivers.batches import spans
+from fastlr.drivers.boundary import redundancy_record
+from fastlr.drivers.launch import Driver, Progress, Report
+from fastlr.drivers.memorize_config import PRESETS, MemorizeOptions
+from fastlr.drivers.optimising import add_gradients, autocast, load_optimiser, optimiser_state, part_sizes, trainable
+from fastlr.drivers.runs import Run, seed_everything, stream_seed
+from fastlr.drivers.steps import Compiled, Steps, resolve_mode, step_mode
+from fastlr.errors import NonFiniteError
+from fastlr.ghost.adapt import select_output
+from fastlr.models import load_model
+from fastlr.runtime import clock
+
+REPORTS = 20  # of progress within an epoch, at most
+Record = dict[str, Any]
+
+
+class Memorizer:
+    """A network that memorises random data: its epochs and what it has taken up.
+
+    Args:
+        data: What to memorise.
+        options: Of the run.
+        device: Where to train.
+        chunk: Inputs at a time when local redundancy is measured, from a checkpoint; 0: not known yet.
+
+    Attributes:
+        model: The network.
+        parameters: Numbers in it that are trained.
+        steps: How its training steps run.
+    """
+
+    def __init__(self, data: RandomData, options: MemorizeOptions, device: torch.device, chunk: int = 0) -> None:
+        self.data, self.options, self.device, self.chunk = data, options, device, chunk
+        self.dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+        seed_everything(stream_seed(options.seed, "model"))
+        model = load_model(options.model, **_arguments(options))
+        self.model: nn.Module = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.parameters = sum(p.numel() for p in trainable(self.model))
+        mode = resolve_mode(options.step, device)
+        often = set(part_sizes(options.batch_size, options.norm_batch))
+        self._forward = Compiled(self.model, often) if mode == "compile" else self.model
+        fused = device.type == "cuda"
+        graph = fused and mode != "eager"
+        self.optimiser = torch.optim.AdamW(
+            trainable(self.model),
+            lr=options.learning_rate,
+            weight_decay=options.weight_decay,
+            fused=fused,
+            capturable=graph,
+        )
+        self.steps = Steps(self._step, self.model, self._changed, device, graph, strict=options.step == "graph")
+        self._redundancy: fastlr.LocalRedundancy | None = None
+
+    @property
+    def step_mode(self) -> str:
+        """How steps run: ``eager``, ``graph``, ``compile``, or ``compile+graph``."""
+        return step_mode(self._forward, self.steps)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, by reference."""
+        return {"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(), "chunk": self.chunk}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put the network and its optimiser into a state that `state` returned."""
+        self.model.load_state_dict(state["model"])
+        load_optimiser(self.optimiser, state["optimiser"])
+
+    def epoch(self, number: int, report: Callable[[int, int], None] = lambda done, of: None) -> float:
+        """Go over all samples once, in random order.
+
+        Args:
+            number: The epoch's, from 1, which decides all that is random.
+            report: Called now and then with the batches done, and of how many.
+
+        Returns:
+            The mean loss over the samples, each as the network met it, in train mode.
+
+        Raises:
+            NonFiniteError: It is not finite.
+        """
+        seed = self.options.seed
+        seed_everything(stream_seed(seed, "epoch", number))
+        generator = torch.Generator().manual_seed(stream_seed(seed, "order", number))
+        order = torch.randperm(self.data.n, generator=generator).to(self.device)
+        self.model.train()
+        self.steps.check()
+        batches = list(spans(self.data.n, self.options.batch_size))
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for done, (start, stop) in enumerate(batches):
+            if done and done % -(-len(batches) // REPORTS) == 0:
+                report(done, len(batches))
+            total += self.steps(*self.data.batch(order[start:stop], self.dtype))
+        return self._finite(total.item() / self.data.n, f"in epoch {number}")
+
+    def _step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One step of the optimiser on the mean loss of a batch; returns the losses' sum."""
+        self.optimiser.zero_grad(set_to_none=True)
+        total = add_gradients(self._loss, (x, y), self.options.norm_batch)
+        self.optimiser.step()
+        return total
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        with autocast(self.device, self.dtype):
+            z = select_output(self._forward(x), None)
+        return self.data.losses(z, y).sum()
+
+    def _changed(self) -> Iterator[Tensor]:
+        """What a step changes, the gradients apart."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from optimiser_state(self.optimiser)
+
+    @torch.no_grad()
+    def evaluate(self, when: str) -> Record:
+        """Return the mean loss over all samples in eval mode, and the bits that are memorised at it.
+
+        Args:
+            when: For errors, such as "after epoch 3".
+
+        Raises:
+            NonFiniteError: The loss is not finite.
+        """
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        indices = torch.arange(self.data.n, device=self.device)
+        for index in indices.split(self.options.batch_size):
+            x, y = self.data.batch(index, self.dtype)
+            with autocast(self.device, self.dtype):
+                z = select_output(self.model(x), None)
+            total[0] += self.data.losses(z, y).double().sum()
+            right = self.data.right(z, y)
+            if right is not None:
+                total[1] += right.sum()
+        loss, accuracy = (total / self.data.n).tolist()
+        bits = self.data.bits(self._finite(loss, f"in eval mode {when}"))
+        return {
+            "loss": loss,
+            "accuracy": accuracy if right is not None else None,
+            "bits": bits,
+            "bits_per_parameter": bits / self.parameters,
+            "share_of_ceiling": None if self.data.ceiling is None else bits / self.data.ceiling,
+        }
+
+    def measure(self) -> Record:
+        """Return local redundancy, on inputs of the same kind that are not among the samples."""
+        options = self.options
+        if self._redundancy is None:
+            self._redundancy = fastlr.LocalRedundancy(
+                self.model,
+                self.data.inputs,
+                options.redundancy_n,
+                predictive=self.data.predictive,
+                seed=stream_seed(options.seed, "redundancy"),
+                dtype=None if self.dtype == torch.float32 else self.dtype,
+                batch_size=options.redundancy_batch or self.chunk or None,
+            )
+        estimate = self._redundancy.measure()
+        self.chunk = estimate.batch_size
+        kind = {"vision": "synthetic shapes", "series": "Gaussian windows (y ~ N(f(x), I))"}[options.kind]
+        return redundancy_record(estimate, f"{kind}, others than those memorised,")
+
+    def _finite(self, loss: float, when: str) -> float:
+        if not math.isfinite(loss):
+            raise NonFiniteError(
+                f"the loss is not finite {when}: lower learning_rate, in a new run (this one is intact up to its last record)"
+            )
+        return loss
+
+
+def _arguments(options: MemorizeOptions) -> dict[str, Any]:
+    """What `load_model` makes the network with, besides its name."""
+    if options.kind == "vision":
+        return {"num_classes": options.classes, "kwargs": options.model_kwargs}
+    sizes = {"channels": options.channels, "context": options.context, "horizon": options.horizon}
+    return {"kwargs": {**sizes, **options.model_kwargs}}
+
+
+def _open_data(options: MemorizeOptions) -> tuple[RandomData, dict[str, Any]]:
+    data: RandomData
+    if options.kind == "vision":
+        data = LabelledShapes(options.n, options.classes, options.size, options.seed)
+    else:
+        data = GaussianPairs(options.n, options.context, options.horizon, options.channels, options.seed)
+    return data, {"path": None, "digest": digest(data), "samples": options.n, "ceiling_bits": data.ceiling}
+
+
+def _carry_on(run: Run, options: MemorizeOptions, data: RandomData, device: torch.device, report: Report) -> None:
+    """Do the epochs that are left."""
+    state = run.state or {}
+    memorizer = Memorizer(data, options, device, state.get("chunk", 0))
+    position = state.get("position", 0)
+    if state:
+        memorizer.load(state)
+    else:
+        _record(run, memorizer, {"kind": "start", "epoch": 0, "parameters": memorizer.parameters}, {}, report)
+    losses: list[float] = []
+    began = clock(device)
+    for epoch in range(position + 1, options.epochs + 1):
+
+        def within(done: int, of: int, epoch: int = epoch) -> None:
+            report(Progress(epoch - 1, options.epochs, done, of, None))
+
+        losses.append(memorizer.epoch(epoch, within))
+        if epoch % options.evaluate_every and epoch < options.epochs:
+            report(Progress(epoch, options.epochs, 0, 1, None))
+            continue
+        trained = {"train_loss": losses[-1], "train_losses": losses, "step": memorizer.step_mode}
+        record = {"kind": "epoch", "epoch": epoch, **trained}
+        _record(run, memorizer, record, {"train": clock(device) - began}, report)
+        losses, began = [], clock(device)
+
+
+def _record(run: Run, memorizer: Memorizer, record: Record, seconds: dict[str, float], report: Report) -> None:
+    """Evaluate, measure if that is due, commit and report."""
+    options, epoch = memorizer.options, record["epoch"]
+    began = clock(memorizer.device)
+    record |= {**memorizer.evaluate(f"after epoch {epoch}"), "measures": {}}
+    seconds["evaluate"] = clock(memorizer.device) - began
+    if options.measure_every and epoch % options.measure_every == 0:
+        began = clock(memorizer.device)
+        record["measures"]["local_redundancy"] = memorizer.measure()
+        seconds["local_redundancy"] = clock(memorizer.device) - began
+    run.commit({**record, "seconds": seconds}, {"position": epoch, **memorizer.state()})
+    report(Progress(epoch, options.epochs, 0, 1, record))
+
+
+def _finished(options: MemorizeOptions, records: Sequence[Mapping[str, Any]]) -> bool:
+    return any(record["kind"] == "epoch" and record["epoch"] >= options.epochs for record in records)
+
+
+def _shown(record: Mapping[str, Any]) -> dict[str, str]:
+    """Loss, accuracy, bits a parameter; local redundancy where it was measured."""
+    found = {"loss": f"{record['loss']:.4g}", "accuracy": "", "bits/parameter": f"{record['bits_per_parameter']:.3f}"}
+    if record["accuracy"] is not None:
+        found["accuracy"] = f"{100 * record['accuracy']:.1f} %"
+    redundancy = record["measures"].get("local_redundancy")
+    return {**found, "LR": f"{redundancy['value']:.4g}" if redundancy else ""}
+
+
+DRIVER = Driver(
+    name="memorize",
+    module=__name__,
+    options=MemorizeOptions,
+    presets=PRESETS,
+    changeable=("epochs", "device"),
+    step="epoch",
+    opening="evaluating the untrained network",
+    open_data=_open_data,
+    carry_on=_carry_on,
+    finished=_finished,
+    shown=_shown,
+)
+begin, resume = DRIVER.begin, DRIVER.resume
