@@ -21,16 +21,28 @@ from fastlr.cli_continual import continual
 from fastlr.cli_data import app as data_commands
 from fastlr.cli_memorize import memorize
 from fastlr.cli_options import (
+    PROBES,
     BatchSize,
+    Classes,
     DeviceName,
     DtypeName,
+    Features,
+    InputsName,
+    Length,
+    ModelKwargs,
     PredictiveName,
+    ProbeName,
     Sigma,
+    Size,
     autocast_dtype,
+    check_folders,
     device_of,
+    inputs_of,
+    kwargs_of,
     one_of,
     predictive_of,
 )
+from fastlr.cli_rank import rank
 from fastlr.cli_report import register as register_reports
 from fastlr.cli_transfer import transfer
 from fastlr.errors import FastlrWarning, InputError, one_line
@@ -44,10 +56,10 @@ app.add_typer(data_commands, name="data")
 register_reports(app)
 app.command()(ablate)
 app.command()(continual)
+app.command()(rank)
 app.command()(transfer)
 app.command()(memorize)
 DEMOS = ("tasks", "network")
-PROBES = ("rademacher", "sampled", "exact", "batch")
 _show_traceback = False
 
 
@@ -77,14 +89,17 @@ def estimate(
     model: Annotated[str, typer.Argument(help="A torchvision or timm name, or package.module:function.")],
     checkpoint: Annotated[Path | None, typer.Option(help="State dict: .pt, .pth or .safetensors.")] = None,
     weights: Annotated[str | None, typer.Option(help="Published weights (downloads them), such as DEFAULT.")] = None,
-    classes: Annotated[int | None, typer.Option(help="Size of the output; without it, the model's own.")] = None,
-    inputs: Annotated[str, typer.Option(help="shapes, noise, or package.module:function.")] = "shapes",
-    size: Annotated[int, typer.Option(help="Height and width of the images.")] = 224,
+    classes: Classes = None,
+    model_kwargs: ModelKwargs = "{}",
+    inputs: InputsName = "shapes",
+    size: Size = 224,
+    length: Length = 512,
+    features: Features = 7,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
     target_rel_stderr: Annotated[float | None, typer.Option(help="Go on until stderr/value is this small.")] = None,
     min_n: Annotated[int, typer.Option(help="With --target-rel-stderr: the fewest inputs.")] = 512,
     max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else --n.")] = None,
-    probe: Annotated[str, typer.Option(help=", ".join(PROBES) + ".")] = "rademacher",
+    probe: ProbeName = "rademacher",
     predictive: PredictiveName = "auto",
     sigma: Sigma = 1.0,
     batch_size: BatchSize = None,
@@ -104,10 +119,9 @@ def estimate(
     global _show_traceback
     _show_traceback |= show_traceback
     one_of("--probe", probe, PROBES)
-    autocast, kind = autocast_dtype(dtype), predictive_of(predictive, sigma)
-    for option, path in (("--json", json_file), ("--save-images", save_images), ("--per-layer", per_layer)):
-        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
-            raise InputError(f"{option} {path}: there is no folder {Path(path).absolute().parent}")
+    autocast, kind = autocast_dtype(dtype), predictive_of(predictive, sigma, inputs == "series")
+    kwargs = kwargs_of(model_kwargs)
+    check_folders(json=json_file, save_images=save_images, per_layer=per_layer)
 
     import torch
 
@@ -121,9 +135,9 @@ def estimate(
     with launched() as members:  # all processes of torchrun, or this one
         out = Console(stderr=json_file == "-", quiet=members.rank > 0)
         place = device_of(local_device(device) if members.size > 1 else device)
-        source = _inputs(inputs, size)
+        source = inputs_of(inputs, size, length, features)
         torch.manual_seed(seed)
-        net = load_model(model, weights=weights, checkpoint=checkpoint, num_classes=classes)
+        net = load_model(model, weights=weights, checkpoint=checkpoint, num_classes=classes, kwargs=kwargs)
         net = net.to(place).eval()
 
         if support and members.rank == 0:
@@ -222,25 +236,6 @@ def bench(
     code = front.run(device=device, quick=quick, budget=budget, json_file=json_file, figure=figure, compare=compare)
     if code:
         raise typer.Exit(code)
-
-
-def _inputs(name: str, size: int) -> Any:
-    import fastlr
-
-    if size < 1:
-        raise InputError(f"--size {size}: give at least 1")
-    if name == "shapes":
-        return fastlr.ShapeImages(size=(3, size, size))
-    if name == "noise":
-        return fastlr.NoiseImages(size=(3, size, size))
-    if ":" not in name:
-        raise InputError(f"--inputs {name}: choose shapes, noise, or package.module:function for your own")
-    from fastlr.models.loading import call_factory
-
-    source = call_factory(name)
-    if not hasattr(source, "batch"):
-        raise InputError(f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, stop, ...)")
-    return source
 
 
 def _float_dtype(model: Any) -> Any:

@@ -9,12 +9,16 @@ import typer
 
 from fastlr.cli_options import (
     BatchSize,
+    Classes,
     DeviceName,
     DtypeName,
+    ModelKwargs,
     PredictiveName,
     Sigma,
     autocast_dtype,
+    check_folders,
     device_of,
+    kwargs_of,
     predictive_of,
 )
 from fastlr.cli_report import CsvFile, print_sheets
@@ -38,8 +42,8 @@ def ablate(
         ),
     ] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Inputs of each kind (real ones: as many as there are).")] = 1000,
-    classes: Annotated[int | None, typer.Option(help="Size of the model's output; without it, its own.")] = None,
-    model_kwargs: Annotated[str, typer.Option(help="Further arguments of the model, a JSON object.")] = "{}",
+    classes: Classes = None,
+    model_kwargs: ModelKwargs = "{}",
     context: Annotated[int, typer.Option(help="Rows of a window of a .csv series.")] = 512,
     predictive: PredictiveName = "auto",
     sigma: Sigma = 1.0,
@@ -80,25 +84,19 @@ def ablate(
         return
     if real is None:
         raise InputError("--model wants --real DATA, the real inputs to compare with")
-    for option, file in (("--csv", csv_file), ("--json", json_file), ("--figure", figure)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise InputError(f"{option} {file}: there is no folder {file.absolute().parent}")
+    check_folders(csv=csv_file, json=json_file, figure=figure)
     settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "dtype": autocast_dtype(dtype)}
     place = device_of(device)
 
     from fastlr.drivers.ablation import REAL, as_run, measure_checkpoints, real_inputs
-    from fastlr.drivers.config import json_object
     from fastlr.models import load_model
     from fastlr.report.ablation import CONSTANT, checkpoints_sheet, few_checkpoints
     from fastlr.report.curves import ablation_curves
     from fastlr.report.record import machine, progress_bar, write_json
 
-    try:
-        kwargs = json_object(model_kwargs)
-    except ValueError as error:
-        raise InputError(f"--model-kwargs wants {error}") from None
+    kwargs = kwargs_of(model_kwargs)
     data = real_inputs(real, n, context=context, seed=seed)
-    settings["predictive"] = predictive_of("gaussian" if predictive == "auto" and data.series else predictive, sigma)
+    settings["predictive"] = predictive_of(predictive, sigma, data.series)
     net = load_model(model, num_classes=classes, kwargs=kwargs).to(place).eval()
     measured = measure_checkpoints(net, sources, data, n, progress=progress_bar, **settings)
     run = as_run(measured)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,15 @@ from fastlr.errors import InputError
 
 DTYPES = ("fp32", "bf16", "fp16")
 PREDICTIVES = ("auto", "categorical", "bernoulli", "gaussian")
+PROBES = ("rademacher", "sampled", "exact", "batch")
 
+Classes = Annotated[int | None, typer.Option(help="Size of the model's output; without it, its own.")]
+ModelKwargs = Annotated[str, typer.Option(help="Further arguments of the model, a JSON object.")]
+InputsName = Annotated[str, typer.Option("--inputs", help="shapes, noise, series, or package.module:function.")]
+Size = Annotated[int, typer.Option(help="Height and width of images.")]
+Length = Annotated[int, typer.Option(help="Time steps of --inputs series.")]
+Features = Annotated[int, typer.Option(help="Features of --inputs series.")]
+ProbeName = Annotated[str, typer.Option("--probe", help=", ".join(PROBES) + ".")]
 PredictiveName = Annotated[str, typer.Option("--predictive", help=", ".join(PREDICTIVES) + ".")]
 Sigma = Annotated[float, typer.Option(help="Standard deviation, with --predictive gaussian.")]
 BatchSize = Annotated[int | None, typer.Option(help="Inputs at a time; without it, by free memory.")]
@@ -52,11 +61,62 @@ def autocast_dtype(name: str) -> Any:
     return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
-def predictive_of(name: str, sigma: float) -> Any:
-    """Return the predictive of ``--predictive`` and ``--sigma``: None for auto."""
+def inputs_of(name: str, size: int, length: int, features: int) -> Any:
+    """Return the synthetic inputs of ``--inputs``, ``--size``, ``--length`` and ``--features``.
+
+    Raises:
+        InputError: An unknown name, a count below 1, or a function that gives no inputs.
+    """
+    import fastlr
+
+    for option, value in (("size", size), ("length", length), ("features", features)):
+        if value < 1:
+            raise InputError(f"--{option} {value}: give at least 1")
+    if name == "shapes":
+        return fastlr.ShapeImages(size=(3, size, size))
+    if name == "noise":
+        return fastlr.NoiseImages(size=(3, size, size))
+    if name == "series":
+        return fastlr.GaussianSeries(length=length, features=features)
+    if ":" not in name:
+        raise InputError(f"--inputs {name}: choose shapes, noise, series, or package.module:function for your own")
+    from fastlr.models.loading import call_factory
+
+    source = call_factory(name)
+    if not hasattr(source, "batch"):
+        raise InputError(f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, stop, ...)")
+    return source
+
+
+def kwargs_of(text: str) -> dict[str, Any]:
+    """Return the arguments of ``--model-kwargs``.
+
+    Raises:
+        InputError: They are no JSON object.
+    """
+    from fastlr.drivers.config import json_object
+
+    try:
+        return json_object(text)
+    except ValueError as error:
+        raise InputError(f"--model-kwargs wants {error}") from None
+
+
+def check_folders(**files: Path | str | None) -> None:
+    """Raise InputError unless the folder of each file to be written is there; None and "-" are no files."""
+    for option, path in files.items():
+        if path not in (None, "-") and not Path(str(path)).absolute().parent.is_dir():
+            name = option.replace("_", "-")
+            raise InputError(f"--{name} {path}: there is no folder {Path(str(path)).absolute().parent}")
+
+
+def predictive_of(name: str, sigma: float, series: bool = False) -> Any:
+    """Return the predictive of ``--predictive`` and ``--sigma``: None for auto, but Gaussian if the inputs are series."""
     import fastlr
 
     one_of("--predictive", name, PREDICTIVES)
+    if name == "auto" and series:
+        name = "gaussian"
     if name == "gaussian":
         return fastlr.Gaussian(sigma=sigma)
     if sigma != 1:

@@ -5,8 +5,7 @@ Source: paper, appendix A.4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,16 @@ from fastlr.data import ImageStore, split_series
 from fastlr.data.series import read_series
 from fastlr.data.tensors import read_tensor
 from fastlr.drivers.boundary import CurrentImages
+from fastlr.drivers.checkpoints import Progress, existing, measure_each, no_progress
 from fastlr.drivers.runs import stream_seed
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import InputError
 from fastlr.inputs import Inputs, TensorInputs
-from fastlr.models.loading import load_state_dict, read_checkpoint
 from fastlr.predictive import Predictive
 from fastlr.result import Estimate, count
 
 FEWEST = 3  # checkpoints with which a correlation exists
 REAL = "local_redundancy_real"
 CONTEXT = 512
-Progress = Callable[[str, int], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ def measure_checkpoints(
     batch_size: int | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
-    progress: Progress = lambda label, total: nullcontext(False),
+    progress: Progress = no_progress,
 ) -> list[dict[str, Estimate]]:
     """Measure local redundancy on synthetic and on real inputs at each checkpoint, on the same inputs each time.
 
@@ -142,7 +140,7 @@ def measure_checkpoints(
         batch_size: As for `fastlr.estimate`, like ``seed`` and ``dtype``.
         seed: Of synthetic inputs and probes.
         dtype: Of autocast.
-        progress: (label, total) -> context manager around a measurement, whose value is the estimator's ``progress``.
+        progress: As for `fastlr.drivers.checkpoints.measure_each`.
 
     Returns:
         For each checkpoint the estimates by name; the one on real inputs is called local_redundancy_real.
@@ -151,42 +149,14 @@ def measure_checkpoints(
         InputError: Fewer than 3 checkpoints, one named twice, missing, or of another model.
         ModelError: The model cannot be measured, as for `fastlr.estimate`. NonFiniteError: a checkpoint gives no numbers.
     """
-    paths = [Path(path) for path in checkpoints]
-    for path in paths:
-        if not path.is_file():
-            raise InputError(f"checkpoint {path}: no such file")
-        if paths.count(path) > 1:
-            raise InputError(f"checkpoint {path} is given twice: each counts once")
-    if len(paths) < FEWEST:
-        raise InputError(
-            f"{len(paths)} checkpoints: a correlation needs at least {FEWEST}, one with a standard error 91; "
-            "fastlr estimate measures a single one"
-        )
+    why = f"a correlation needs at least {FEWEST}, one with a standard error 91"
+    paths = existing(checkpoints, FEWEST, why)
     if predictive is None and real.series:
         predictive = fastlr.Gaussian()
-    estimators: dict[str, fastlr.LocalRedundancy] = {}
-    measured = []
-    for number, path in enumerate(paths, 1):
-        load_state_dict(model, read_checkpoint(path), source=str(path))
-        found = {}
-        for name, inputs in {**synthetic_inputs(real), REAL: real.inputs}.items():
-            total = real.count if name == REAL else n
-            if name not in estimators:
-                options: dict[str, Any] = {
-                    "predictive": predictive,
-                    "batch_size": batch_size,
-                    "seed": seed,
-                    "dtype": dtype,
-                }
-                estimators[name] = fastlr.LocalRedundancy(model, inputs, total, **options)
-            with progress(f"{number}/{len(paths)} {INPUTS[name]}", total) as report:
-                estimators[name].progress = report
-                try:
-                    found[name] = estimators[name].measure()
-                except NonFiniteError as error:
-                    raise NonFiniteError(f"checkpoint {path}, {INPUTS[name]}: {error}") from error
-        measured.append(found)
-    return measured
+    sources: dict[str, tuple[Inputs, int]] = {name: (inputs, n) for name, inputs in synthetic_inputs(real).items()}
+    sources[REAL] = real.inputs, real.count
+    options: dict[str, Any] = {"predictive": predictive, "batch_size": batch_size, "seed": seed, "dtype": dtype}
+    return measure_each(model, paths, sources, progress=progress, labels=INPUTS, **options)
 
 
 def as_run(measured: Sequence[Mapping[str, Estimate]]) -> Run:
