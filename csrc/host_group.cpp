@@ -20,7 +20,7 @@ namespace fastlr {
 namespace {
 
 // Above this many bytes, reading everything everywhere costs more than a second rendezvous. (Measured on two cores.)
-constexpr int64_t kOneShotBytes = 32 << 10;
+constexpr int64_t kOneShotBytes = 16 << 10;
 constexpr int64_t kBlock = 1024;  // elements summed at a time: their floats stay in the first cache
 constexpr int kSpins = 64, kYields = 2000;
 constexpr uint64_t kIdleEvery = 20'000'000;  // nanoseconds

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import rank_reductions as work
 import torch
-from ranks import Ended, good, run_ranks
 
+from bench.ranks import Ended, good, run_ranks
 from fastlr import distributed, reference
 from fastlr.errors import InputError
 from fastlr.reference.reductions import fixed_order_sum

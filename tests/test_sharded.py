@@ -11,10 +11,10 @@ import pytest
 import rank_estimates as work
 import torch
 import torch.distributed as dist
-from ranks import Ended, good, run_ranks
 from test_cli import NETS
 
 import fastlr
+from bench.ranks import Ended, good, run_ranks
 from fastlr.distributed import sharded
 from fastlr.errors import InputError
 
@@ -171,7 +171,7 @@ def nets(tmp_path):
 
 def as_torchrun(ranks, folder, arguments):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return good(run_ranks(ranks, work.command, ranks, store.port, arguments, str(folder), group=False))
+    return good(run_ranks(ranks, work.command, ranks, store.port, arguments, str(folder), backend=None))
 
 
 def test_command_line_under_torchrun(nets):

@@ -15,7 +15,8 @@ from torch import Tensor
 from fastlr.reference.reductions import fixed_order_sum
 
 EXTENSION_DTYPES = (torch.bfloat16, torch.float32)
-_CHUNK = 1 << 25  # elements that the torch.distributed route works on at a time: it needs two copies of them
+_CHUNK = {"cpu": 1 << 20}  # elements that the torch.distributed route works on at a time: it needs copies of them
+_DEVICE_CHUNK = 1 << 25
 _GATHER = 1 << 14  # elements up to which everyone gathers everything: one exchange instead of two
 
 
@@ -114,7 +115,7 @@ class TorchRoute:
 
     def all_reduce(self, flat: Tensor, average: bool) -> None:
         """See :class:`Route`."""
-        for part in flat.split(_CHUNK):
+        for part in flat.split(_CHUNK.get(flat.device.type, _DEVICE_CHUNK)):
             place = self._exchange(part.device)
             if part.numel() <= _GATHER:
                 sums = self._rounded(self._gathered(part.to(place)), average)
@@ -126,7 +127,7 @@ class TorchRoute:
     def sq_norm(self, flat: Tensor) -> Tensor:
         """See :class:`Route`."""
         total = torch.zeros((), dtype=torch.float64, device=self._exchange(flat.device))
-        for part in flat.split(_CHUNK):
+        for part in flat.split(_CHUNK.get(flat.device.type, _DEVICE_CHUNK)):
             total += fixed_order_sum(self._scattered(part.to(total.device))).double().square().sum()
         return fixed_order_sum(self._gathered(total)).to(flat.device)
 

@@ -20,9 +20,9 @@ def fixed_order_sum(parts: Sequence[Tensor]) -> Tensor:
         The sum, float32 or float64.
     """
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
-    total = parts[0].to(wide)
+    total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
-        total = total + part.to(wide)
+        total += part  # converted exactly
     return total
 
 

@@ -1,7 +1,7 @@
-"""Worlds of processes for tests: every rank runs a function of a test module in a process group over gloo.
+"""Worlds of processes on this machine, for tests and benchmarks: every rank runs a function in a process group.
 
 Processes come from a fork server that has imported torch once, so a world starts in a tenth of a second. The store is
-held by the test's own process, so that any rank may be killed.
+held by the process that asks for them, so that any rank may be killed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class Ended(Exception):
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, group: bool = True
+    size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, backend: str | None = "gloo"
 ) -> list[Any]:
     """Results of ``function(rank, *args)`` on every rank; what a rank raised, or `Ended`, in its place.
 
     Args:
         size: number of ranks.
-        function: of a module, not a lambda; so are its arguments.
+        function: of a module, not a lambda.
+        *args: for the function.
         limit: seconds; processes that are still there are killed, and AssertionError is raised.
-        group: whether a process group is made.
+        backend: of the process group that is made; None for no group.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "fastlr.distributed", "numpy"])
@@ -43,7 +44,7 @@ def run_ranks(
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
         process = context.Process(
-            target=_rank, args=(rank, size, store.port, group, there, function, args), daemon=True
+            target=_rank, args=(rank, size, store.port, backend, there, function, args), daemon=True
         )
         process.start()
         there.close()
@@ -80,18 +81,20 @@ def good(results: list[Any]) -> list[Any]:
     return results
 
 
-def _rank(rank: int, size: int, port: int, group: bool, pipe: Any, function: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, size: int, port: int, backend: str | None, pipe: Any, function: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        if group:
+        if backend:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
         result = function(rank, *args)
     except BaseException as error:
         error.add_note(traceback.format_exc())
         result = error
     pipe.send(result)
     pipe.close()
-    if group and not isinstance(result, BaseException):
+    if backend and not isinstance(result, BaseException):
         dist.destroy_process_group()
