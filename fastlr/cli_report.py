@@ -30,7 +30,7 @@ def report(
     bootstrap: Annotated[int, typer.Option(help="Resamples behind each standard error of continual runs.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
 ) -> None:
-    """Analyse RUNS of fastlr continual or fastlr transfer, pooled: tables, figures and one HTML page."""
+    """Analyse RUNS of fastlr continual, transfer or memorize, pooled: tables, figures and one HTML page."""
     from fastlr.analysis.folders import driver_of
 
     driver = driver_of(runs)
@@ -38,6 +38,11 @@ def report(
         from fastlr.report.transfer import write_transfer_report
 
         write_transfer_report(runs, out, figures=figures).show()
+        return
+    if driver == "memorize":
+        from fastlr.report.memorize import write_memorization_report
+
+        write_memorization_report(runs, out, figures=figures).show()
         return
     if driver != "continual":
         raise InputError(f"there is no report for runs of fastlr {driver}")

@@ -20,7 +20,7 @@ from fastlr.data.memorization import GaussianPairs, LabelledShapes, RandomData, 
 from fastlr.drivers.batches import spans
 from fastlr.drivers.boundary import redundancy_record
 from fastlr.drivers.launch import Driver, Progress, Report
-from fastlr.drivers.memorize_config import PRESETS, MemorizeOptions
+from fastlr.drivers.memorize_config import PRESETS, MemorizeOptions, substitutions
 from fastlr.drivers.optimising import add_gradients, autocast, load_optimiser, optimiser_state, part_sizes, trainable
 from fastlr.drivers.runs import Run, seed_everything, stream_seed
 from fastlr.drivers.steps import Compiled, Steps, resolve_mode, step_mode
@@ -211,7 +211,8 @@ def _carry_on(run: Run, options: MemorizeOptions, data: RandomData, device: torc
     if state:
         memorizer.load(state)
     else:
-        _record(run, memorizer, {"kind": "start", "epoch": 0, "parameters": memorizer.parameters}, {}, report)
+        start = {"kind": "start", "epoch": 0, "parameters": memorizer.parameters}
+        _record(run, memorizer, {**start, "substitutions": substitutions(options)}, {}, report)
     losses: list[float] = []
     began = clock(device)
     for epoch in range(position + 1, options.epochs + 1):

@@ -118,3 +118,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "redundancy_batch": 100,
     },
 }
+
+# Options that change no number, or only its last bits, or when one is recorded; and the epochs, which may still change.
+_NO_MATTER = set("seed device threads step epochs evaluate_every measure_every redundancy_n redundancy_batch".split())
+_OF_THE_OTHER = {"vision": {"context", "horizon", "channels"}, "series": {"classes", "size"}}
+
+
+def substitutions(options: MemorizeOptions) -> list[str]:
+    """Say in what a run differs from the paper's of its kind, each as "NAME VALUE for PAPER'S".
+
+    Example:
+        >>> substitutions(MemorizeOptions(n=1000, batch_size=64))
+        ['n 1000 for 819200', 'batch_size 64 for 1024']
+    """
+    paper = MemorizeOptions(**PRESETS[options.kind])
+    left = _NO_MATTER | _OF_THE_OTHER[options.kind] | {"model_kwargs"}
+    names = [name for name, value in vars(options).items() if name not in left and value != getattr(paper, name)]
+    found = [f"{name} {getattr(options, name)} for {getattr(paper, name)}" for name in names]
+    if options.model_kwargs:
+        found.append("model with " + ", ".join(f"{key} {value}" for key, value in options.model_kwargs.items()))
+    return found
