@@ -38,7 +38,8 @@ class TransferOptions(RunOptions):
         validation_stride: Validate on every k-th window.
         dtype: ``fp32``, or ``bf16``: autocast in training and measures; weights and optimiser state stay float32.
         compile: Run the training passes through torch.compile.
-        batch_size: Windows an optimiser step, everywhere.
+        batch_size: Windows an optimiser step, everywhere; batch norm takes its statistics over all of them (on the paper's
+            4 GPUs, over 256 each).
         weight_decay: Of AdamW, everywhere.
         epochs: Of pretraining; each ends with a checkpoint.
         steps_per_epoch: Optimiser steps an epoch of pretraining; 0: as many as one pass over the windows takes. With a

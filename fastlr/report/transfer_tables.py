@@ -99,12 +99,17 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
             "(Student, n - 1): negative is better. Epoch: median pick."
         )
     if done[0].picks.get("linear_probe", {}).get("by"):
-        how = done[0].options.get("probe_by", "validation")
-        sees = "and on the validation windows that the table is measured on" if how == "validation" else "labels"
-        notes.append(f"† Looks at the target before it selects: trains on its training windows {sees}.")
+        judged = (
+            "validation windows, on which this table is measured" if _by_validation(done[0]) else "training windows"
+        )
+        notes.append(f"† Sees the target before it selects: trains on its training windows, is judged by its {judged}.")
     notes.append(_spread(done))
     columns = ("strategy", "loss ± s.e.", "minus lowest val.", "95 % interval", "epoch", "n")
     return Sheet("strategies", title, columns, tuple(rows), (*(n for n in notes if n), *setting(runs)))
+
+
+def _by_validation(run: TransferRun) -> bool:
+    return run.options.get("probe_by", "validation") == "validation"
 
 
 def _spread(done: Sequence[TransferRun]) -> str:
