@@ -121,7 +121,7 @@ def test_the_report(study, capsys):
 
 
 def test_unfinished_runs_are_left_out_and_named(study):
-    write_run(study / "late" / "seed-0", 0, until=-1)  # all but the last fine-tuning
+    write_run(study / "late" / "seed-0", 0, until=2)  # one epoch
     (study / "seed-0").rename(study / "gone")
     (study / "gone" / "records.jsonl").unlink()
     (study / "late" / "seed-0").rename(study / "seed-0")
@@ -131,6 +131,9 @@ def test_unfinished_runs_are_left_out_and_named(study):
     assert "Left out, as they are not finished: study/seed-0." in text and "3 seeds for 120" in text
     numbers = json.loads((report.folder / "report.json").read_text())
     assert list(numbers["losses_by_seed"]) == ["1", "2", "3"] and report.figures == ()
+    assert [row[0] for row in report.sheets[2].rows] == ["0", "1", "2", "3"], "the curves are of the finished ones"
+    write_run(study / "almost", 0, until=-1)  # all but the last fine-tuning
+    assert not read_transfer_run(study / "almost").complete
 
 
 def test_what_there_is_of_a_run_is_shown(tmp_path, capsys):

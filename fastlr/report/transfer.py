@@ -62,14 +62,13 @@ def write_transfer_report(
 
 
 def _draw(runs: Sequence[TransferRun], done: Sequence[TransferRun], folder: Path) -> list[Figure]:
-    figures = Figures(folder)
-    band = f"Bands: ± one standard deviation over {len(runs)} seeds." if len(runs) > 1 else "One seed."
+    figures, shown = Figures(folder), done or runs
+    band = f"Bands: ± one standard deviation over {len(shown)} seeds." if len(shown) > 1 else "One seed."
     figures.keep(
         "pretraining.png",
-        pretraining_curves(runs, folder / "pretraining.png"),
+        pretraining_curves(shown, folder / "pretraining.png"),
         f"Training loss, validation loss and local redundancy (right axis, every measurement) in pretraining. {band}",
     )
-    band = f"Bands: ± one standard deviation over {len(done)} seeds." if len(done) > 1 else "One seed."
     figures.keep(
         "finetuning.png",
         bool(done) and finetuning_curves(done, folder / "finetuning.png"),

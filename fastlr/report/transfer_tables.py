@@ -85,18 +85,17 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
                 _pm(against[name]) if name in against else _DASH,
                 _interval(against[name]) if name in against else _DASH,
                 f"{np.median(epochs):g}" if name != "no_pretraining" else _DASH,
-                str(found[name].n),
             )
         )
     notes = [
         "Loss: mean squared error on the target's validation windows at the end of fine-tuning, in units of the training "
-        f"standard deviation; mean of {len(done[0].of_pick(names[0]))} fine-tuning runs, then over n seeds, ± standard "
-        "error over seeds.",
+        f"standard deviation; mean of {len(done[0].of_pick(names[0]))} fine-tuning runs, then over n = {len(done)} seeds, "
+        "± standard error over seeds.",
     ]
     if reference:
         notes.append(
-            "Minus lowest val. loss: within each seed, then the mean over n seeds ± standard error and 95 % interval "
-            "(Student, n - 1): negative is better. Epoch: median pick."
+            "Minus lowest: the difference from lowest val. loss within each seed, mean over the seeds ± standard error, 95 % "
+            "interval (Student, n - 1); negative is better. Epoch: median pick."
         )
     if done[0].picks.get("linear_probe", {}).get("by"):
         judged = (
@@ -104,7 +103,7 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
         )
         notes.append(f"† Sees the target before it selects: trains on its training windows, is judged by its {judged}.")
     notes.append(_spread(done))
-    columns = ("strategy", "loss ± s.e.", "minus lowest val.", "95 % interval", "epoch", "n")
+    columns = ("strategy", "loss ± s.e.", "minus lowest", "95 % interval", "epoch")
     return Sheet("strategies", title, columns, tuple(rows), (*(n for n in notes if n), *setting(runs)))
 
 
@@ -146,6 +145,7 @@ def difference_sheet(runs: Sequence[TransferRun]) -> Sheet:
 def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
     """Losses and measures by epoch, averaged over seeds."""
     title = "Pretraining: means over seeds after each epoch"
+    everyone, runs = runs, [run for run in runs if run.complete] or list(runs)
     last = min(max(run.epochs, default=0) for run in runs)
     table = {name: np.stack([run.numbers(name)[: last + 1] for run in runs]) for name in _COLUMNS}
     kept = [name for name in _COLUMNS if np.isfinite(table[name]).any()]
@@ -162,11 +162,10 @@ def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
         "training. Dormant: share of feed-forward units with mean |activation| at most "
         f"{runs[0].options.get('dormant_threshold', '?')} on training windows of the source. Losses are mean squared "
         "errors; probe: that of a linear probe on the target.",
-        f"All {len(runs)} seeds, up to the last epoch that all have done.",
+        f"Means of {len(runs)} seeds" + (": none has finished yet." if not runs[0].complete else "."),
     )
-    return Sheet(
-        "pretraining", title, ("epoch", *(_COLUMNS[name] for name in kept)), tuple(rows), (*notes, *setting(runs))
-    )
+    columns = ("epoch", *(_COLUMNS[name] for name in kept))
+    return Sheet("pretraining", title, columns, tuple(rows), (*notes, *setting(everyone)))
 
 
 def picks_sheet(runs: Sequence[TransferRun]) -> Sheet:
