@@ -89,6 +89,7 @@ def test_losses_and_differences_are_those_of_the_records(study):
     assert (pair.same, pair.lower) == (1, 0)
     assert pair.mean.stderr < losses(runs)["validation_loss"].stderr, "pairing takes out what seeds share"
     assert found["linear_probe", "no_pretraining"].lower == 4
+    assert runs[0].seconds("train") == 90 and runs[0].seconds() == 90 + 6 * len(runs[0].tunings)
 
 
 def test_the_report(study, capsys):
@@ -188,5 +189,6 @@ def test_the_drivers_records_are_understood(tmp_path):
     x, y = run.redundancy_points()
     assert x.tolist() == [0, 0.5, 1, 1.5, 2] and (y > 0).all()
     assert np.isfinite(run.numbers("linear_probe")[1:]).all() and math.isnan(run.numbers("linear_probe")[0])
-    assert run.seconds > 0
+    assert 0 < run.seconds("train") < run.seconds()
+    assert report.sheets[-1].rows[0][:4] == (run.name, "2/2", str(len(run.tunings)), "yes")
     assert "generated:1 for ETTm1" in report.sheets[0].markdown()

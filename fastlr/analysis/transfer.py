@@ -78,11 +78,11 @@ class TransferRun(RunFolder):
         points = [point for each in found for point in each]
         return np.array([p["step"] / steps for p in points]), np.array([p["value"] for p in points])
 
-    @property
-    def seconds(self) -> float:
-        """Of all steps together."""
+    def seconds(self, name: str = "") -> float:
+        """Of all steps together, or what they spent on one thing, such as "train" (pretraining, without measuring)."""
         records = (self.start, *self.epochs.values(), *self.tunings.values())
-        return sum(number(value) for record in records for value in as_dict(record, "seconds").values())
+        spent = [(key, number(value)) for record in records for key, value in as_dict(record, "seconds").items()]
+        return sum(value for key, value in spent if name in ("", key))
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,14 @@ def runs_sheet(runs: Sequence[TransferRun]) -> Sheet:
             f"{max(run.epochs, default=0)}/{run.options.get('epochs', '?')}",
             "yes" if run.complete else "no",
         )
-        rows.append((run.name, str(run.seed), epochs, str(len(run.tunings)), state, f"{run.seconds / 60:.1f}"))
-    columns = ("run", "seed", "epochs", "fine-tunings", "finished", "minutes")
-    return Sheet("runs", "Runs", columns, tuple(rows), ("Minutes: of all steps, one after the other.", *setting(runs)))
+        seconds = (f"{run.seconds(key):.1f}" for key in ("train", "local_redundancy", "finetune"))
+        rows.append((run.name, epochs, str(len(run.tunings)), state, *seconds, f"{run.seconds() / 60:.1f}"))
+    columns = ("run", "epochs", "tunings", "finished", "pretraining s", "LR s", "fine-tuning s", "all min")
+    machines = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
+    note = (
+        f"Pretraining: its optimiser steps; LR: measuring local redundancy; all: every step of the run. On {machines}."
+    )
+    return Sheet("runs", "Runs", columns, tuple(rows), (note, *setting(runs)))
 
 
 def _pm(mean: Mean) -> str:
