@@ -190,11 +190,11 @@ class ShapeImages(Inputs):
         Raises:
             InputError: an argument is out of range.
         """
-        index = check_index(index)
+        index, table = check_index(index), self.table()
         _check_dtype(dtype)
-        return ops.get("shape_images_at", self._backend(index.device))(
-            index, **self._options(seed, self.table(), dtype)
-        )
+        if index.is_cuda:
+            table = table.pin_memory().to(index.device, non_blocking=True)  # the host need not wait for the GPU
+        return ops.get("shape_images_at", self._backend(index.device))(index, **self._options(seed, table, dtype))
 
     def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
         return self._images(start, stop, seed, device, dtype, self.table())

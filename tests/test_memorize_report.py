@@ -92,7 +92,7 @@ def test_seeds_are_averaged_and_other_runs_are_not(tmp_path):
     notes = bits_sheet(runs).notes
     each = np.array([bits_of(40, seed) / PARAMETERS for seed in range(3)])
     spread = each.std(ddof=1) / 3**0.5
-    assert f"seeds/seed-0 and 2 more seeds: {each.mean():.4f} ± {spread:.4f} bits a parameter" in notes[0]
+    assert f"Mean over 3 seeds (seeds/seed-0, ...): {each.mean():.4f} ± {spread:.4f} bits a parameter" in notes[0]
     assert "Not as in the paper, longer: epochs 60 for 1000, n 100 for 819200." in notes[-1]
 
 

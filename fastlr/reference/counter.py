@@ -129,9 +129,8 @@ def random_words(seed: int, index: Tensor, stream: int, count: int, first: int =
         raise InputError(f"draws {first}..{first + count - 1} do not fit: a sample has 2**34 random words a stream")
     blocks = torch.arange(first // 4, -(-(first + count) // 4), dtype=torch.int64, device=index.device)
     index = index[:, None]
-    words = philox4x32(
-        blocks, torch.tensor(stream, device=index.device), index & MASK, index >> 32 & MASK, seed & MASK, seed >> 32
-    )
+    uses = torch.full((), stream, dtype=torch.int64, device=index.device)  # a GPU need not wait for it
+    words = philox4x32(blocks, uses, index & MASK, index >> 32 & MASK, seed & MASK, seed >> 32)
     offset = first % 4
     return torch.stack(words, dim=-1).flatten(1)[:, offset : offset + count]
 

@@ -94,9 +94,8 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
             )
         if len(group) > 1:
             mean = mean_over_seeds([run.last["bits_per_parameter"] for run in group])
-            notes.append(
-                f"{group[0].name} and {len(group) - 1} more seeds: {pm(mean.value, mean.stderr)} bits a parameter."
-            )
+            seeds = f"Mean over {mean.n} seeds ({group[0].name}, ...)"
+            notes.append(f"{seeds}: {pm(mean.value, mean.stderr)} bits a parameter, ± standard error.")
     notes += [_DEFINITIONS[kind] for kind in _KINDS if any(run.kind == kind for run in runs)]
     notes.append(
         "Losses are over all samples in eval mode. last 10 %: bits a parameter that came in the last tenth of the epochs; "
