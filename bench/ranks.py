@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT = 60.0
+LIMIT = 120.0
 
 
 class Ended(Exception):
@@ -65,11 +65,15 @@ def run_ranks(
                     processes[rank].join()
                     results[rank] = Ended(f"exit code {processes[rank].exitcode}")
     finally:
-        for process in processes:
+        stuck = []
+        for rank, process in enumerate(processes):
             process.join(0 if waiting else 20)
             if process.is_alive():
+                stuck.append(rank)
                 process.kill()
                 process.join()
+    if stuck:
+        raise AssertionError(f"ranks {stuck} were done, but did not end")
     return results
 
 
@@ -92,7 +96,7 @@ def _rank(
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
         result = function(rank, *args)
     except BaseException as error:
-        error.add_note(traceback.format_exc())
+        getattr(error, "add_note", str)(traceback.format_exc())  # Python 3.11 on
         result = error
     pipe.send(result)
     pipe.close()

@@ -154,6 +154,7 @@ void bind_device(py::module_& m) {
       .def_property_readonly("half_bytes", &DeviceGroup::half_bytes)
       .def("set_timeout", [](DeviceGroup& g, double timeout) { g.set_timeout(seconds(timeout)); })
       .def("check", &DeviceGroup::check)
+      .def("disconnect", &DeviceGroup::disconnect, py::call_guard<py::gil_scoped_release>())
       .def("close", &DeviceGroup::close, py::call_guard<py::gil_scoped_release>())
       .def(
           "all_reduce",

@@ -150,30 +150,32 @@ DeviceGroup::DeviceGroup(int rank, int size, int device, int64_t half_bytes, dou
 }
 
 // The memory itself is left to the end of the process unless close() was called: a peer may still be using it.
-DeviceGroup::~DeviceGroup() {
-  for (int r = 0; r < size_; ++r) {
-    if (r != rank_ && segments_[r] != nullptr) cudaIpcCloseMemHandle(segments_[r]);
-  }
-  cudaGetLastError();
-}
+DeviceGroup::~DeviceGroup() { disconnect(); }
 
-void DeviceGroup::close() {
+void DeviceGroup::disconnect() {
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(device_);
   cudaDeviceSynchronize();
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_ && segments_[r] != nullptr) cudaIpcCloseMemHandle(segments_[r]);
-    if (r == rank_) cudaFree(segments_[r]);
+    if (r == rank_ || segments_[r] == nullptr) continue;
+    cudaIpcCloseMemHandle(segments_[r]);
     segments_[r] = nullptr;
   }
+  cudaSetDevice(before);
+  cudaGetLastError();  // at the end of a process the driver may be gone already
+}
+
+void DeviceGroup::close() {
+  disconnect();
+  cudaFree(segments_[rank_]);
   cudaFree(sums_);
   if (status_ != nullptr) cudaFreeHost(const_cast<uint64_t*>(status_));
   if (last_ != nullptr) cudaEventDestroy(static_cast<cudaEvent_t>(last_));
+  segments_[rank_] = nullptr;
   sums_ = nullptr;
   status_ = nullptr;
   last_ = nullptr;
-  cudaSetDevice(before);
   cudaGetLastError();
 }
 

@@ -26,7 +26,8 @@ class DeviceGroup {
   void reduce(const Job& job, Algorithm algorithm, double* norm, void* stream);
   // Throws GroupError if a call that has run so far failed. Does not wait.
   void check() const;
-  // Frees the memory, once no peer uses it.
+  // The end, in two steps: no rank may close before all have disconnected from each other's memory.
+  void disconnect();
   void close();
 
   void set_timeout(double seconds) { timeout_ = seconds; }

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fastlr import metrics
+from fastlr import distributed, metrics
 from fastlr.errors import (
+    DistributedError,
     FastlrError,
     FastlrWarning,
     HiddenParameterError,
@@ -33,6 +34,7 @@ except PackageNotFoundError:  # used from a source tree that is not installed
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "DistributedError",
     "Estimate",
     "FastlrError",
     "FastlrWarning",
@@ -49,6 +51,7 @@ __all__ = [
     "ShapeImages",
     "TensorInputs",
     "TokenInputs",
+    "distributed",
     "estimate",
     "memorization_gain",
     "metrics",

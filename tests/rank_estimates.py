@@ -63,13 +63,13 @@ def estimates(rank: int) -> dict[str, dict[str, Any]]:
     for name, options in CASES.items():
         seen: list[tuple[int, int]] = []
         model = mlp().train()
-        with sharded(timeout=30):
+        with sharded(timeout=60):
             got = fastlr.estimate(
                 model, Drawn(), seed=3, progress=lambda a, b, v, e, s=seen: s.append((a, b)), **options
             )
         found[name] = {**got.to_dict(per_sample=True), "seen": seen, "training": model.training, "rank": rank}
     estimator = fastlr.LocalRedundancy(mlp(), Drawn(), 40, seed=1)  # made outside, shared and not, the model changed
-    with sharded(timeout=30):
+    with sharded(timeout=60):
         first = estimator.measure()
         with torch.no_grad():
             estimator.model[3].weight.mul_(2)
@@ -84,7 +84,7 @@ def failing(rank: int, who: int, where: str) -> tuple[str, float]:
     start = time.perf_counter()
     errors = {"model error": ModelError("the forward pass fails"), "other error": KeyError("absent")}
     try:
-        with sharded(timeout=20):
+        with sharded(timeout=60):
             if where == "arguments" and rank == who:
                 raise ValueError("no arguments")
             if where == "exits" and rank == who:
@@ -117,7 +117,7 @@ def differing(rank: int) -> list[str]:
     ]
     for model, source, options in cases:
         try:
-            with sharded(timeout=20):
+            with sharded(timeout=60):
                 fastlr.estimate(model, source, **{"n": 20, "batch_size": 5, **options})
             found.append("no error")
         except FastlrError as error:
@@ -150,7 +150,7 @@ def leaving(rank: int) -> tuple[str, float]:
     """Rank 1 enters and measures nothing."""
     start = time.perf_counter()
     try:
-        with sharded(timeout=20):
+        with sharded(timeout=60):
             if rank != 1:
                 fastlr.estimate(mlp(), Drawn(), 10)
     except FastlrError as error:
@@ -173,7 +173,7 @@ def halved(rank: int) -> tuple[list[float], tuple[str, ...], int]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with sharded(timeout=20):
+        with sharded(timeout=60):
             got = fastlr.estimate(Small(), Drawn(), 40, seed=3, batch_size=8)
     return got.per_sample.tolist(), got.notes, got.batch_size
 
@@ -182,8 +182,9 @@ def killed(rank: int, timeout: float) -> tuple[str, float]:
     """Rank 1 kills itself between two estimates."""
     start = time.perf_counter()
     try:
-        with sharded(timeout=timeout):
+        with sharded(timeout=60) as members:
             fastlr.estimate(mlp(), Drawn(), 10, batch_size=3)
+            members.board.timeout = timeout
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             start = time.perf_counter()
@@ -245,6 +246,6 @@ def in_groups(rank: int) -> tuple[float, float]:
     model = mlp()
     with torch.no_grad():
         model[3].weight.mul_(1 + rank // 2)
-    with sharded(groups[rank // 2], timeout=20):
+    with sharded(groups[rank // 2], timeout=60):
         got = fastlr.estimate(model, Drawn(), 30, batch_size=4)
     return got.value, fastlr.estimate(model, Drawn(), 30, batch_size=4).value

@@ -49,7 +49,7 @@ def all_checks(rank: int, prefer: str, device: str = "cpu", buffer_bytes: int | 
     if device == "cuda":
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    route = distributed.connect(device, timeout=30, buffer_bytes=buffer_bytes, prefer=prefer)
+    route = distributed.connect(device, timeout=60, buffer_bytes=buffer_bytes, prefer=prefer)
     first, wrong = _sums(rank, device)
     again, _ = _sums(rank, device)
     return {
@@ -62,6 +62,7 @@ def all_checks(rank: int, prefer: str, device: str = "cpu", buffer_bytes: int | 
         "norms": _norms(rank, device),
         "refused": _refused(device),
         "errors": _errors(rank, device),
+        "capture": _capture(device),
         "ddp": {name: _ddp_step(rank, device, name) for name in ("float32", "bfloat16", "compressed")},
     }
 
@@ -167,6 +168,19 @@ def _refused(device: str) -> dict[str, str]:
     return {name: _error(lambda x=x: distributed.all_reduce(x)) for name, x in cases.items()}
 
 
+def _capture(device: str) -> str:
+    """On a GPU: what a reduction says that is captured in a CUDA graph."""
+    if device == "cpu":
+        return ""
+    x = torch.ones(100, device=device)
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            distributed.all_reduce(x)
+
+    return _error(capture)
+
+
 def _error(function: Any) -> str:
     try:
         function()
@@ -225,19 +239,27 @@ def _ddp_step(rank: int, device: str, how: str) -> dict[str, float]:
     return {"not the mean": wrong, "gap": norm[0] / norm[1]}
 
 
-def one_is_killed(rank: int, when: str, timeout: float) -> tuple[str, float]:
+def one_is_killed(rank: int, when: str, prefer: str, timeout: float) -> tuple[str, float]:
     """Rank 1 kills itself; the others say what they met, and after how many seconds."""
     if when == "before connecting" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.perf_counter()
     try:
-        distributed.connect("cpu", timeout=timeout)
+        route = distributed.connect("cpu", timeout=timeout if when == "before connecting" else 60, prefer=prefer)
+        route.set_timeout(timeout)
+        x = drawn(rank, 100_000)
+        model = None
+        if when == "in a backward pass":
+            model = DistributedDataParallel(net())
+            model.register_comm_hook(None, distributed.ddp_comm_hook)
         for k in range(20):
             if rank == 1 and k == 10:
                 os.kill(os.getpid(), signal.SIGKILL)
-            x = drawn(rank, 100_000)
             start = time.perf_counter()
-            distributed.all_reduce(x)
+            if model is None:
+                distributed.all_reduce(x)
+            else:
+                model(torch.ones(2, 12)).sum().backward()
     except FastlrError as error:
         return f"{type(error).__name__}: {error}", time.perf_counter() - start
     return "no error", 0.0
@@ -245,7 +267,7 @@ def one_is_killed(rank: int, when: str, timeout: float) -> tuple[str, float]:
 
 def one_is_stopped(rank: int, timeout: float) -> tuple[list[str], float, bool]:
     """Rank 1 does nothing for a while: the others do not wait longer than their limit, nor use the group again."""
-    distributed.connect("cpu", timeout=timeout)
+    distributed.connect("cpu", timeout=60).set_timeout(timeout)
     if rank == 1:
         time.sleep(3 * timeout)
     x = drawn(rank, 100_000, torch.float32)
@@ -261,7 +283,7 @@ def different_calls(rank: int) -> list[str]:
     found = []
     for which in range(3):
         group = dist.new_group(list(range(dist.get_world_size())))
-        distributed.connect("cpu", group, timeout=10)
+        distributed.connect("cpu", group, timeout=60)
         n = 10 + (which == 0 and rank == 0)
         x = torch.ones(n, dtype=torch.float32 if which == 1 and rank == 0 else torch.bfloat16)
         norm = which == 2 and rank == 0
@@ -272,11 +294,11 @@ def different_calls(rank: int) -> list[str]:
 
 def interrupted(rank: int) -> tuple[str, float]:
     """Rank 0 waits for the others, who come too late, and is interrupted."""
-    distributed.connect("cpu", timeout=30)
+    distributed.connect("cpu", timeout=60)
     if rank == 0:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     else:
-        time.sleep(1.0)
+        time.sleep(3.0)
     start = time.perf_counter()
     try:
         for _ in range(2):
@@ -296,7 +318,7 @@ def options_that_differ(rank: int) -> list[str]:
         _error(lambda: distributed.connect("cpu", prefer="nccl")),
         _error(lambda: distributed.connect("cpu", buffer_bytes=100)),
         _error(lambda: distributed.connect("meta")),
-        _error(lambda: distributed.connect("cpu", prefer="extension" if rank else "torch.distributed", timeout=10)),
+        _error(lambda: distributed.connect("cpu", prefer="extension" if rank else "torch.distributed", timeout=60)),
         _error(lambda: distributed.connect("cpu", group=dist.GroupMember.NON_GROUP_MEMBER)),
     ]
 
@@ -310,7 +332,7 @@ def without_the_extension(rank: int, who: int) -> tuple[tuple[str, str], bool]:
             raise ModuleNotFoundError("No module named 'fastlr._C'")
 
         connection.load_extension = absent
-    route = distributed.connect("cpu", timeout=10)
+    route = distributed.connect("cpu", timeout=60)
     x = distributed.all_reduce(drawn(rank, 1000))
     return (route.name, route.why), same_bits(x, reference.all_reduce(drawn(rank, 1000)))
 

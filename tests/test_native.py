@@ -81,8 +81,15 @@ def test_nvcc_compiles_and_links_for_every_architecture(tmp_path, setup_module_o
     code, said = run([*nvcc[:4], top, "-ptx", "csrc/device_group.cu", "-o", str(ptx)])
     assert code == 0, said
     text = ptx.read_text()
-    for instruction in ("ld.acquire.sys", "st.release.sys", "fence.acq_rel.sys|fence.sc.sys|membar.sys", r"ld\S*\.v4"):
+    for instruction in (
+        "ld.acquire.sys",
+        "st.release.sys",
+        "fence.acq_rel.sys|fence.sc.sys|membar.sys",
+        r"ld\S*\.v4",
+        r"st\S*\.v4",
+    ):
         assert re.search(instruction, text), instruction
+    assert "ld.global.nc" not in text, "peers write what is read: no read-only cache"
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a compiler")

@@ -25,88 +25,64 @@ def shared_memory() -> set[str]:
     return {p.name for p in folder.iterdir() if "fastlr" in p.name} if folder.is_dir() else set()
 
 
-@pytest.fixture(scope="module", params=[(2, "extension"), (4, "extension"), (2, "torch.distributed")], ids=str)
-def found(request):
-    ranks, prefer = request.param
-    if prefer == "extension" and find_spec("fastlr._C") is None:
-        pytest.skip("fastlr._C is not built")
+@pytest.mark.parametrize(
+    "ranks, prefer",
+    [pytest.param(2, "extension", marks=built), pytest.param(4, "extension", marks=built), (2, "torch.distributed")],
+)
+def test_all_checks(ranks, prefer):
+    """One world of processes for all of them."""
     before = shared_memory()
     results = good(run_ranks(ranks, work.all_checks, prefer, "cpu", 1 << 16))
     assert shared_memory() == before
-    return prefer, results
+    assert {each["route"][0] for each in results} == {prefer} and len({each["route"] for each in results}) == 1
+    for each in results:
+        assert each["sums"] == [], "not the fixed-order sum rounded once"
+        assert each["special"] == [] and each["layouts"] == []
+        norms_are_right(each["norms"], results[0]["norms"])
+        nothing_else_is_added(each["refused"])
+        errors_are_those_of_one_rounding(each["errors"], ranks)
+        for how, gap in (("float32", 1e-6), ("bfloat16", 0.05), ("compressed", 0.01)):
+            assert each["ddp"][how]["not the mean"] == 0, how
+            assert each["ddp"][how]["gap"] < gap, f"{how}: not the step of one process on the joined batch"
+    assert len({each["hash"] for each in results} | {each["again"] for each in results}) == 1, "ranks or runs differ"
 
 
-def test_the_route_is_the_one_asked_for(found):
-    prefer, results = found
-    assert {each["route"][0] for each in results} == {prefer}
-    assert len({each["route"] for each in results}) == 1
+def norms_are_right(norms, first):
+    assert norms["got"][0] == pytest.approx(norms["want"], rel=1e-13)
+    assert norms["got"] == first["got"] and norms["got"][0] == norms["got"][1]
+    assert norms["want"] == pytest.approx(norms["float64"], rel=1e-6)
+    assert norms["small buckets"] == pytest.approx(norms["want"], rel=1e-13)
+    value, want, *about = norms["one"]
+    assert value == pytest.approx(want, rel=1e-13) and about == ["torch.float64", 0, "cpu"]
+    assert norms["none"] == 0 and norms["unchanged"]
 
 
-def test_sums_are_the_fixed_order_sum_rounded_once(found):
-    assert [each["sums"] for each in found[1]] == [[]] * len(found[1])
+def nothing_else_is_added(refused):
+    assert "torch.int64" in refused["integers"] and "torch.complex64" in refused["complex"]
+    assert "sparse" in refused["sparse"] and "not list" in refused["a list"]
+    assert all(text.startswith("InputError: ") for text in refused.values())
 
 
-def test_sums_are_the_same_on_all_ranks_and_in_every_run(found):
-    assert len({each["hash"] for each in found[1]} | {each["again"] for each in found[1]}) == 1
-
-
-def test_special_values(found):
-    assert [each["special"] for each in found[1]] == [[]] * len(found[1])
-
-
-def test_any_strides_and_slices(found):
-    assert [each["layouts"] for each in found[1]] == [[]] * len(found[1])
-
-
-def test_squared_norms(found):
-    for each in found[1]:
-        norms = each["norms"]
-        assert norms["got"][0] == pytest.approx(norms["want"], rel=1e-13)
-        assert norms["got"] == found[1][0]["norms"]["got"] and norms["got"][0] == norms["got"][1]
-        assert norms["want"] == pytest.approx(norms["float64"], rel=1e-6)
-        assert norms["small buckets"] == pytest.approx(norms["want"], rel=1e-13)
-        value, want, *about = norms["one"]
-        assert value == pytest.approx(want, rel=1e-13) and about == ["torch.float64", 0, "cpu"]
-        assert norms["none"] == 0 and norms["unchanged"]
-
-
-def test_what_cannot_be_added_is_refused(found):
-    for each in found[1]:
-        assert "torch.int64" in each["refused"]["integers"]
-        assert "torch.complex64" in each["refused"]["complex"]
-        assert "sparse" in each["refused"]["sparse"]
-        assert "not list" in each["refused"]["a list"]
-        assert all(text.startswith("InputError: ") for text in each["refused"].values())
-
-
-def test_error_is_that_of_one_rounding(found):
+def errors_are_those_of_one_rounding(errors, ranks):
     """One rounding to 8 bits leaves about 2^-9 / sqrt(3); adding in bfloat16 more with every rank."""
-    for each in found[1]:
-        errors = each["errors"]
-        assert errors["fastlr"] < 2.0**-9
-        if len(found[1]) == 2:
-            assert errors["bfloat16"] == pytest.approx(errors["fastlr"], rel=1e-6)  # one addition, one rounding
-        else:
-            assert errors["fastlr"] < 0.8 * errors["bfloat16"]
-            assert errors["fastlr"] <= errors["gloo"]
+    assert errors["fastlr"] < 2.0**-9
+    if ranks == 2:
+        assert errors["bfloat16"] == pytest.approx(errors["fastlr"], rel=1e-6)  # one addition, one rounding
+    else:
+        assert errors["fastlr"] < 0.8 * errors["bfloat16"]
+        assert errors["fastlr"] <= errors["gloo"]
 
 
-@pytest.mark.parametrize("how, gap", [("float32", 1e-6), ("bfloat16", 0.05), ("compressed", 0.01)])
-def test_a_ddp_step_is_that_of_one_process_on_the_joined_batch(found, how, gap):
-    for each in found[1]:
-        assert each["ddp"][how]["not the mean"] == 0
-        assert each["ddp"][how]["gap"] < gap
-
-
-@built
-@pytest.mark.parametrize("ranks, when", [(2, "before connecting"), (2, "later"), (4, "later")])
-def test_a_killed_rank_is_an_error_within_the_limit(ranks, when):
+@pytest.mark.parametrize("prefer", ROUTES)
+@pytest.mark.parametrize("ranks, when", [(2, "before connecting"), (4, "later"), (2, "in a backward pass")])
+def test_a_killed_rank_is_an_error_within_the_limit(ranks, when, prefer):
     before, limit = shared_memory(), 2.0
-    results = run_ranks(ranks, work.one_is_killed, when, limit)
+    results = run_ranks(ranks, work.one_is_killed, when, prefer, limit)
     assert isinstance(results[1], Ended) and "-9" in str(results[1])
     for rank, (said, seconds) in ((r, x) for r, x in enumerate(results) if r != 1):
-        assert said.startswith("DistributedError: ") and "rank 1" in said, (rank, said)
-        assert seconds < limit + 2
+        assert said.startswith("DistributedError: "), (rank, said)
+        assert "rank 1" in said or prefer == "torch.distributed", (rank, said)
+        assert seconds < limit + 5
     assert shared_memory() == before
 
 
@@ -115,7 +91,7 @@ def test_a_rank_that_does_not_come_in_time():
     results = good(run_ranks(3, work.one_is_stopped, 0.5))
     for rank in (0, 2):
         said, seconds, spoilt = results[rank]
-        assert "rank 1 did not arrive at a reduction within 0.5 s" in said[0] and 0.3 < seconds < 2.5
+        assert "rank 1 did not arrive at a reduction within 0.5 s" in said[0] and 0.3 < seconds < 5
         assert "has failed before" in said[1]
         assert spoilt, "what was not added up must not look like a sum"
     assert any("rank 1 did not arrive" in text for text in results[1][0])
@@ -130,8 +106,8 @@ def test_ranks_that_call_different_reductions():
 @built
 def test_an_interrupt_gets_through():
     results = good(run_ranks(2, work.interrupted))
-    assert results[0][0] == "KeyboardInterrupt" and results[0][1] < 1.0
-    assert results[1][0] == "the reduction was interrupted on rank 0 (noticed by rank 0)" or "rank 0" in results[1][0]
+    assert results[0][0] == "KeyboardInterrupt" and results[0][1] < 2.5
+    assert "rank 0" in results[1][0]
 
 
 def test_options_are_checked():
@@ -182,7 +158,7 @@ def test_on_gpus(ranks):
         assert each["sums"] == each["special"] == each["layouts"] == []
         norms = each["norms"]
         assert norms["got"][0] == norms["got"][1] == pytest.approx(norms["want"], rel=1e-13)
-        assert each["errors"]["fastlr"] < 2.0**-9
+        assert each["errors"]["fastlr"] < 2.0**-9 and "CUDA graph" in each["capture"]
         assert all(each["ddp"][how]["not the mean"] == 0 for how in each["ddp"])
         assert not math.isnan(each["ddp"]["float32"]["gap"]) and each["ddp"]["float32"]["gap"] < 1e-4
     assert len({each["hash"] for each in results} | {each["again"] for each in results}) == 1

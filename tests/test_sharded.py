@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -16,7 +17,8 @@ from test_cli import NETS
 import fastlr
 from bench.ranks import Ended, good, run_ranks
 from fastlr.distributed import sharded
-from fastlr.errors import InputError
+from fastlr.distributed.board import Board
+from fastlr.errors import DistributedError, InputError
 
 ESTIMATE = [
     "estimate",
@@ -35,51 +37,41 @@ ESTIMATE = [
 
 
 @cache
-def shared(ranks: int) -> list[dict]:
-    return good(run_ranks(ranks, work.estimates))
-
-
-@cache
 def alone(name: str) -> fastlr.Estimate:
     return fastlr.estimate(work.mlp(), work.Drawn(), seed=3, **work.CASES[name])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("name", work.CASES)
-def test_any_number_of_ranks_gives_the_same(name, ranks):
-    want = alone(name)
-    for each in shared(ranks):
-        got = each[name]
-        assert got["n"] == want.n and got["inputs_used"] == want.inputs_used
-        if "batch_size" in work.CASES[name]:
-            assert got["per_sample"] == want.per_sample.tolist() and got["value"] == want.value
-        assert got["per_sample"] == pytest.approx(want.per_sample.tolist(), rel=1e-12)
-        assert got["value"] == pytest.approx(want.value, rel=1e-12)
-        assert got["stderr"] == pytest.approx(want.stderr, rel=1e-9)
-        assert got["per_parameter"] == pytest.approx(want.per_parameter, rel=1e-12)
-        assert list(got["per_parameter"]) == list(want.per_parameter)
-        for part in ("routes", "inputs_digest", "predictive", "probe", "seed", "dtype"):
-            assert got[part] == getattr(want, part)
-        assert got["training"], "the model's flags are as they were"
-        assert bool(got["seen"]) == (each[name]["rank"] == 0), "progress is reported on rank 0"
-        assert got["notes"] == ([f"the inputs were shared by {ranks} ranks"] if ranks > 1 else [])
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_return_the_same(ranks):
-    first, *others = shared(ranks)
-    for other in others:
+def test_any_number_of_ranks_gives_the_same(ranks):
+    results = good(run_ranks(ranks, work.estimates))
+    for each in results:
         for name in work.CASES:
-            different = {key for key in first[name] if first[name][key] != other[name][key]}
+            same_as_alone(name, each[name], ranks)
+            different = {key for key in each[name] if each[name][key] != results[0][name][key]}
             assert different <= {"seconds", "seen", "rank"}, (name, different)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_estimator_is_shared_only_inside(ranks):
-    for each in shared(ranks):
         first, second, after = each["kept"]["values"]
         assert first != second and second == pytest.approx(after, rel=1e-12)
-        assert second == pytest.approx(shared(1)[0]["kept"]["values"][1], rel=1e-12)
+        changed = work.mlp()
+        with torch.no_grad():
+            changed[3].weight.mul_(2)
+        assert second == pytest.approx(fastlr.estimate(changed, work.Drawn(), 40, seed=1).value, rel=1e-12)
+
+
+def same_as_alone(name, got, ranks):
+    want = alone(name)
+    assert got["n"] == want.n and got["inputs_used"] == want.inputs_used
+    if "batch_size" in work.CASES[name]:
+        assert got["per_sample"] == want.per_sample.tolist() and got["value"] == want.value
+    assert got["per_sample"] == pytest.approx(want.per_sample.tolist(), rel=1e-12)
+    assert got["value"] == pytest.approx(want.value, rel=1e-12)
+    assert got["stderr"] == pytest.approx(want.stderr, rel=1e-9)
+    assert got["per_parameter"] == pytest.approx(want.per_parameter, rel=1e-12)
+    assert list(got["per_parameter"]) == list(want.per_parameter)
+    for part in ("routes", "inputs_digest", "predictive", "probe", "seed", "dtype"):
+        assert got[part] == getattr(want, part)
+    assert got["training"], "the model's flags are as they were"
+    assert bool(got["seen"]) == (got["rank"] == 0), "progress is reported on rank 0"
+    assert got["notes"] == ([f"the inputs were shared by {ranks} ranks"] if ranks > 1 else [])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +86,7 @@ def test_an_estimator_is_shared_only_inside(ranks):
 def test_a_rank_that_fails_is_everybodys_error(where, who, says):
     results = good(run_ranks(3, work.failing, who, where))
     assert [said for said, _ in results] == [says] * 3
-    assert max(seconds for _, seconds in results) < 15
+    assert max(seconds for _, seconds in results) < 40
 
 
 def test_a_rank_that_exits():
@@ -131,7 +123,7 @@ def test_a_rank_that_leaves():
     results = good(run_ranks(3, work.leaving))
     assert results[1][0] == "no error"
     for said, seconds in (results[0], results[2]):
-        assert "rank 1 left before the others were done" in said and seconds < 10
+        assert "rank 1 left before the others were done" in said and seconds < 40
 
 
 def test_memory_that_runs_out_on_one_rank():
@@ -141,6 +133,25 @@ def test_memory_that_runs_out_on_one_rank():
         assert notes[0] == "the inputs were shared by 2 ranks"
         assert notes[1].startswith("rank 1: out of memory with 8 inputs") and len(notes) == 2
         assert chunk == (4 if rank == 1 else 8)
+
+
+def test_a_store_that_is_lost():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = Board(dist.TCPStore("127.0.0.1", store.port, is_master=False), "lost", 0, 2, 20.0, "together")
+    del store
+    with pytest.raises(DistributedError, match="rank 0: the store of the group was lost"):
+        board.share(1)
+    with pytest.raises(DistributedError, match="was lost"):
+        board.share(2)
+
+
+def test_messages_do_not_pile_up():
+    store = dist.HashStore()
+    boards = [Board(store, "kept", rank, 2, 20.0, "together") for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        work = [threads.submit(lambda b=b: [b.share([b.rank, k]) for k in range(50)]) for b in boards]
+        assert work[0].result() == work[1].result() == [[[0, k], [1, k]] for k in range(50)]
+    assert store.num_keys() <= 4
 
 
 def test_nested():

@@ -74,6 +74,7 @@ def connect(
     board = Board(group.get_group_store(), f"connect/{_TRIED[group]}", rank, ranks, timeout, what)
     made, why = _extension(device, board, size // 2, timeout, prefer)
     route: Route = made if made is not None else TorchRoute(group, why)
+    _retire(_CHOSEN.get(group, {}).get(str(device)), board)
     _CHOSEN.setdefault(group, {})[str(device)] = route
     if rank == 0:
         text = f"reductions on {device.type} over {ranks} ranks: {route.name} ({route.why})"
@@ -121,8 +122,7 @@ def _extension(device: torch.device, board: Board, half: int, timeout: float, pr
     if why is None:
         why = _trial_of(made, device, board, everyone)
     if why is not None:
-        if device.type == "cuda" and made is not None:
-            made.close()
+        _retire(None if made is None or device.type == "cpu" else DeviceRoute(made, ""), board)
         return None, why
     made.set_timeout(timeout)
     if device.type == "cpu":
@@ -194,6 +194,16 @@ def _wrong(made: Any, device: torch.device, board: Board) -> str | None:
     except DistributedError as error:
         return one_line(error)
     return None
+
+
+def _retire(route: Route | None, board: Board) -> None:
+    """Free the GPU's memory of a route that is not used any more, when no rank reads that of another."""
+    group = route.group if isinstance(route, DeviceRoute) else None
+    if group is not None:
+        group.disconnect()
+    board.share(None)
+    if group is not None:
+        group.close()
 
 
 def _machine() -> str:

@@ -6,12 +6,15 @@ A route works on one flat, contiguous tensor at a time; `fastlr.distributed.redu
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastlr.errors import DistributedError
 from fastlr.reference.reductions import fixed_order_sum
 
 EXTENSION_DTYPES = (torch.bfloat16, torch.float32)
@@ -142,7 +145,8 @@ class TorchRoute:
 
     def _gathered(self, t: Tensor) -> list[Tensor]:
         parts = t.new_empty(self.size * t.numel())
-        dist.all_gather_into_tensor(parts, t.flatten(), group=self.group)
+        with _exchanging():
+            dist.all_gather_into_tensor(parts, t.flatten(), group=self.group)
         return list(parts.view(self.size, *t.shape))
 
     def _scattered(self, flat: Tensor) -> list[Tensor]:
@@ -150,7 +154,8 @@ class TorchRoute:
         each = -(-flat.numel() // self.size)
         padded = torch.nn.functional.pad(flat, (0, each * self.size - flat.numel()))
         parts = torch.empty_like(padded)
-        dist.all_to_all_single(parts, padded, group=self.group)
+        with _exchanging():
+            dist.all_to_all_single(parts, padded, group=self.group)
         return list(parts.view(self.size, each))
 
     def check(self) -> None:
@@ -158,3 +163,14 @@ class TorchRoute:
 
     def set_timeout(self, seconds: float) -> None:
         """Its time limit is that of the process group."""
+
+
+@contextmanager
+def _exchanging() -> Iterator[None]:
+    """Turn what torch.distributed raises when a rank is gone into a DistributedError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise DistributedError(f"torch.distributed could not exchange data: {' '.join(str(error).split())}") from error
