@@ -223,6 +223,7 @@ def test_the_command(tmp_path, images, capsys):
     assert (
         config["data"]["digest"] == ImageStore.open(images).digest and config["versions"]["torch"] == torch.__version__
     )
+    assert config["device"] == "cpu" and config["machine"].endswith("threads")
     assert main(["continual", "--resume", "--out", str(tmp_path / "run"), "--tasks", "3"]) == 0
     assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "resume", "task"]
     assert main(["continual", "demo", "--data", images, *arguments]) == 2

@@ -18,6 +18,7 @@ import torch
 from fastlr.drivers.config import RunOptions, from_record, resolve
 from fastlr.drivers.runs import Run, commit_of_source, now
 from fastlr.errors import FastlrWarning, InputError
+from fastlr.report.record import machine
 from fastlr.runtime import versions
 
 
@@ -113,6 +114,7 @@ class Driver:
             "options": dataclasses.asdict(options),
             "data": description,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "machine": machine(device),
             "threads": torch.get_num_threads(),
             "versions": versions(),
             "commit": commit_of_source(),

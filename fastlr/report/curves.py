@@ -78,7 +78,9 @@ def ablation_curves(runs: Sequence[Run], path: str | os.PathLike[str], at: str =
         style(
             axes, "local redundancy", "Local redundancy by kind of input" + (f": {run.name}" if len(runs) > 1 else "")
         )
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(
+            fontsize=8, frameon=False, ncols=len(names), loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.3
+        )
     np.atleast_1d(panels)[-1].set_xlabel(at, color=INK, fontsize=9)
     return save_figure(figure, path)
 

@@ -14,7 +14,7 @@ _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; background: #fff; max-width: 62rem; margin: 2rem auto;
   padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
+p { overflow-wrap: anywhere; } h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e7eb; }
 th:first-child, td:first-child, #definitions td, #definitions th { text-align: left; }

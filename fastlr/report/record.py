@@ -21,10 +21,14 @@ from fastlr.report.images import contact_sheet
 from fastlr.report.tables import pm
 
 
-def machine() -> str:
-    """Return the GPU's name, or the processor's with the number of threads: part of the record beside any figure."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def machine(device: torch.device | None = None) -> str:
+    """Return the GPU's name, or the processor's with the number of threads: part of the record beside any figure.
+
+    Args:
+        device: Where the work was done; None: a GPU if there is one.
+    """
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
