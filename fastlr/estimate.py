@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_map
 from fastlr.distributed.sharding import ALONE, Team, fingerprint, team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.ghost.adapt import OutputSelector, call, select_output, trainable, unwrap
-from fastlr.ghost.cotangents import batch_sq_norms
+from fastlr.ghost.cotangents import Scaled, batch_sq_norms
 from fastlr.ghost.engine import Engine
+from fastlr.padding import padding_mask
 from fastlr.predictive import PROBES, Predictive, default_predictive
 from fastlr.reference.counter import check_seed
 from fastlr.replay import CudaRecorder, Recorder, Replay, Replays
@@ -182,6 +183,7 @@ class LocalRedundancy:
         self._batch_proven = False
         self._used_predictive: Any = predictive
         self._routes: dict[str, str] = {}
+        self._padding_left_out = False
         self._recorder: Callable[[torch.device], Recorder] = CudaRecorder
         graphs = self.device.type == "cuda" and probe == "rademacher"
         self._replays = Replays(self._replay if graphs else None, self.engine)
@@ -205,7 +207,8 @@ class LocalRedundancy:
             used = len(total) if self.probe != "batch" else min(len(total) * self._chunk, self.total)
             digest = self._digest(used)
             notes = members.notes([*self._notes, *filter(None, [self._replays.note])])
-            predictive = members.share(repr(self._used_predictive))[0]  # a rank without inputs has none
+            predictive = repr(self._used_predictive) + " without padding" * self._padding_left_out
+            predictive = members.share(predictive)[0]  # a rank without inputs has none
         moments = Moments()
         moments.add(total)
         return Estimate(
@@ -309,7 +312,7 @@ class LocalRedundancy:
             return table.sum(0), dict(zip(self.engine.names, table, strict=True)), self._routes
         x = self._batch(start, stop)
         with self._autocast():  # one context for each chunk: its cache of cast weights must not outlive the chunk
-            result = self.engine.run(x, self._cotangent(start, stop, self.probe))
+            result = self.engine.run(x, self._cotangent_at(range(start, stop), x))
         if len(result.total) != stop - start:
             raise InputError(
                 f"inputs {start}..{stop - 1} gave {len(result.total)} samples at out_dim={self.out_dim}: the sample "
@@ -319,14 +322,11 @@ class LocalRedundancy:
         return result.total, result.per_parameter, result.routes
 
     def _replay(self, size: int) -> Replay:
-        def cotangent(index: Tensor) -> Callable[[Tensor], Any]:
-            return self._cotangent_at(index, self.probe)
-
         made = self.inputs if self.in_dim == getattr(self.inputs, "in_dim", 0) else None
         where, dtype = self.device, self.input_dtype
         recorder = self._recorder(where)
         return Replay(
-            self.engine, made, self._batch, cotangent, size, self.seed, self._autocast, recorder, where, dtype
+            self.engine, made, self._batch, self._cotangent_at, size, self.seed, self._autocast, recorder, where, dtype
         )
 
     def _batch_gradient(self, x: Any, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor], dict[str, str]]:
@@ -334,11 +334,12 @@ class LocalRedundancy:
         if not self._batch_proven:  # refuse what the per-sample probes refuse
             few = min(stop, start + 2)
             with self._autocast():
-                self.engine.run(self._batch(start, few), self._cotangent(start, few, "sampled"))
+                two = self._batch(start, few)
+                self.engine.run(two, self._cotangent_at(range(start, few), two, "sampled"))
             self._batch_proven = True
         with self._autocast():
             z = select_output(call(unwrap(self.model), x), self.output)
-        v = self._cotangent(start, stop, "sampled")(z.detach()) / (stop - start)
+        v = self._cotangent_at(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (stop - start)
         parts = batch_sq_norms(trainable(unwrap(self.model)), z, v, stop - start)
         return torch.stack(list(parts.values())).sum(0), parts, dict.fromkeys(parts, "batch gradient")
 
@@ -348,15 +349,25 @@ class LocalRedundancy:
             return x
         return tree_map(lambda t: move_samples(t, self.in_dim, stop - start), x)
 
-    def _cotangent(self, start: int, stop: int, probe: str) -> Callable[[Tensor], Any]:
-        return self._cotangent_at(range(start, stop), probe)
+    def _cotangent_at(
+        self, index: range | Tensor, x: Any, probe: str | None = None, *, scaled: bool = True
+    ) -> Callable[[Tensor], Any]:
+        """The function of the output that gives the cotangents of the inputs x, with these global numbers."""
 
-    def _cotangent_at(self, index: range | Tensor, probe: str) -> Callable[[Tensor], Any]:
         def at(output: Tensor) -> Any:
             if self._used_predictive is None:
                 self._used_predictive = default_predictive(output, self.out_dim)
-            where = {} if self.out_dim == 0 else {"sample_dim": self.out_dim}
-            return self._used_predictive.cotangent(output, probe, index, self.seed, **where)
+            predictive, how = self._used_predictive, probe or self.probe
+            where: dict[str, Any] = {} if self.out_dim == 0 else {"sample_dim": self.out_dim}
+            if isinstance(predictive, Predictive):
+                counted = padding_mask(x, output, self.out_dim)
+                if counted is not None:
+                    where["counted"] = counted
+                self._padding_left_out = counted is not None
+                small = predictive.scaled_cotangent(output, how, index, self.seed, **where) if scaled else None
+                if small is not None:
+                    return Scaled(*small)
+            return predictive.cotangent(output, how, index, self.seed, **where)
 
         return at
 
@@ -385,8 +396,12 @@ class LocalRedundancy:
         few = min(2, self.total)
         x = self._batch(0, few)
         try:
+            output: list[Tensor] = []
             with self._autocast():
-                storages = saved_storages(lambda: call(unwrap(self.model), x))
+                storages = saved_storages(
+                    lambda: output.append(select_output(call(unwrap(self.model), x), self.output))
+                )
+            storages[output[0].data_ptr()] = output[0].nbytes
         except Exception as error:
             if not out_of_memory(error):
                 raise

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,29 +27,12 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.checks import refuse_where, waiting
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.reference.counter import STREAMS, check_seed, normal_quantiles, random_words
-from fastlr.torch_predictive import categorical_root, signs
+from fastlr.reference.counter import check_seed
+from fastlr.torch_predictive import categorical_root, categorical_values, normals, scaled_blocks, signs, uniforms
 
 PROBES = ("rademacher", "sampled", "exact")
 
-# Signs (from word 0), normals and labels take disjoint ranges of one stream's words: the probes are independent.
-_STREAM = STREAMS["cotangent"]
-_NORMALS, _LABELS = 1 << 32, 1 << 33
-
-
-def _normals(index: Tensor, count: int, seed: int) -> Tensor:
-    """Return normal draws [B, count] in float64: 16 bits choose a quantile from a table, so every device agrees."""
-    words = random_words(seed, index, _STREAM, -(-count // 2), _NORMALS)
-    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, :count]
-    return normal_quantiles().to(index.device)[halves].double()
-
-
-def _uniforms(index: Tensor, count: int, seed: int) -> Tensor:
-    """Return uniforms [B, count] in [0, 1), float64, from 128 bits each: fine near zero, for rare labels."""
-    words = random_words(seed, index, _STREAM, 4 * count, _LABELS).double().unflatten(1, (count, 4))
-    a, b, c, d = words.unbind(-1)
-    uniform = (a + (b + (c + d * 2.0**-32) * 2.0**-32) * 2.0**-32) * 2.0**-32
-    return uniform.clamp_(max=1 - 2.0**-53)  # a run of ones rounds to 1
+_KERNEL_CLASSES = 4096  # the most that the Triton kernel of softmax cotangents takes
 
 
 def _check_index(index: Tensor | range, size: int, device: torch.device) -> Tensor:
@@ -70,7 +54,14 @@ class Predictive(ABC):
     limit: int
 
     def cotangent(
-        self, output: Tensor, probe: str, index: Tensor | range, seed: int, *, sample_dim: int = 0
+        self,
+        output: Tensor,
+        probe: str,
+        index: Tensor | range,
+        seed: int,
+        *,
+        sample_dim: int = 0,
+        counted: Tensor | None = None,
     ) -> Tensor | Iterator[Tensor]:
         """Return the cotangent v at the output, one per sample, with ``E v v^T`` the Fisher matrix of P at the output.
 
@@ -80,6 +71,8 @@ class Predictive(ABC):
             index: the global number of each sample (range or 1-D integer tensor, one per sample, at least 0).
             seed: from 0 to 2^64 - 1. The draws depend on (seed, index, element) only.
             sample_dim: the sample axis of the output.
+            counted: boolean [B, positions], False where a position of these samples is padding: those have no label. For
+                `Categorical` alone.
 
         Returns:
             A float64 tensor shaped like ``output``; its sign has no meaning. For ``"exact"`` an iterator over such
@@ -89,6 +82,24 @@ class Predictive(ABC):
             InputError: an unknown probe, a wrong shape, index or seed, or more exact passes than ``limit``.
             NonFiniteError: the output holds NaN, or values that give no distribution.
         """
+        arguments = self._checked(output, probe, index, seed, sample_dim, counted)
+        with torch.no_grad():
+            return self._cotangent(*arguments)
+
+    def scaled_cotangent(
+        self, output: Tensor, probe: str, index: Tensor | range, seed: int, **where: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `cotangent` (``where``: its sample_dim and counted), holding nothing larger than a tensor of the output's dtype.
+
+        Returns:
+            (v, exponent) with ``2^exponent v`` the cotangent: v of the output's shape and dtype, each sample scaled to unit
+            size; exponent [B] int64. None where this way is not needed.
+        """
+        return None
+
+    def _checked(
+        self, output: Tensor, probe: str, index: Any, seed: int, sample_dim: int = 0, counted: Tensor | None = None
+    ) -> tuple[Tensor, str, Tensor, int, int, Tensor | None]:
         if probe not in PROBES:
             raise InputError(f"unknown probe {probe!r}: choose one of {', '.join(map(repr, PROBES))}")
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -99,11 +110,16 @@ class Predictive(ABC):
             raise InputError(f"the output has shape {tuple(output.shape)}: no axis {sample_dim} for the samples")
         sample_dim %= output.ndim
         index = _check_index(index, output.shape[sample_dim], output.device)
-        with torch.no_grad():
-            return self._cotangent(output.detach(), probe, index, seed, sample_dim)
+        if counted is not None and not isinstance(self, Categorical) and not bool(counted.all()):
+            raise InputError(
+                f"some positions of the inputs are padding, but {self!r} counts them all: give inputs without padding"
+            )
+        return output.detach(), probe, index, seed, sample_dim, counted
 
     @abstractmethod
-    def _cotangent(self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int) -> Tensor | Iterator[Tensor]:
+    def _cotangent(
+        self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int, counted: Tensor | None
+    ) -> Tensor | Iterator[Tensor]:
         """Do the work of :meth:`cotangent` on checked arguments."""
 
     def _check_count(self, count: int, what: str) -> None:
@@ -152,10 +168,17 @@ class Categorical(Predictive):
         mask = "" if self.mask is None else f", mask=<{'x'.join(map(str, self.mask.shape))}>"
         return f"Categorical(dim={self.dim}{mask})"
 
-    def _positions(self, shape: torch.Size, dim: int, sample_dim: int, index: Tensor) -> Tensor | None:
+    def _positions(
+        self, shape: torch.Size, dim: int, sample_dim: int, index: Tensor, counted: Tensor | None
+    ) -> Tensor | None:
         """Return the mask as [B, P], or None."""
+        if counted is not None and counted.numel() * shape[dim] != math.prod(shape):
+            raise InputError(
+                f"the inputs' padding mask {tuple(counted.shape)} is not of the output's positions {tuple(shape)}: pass "
+                "Categorical(mask=...) for the positions that count"
+            )
         if self.mask is None:
-            return None
+            return None if counted is None else counted.to(index.device).reshape(len(index), -1)
         positions = [size for axis, size in enumerate(shape) if axis != dim]
         axis = sample_dim - (dim < sample_dim)
         mask = self.mask.to(index.device)
@@ -173,9 +196,13 @@ class Categorical(Predictive):
                 f"mask of shape {tuple(self.mask.shape)} does not broadcast to the positions {tuple(positions)}: "
                 f"the output's shape {tuple(shape)} without the class axis {dim}"
             ) from None
-        return mask.movedim(axis, 0).reshape(len(index), -1)
+        mask = mask.movedim(axis, 0).reshape(len(index), -1)
+        return mask if counted is None else mask & counted.to(mask.device).reshape(mask.shape)
 
-    def _cotangent(self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int) -> Tensor | Iterator[Tensor]:
+    def _rows(
+        self, z: Tensor, index: Tensor, sample_dim: int, counted: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]:
+        """Logits as [B, P, C], the mask as [B, P] or None, and the way back."""
         if not -z.ndim <= self.dim < z.ndim or self.dim % z.ndim == sample_dim:
             raise InputError(
                 f"Categorical(dim={self.dim}) on an output of shape {tuple(z.shape)} whose axis {sample_dim} numbers "
@@ -188,31 +215,60 @@ class Categorical(Predictive):
                 f"the class axis {dim} of the output {tuple(z.shape)} has size {classes}: a softmax over one class is "
                 "always certain; a single logit is Bernoulli(), a regression Gaussian()"
             )
-        mask = self._positions(z.shape, dim, sample_dim, index)
+        mask = self._positions(z.shape, dim, sample_dim, index, counted)
         moved = z.movedim((sample_dim, dim), (0, -1))
-        rows = moved.reshape(len(index), -1, classes)
 
         def restore(v: Tensor) -> Tensor:
             return v.reshape(moved.shape).movedim((0, -1), (sample_dim, dim))
 
-        if probe == "rademacher" and mask is None:
-            v = ops.run("categorical_root_cotangent", rows, index, seed)
-            _refuse(v.isnan())
-            return restore(v)
+        return moved.reshape(len(index), -1, classes), mask, restore
+
+    def scaled_cotangent(
+        self, output: Tensor, probe: str, index: Tensor | range, seed: int, **where: Any
+    ) -> tuple[Tensor, Tensor] | None:
+        """See `Predictive.scaled_cotangent`; for outputs that no kernel takes."""
+        z, probe, index, seed, sample_dim, counted = self._checked(output, probe, index, seed, **where)
+        if probe == "exact" or (z.device.type == "cuda" and z.shape[self.dim] <= _KERNEL_CLASSES):
+            return None
+        with torch.no_grad():
+            rows, mask, restore = self._rows(z, index, sample_dim, counted)
+
+            def block(samples: slice, positions: slice) -> Tensor:
+                part = None if mask is None else mask[samples, positions]
+                at = positions.start
+                return _counted_only(
+                    categorical_values(rows[samples, positions], probe, index[samples], seed, at), part
+                )
+
+            v, exponent = scaled_blocks(block, rows.shape, z.dtype, z.device)
+            return restore(v), exponent
+
+    def _cotangent(
+        self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int, counted: Tensor | None
+    ) -> Tensor | Iterator[Tensor]:
+        rows, mask, restore = self._rows(z, index, sample_dim, counted)
+        if probe == "rademacher":
+            return restore(_counted_only(ops.run("categorical_root_cotangent", rows, index, seed), mask))
+        if probe == "sampled":
+            return restore(_counted_only(categorical_values(rows, probe, index, seed), mask))
         log_p = rows.double().log_softmax(-1)
         _refuse(log_p.isnan() if mask is None else log_p.isnan() & mask[..., None])
-        root = (log_p / 2).exp_()  # sqrt(p), without cancellation
+        root = (log_p / 2).exp_()
         if mask is not None:
             root = torch.where(mask[..., None], root, 0.0)
-        best = root.argmax(-1, keepdim=True)
-        if probe == "exact":
-            counted = range(root.shape[1]) if mask is None else mask.any(0).nonzero()[:, 0].tolist()
-            self._check_count(len(counted) * (classes - 1), f"{len(counted)} positions, {classes} classes")
-            return map(restore, _categorical_columns(root, best, counted))
-        if probe == "sampled":
-            return restore(_categorical_sampled(root.square_(), best, index, seed))
-        xi = signs(index, root.shape[1] * classes, seed).view(root.shape).scatter_(-1, best, 0.0)
-        return restore(categorical_root(root, best, xi))
+        classes = rows.shape[-1]
+        positions = range(rows.shape[1]) if mask is None else mask.any(0).nonzero()[:, 0].tolist()
+        self._check_count(len(positions) * (classes - 1), f"{len(positions)} positions, {classes} classes")
+        return map(restore, _categorical_columns(root, root.argmax(-1, keepdim=True), positions))
+
+
+def _counted_only(v: Tensor, mask: Tensor | None) -> Tensor:
+    """Cotangents [B, P, C], zero at positions that do not count; NaN is refused at the others."""
+    if mask is None:
+        _refuse(v.isnan())
+        return v
+    _refuse(v.isnan() & mask[..., None])
+    return torch.where(mask[..., None], v, 0.0)
 
 
 def _refuse(bad: Tensor) -> None:
@@ -235,19 +291,6 @@ def _categorical_columns(root: Tensor, best: Tensor, positions: range | list[int
             yield v
 
 
-def _categorical_sampled(p: Tensor, best: Tensor, index: Tensor, seed: int) -> Tensor:
-    """Return e_y - p for y drawn from p [B, P, C]; masked positions have p = 0 and give 0.
-
-    The most likely class comes last on the unit interval, so that the rare ones are drawn where uniforms are finest.
-    """
-    uniform = _uniforms(index, p.shape[1], seed)[..., None]
-    ends = p.scatter(-1, best, 0.0).cumsum_(-1)
-    label = torch.searchsorted(ends, uniform, right=True)
-    label = torch.where(label == p.shape[-1], best, label)
-    v = p.scatter(-1, label, 0.0).neg_()
-    return v.scatter_(-1, label, -v.sum(-1, keepdim=True))
-
-
 @dataclass(frozen=True, eq=False)
 class Bernoulli(Predictive):
     """P(y = 1) = sigmoid(z) for each element of the output, independent, log-likelihoods summed.
@@ -265,7 +308,9 @@ class Bernoulli(Predictive):
         """Return the constructor call."""
         return "Bernoulli()"
 
-    def _cotangent(self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int) -> Tensor | Iterator[Tensor]:
+    def _cotangent(
+        self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int, counted: Tensor | None
+    ) -> Tensor | Iterator[Tensor]:
         message = (
             "the output holds NaN where a sigmoid is taken: no predictive distribution exists; look for overflow "
             "in the model (its dtype, its weights)"
@@ -275,7 +320,7 @@ class Bernoulli(Predictive):
         z = moved.reshape(len(index), moved[:1].numel()).double()
         if probe == "sampled":
             rare = torch.sigmoid(-z.abs())  # probability of the less likely label
-            drawn = _uniforms(index, z.shape[1], seed) < rare
+            drawn = uniforms(index, z.shape[1], seed) < rare
             v = torch.where(drawn, 1 / (1 + (-z.abs()).exp()), -rare) * torch.where(z > 0, -1.0, 1.0)
         else:
             half = (-z.abs() / 2).exp()
@@ -312,7 +357,9 @@ class Gaussian(Predictive):
         """Return the constructor call."""
         return f"Gaussian(sigma={self.sigma})"
 
-    def _cotangent(self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int) -> Tensor | Iterator[Tensor]:
+    def _cotangent(
+        self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int, counted: Tensor | None
+    ) -> Tensor | Iterator[Tensor]:
         message = (
             "the output holds NaN or infinity where a Gaussian mean is taken; look for overflow in the model "
             "(its dtype, its weights)"
@@ -323,7 +370,7 @@ class Gaussian(Predictive):
         if probe == "exact":
             scale = torch.full(shape, 1 / self.sigma, dtype=torch.float64, device=z.device)
             return _element_passes(self, scale, moved.shape, sample_dim)
-        draw = signs if probe == "rademacher" else _normals
+        draw = signs if probe == "rademacher" else normals
         v = draw(index, shape[1], seed) / self.sigma
         return v.reshape(moved.shape).movedim(0, sample_dim)
 

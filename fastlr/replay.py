@@ -93,7 +93,7 @@ class Replay:
         engine: has run on a chunk of this shape (`Engine.plan`).
         inputs: what the estimate measures on.
         batch: (start, stop) -> inputs on the device.
-        cotangent: index [B] int64 -> the function of the output that gives the cotangent.
+        cotangent: (index [B] int64, inputs) -> the function of the output that gives the cotangent.
         size: samples in a chunk.
         seed: of inputs and probe.
         context: makes the autocast context.
@@ -105,7 +105,7 @@ class Replay:
         engine: Engine,
         inputs: Any,
         batch: Callable[[int, int], Any],
-        cotangent: Callable[[Tensor], Callable[[Tensor], Tensor]],
+        cotangent: Callable[[Tensor, Any], Callable[[Tensor], Any]],
         size: int,
         seed: int,
         context: Callable[[], AbstractContextManager],
@@ -125,7 +125,7 @@ class Replay:
         def chunk() -> tuple[Tensor, Tensor, Any, Tensor]:
             with gathered() as flags, self.context():
                 x = self.fixed if make is None else adapt.as_inputs(make(self.first, size))
-                table, output = engine.run_planned(plan, x, cotangent(offsets + self.first))
+                table, output = engine.run_planned(plan, x, cotangent(offsets + self.first, x))
                 bad = torch.stack(flags).any()
             return table, output, x, bad
 

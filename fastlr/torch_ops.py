@@ -33,18 +33,19 @@ def square_sum(t: Tensor) -> Tensor:
 
 def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
     """See fastlr.reference.norms.linear_sq_norms. Three forms: one row, Gram matrices, or the product itself."""
-    a, g = raised(a), raised(g)
     count, groups, rows, inputs = a.shape
     outputs = g.shape[-1]
     if rows == 1:
-        return (a.square().sum(-1) * g.square().sum(-1)).double().sum((1, 2))
+        return (raised(a).square().sum(-1) * raised(g).square().sum(-1)).double().sum((1, 2))
     direct, gram = rows * inputs * outputs, rows * rows * (inputs + outputs)
+    copied = 0 if a.dtype == g.dtype == raised(g).dtype else groups * rows * (inputs + outputs)  # by raising them
     if gram < direct:
-        parts = [_gram(a[lo:hi], g[lo:hi]) for lo, hi in chunks(count, 2 * groups * rows * rows)]
+        ranges = chunks(count, max(2 * groups * rows * rows, copied))
+        parts = [_gram(raised(a[lo:hi]), raised(g[lo:hi])) for lo, hi in ranges]
     else:
         large, small = (g, a) if outputs >= inputs else (a, g)  # the BLAS prefers the longer side as rows
-        ranges = chunks(count, groups * inputs * outputs, CACHED if a.device.type == "cpu" else None)
-        parts = [square_sum(large[lo:hi].mT @ small[lo:hi]) for lo, hi in ranges]
+        ranges = chunks(count, max(groups * inputs * outputs, copied), CACHED if a.device.type == "cpu" else None)
+        parts = [square_sum(raised(large[lo:hi]).mT @ raised(small[lo:hi])) for lo, hi in ranges]
     return torch.cat(parts)
 
 

@@ -18,6 +18,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import fastlr
+import fastlr.distributed
 from fastlr.errors import FastlrError
 from fastlr.integrations import Monitor
 
@@ -33,7 +34,13 @@ def by_hand(rank: int) -> dict:
         models.append(model)
         found[watched] = None if meter.last is None else meter.last.value
     wanted = fastlr.estimate(models[0], INPUTS, N, dtype=torch.bfloat16).value
-    return {"same": all(same_bits(models[0], m) for m in models), "values": found, "wanted": wanted}
+    rows: list[float] = []
+    meter = Monitor(network(), INPUTS, N, batch_size=N // 2, logger=lambda values, step: rows.append(len(values)))
+    with fastlr.distributed.sharded():
+        shared = meter.measure().value
+    alone = fastlr.estimate(network(), INPUTS, N, batch_size=N // 2).value
+    return {"same": all(same_bits(models[0], m) for m in models), "values": found, "wanted": wanted,
+            "shared": shared, "alone": alone, "logged": rows}  # fmt: skip
 
 
 def by_lightning(rank: int) -> dict:

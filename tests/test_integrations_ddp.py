@@ -47,6 +47,8 @@ def test_hand_written_loop(tmp_path):
     assert first["same"] and second["same"] and first["values"]["nobody"] is None
     assert first["values"]["both"] == first["values"]["first"] == first["wanted"]
     assert second["values"] == {"nobody": None, "both": None, "first": None}
+    assert first["shared"] == second["shared"] == first["alone"]
+    assert first["logged"] == [2] and second["logged"] == []
 
 
 @pytest.mark.long

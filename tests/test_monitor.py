@@ -27,7 +27,9 @@ def monitor(model, **options):
     return Monitor(model, INPUTS, N, **({"every_n_steps": 2} | options))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"autocast": True}], ids=["plain", "accumulate", "autocast"])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"autocast": True}], ids=["plain", "accumulate", "autocast"]
+)
 def test_training_is_bit_for_bit_the_same(options):
     alone, watched = network(), network()
     losses = train(alone, **options)
@@ -93,7 +95,9 @@ def test_averaged_weights(kind, tmp_path):
     else:
         average = Frozen(model)
         update, shadow = lambda: average.update(model), average.module
-    weights = {"state_dict": lambda: shadow.state_dict(), "function": lambda: lambda: average}.get(kind, lambda: average)()
+    weights = {"state_dict": lambda: shadow.state_dict(), "function": lambda: lambda: average}.get(
+        kind, lambda: average
+    )()
     meter = monitor(model, weights=weights, keep_best=tmp_path / "best.pt", mode="min")
     places = [p.data_ptr() for p in model.parameters()]
     wanted = []

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.predictive import Bernoulli, Categorical, Gaussian, _uniforms, default_predictive
+from fastlr.predictive import Bernoulli, Categorical, Gaussian, default_predictive
 from fastlr.reference.predictive import bernoulli_fisher, categorical_fisher, gaussian_fisher, householder_root
-from fastlr.torch_predictive import categorical_root
+from fastlr.torch_predictive import categorical_root, uniforms
 
 DRAWS = 20_000
 
@@ -139,7 +139,7 @@ def test_scores_of_both_labels_have_full_precision():
 
 
 def test_uniforms_are_uniform_and_fine_near_zero():
-    u = _uniforms(torch.arange(50_000), 2, seed=0)
+    u = uniforms(torch.arange(50_000), 2, seed=0)
     assert 0 <= u.min() and u.max() < 1
     ordered = u.flatten().sort().values
     steps = torch.arange(1, len(ordered) + 1) / len(ordered)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +12,23 @@ from torch import Tensor
 from fastlr.checks import refuse_where
 from fastlr.errors import InputError, NonFiniteError
 
-Cotangent = Tensor | Callable[[Tensor], "Tensor | Iterable[Tensor]"]
+
+class Scaled(NamedTuple):
+    """A cotangent ``2^exponent v`` whose samples are scaled to unit size: v of the output's shape and dtype, exponent [B]."""
+
+    v: Tensor
+    exponent: Tensor
+
+
+Cotangent = Tensor | Callable[[Tensor], "Tensor | Scaled | Iterable[Tensor]"]
 
 
 def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Scaled cotangents, the factor [B] that undoes the scaling of squared norms, and whether more follow."""
     made = cotangent if isinstance(cotangent, Tensor) else cotangent(output)
+    if isinstance(made, Scaled):
+        yield made.v, _squared(made.exponent), False
+        return
     several = iter([made] if isinstance(made, Tensor) else made)
     try:
         current = next(several)
@@ -43,9 +55,12 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(rows.abs().amax(1)).exponent
     shape = [1] * v.ndim
     shape[out_dim] = len(rows)
-    return torch.ldexp(v, -exponent.view(shape)).to(output.dtype), torch.ldexp(
-        torch.ones_like(rows[:, 0]), 2 * exponent
-    )
+    return torch.ldexp(v, -exponent.view(shape)).to(output.dtype), _squared(exponent)
+
+
+def _squared(exponent: Tensor) -> Tensor:
+    """The factors [B] that undo the scaling of squared norms, float64."""
+    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), 2 * exponent)
 
 
 def batch_sq_norms(parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, size: int) -> dict[str, Tensor]:

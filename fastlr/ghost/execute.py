@@ -15,7 +15,7 @@ from fastlr.errors import ModelError
 from fastlr.ghost.factors import Factor, added, batch_size, chunks, combined_sq_norms
 from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fuse import OURS
-from fastlr.ghost.graph import CASTS, Graph, Use, position_map
+from fastlr.ghost.graph import CASTS, Graph, Use, full_precision, position_map
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.rules import RULES, Site, Unsupported
 
@@ -142,7 +142,8 @@ def backward(
     for node in folded:
         node.norms_only = True
     try:
-        captured = torch.autograd.grad(z, edges, v, retain_graph=retain, allow_unused=True)
+        with full_precision(z.device):
+            captured = torch.autograd.grad(z, edges, v, retain_graph=retain, allow_unused=True)
     finally:
         for node in folded:
             node.norms_only = False
@@ -152,9 +153,10 @@ def backward(
     for i, gradient in zip(owners, captured, strict=True):
         found.setdefault(i, []).append(gradient)
     del captured
-    for i in list(found):
-        visited[i] += 1
-        visit(i, tuple(found.pop(i)))
+    with full_precision(z.device):
+        for i in list(found):
+            visited[i] += 1
+            visit(i, tuple(found.pop(i)))
     missed = [graph.names[i] for i, times in visited.items() if times != 1]
     if missed:
         raise ModelError(
@@ -223,10 +225,9 @@ def sq_norms(
             raise Rerouted
 
     backward(graph, structure, z, v, visit, retain=keep)
-    with torch.no_grad():
+    with torch.no_grad(), full_precision(z.device):
         for site, uses in later:
             deliver(by_node(site, [u.slot for u in uses]), uses)
-    with torch.no_grad():
         for group in structure.groups:
             held = {s: stash.pop(s) for s in group.sources if s in stash}
             if held:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.torch_ops import raised
 
 CHUNK_ELEMENTS = 1 << 24  # of dense per-sample gradients held at once
 
@@ -137,7 +138,7 @@ def _tied(rows: Rows, outer: Outer) -> Tensor:
     a, g = outer.a[:, 0], outer.g[:, 0]  # a [B, S, D], g [B, S, V]
     if outer.inputs_first:
         a, g = g, a
-    similar = rows.g @ a.mT  # [B, T, S]
+    similar = raised(rows.g) @ raised(a).mT  # [B, T, S]
     picked = g.mT.gather(1, rows.ids[:, :, None].expand(-1, -1, g.shape[1]))
     return (similar.double() * picked.double()).sum((1, 2))
 
@@ -150,10 +151,15 @@ def _merge(factors: list[Factor]) -> list[Factor]:
     for flag in (False, True):
         same = [f for f in outers if f.inputs_first is flag]
         if same:
-            merged.append(replace(same[0], a=torch.cat([f.a for f in same], 2), g=torch.cat([f.g for f in same], 2)))
+            merged.append(replace(same[0], a=_joined([f.a for f in same], 2), g=_joined([f.g for f in same], 2)))
     if rows:
-        merged.append(replace(rows[0], ids=torch.cat([f.ids for f in rows], 1), g=torch.cat([f.g for f in rows], 1)))
+        merged.append(replace(rows[0], ids=_joined([f.ids for f in rows], 1), g=_joined([f.g for f in rows], 1)))
     return merged
+
+
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+    """Concatenate, without a copy of one alone: it may be as large as the logits."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def combined_sq_norms(factors: list[Factor], shape: torch.Size) -> Tensor:

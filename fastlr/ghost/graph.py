@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -242,9 +243,16 @@ def position_map(graph: Graph, chain: list[tuple[int, int]], shape: torch.Size) 
 
 def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retain: bool = False) -> list[Tensor]:
     """Squared norms (float64) of the gradients of <v, z>, by plain autograd, in the order of ``parameters``."""
-    grads = torch.autograd.grad(z, list(parameters.values()), v, retain_graph=retain, allow_unused=True)
+    with full_precision(z.device):
+        grads = torch.autograd.grad(z, list(parameters.values()), v, retain_graph=retain, allow_unused=True)
     zero = torch.zeros((), dtype=torch.float64, device=z.device)
     return [zero if g is None else dense(g).double().square().sum() for g in grads]
+
+
+def full_precision(device: torch.device) -> AbstractContextManager:
+    """No autocast: a backward pass has the precision of its forward pass, and norms are not for autocast to round."""
+    active = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if active else nullcontext()
 
 
 def dense(grad: Tensor | None) -> Tensor:

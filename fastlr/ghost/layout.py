@@ -15,9 +15,11 @@ from torch import Tensor
 
 def row_sums(gradient: Tensor, dim: int) -> Tensor:
     """Sum of absolute values over all axes but ``dim``: [size of dim], float64."""
-    magnitude = gradient.detach().abs()
     rest = [d for d in range(gradient.ndim) if d != dim]
-    return (magnitude.sum(rest, dtype=torch.float64) if rest else magnitude.double()).flatten()
+    if not rest:
+        return gradient.detach().abs().double()
+    wide = torch.complex128 if gradient.is_complex() else torch.float64
+    return torch.linalg.vector_norm(gradient.detach(), 1, rest, dtype=wide)
 
 
 @dataclass(frozen=True)

@@ -354,4 +354,7 @@ def _kind(graph: Graph, node: int) -> str:
 def generic_cotangent(z: Tensor) -> Tensor:
     """Return a dense random cotangent for an output, always the same."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(z.shape, generator=generator, dtype=torch.float64).to(z)
+    v = torch.empty_like(z, memory_format=torch.contiguous_format)
+    for part in v if v.ndim > 1 else [v]:  # no float64 copy of the whole: it may be a language model's logits
+        part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
+    return v

@@ -20,6 +20,7 @@ from fastlr.ghost.layout import candidates as regular_layouts
 from fastlr.ghost.ledger import Ledger
 
 Place = tuple[int, int]  # node, output
+_PART = 1 << 22  # elements compared at once
 
 
 def explained(
@@ -135,9 +136,18 @@ def far(a: Tensor, b: Tensor, relative: float) -> bool:
     """Whether two tensors differ by more than rounding, relative to the first one's size."""
     if a.shape != b.shape:
         return True
-    a, b = a.detach().double(), b.detach().double()
-    same = (a == b) | (a.isnan() & b.isnan())
-    finite = a[a.isfinite()]
-    size = float(finite.abs().max()) if finite.numel() else 1.0
-    gap = (a - b).abs().masked_fill(same, 0.0)
-    return not bool((gap <= relative * max(size, 1e-30)).all())
+    a, b = a.detach().flatten(), b.detach().flatten()
+    parts = [slice(lo, lo + _PART) for lo in range(0, len(a), _PART)]  # language models' logits are large
+    size = max((float(_finite_size(a[part])) for part in parts), default=1.0)
+    for part in parts:
+        left, right = a[part].double(), b[part].double()
+        same = (left == right) | (left.isnan() & right.isnan())
+        gap = (left - right).abs().masked_fill(same, 0.0)
+        if not bool((gap <= relative * max(size, 1e-30)).all()):
+            return True
+    return False
+
+
+def _finite_size(a: Tensor) -> Tensor:
+    """Largest finite absolute value."""
+    return torch.where(a.isfinite(), a.abs(), 0).max().double()

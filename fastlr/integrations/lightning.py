@@ -144,7 +144,9 @@ class LocalRedundancyMonitor(Callback):
         else:
             found = getattr(pl_module, self.module, None)
         if not isinstance(found, nn.Module):
-            raise InputError(f"module={self.module!r} is {type(found).__name__} in {type(pl_module).__name__}, no module")
+            raise InputError(
+                f"module={self.module!r} is {type(found).__name__} in {type(pl_module).__name__}, no module"
+            )
         return found
 
     def _average(self, trainer: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlr.distributed.sharding import ALONE, team
 from fastlr.drivers.runs import save_file
 from fastlr.errors import InputError
 from fastlr.ghost.adapt import trainable, unwrap
@@ -26,7 +27,9 @@ class Monitor:
     ``monitor.step()`` after each optimizer step, or ``monitor.epoch()`` after each epoch, is all that a loop needs. The
     training is bit for bit the same without it: parameters, gradients, buffers, flags and random states are left as they
     were. With several processes (DistributedDataParallel) the one of rank 0 measures, and the others return at once: nothing
-    is communicated, so the loop may also call it on rank 0 alone; they wait for rank 0 at their next gradient.
+    is communicated, so the loop may also call it on rank 0 alone; they wait for rank 0 at their next gradient. Called on all
+    of them inside `fastlr.distributed.sharded`, they share the inputs, and all get the reading; buffers must then be the
+    same on all, which those of batch norm are not between two steps of DistributedDataParallel.
 
     Gradient accumulation: call ``step`` where the optimizer steps. Mixed precision: ``dtype=torch.bfloat16`` measures under
     autocast, whatever region the call is in; a gradient scaler does not matter. EMA: ``weights=ema_model``.
@@ -110,22 +113,25 @@ class Monitor:
         """Measure and log now.
 
         Returns:
-            The reading; None on processes other than that of rank 0, and where a measurement failed with a warning.
+            The reading; None on processes that do not measure, and where a measurement failed with a warning.
 
         Raises:
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
         """
-        if rank() != 0:
+        main = rank() == 0
+        if not main and team() is ALONE:
             return None
 
-        def take() -> Reading:
-            return self.meter.measure(self.model, self.steps, self.epochs, keep=lambda r: self.keeper.see(r, self.model))
+        def keep(reading: Reading) -> None:
+            self.keeper.see(reading, self.model)
 
-        reading = self.meter.attempt(take)
+        reading = self.meter.attempt(
+            lambda: self.meter.measure(self.model, self.steps, self.epochs, keep=keep if main else None)
+        )
         if reading is not None:
             self.last = reading
             self.seconds += reading.seconds
-            for logger in self.loggers:
+            for logger in self.loggers if main else []:
                 logger.log(reading.values(self.prefix), self.steps)
         return reading
 
@@ -171,7 +177,9 @@ class Keeper:
             return
         if self.path is not None:
             state = {key: value for key, value in unwrap(model).state_dict().items() if isinstance(value, Tensor)}
-            save_file(self.path, {"state_dict": state, "step": reading.step, "epoch": reading.epoch, **reading.values()})
+            save_file(
+                self.path, {"state_dict": state, "step": reading.step, "epoch": reading.epoch, **reading.values()}
+            )
         if self.function is not None:
             self.function(reading)
         self.value, self.best = self.sign * reading.value, reading
@@ -194,7 +202,9 @@ def _loggers(logger: Any) -> list[Logger]:
         return [logger]
     if callable(logger):
         return [CallbackLogger(logger)]
-    raise InputError(f"logger must be one of fastlr.loggers or a function of (values, step), not {type(logger).__name__}")
+    raise InputError(
+        f"logger must be one of fastlr.loggers or a function of (values, step), not {type(logger).__name__}"
+    )
 
 
 def rank() -> int:

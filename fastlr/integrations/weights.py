@@ -75,6 +75,8 @@ def _values(module: nn.Module, weights: Any) -> Mapping[str, Tensor]:
             return {n[start:]: v for n, v in weights.items() if n.startswith(prefix) and isinstance(v, Tensor)}
     missing = [name for name in names if name not in weights]
     raise InputError(
-        f"weights lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "") + " of the model's "
+        f"weights lacks {missing[0]}"
+        + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        + " of the model's "
         "parameters: pass the average of the model that is measured"
     )

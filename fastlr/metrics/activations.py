@@ -15,6 +15,7 @@ from fastlr.ghost import adapt
 from fastlr.metrics.measure import Measure
 from fastlr.metrics.spectrum import Spectrum
 from fastlr.metrics.watch import RELU, Site, Watch
+from fastlr.padding import refuse_padding
 from fastlr.runtime import as_it_was
 
 MEASURES = ("dormant_ratio", "dormant_ratio_tau", "effective_rank", "effective_rank_entropy", "feature_rank")
@@ -242,6 +243,7 @@ def _observe(
         for batch in _batches(x):
             batch = adapt.as_inputs(batch)
             adapt.check_inputs(module, batch)
+            refuse_padding(batch)
             batches += 1
             with watch.watching():
                 result = adapt.call(module, batch)
