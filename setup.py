@@ -43,9 +43,10 @@ def architectures() -> str:
     named = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if named:
         return " ".join(named.replace(";", " ").split())
-    run = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, timeout=60, check=True)
-    known = [a for a in ("8.0", "9.0", "10.0") if f"compute_{a.replace('.', '')}" in run.stdout.split()]
-    return " ".join(known) + "+PTX"
+    wanted = ["8.0", "9.0", "10.0"]
+    run = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, timeout=60)
+    known = [a for a in wanted if f"compute_{a.replace('.', '')}" in run.stdout.split()]
+    return " ".join(known or wanted) + "+PTX"
 
 
 def extension() -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,17 @@ def test_a_failing_check_is_a_finding(monkeypatch):
     finding = find("nvcc")
     assert not finding.found
     assert "no such tool" in finding.detail
+
+
+@pytest.mark.parametrize("cuda, gpu, found", [(True, True, True), (False, False, True), (False, True, False)])
+def test_the_extension_says_what_it_is_for(monkeypatch, cuda, gpu, found):
+    native = SimpleNamespace(cuda=cuda, architectures="8.0 9.0" if cuda else "", __file__="_C.so")
+    real = importlib.import_module
+    monkeypatch.setattr(doctor.importlib, "import_module", lambda n, *a: native if n == "fastlr._C" else real(n, *a))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    finding = find("fastlr._C")
+    assert finding.found == found and ("compute 8.0 9.0" in finding.detail) == cuda
+    assert found or "nvcc" in finding.remedy
 
 
 def test_a_gpu_is_named(monkeypatch):
