@@ -201,7 +201,7 @@ def demo(
     output: Annotated[Path | None, typer.Option(help="Folder for what it makes; demo-output, or demo-network.")] = None,
     seed: Annotated[int, typer.Option(help="Of the model, the training and the inputs.")] = 0,
 ) -> None:
-    """Show what fastlr does, in about two minutes on two CPU cores.
+    """Show what fastlr does, in two to three minutes on two CPU cores.
 
     tasks: a small network learns 102 tasks, measured at each boundary; its report, on one page.
 

@@ -81,7 +81,7 @@ def run(
     say.print(f"   {report.page}", soft_wrap=True)
     say.print("and look at:")
     for name, what in (
-        ("run", "records and checkpoints (fastlr continual --resume goes on with it)"),
+        ("run", "the run: configuration, records, checkpoints"),
         ("per-layer.png", "each layer's share, before and after"),
         ("demo.json", "the measurement with all digits"),
     ):
@@ -92,7 +92,9 @@ def run(
 def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
     say.print("[bold]1. A sequence of tasks: which of two textures is it? Then two others, and so on")
     there = (path / CONFIG).exists()
-    where = f"{path} is there: going on with it (remove it to begin anew)" if there else "about two minutes"
+    where = (
+        f"{path} is there: going on with it (remove it to begin anew)" if there else "about two minutes on two cores"
+    )
     say.print(f"   {where}", soft_wrap=True)
     with show_progress(DRIVER) as progress:
         if there:
@@ -104,16 +106,16 @@ def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
     for column in ("tasks", "accuracy", "forgotten", "dormant", "local redundancy"):
         table.add_column(column, justify="right")
     means = (done.accuracy, done.forgetting, done.measure("dormant_ratio"))
-    lr, stderr = done.measure("local_redundancy"), done.measure("local_redundancy", "stderr")
+    lr = done.measure("local_redundancy")
     edges = [len(done) * i // STRETCHES for i in range(STRETCHES + 1)]
     for first, stop in zip(edges, edges[1:]):
         if first < stop:
             known = [values[first:stop][np.isfinite(values[first:stop])] for values in means]
             shares = [hundred(float(values.mean())) if len(values) else "–" for values in known]
-            table.add_row(f"{first} to {stop - 1}", *shares, pm(lr[stop - 1], stderr[stop - 1]))
+            table.add_row(f"{first} to {stop - 1}", *shares, f"{np.nanmedian(lr[first:stop]):.4g}")
     say.print(table)
     say.print("   Per cent, means over the tasks: accuracy on new images, what the next task")
-    say.print("   costs of it, units never active; local redundancy after the last of them.")
+    say.print("   costs of it, units never active. Local redundancy: its median.")
 
 
 def _measure(say: Console, path: Path, folder: Path, seed: int, n: int) -> dict[str, Any]:
