@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
 from fastlr.stats import Moments, in_unit
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +117,33 @@ class Estimate:
             parts = ", ".join(f"{name} {100 * part / self.value:.0f} %" for name, part in top)
             lines.append(f"  largest of {len(self.per_parameter)} parameters: {parts}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with the largest modules."""
+        from fastlr.report.notebook import estimate_html
+
+        return estimate_html(self)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Figure:
+        """Draw each module's share of the value, in network order.
+
+        Args:
+            path: where to write it as well, ``.png``, ``.pdf`` or ``.svg``.
+            options: title and most (the largest number of bars), as for `fastlr.report.plots.per_layer_figure`.
+
+        Returns:
+            A matplotlib figure, which notebooks show.
+
+        Raises:
+            InputError: the value is zero, or an unwritable path.
+        """
+        from fastlr.report.figures import save_figure
+        from fastlr.report.plots import per_layer_figure
+
+        figure = per_layer_figure(self, **options)
+        if path is not None:
+            save_figure(figure, path)
+        return figure
 
 
 def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:

@@ -8,6 +8,8 @@ from typing import Any
 from fastlr.ghost.fuse import Folding
 from fastlr.ghost.ledger import Ledger
 
+_COLUMNS = ("parameter", "node", "samples along", "route", "deviation")
+
 
 @dataclass(frozen=True)
 class ParameterSupport:
@@ -77,17 +79,30 @@ class SupportReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [("parameter", "node", "samples along", "route", "deviation")]
-        for label, p in _grouped(self.parameters):
-            deviation = f"{p.deviation:.0e}" if p.proven and p.route in ("rule", "node") else "-"
-            rows.append((label, "+".join(p.kinds) or "-", ", ".join(p.axes) or "-", p.route, deviation))
+        """Return the table of parameters and what sums it up."""
+        rows = [_COLUMNS, *self._rows()]
         widths = [max(len(r[k]) for r in rows) for k in range(5)]
         widths[0] = min(widths[0], 44)
         lines = ["  ".join(_fit(c, w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
         lines.insert(1, "-" * max(len(line) for line in lines))
+        return "\n".join([*lines, "", *self._summary()])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, the table folded."""
+        from fastlr.report.notebook import support_html
+
+        return support_html(_COLUMNS, self._rows(), self._summary())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = []
+        for label, p in _grouped(self.parameters):
+            deviation = f"{p.deviation:.0e}" if p.proven and p.route in ("rule", "node") else "-"
+            rows.append((label, "+".join(p.kinds) or "-", ", ".join(p.axes) or "-", p.route, deviation))
+        return rows
+
+    def _summary(self) -> list[str]:
         count = {route: sum(p.route == route for p in self.parameters) for route in ("rule", "node", "loop", "zero")}
-        lines.append("")
-        lines.append(f"{len(self.parameters)} parameters: " + ", ".join(f"{n} by {r}" for r, n in count.items() if n))
+        lines = [f"{len(self.parameters)} parameters: " + ", ".join(f"{n} by {r}" for r, n in count.items() if n)]
         if self.subject:
             lines.append(
                 f"proven on three samples of a {self.subject} ({self.dtype}): off by at most {self.largest_deviation:.1e}"
@@ -115,8 +130,7 @@ class SupportReport:
             for reason, which in reasons.items():
                 more = f" and {len(which) - 2} more" if len(which) > 2 else ""
                 lines.append(f"not folded ({reason}): {', '.join(which[:2])}{more}")
-        lines += [f"note: {n}" for n in self.notes]
-        return "\n".join(lines)
+        return [*lines, *(f"note: {n}" for n in self.notes)]
 
 
 def _fit(text: str, width: int) -> str:

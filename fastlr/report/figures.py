@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+from functools import partial
 from typing import Any
 
 from fastlr.errors import InputError
@@ -12,13 +14,23 @@ COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#9
 
 
 def new_figure(size: tuple[float, float], rows: int, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    """Return a figure of a size in inches and its axes, ``options`` as for matplotlib's ``Figure.subplots``."""
+    """Return a figure of a size in inches and its axes, ``options`` as for matplotlib's ``Figure.subplots``.
+
+    Notebooks show it, without pyplot.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
+    figure.__dict__["_repr_png_"] = partial(_png, figure)
     return figure, figure.subplots(rows, columns, **options)
+
+
+def _png(figure: Any) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=100)
+    return out.getvalue()
 
 
 def style(axes: Any, ylabel: str, title: str = "") -> None:

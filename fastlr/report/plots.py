@@ -10,14 +10,10 @@ from fastlr.report.figures import COLOURS, GRID, INK, MUTED, new_figure, save_fi
 from fastlr.report.tables import group_to_fit, pm
 
 
-def per_layer_chart(
-    estimates: Any,
-    path: str | os.PathLike[str],
-    *,
-    title: str = "Local redundancy by layer, in network order",
-    most: int = 48,
-) -> None:
-    """Draw each module's share of the mean squared gradient norm, top to bottom in network order, into ``path``.
+def per_layer_figure(
+    estimates: Any, *, title: str = "Local redundancy by layer, in network order", most: int = 48
+) -> Any:
+    """Draw each module's share of the mean squared gradient norm, top to bottom in network order.
 
     The shares of the parameters of a module are added up; where that gives more than ``most`` bars, modules are joined
     into the blocks that hold them. The axis is linear: bars can be compared and add up to 100 %.
@@ -25,12 +21,14 @@ def per_layer_chart(
     Args:
         estimates: A :class:`fastlr.Estimate`, whose shares are ``per_parameter`` over their sum; or a dict from names
             to estimates of the same parameters, which are drawn side by side, each on its own axis.
-        path: The picture: ``.png``, ``.pdf`` or ``.svg``.
         title: The line above the chart.
         most: The largest number of bars.
 
+    Returns:
+        The matplotlib figure, which notebooks show.
+
     Raises:
-        InputError: Nothing to show (no parameters or all values zero), different parameters, or an unwritable path.
+        InputError: Nothing to show (no parameters or all values zero), or different parameters.
     """
     panels = estimates if isinstance(estimates, dict) else {"": estimates}
     if len({tuple(each.per_parameter) for each in panels.values()}) != 1:
@@ -52,7 +50,16 @@ def per_layer_chart(
     row[0].set_ylim(len(names) - 0.4, -0.6)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
     figure.supxlabel("share of the local redundancy (mean squared per-sample gradient norm)", fontsize=9, color=INK)
-    save_figure(figure, path)
+    return figure
+
+
+def per_layer_chart(estimates: Any, path: str | os.PathLike[str], **options: Any) -> None:
+    """Write `per_layer_figure`, which takes the ``options``, into ``path``: ``.png``, ``.pdf`` or ``.svg``.
+
+    Raises:
+        InputError: As there, or an unwritable path.
+    """
+    save_figure(per_layer_figure(estimates, **options), path)
 
 
 def _bars(axes: Any, shares: list[float], colour: str) -> None:

@@ -60,19 +60,20 @@ class Sheet:
         """The table in HTML."""
         parts = [f'<section id="{html.escape(self.slug)}"><h2>{html.escape(self.title)}</h2>']
         if self.rows:
-            head = "".join(f"<th>{html.escape(column)}</th>" for column in self.columns)
-            body = "\n".join(
-                "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows
-            )
-            parts.append(
-                f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-            )
+            parts.append(f'<div class="wide">{table_html(self.columns, self.rows)}</div>')
         parts += [f'<p class="note">{html.escape(note)}</p>' for note in self.notes]
         return "\n".join(parts) + "</section>"
 
     def csv(self) -> str:
         """Title-less, note-less: a header and the rows as they are shown."""
         return csv_text(self.columns, self.rows)
+
+
+def table_html(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in HTML."""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>"
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

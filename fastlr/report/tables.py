@@ -65,6 +65,23 @@ def pm(value: float, stderr: float) -> str:
     return f"{value:.{max(1, math.floor(math.log10(size)) - last)}e} ± {stderr:.1e}"
 
 
+def headlines(estimate: Any) -> list[str]:
+    """What an estimate says and what it rests on, a line each, the value first."""
+    value, stderr = estimate.value, estimate.stderr
+    relative = f" ({100 * stderr / value:.1f} %)" if value > 0 and math.isfinite(stderr) else ""
+    used = estimate.inputs_used or estimate.n
+    each = 1000 * estimate.seconds / max(1, used)
+    precision = f", autocast {estimate.dtype}" if estimate.dtype else ""
+    return [
+        f"local redundancy  {pm(value, stderr)}{relative}",
+        f"n = {used}, probe {estimate.probe}, seed {estimate.seed}, {estimate.seconds:.1f} s ({each:.1f} ms each)",
+        f"on {estimate.device}{precision}, {estimate.predictive}",
+        estimate.inputs,
+        f"redundancy of {used} inputs: at least eps x {used * value:.4g} nats + O(eps^2)",
+        *(f"note: {note}" for note in estimate.notes),
+    ]
+
+
 def summary(estimate: Any, *, title: str = "", top: int = 8) -> RenderableType:
     """Return the result as a rich renderable: the value, what it rests on, the largest modules, the routes.
 
@@ -73,23 +90,8 @@ def summary(estimate: Any, *, title: str = "", top: int = 8) -> RenderableType:
         title: What was measured.
         top: How many modules to list.
     """
-    value, stderr = estimate.value, estimate.stderr
-    relative = f" ({100 * stderr / value:.1f} %)" if value > 0 and math.isfinite(stderr) else ""
-    used = estimate.inputs_used or estimate.n
-    each = 1000 * estimate.seconds / max(1, used)
-    precision = f", autocast {estimate.dtype}" if estimate.dtype else ""
-    lines = [
-        Text(f"local redundancy  {pm(value, stderr)}{relative}", style="bold"),
-        Text(
-            f"n = {used}, probe {estimate.probe}, seed {estimate.seed}, {estimate.seconds:.1f} s ({each:.1f} ms each)"
-        ),
-        Text(f"on {estimate.device}{precision}, {estimate.predictive}"),
-        Text(estimate.inputs),
-        Text(f"redundancy of {used} inputs: at least eps x {used * value:.4g} nats + O(eps^2)"),
-    ]
-    lines += [Text(f"note: {note}") for note in estimate.notes]
-    if title:
-        lines.insert(0, Text(title))
+    first, *others = headlines(estimate)
+    lines = [*([Text(title)] if title else []), Text(first, style="bold"), *map(Text, others)]
     parts: list[RenderableType] = [*lines, Text(), top_modules(estimate.per_parameter, top)]
     parts += [Text(), Text(f"routes: {routes_summary(estimate.routes)}")]
     return Group(*parts)
@@ -97,19 +99,27 @@ def summary(estimate: Any, *, title: str = "", top: int = 8) -> RenderableType:
 
 def top_modules(per_parameter: Mapping[str, float], top: int = 8) -> Table:
     """Return a table of the modules with the largest shares of the mean squared gradient norm."""
-    groups = group_by_module(per_parameter)
-    total = sum(groups.values())
+    columns, rows = module_rows(per_parameter, top)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(f"largest of {len(groups)} modules", overflow="fold", max_width=48)
-    table.add_column("E||grad||^2", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("")
-    largest = max(groups.values(), default=0.0)
+    table.add_column(columns[0], overflow="fold", max_width=48)
+    for column in columns[1:3]:
+        table.add_column(column, justify="right")
+    table.add_column(columns[3])
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def module_rows(per_parameter: Mapping[str, float], top: int = 8) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Column names and rows of `top_modules`: name, value, share, and a bar of text."""
+    groups = group_by_module(per_parameter)
+    total, largest = sum(groups.values()), max(groups.values(), default=0.0)
+    rows: list[tuple[str, ...]] = []
     for name, value in sorted(groups.items(), key=lambda item: -item[1])[:top]:
         share = value / total if total > 0 else 0.0
         bar = "█" * round(14 * value / largest) if largest > 0 else ""
-        table.add_row(name, f"{value:.4g}", f"{100 * share:.1f} %", bar)
-    return table
+        rows.append((name, f"{value:.4g}", f"{100 * share:.1f} %", bar))
+    return (f"largest of {len(groups)} modules", "E||grad||^2", "share", ""), rows
 
 
 def routes_summary(routes: Mapping[str, str]) -> str:
