@@ -1,0 +1,104 @@
+"""The source distribution builds a wheel, the wheel holds what it should, and installs into an empty environment."""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fastlr
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = {".git", ".venv", "build", "dist", "__pycache__", "demo-output", "demo-network", "runs"}
+# The extension has tests of its own, and takes a compiler a minute.
+ENVIRONMENT = os.environ | {"FASTLR_NO_EXT": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+
+
+def run(*command: object, cwd: Path) -> str:
+    found = subprocess.run([*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """(sdist, wheel), the wheel built from the sdist as an installer would."""
+    if not (ROOT / "setup.py").exists():
+        pytest.skip("not a source tree")
+    folder = tmp_path_factory.mktemp("packages")
+    source = folder / "source"
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        return {n for n in names if n in LEFT_OUT or n.endswith((".egg-info", ".so", "_cache"))}
+
+    shutil.copytree(ROOT, source, ignore=left_out, symlinks=True)
+    call = "from setuptools import build_meta; build_meta.build_{}('{}')"
+    run(sys.executable, "-c", call.format("sdist", folder), cwd=source)
+    sdist = next(folder.glob("*.tar.gz"))
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    unpacked = next((folder / "unpacked").iterdir())
+    run(sys.executable, "-c", call.format("wheel", folder), cwd=unpacked)
+    return sdist, next(folder.glob("*.whl"))
+
+
+def test_sdist_holds_what_builds_and_tests_it(built):
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = [p for pattern in ("csrc/*", "kernels/*.py", "fastlr/**/*.py", "tests/*.py") for p in ROOT.glob(pattern)]
+    wanted = {str(p.relative_to(ROOT)) for p in sources if p.is_file()} | {"LICENSE", "README.md", "setup.py", "Makefile"}
+    assert wanted <= names, wanted - names
+    assert not any("__pycache__" in name or name.endswith((".so", ".pyc")) for name in names)
+
+
+def test_wheel_holds_the_packages_and_nothing_stray(built):
+    with zipfile.ZipFile(built[1]) as archive:
+        names = archive.namelist()
+        described = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(described))
+        scripts = archive.read(described.replace("METADATA", "entry_points.txt")).decode()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"fastlr", described.split("/")[0]}
+    modules = {str(p.relative_to(ROOT)) for p in ROOT.glob("fastlr/**/*.py")} | {"fastlr/py.typed"}
+    modules |= {f"fastlr/kernels/{p.name}" for p in ROOT.glob("kernels/*.py")}
+    assert {name for name in names if name.startswith("fastlr/")} == modules
+    assert metadata["Name"] == "fastlr" and metadata["License-Expression"] == "Apache-2.0"
+    extras = set(metadata.get_all("Provides-Extra"))
+    assert {"models", "logging", "lightning", "huggingface", "avalanche", "dev"} <= extras
+    assert "fastlr = fastlr.cli:main" in scripts
+
+
+def test_installs_into_an_empty_environment(built, tmp_path):
+    """Without a second torch: what fastlr depends on comes from this environment, fastlr from the wheel alone."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
+    bin_folder = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin")
+    python = bin_folder / "python"
+    options = ["--no-deps", "--no-index", "--disable-pip-version-check", "-q"]
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, built[1], cwd=tmp_path)
+    place = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    (place / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    version = built[1].name.split("-")[1]
+    assert run(bin_folder / "fastlr", "--version", cwd=tmp_path).startswith(f"fastlr {version} (torch ")
+    script = """
+import torch, fastlr, fastlr.kernels
+from pathlib import Path
+home = Path(fastlr.__file__).parent
+assert Path(fastlr.kernels.__file__).parent == home / "kernels", fastlr.kernels.__file__
+print(home, fastlr.__version__, fastlr.estimate(torch.nn.Linear(4, 2), fastlr.TensorInputs(torch.ones(8, 4)), 8).n)
+"""
+    home, found, n = run(python, "-W", "error", "-c", script, cwd=tmp_path).split()
+    assert Path(home).parent == place and found == version and n == "8"
+
+
+def test_version_of_this_install():
+    from importlib.metadata import version
+
+    assert fastlr.__version__ == version("fastlr")
