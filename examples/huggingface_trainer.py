@@ -1,0 +1,58 @@
+"""Hugging Face: watch a Trainer by a callback; the most plastic checkpoint is loaded at the end by the Trainer itself.
+
+Install ``'fastlr[huggingface]'`` and run ``python examples/huggingface_trainer.py``.
+
+A tiny BERT, made here, learns whether a sentence of random tokens holds token 5.
+"""
+
+from tempfile import mkdtemp
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+
+import fastlr
+from fastlr.integrations.huggingface import LocalRedundancyCallback
+
+VOCABULARY, LENGTH = 64, 12
+
+
+def sentences(n: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Rows as a tokenized dataset has them."""
+    ids = fastlr.TokenInputs(VOCABULARY, LENGTH).batch(0, n, seed=seed)["input_ids"]
+    ids[::2, 3] = 5
+    return [{"input_ids": row, "labels": (row == 5).any().long()} for row in ids]
+
+
+def main() -> None:
+    """Train for two epochs, measure at every evaluation."""
+    set_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
+    arguments = TrainingArguments(
+        mkdtemp(prefix="fastlr-"),
+        num_train_epochs=2,
+        per_device_train_batch_size=16,
+        learning_rate=1e-3,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="local_redundancy",
+        greater_is_better=True,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=sentences(128, 1), eval_dataset=sentences(32, 2))
+
+    inputs = fastlr.TokenInputs(VOCABULARY, LENGTH)
+    trainer.add_callback(LocalRedundancyCallback(trainer, inputs, n=128))  # without every_n_steps: at evaluations
+    trainer.train()
+
+    for row in trainer.state.log_history:
+        if "local_redundancy" in row:
+            print(f"step {row['step']}: {row['local_redundancy']:.4g} +- {row['local_redundancy_stderr']:.2g}")
+    print(f"most plastic: {trainer.state.best_metric:.4g}, {trainer.state.best_model_checkpoint}")
+
+
+if __name__ == "__main__":
+    main()

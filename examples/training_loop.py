@@ -1,0 +1,62 @@
+"""A hand-written training loop, watched: local redundancy, its error and the weight norm every 20 steps, into a CSV file.
+
+Run ``python examples/training_loop.py``.
+
+The two lines that a loop of yours needs are marked. The training is bit for bit the same without them.
+"""
+
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastlr
+from fastlr.integrations import Monitor
+from fastlr.loggers import CsvLogger
+
+
+def data(n: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images of shapes; the label says whether they are more red than blue."""
+    images = fastlr.ShapeImages((3, 16, 16)).batch(0, n, seed=1)
+    return images, (images[:, 0].mean((1, 2)) > images[:, 2].mean((1, 2))).long()
+
+
+def main() -> None:
+    """Train a small network and print what was logged."""
+    folder = Path(mkdtemp(prefix="fastlr-"))
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 2)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    x, y = data()
+
+    monitor = Monitor(  # the first line
+        model,
+        fastlr.ShapeImages((3, 16, 16)),
+        n=256,
+        every_n_steps=20,
+        measures=["weight_norm"],
+        logger=CsvLogger(folder / "plasticity.csv"),
+        keep_best=folder / "most-plastic.pt",
+    )
+    monitor.measure()  # at the start, where a mistake in the arguments shows at once
+
+    for _ in range(60):
+        rows = torch.randint(len(x), (64,))
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.step()  # the second line: after each optimizer step
+
+    print((folder / "plasticity.csv").read_text())
+    best = monitor.best
+    print(f"most plastic at step {best.step}: {best.value:.4g} +- {best.estimate.stderr:.2g}, kept in {folder}")
+    change, error = fastlr.paired_difference(monitor.last.estimate, best.estimate)
+    print(f"the last less the best, on the same images: {change:.4g} +- {error:.2g}")
+
+
+if __name__ == "__main__":
+    main()

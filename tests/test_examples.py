@@ -1,0 +1,48 @@
+"""Every example runs as printed, and says what it promises; each is short enough to be read."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SAYS = {
+    "training_loop": r"most plastic at step \d+: [\d.]+ \+- [\d.]+",
+    "lightning_trainer": r"after 24 steps: [\d.]+ \+- [\d.]+\nmost plastic: [\d.]+",
+    "huggingface_trainer": r"step 16: [\d.]+ \+- [\d.]+\nmost plastic: [\d.]+",
+    "avalanche_strategy": r"after 3 tasks \(step 72\): [\d.]+ \+- [\d.]+, weight norm [\d.]+",
+    "rank_checkpoints": r"(?s)step\d+ is above step\d+ by [\d.]+ \+- [\d.]+.*step40.*step120|step120.*step40",
+    "language_model": r"(?s)  40 .*local redundancy [\d.]+ \+- .*without padding",
+}
+NEEDS = {"lightning_trainer": "lightning", "huggingface_trainer": "accelerate", "avalanche_strategy": "avalanche"}
+
+
+def test_all_are_here_and_short():
+    files = {path.stem: path.read_text().splitlines() for path in EXAMPLES.glob("*.py")}
+    assert set(files) == set(SAYS)
+    assert all(len(lines) < 80 for lines in files.values()), {name: len(lines) for name, lines in files.items()}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name, tmp_path, monkeypatch, capfd):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(NEEDS.get(name, "torch"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", [name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        except SystemExit as end:
+            assert not end.code
+    said = capfd.readouterr().out
+    assert re.search(SAYS[name], said), said
