@@ -44,6 +44,7 @@ from fastlr.cli_options import (
 )
 from fastlr.cli_rank import rank
 from fastlr.cli_report import register as register_reports
+from fastlr.cli_sweep import sweep
 from fastlr.cli_transfer import transfer
 from fastlr.errors import FastlrWarning, InputError, one_line
 
@@ -59,6 +60,7 @@ app.command()(continual)
 app.command()(rank)
 app.command()(transfer)
 app.command()(memorize)
+app.command()(sweep)
 DEMOS = ("tasks", "network")
 _show_traceback = False
 

@@ -21,7 +21,7 @@ from fastlr.cli_options import (
     kwargs_of,
     predictive_of,
 )
-from fastlr.cli_report import CsvFile, print_sheets
+from fastlr.cli_report import CsvFile, Pool, print_sheets
 from fastlr.errors import InputError
 
 _OF_RUNS = "--{0} goes with --model MODEL --real DATA, which measure checkpoints: leave it out for RUNS"
@@ -57,6 +57,7 @@ def ablate(
         Path | None, typer.Option("--json", help="With --model: write every estimate with all digits here.")
     ] = None,
     figure: Annotated[Path | None, typer.Option(help="With --model: draw the curves (.png, .pdf, .svg).")] = None,
+    pool: Pool = False,
 ) -> None:
     """Compare local redundancy on synthetic inputs with that on real ones.
 
@@ -80,7 +81,8 @@ def ablate(
         for path in sources:
             if path.is_file():
                 raise InputError(f"{path} is no run folder; a checkpoint is measured by --model MODEL --real DATA")
-        print_sheets([ablation_sheet(agreement(read_runs(sources), resamples=bootstrap, seed=seed))], csv_file)
+        runs = read_runs(sources, pool=pool)
+        print_sheets([ablation_sheet(agreement(runs, resamples=bootstrap, seed=seed))], csv_file)
         return
     if real is None:
         raise InputError("--model wants --real DATA, the real inputs to compare with")

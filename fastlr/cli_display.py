@@ -86,14 +86,16 @@ class Board:
         if message.get("event") == "started":
             line = self.bar.add_task(name, total=None, at="", what=self.driver.opening)
             self.rows[name] = _Row(line, Clock(), {})
+        elif message.get("event") == "lost":
+            self._remove(name)
+            self._say(f"{name}: {message['why']}; {message['next']}")
         elif message.get("event") == "ended":
-            self.bar.remove_task(self.rows.pop(name).line)
+            self._remove(name)
             self.parts[name] = (self.parts[name][0], 1.0)
             self.ended += 1
             if message["error"] is not None:
                 self.failed += 1
-                text = f"{name} failed: {message['error']} (log: {self.out / 'logs' / name}.txt)"
-                self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+                self._say(f"{name} failed: {message['error']} (log: {self.out / 'logs' / name}.txt)")
         elif "done" in message:
             row, done, total = self.rows[name], message["done"] + message["part"], message["total"]
             _merge(row.shown, message["shown"] or {})
@@ -106,6 +108,13 @@ class Board:
         left = self.clock.left(now - before, len(self.parts) - before)
         what = ", ".join([f"{self.failed} failed"] * bool(self.failed) + _left(left if now < len(self.parts) else None))
         self.bar.update(self.whole, completed=now, at=f"{self.ended}/{len(self.parts)}", what=what)
+
+    def _remove(self, name: str) -> None:
+        if name in self.rows:  # a run on Ray may end before it has begun
+            self.bar.remove_task(self.rows.pop(name).line)
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass

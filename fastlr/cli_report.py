@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastlr.report.sheets import Sheet
 
 RunFolders = Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold several.")]
+Pool = Annotated[bool, typer.Option("--pool", help="Also pool runs that differ in more than their seed.")]
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Also write the table here.")]
 
 
@@ -29,11 +30,14 @@ def report(
     figures: Annotated[str, typer.Option(help="png or none.")] = "png",
     bootstrap: Annotated[int, typer.Option(help="Resamples behind each standard error of continual runs.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
+    pool: Pool = False,
 ) -> None:
     """Analyse RUNS of fastlr continual, transfer or memorize, pooled: tables, figures and one HTML page."""
     from fastlr.analysis.folders import driver_of
 
     driver = driver_of(runs)
+    if pool and driver != "continual":
+        raise InputError(f"--pool goes with continual runs, not with those of fastlr {driver}")
     if driver == "transfer":
         from fastlr.report.transfer import write_transfer_report
 
@@ -48,15 +52,15 @@ def report(
         raise InputError(f"there is no report for runs of fastlr {driver}")
     from fastlr.report.continual import write_report
 
-    write_report(runs, out, figures=figures, resamples=bootstrap, seed=seed).show()
+    write_report(runs, out, figures=figures, resamples=bootstrap, seed=seed, pool=pool).show()
 
 
-def cost(runs: RunFolders, csv_file: CsvFile = None) -> None:
+def cost(runs: RunFolders, csv_file: CsvFile = None, pool: Pool = False) -> None:
     """Say what each measure cost in seconds and as a share of training, from the records of RUNS."""
     from fastlr.analysis import costs, read_runs
     from fastlr.report.continual_tables import cost_sheet
 
-    found = read_runs(runs)
+    found = read_runs(runs, pool=pool)
     print_sheets([cost_sheet(costs(found), found)], csv_file)
 
 

@@ -12,6 +12,8 @@ from fastlr.errors import InputError
 
 if TYPE_CHECKING:
     from fastlr.drivers.launch import Driver
+    from fastlr.drivers.on_ray import Cluster
+    from fastlr.drivers.sweep import Grids
 
 Out = Annotated[Path | None, typer.Option(help="Folder of the run, new or empty (with --resume, the run's).")]
 Settings = Annotated[
@@ -100,23 +102,28 @@ def carry_out_many(
     at_once: int | None,
     resume: bool,
     tensorboard: bool,
+    grids: Grids | None = None,
+    cluster: Cluster | None = None,
 ) -> None:
-    """Do what ``--seeds`` says; the exit code is 1 if a run fails.
+    """Do what ``--seeds`` and ``--grid`` say; the exit code is 1 if a run fails.
 
     Raises:
         InputError: Something given does not fit.
     """
     from fastlr.drivers import many
+    from fastlr.drivers.sweep import product
     from fastlr.loggers import require_tensorboard
 
     if tensorboard:
         require_tensorboard()
     with Board(driver, out) as board:
         if resume:
-            outcome = many.resume(driver, out, given, at_once, board.begin, preset, seeds, tensorboard=tensorboard)
+            outcome = many.resume(
+                driver, out, given, at_once, board.begin, preset, seeds, tensorboard, cluster, grids or None
+            )
         else:
-            runs = many.seeds(driver, preset, given, seeds or 1)
-            outcome = many.begin(driver, out, preset, runs, at_once, board.begin, tensorboard=tensorboard)
+            runs = product(driver, preset, given, grids or {}, 1 if seeds is None else seeds)
+            outcome = many.begin(driver, out, preset, runs, at_once, board.begin, tensorboard, cluster)
     failed = f", {len(outcome.failed)} failed: --resume tries again" if outcome.failed else ""
     print(f"runs: {outcome.path} ({len(outcome.finished)} finished{failed})")
     if tensorboard:

@@ -22,6 +22,7 @@ OPTIONAL = {
     "transformers": ("no Hugging Face models", "pip install 'fastlr[models]'"),
     "sklearn": ("fastlr demo network has no digits to train on", "pip install 'fastlr[demo]'"),
     "tensorboard": ("fastlr continual --tensorboard is refused", "pip install 'fastlr[logging]'"),
+    "ray": ("fastlr sweep --ray is refused", "pip install 'fastlr[ray]'"),
     "opacus": ("bench/peers.py leaves Opacus out", "pip install 'fastlr[bench]'"),
     "backpack": ("bench/peers.py leaves BackPACK out", "pip install 'fastlr[bench]'"),
 }

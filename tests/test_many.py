@@ -23,6 +23,7 @@ from fastlr.cli_display import Board
 from fastlr.data import synthetic_store
 from fastlr.drivers import child, continual, many
 from fastlr.drivers.jobs import Job, run_jobs
+from fastlr.drivers.sweep import product
 from fastlr.errors import FastlrWarning, InputError
 
 ATTACH = f"import runpy; send = runpy.run_path({child.__file__!r})['attach']()\n"  # without fastlr's imports
@@ -61,7 +62,11 @@ def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
     for each in jobs:
         of_it = [message for name, message in heard if name == each.name]
         assert of_it[0] == {"event": "started"}
-        assert of_it[-1] == {"event": "ended", "error": failed.get(each.name)}
+        assert of_it[-1] == {
+            "event": "ended",
+            "error": failed.get(each.name),
+            "killed": each.name == "dies",
+        }
         assert of_it[1]["n"] == 1 and of_it[1]["stdin"] == 0 and of_it[1]["slot"] in "ab"
         assert "hello" in each.log.read_text() and each.log.read_text().startswith("--- ")
     assert [message["n"] for name, message in heard if name == "last" and "n" in message] == [1, 2]
@@ -86,6 +91,7 @@ def test_no_process_outlives_the_queue(tmp_path, how):
     code = f"""
 from pathlib import Path
 from fastlr.drivers.jobs import Job, run_jobs
+from fastlr.drivers.sweep import product
 job = Job("one", {[sys.executable, "-c", ATTACH + work + "time.sleep(600)"]!r}, Path({str(tmp_path / "log")!r}))
 run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*message["pids"], flush=True))
 """
@@ -156,7 +162,7 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     asked = Asked(monkeypatch)
     names: list[tuple[str, ...]] = []
     settings = {**SMALL, "data": images, "tasks": 1, "measures": (), "threads": 1}
-    runs = many.seeds(continual.DRIVER, "paper", settings, 3)
+    runs = product(continual.DRIVER, "paper", settings, {}, 3)
     assert list(runs) == ["seed-0", "seed-1", "seed-2"]
     many.begin(continual.DRIVER, tmp_path / "out", None, runs, None, names.append)
     continual.begin(tmp_path / "out/seed-1", "paper", runs["seed-1"])
@@ -195,7 +201,7 @@ def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monke
     with pytest.raises(InputError, match="is not empty"):
         many.begin(continual.DRIVER, tmp_path / "full", None, runs, None, print)
     with pytest.raises(InputError, match="--seeds 0"):
-        many.seeds(continual.DRIVER, None, runs["a"], 0)
+        product(continual.DRIVER, None, runs["a"], {}, 0)
 
 
 def test_the_command_says_what_does_not_go_together(tmp_path, images, capsys):
@@ -260,7 +266,7 @@ def test_a_line_for_each_run_under_way(tmp_path):
     assert [line.split()[0] for line in found] == ["all", "seed-0", "seed-10"]
     assert "1200/3000" in found[1] and "accuracy 93.3 %, LR 1.234e+05" in found[1] and found[1].rstrip().endswith("…")
     hear("seed-0", {"done": 3000, "total": 3000, "part": 0.0, "shown": {"accuracy": "", "LR": ""}})
-    hear("seed-0", {"event": "ended", "error": None})
-    hear("seed-10", {"event": "ended", "error": "a reason"})
+    hear("seed-0", {"event": "ended", "error": None, "killed": False})
+    hear("seed-10", {"event": "ended", "error": "a reason", "killed": False})
     assert f"seed-10 failed: a reason (log: {tmp_path}/logs/seed-10.txt)" in board.console.file.getvalue()
     assert len(seen()) == 1 and "2/3" in seen()[0] and "1 failed" in seen()[0]

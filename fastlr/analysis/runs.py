@@ -18,6 +18,8 @@ from fastlr.analysis.folders import RunFolder, as_dict, number, read_config, rea
 from fastlr.errors import InputError
 
 Series = NDArray[np.float64]
+_SHOWN = 4  # configurations in a message
+_OF_NO_RESULT = ("seed", "device", "threads", "tasks", "step", "data")  # the data's digest counts, not its place
 HORIZON = 10  # tasks whose mean accuracy a measure is set against (paper, Table 1)
 
 
@@ -129,13 +131,52 @@ def read_run(path: str | Path) -> Run:
     return run
 
 
-def read_runs(paths: Iterable[str | Path]) -> list[Run]:
+def read_runs(paths: Iterable[str | Path], *, pool: bool = True) -> list[Run]:
     """Read run folders; a folder of several runs (``seed-0``, ``seed-1``, ...) stands for all of them, in order.
 
+    Args:
+        paths: Run folders, or folders of them.
+        pool: Whether the runs may be of different configurations. Otherwise their options and data must be the same, but
+            for seed, machine and number of tasks. What a run does not tell, such as an option that its version of fastlr
+            did not have, is not compared.
+
     Raises:
-        InputError: A path is no run folder and holds none; or one run is named twice.
+        InputError: A path is no run folder and holds none; one run is named twice; or without ``pool``, they differ: the
+            message says in what, and which belong together.
     """
-    return [read_run(folder) for folder in run_folders(paths)]
+    runs = [read_run(folder) for folder in run_folders(paths)]
+    if not pool:
+        _check_same(runs)
+    return runs
+
+
+def _check_same(runs: list[Run]) -> None:
+    told = [_told(run) for run in runs]
+    common = [key for key in told[0] if all(key in each for each in told)]
+    differ = [key for key in common if any(each[key] != told[0][key] for each in told)]
+    if not differ:
+        return
+    groups: dict[str, list[str]] = {}
+    for run, each in zip(runs, told):
+        groups.setdefault(", ".join(f"{key}={_short(each[key])}" for key in differ), []).append(str(run.path))
+    shown = [f"{what}: {' '.join(paths)}" for what, paths in list(groups.items())[:_SHOWN]]
+    more = [f"and {len(groups) - _SHOWN} more"] * (len(groups) > _SHOWN)
+    raise InputError(
+        f"these are runs of {len(groups)} configurations, which are not pooled: give the run folders of one "
+        f"({'; '.join(shown + more)}), or say --pool"
+    )
+
+
+def _told(run: Run) -> dict[str, Any]:
+    """What a run says of its configuration."""
+    told = {key: value for key, value in run.options.items() if key not in _OF_NO_RESULT}
+    digest = as_dict(run.config, "data").get("digest")
+    return told if digest is None else {**told, "data": digest}
+
+
+def _short(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _task(record: dict[str, Any]) -> int:

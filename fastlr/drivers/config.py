@@ -79,8 +79,13 @@ def resolve(
     return kind(**{**presets[preset], **settings})
 
 
-def parse_settings(kind: type, settings: Iterable[str]) -> dict[str, Any]:
+def parse_settings(kind: type, settings: Iterable[str], option: str = "--set") -> dict[str, Any]:
     """Turn ``key=value`` texts into values of the types that a dataclass of options says.
+
+    Args:
+        kind: The dataclass.
+        settings: The texts.
+        option: Of the command line, for messages.
 
     Raises:
         InputError: No ``=``, an unknown key (with the nearest one), a value of another type, or a key given twice.
@@ -95,15 +100,15 @@ def parse_settings(kind: type, settings: Iterable[str]) -> dict[str, Any]:
         key, equals, text = setting.partition("=")
         key = key.strip()
         if not equals:
-            raise InputError(f"--set {setting}: write key=value")
+            raise InputError(f"{option} {setting}: write key=value")
         if key not in hints:
-            raise InputError(f"--set {setting}: {unknown(key, hints)}")
+            raise InputError(f"{option} {setting}: {unknown(key, hints)}")
         if key in values:
-            raise InputError(f"--set {setting}: {key} is given twice")
+            raise InputError(f"{option} {setting}: {key} is given twice")
         try:
             values[key] = _value(hints[key], text.strip())
         except ValueError as error:
-            raise InputError(f"--set {setting}: {key} wants {error}") from None
+            raise InputError(f"{option} {setting}: {key} wants {error}") from None
     return values
 
 

@@ -45,7 +45,7 @@ def run_jobs(jobs: Iterable[Job], slots: Sequence[Mapping[str, str]], listen: Li
         jobs: In the order in which they begin.
         slots: The environment variables to set for what runs in each.
         listen: Called with a job's name and a message: ``{"event": "started"}``, what the process sends, and at last
-            ``{"event": "ended", "error": a line or None}``.
+            ``{"event": "ended", "error": a line or None, "killed": whether a signal ended it}``.
 
     Returns:
         Name -> a line that says what went wrong, for the jobs that failed: what the process sent as "error", or the last
@@ -83,7 +83,8 @@ def run_jobs(jobs: Iterable[Job], slots: Sequence[Mapping[str, str]], listen: Li
                     error = process.error()
                     if error is not None:
                         failed[process.job.name] = error
-                    listen(process.job.name, {"event": "ended", "error": error})
+                    killed = process.process.returncode < 0
+                    listen(process.job.name, {"event": "ended", "error": error, "killed": killed})
         finally:
             for process in running:
                 process.close()

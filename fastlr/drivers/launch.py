@@ -7,6 +7,7 @@ last checkpoint. By convention its checkpoints hold ``position``, the number of 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastlr.drivers.config import RunOptions, from_record, resolve
+from fastlr.drivers.config import RunOptions, from_record, resolve, unknown
 from fastlr.drivers.runs import Run, commit_of_source, now
 from fastlr.errors import FastlrWarning, InputError
 from fastlr.report.record import machine
@@ -191,6 +192,21 @@ class Driver:
                     f"{path} was begun with {key}={getattr(options, key)}, not {value}: leave it out, or begin another run"
                 )
         return options
+
+
+DRIVERS = ("continual", "memorize", "transfer")  # each a module of fastlr.drivers
+
+
+def find_driver(name: str) -> Driver:
+    """Return a driver by its name.
+
+    Raises:
+        InputError: There is none of this name (with the nearest one).
+    """
+    if name not in DRIVERS:
+        raise InputError(f"driver {unknown(name, DRIVERS)}")
+    driver: Driver = importlib.import_module(f"fastlr.drivers.{name}").DRIVER
+    return driver
 
 
 def choose_device(options: RunOptions) -> torch.device:

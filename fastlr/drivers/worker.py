@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def command(
         "command": sys.argv,
     }
     return [sys.executable, "-c", _START, json.dumps(sys.path), json.dumps(work)]
+
+
+def here(command: Sequence[str]) -> list[str]:
+    """Return what `command` returned on another machine, for this Python and its path."""
+    return [sys.executable, *command[1:-2], json.dumps(sys.path), command[-1]]
 
 
 def main(text: str) -> None:

@@ -45,6 +45,7 @@ def write_report(
     figures: str = "png",
     resamples: int = 1000,
     seed: int = 0,
+    pool: bool = False,
 ) -> ContinualReport:
     """Analyse run folders and write the report.
 
@@ -54,17 +55,18 @@ def write_report(
         figures: "png", or "none".
         resamples: Of the bootstraps.
         seed: Of the bootstraps.
+        pool: Also pool runs of different configurations.
 
     Returns:
         The report: ``index.html``, ``report.md``, a CSV file a table, ``correlations.csv`` and ``report.json`` with all
         digits, and the figures are in its folder.
 
     Raises:
-        InputError: No run there, an argument out of range, or a file that cannot be written.
+        InputError: No run there, runs of different configurations, an argument out of range, or a file that cannot be written.
     """
     if resamples < 100:
         raise InputError(f"{resamples} resamples: a standard error needs at least 100")
-    runs = read_runs(paths)
+    runs = read_runs(paths, pool=pool)
     folder = make_folder(paths, out, figures)
     found = {target: correlations(runs, target=target, resamples=resamples, seed=seed) for target in _WORDS}
     agreements = agreement(runs, resamples=resamples, seed=seed)
