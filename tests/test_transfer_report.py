@@ -29,7 +29,7 @@ def final(seed: int, epoch: int, number: int) -> float:
 def write_run(folder: Path, seed: int, *, runs: int = 2, options: dict | None = None, until: int | None = None) -> Path:
     measures = {"weight_norm": {"value": 3.0}, "dormant_ratio": {"value": 0.1}, "linear_probe": {"value": 0.4}}
     redundancy = [{"value": 100.0 * (e + 1), "points": [{"step": 5 * e, "value": 100.0 * (e + 1)}]} for e in range(4)]
-    start = {"kind": "start", "substitutions": ["source a for ETTm1"], "parameters": 1234, "steps_per_epoch": 5}
+    start = {"kind": "start", "parameters": 1234, "steps_per_epoch": 5, "finetune_steps_per_epoch": 4}
     lines = [{**start, "validation_loss": 1.0, "measures": {"local_redundancy": redundancy[0]}}]
     for epoch in (1, 2, 3):
         found = {"train_loss": 1 - 0.1 * epoch, "validation_loss": 1 - 0.2 * epoch, "seconds": {"train": 30.0}}
@@ -101,10 +101,12 @@ def test_the_report(study, capsys):
     assert f"lowest val. loss     {best.value:.4f} ± {best.stderr:.4f}" in out
     text = " ".join(out.split())
     assert (
-        "Pretrained on a (3 epochs of 5 steps), fine-tuned on b (2 epochs of ? steps); 1,234 parameters, 4 seeds."
+        "Pretrained on a (3 epochs of 5 steps), fine-tuned on b (2 epochs of 4 steps); 1,234 parameters, 4 seeds."
         in text
     )
-    assert text.count("Not as in the paper: source a for ETTm1; 4 seeds for 120.") == 3, "on every table"
+    changed = "source a for ETTm1; target b for ETTh2; epochs 3 for 12; steps_per_epoch 5 for 54; redundancy_n 8 for 1024; "
+    changed += "finetune_runs 2 for 6; finetune_steps_per_epoch 4 for 14; 4 seeds for 120."
+    assert text.count(f"Not as in the paper: {changed}") == 3, "on every table"
     assert "With 4 seeds the standard errors themselves are rough." in text
     folder = study / "report"
     names = {path.name for path in folder.iterdir()}

@@ -23,7 +23,7 @@ from fastlr.data import SplitSeries, open_series, split_series
 from fastlr.drivers.forecasting import Forecaster, batches, cosine, evenly
 from fastlr.drivers.launch import Driver, Progress, Report
 from fastlr.drivers.runs import Run, seed_everything, stream_seed
-from fastlr.drivers.transfer_config import PRESETS, STRATEGIES, TransferOptions, substitutions
+from fastlr.drivers.transfer_config import PRESETS, STRATEGIES, TransferOptions
 from fastlr.drivers.transfer_measures import Probe, Redundancy, weights_and_units
 from fastlr.errors import InputError
 from fastlr.models import load_model
@@ -116,7 +116,6 @@ class Study:
         }
         return {
             "kind": "start",
-            "substitutions": substitutions(o, source=source.table.name, target=target.table.name, **steps),
             "parameters": sum(p.numel() for p in self.net.model.parameters() if p.requires_grad),
             **steps,
             "validation_loss": self.net.validate(source.validation, o.validation_stride, o.batch_size),

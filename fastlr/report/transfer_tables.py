@@ -9,6 +9,8 @@ import numpy as np
 
 from fastlr.analysis.folders import as_dict
 from fastlr.analysis.transfer import Mean, TransferRun, differences, losses, strategies
+from fastlr.drivers.config import from_record
+from fastlr.drivers.transfer_config import TransferOptions, substitutions
 from fastlr.report.sheets import Sheet
 
 LABELS = {
@@ -43,7 +45,10 @@ def setting(runs: Sequence[TransferRun]) -> tuple[str, ...]:
     """What was done, in a sentence, and what of it is not as in the paper."""
     run, done = runs[0], [run for run in runs if run.complete]
     data, options = as_dict(run.config, "data"), run.options
-    changed = list(run.start.get("substitutions", []))
+    actual = {key: as_dict(data, key).get("name", "?") for key in ("source", "target")}
+    steps = ("steps_per_epoch", "finetune_steps_per_epoch")
+    actual |= {key: run.start[key] for key in steps if key in run.start}
+    changed = substitutions(from_record(TransferOptions, options), **actual)
     seeds = f"{len(done)} {'seed' if len(done) == 1 else 'seeds'}"
     if len(done) != PAPER_SEEDS:
         changed.append(f"{seeds} for {PAPER_SEEDS}")
