@@ -50,13 +50,17 @@ class Forecaster:
 
     @torch.no_grad()
     def validate(self, windows: Windows, stride: int, size: int) -> float:
-        """Return the mean squared error on every ``stride``-th window, in eval mode, ``size`` windows at a time."""
+        """Return the mean squared error on every ``stride``-th window, in eval mode, ``size`` windows at a time.
+
+        Raises:
+            NonFiniteError: It is not finite.
+        """
         self.model.eval()
         index = torch.arange(0, len(windows), stride, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for part in index.split(size):
             total += self.loss(windows, part).double() * len(part)
-        return total.item() / len(index)
+        return _finite("validation", total.item() / len(index))
 
     def optimiser(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
         """Return AdamW for the parameters that require grad."""
@@ -100,10 +104,13 @@ class Forecaster:
             seen += len(index)
             if after(step + 1):
                 break
-        mean = total.item() / seen
-        if not math.isfinite(mean):
-            raise NonFiniteError("the training loss is not finite: lower the learning rate, in a new run")
-        return mean
+        return _finite("training", total.item() / seen)
+
+
+def _finite(which: str, loss: float) -> float:
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the {which} loss is not finite: lower the learning rate, in a new run")
+    return loss
 
 
 def batches(n: int, size: int, steps: int, seed: int) -> list[Tensor]:

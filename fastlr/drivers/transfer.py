@@ -10,7 +10,6 @@ picked is fine-tuned once for all of them. So differences between strategies are
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 from fastlr.data import SplitSeries, open_series, split_series
 from fastlr.drivers.forecasting import Forecaster, batches, cosine, evenly
 from fastlr.drivers.launch import Driver, Progress, Report
+from fastlr.drivers.optimising import load_optimiser
 from fastlr.drivers.runs import Run, seed_everything, stream_seed
 from fastlr.drivers.transfer_config import PRESETS, STRATEGIES, TransferOptions
 from fastlr.drivers.transfer_measures import Probe, Redundancy, weights_and_units
@@ -92,7 +92,7 @@ class Study:
         self.redundancy = Redundancy(self.net, options, self.features, state.get("chunk", 0))
         if "model" in state:
             self.net.model.load_state_dict(state["model"])
-            self.optimiser.load_state_dict(state["optimiser"])
+            load_optimiser(self.optimiser, state["optimiser"])
         self._at_start: dict[int, float] = {}  # checkpoint -> its loss on the target before fine-tuning
 
     def _network(self, use: str) -> Forecaster:
@@ -202,7 +202,7 @@ class Study:
         found: dict[str, Any] = {"position": position, "chunk": self.redundancy.chunk}
         if position < self.options.epochs:
             found |= {"model": self.net.model.state_dict(), "optimiser": self.optimiser.state_dict()}
-        return copy.copy(found)
+        return found
 
 
 def tunings(options: TransferOptions, picks: Mapping[str, Mapping[str, Any]]) -> list[tuple[int, int, list[str]]]:
