@@ -7,7 +7,7 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
 DEPS = setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test test-long lint bench-peers clean
+.PHONY: demo test test-long lint docs bench-peers clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.stamp-demo
@@ -22,6 +22,10 @@ test-long: $(VENV)/.stamp-dev
 lint: $(VENV)/.stamp-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.stamp-dev
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	@echo docs/_build/index.html
 
 bench-peers: $(VENV)/.stamp-bench
 	$(VENV)/bin/python -m bench.peers
@@ -42,4 +46,4 @@ $(VENV)/.stamp-%: $(VENV)/.stamp-torch $(DEPS)
 .PRECIOUS: $(VENV)/.stamp-torch $(VENV)/.stamp-demo $(VENV)/.stamp-dev $(VENV)/.stamp-bench
 
 clean:
-	rm -rf build demo-output demo-network *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build docs/_build demo-output demo-network *.egg-info .pytest_cache .ruff_cache .mypy_cache

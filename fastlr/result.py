@@ -29,11 +29,15 @@ class Estimate:
         per_sample: the n values, float64 on the CPU; None if it was loaded from a record without them.
         routes: parameter -> how its norms were computed (a rule of the engine, or the exact fallback).
         seconds: wall time of the measurement.
-        probe, seed, predictive, inputs: what was measured, the last two as text.
+        probe: the probe of the measurement.
+        seed: of inputs and probe.
+        predictive: what the outputs were taken for, as text.
+        inputs: what was measured on, as text.
         inputs_used: number of inputs; the same as n except for ``probe="batch"``.
         inputs_digest: hash of the first and last inputs; estimates pair only where it agrees.
         batch_size: inputs in a chunk (after halving, if memory ran out).
-        dtype, device: autocast dtype (None: the model's own) and device, as text.
+        dtype: autocast dtype (None: the model's own), as text.
+        device: where the model was, as text.
         notes: what the user should know, such as chunks halved for lack of memory.
         versions: of fastlr, torch and Python.
     """

@@ -72,7 +72,7 @@ def test_wheel_holds_the_packages_and_nothing_stray(built):
     assert {name for name in names if name.startswith("fastlr/")} == modules
     assert metadata["Name"] == "fastlr" and metadata["License-Expression"] == "Apache-2.0"
     extras = set(metadata.get_all("Provides-Extra"))
-    assert {"models", "logging", "lightning", "huggingface", "avalanche", "dev"} <= extras
+    assert {"models", "logging", "lightning", "huggingface", "avalanche", "docs", "dev"} <= extras
     assert "fastlr = fastlr.cli:main" in scripts
 
 

@@ -16,7 +16,7 @@ class ParameterSupport:
     """How one parameter is measured.
 
     ``route``: "rule" (walk of the graph), "node" (the node's own backward formula, sample by sample), "loop" (one pass a
-    sample), "zero" (not used by the output). ``deviation``: largest |fast - truth| of its squared norm on the proof's three
+    sample), "zero" (not used by the output). ``deviation``: largest ``|fast - truth|`` of its squared norm on the proof's three
     samples, relative to the sample's total. ``proven`` is False where its gradient was zero on those samples.
     """
 

@@ -37,7 +37,8 @@ class LocalRedundancyMetric(PluginMetric):
             `fastlr.integrations.meter.Meter`.
 
     Attributes:
-        last, best: the last and the best `Reading`, or None.
+        last: the last `Reading`, or None.
+        best: the best one, or None.
 
     Raises:
         InputError: wrong arguments.

@@ -49,8 +49,10 @@ class Monitor:
             `fastlr.integrations.meter.Meter`.
 
     Attributes:
-        last, best: the last and the best `Reading`, or None. After a resumption ``best`` is None until it is beaten.
-        steps, epochs: done so far.
+        last: the last `Reading`, or None.
+        best: the best one, or None; after a resumption None until it is beaten.
+        steps: optimizer steps done.
+        epochs: epochs done.
         seconds: spent measuring.
 
     Raises:
@@ -95,8 +97,7 @@ class Monitor:
         self.last: Reading | None = None
 
     @property
-    def best(self) -> Reading | None:
-        """The best reading so far."""
+    def best(self) -> Reading | None:  # noqa: D102  (see the class)
         return self.keeper.best
 
     def step(self) -> Reading | None:

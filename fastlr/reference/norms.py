@@ -38,9 +38,9 @@ def conv_grads(
     """Weight gradient of each sample of a convolution.
 
     Args:
-        x: inputs [B, K, C, *spatial]; each sample owns K images.
-        g: output gradients [B, K, O, *spatial'].
-        weight: the weight, for its shape [O, C/groups, *kernel] ([C, O/groups, *kernel] if transposed).
+        x: inputs ``[B, K, C, *spatial]``; each sample owns K images.
+        g: output gradients ``[B, K, O, *spatial']``.
+        weight: the weight, for its shape ``[O, C/groups, *kernel]`` (``[C, O/groups, *kernel]`` if transposed).
         stride: one number for each spatial axis, as in torch.nn.functional.conv2d.
         padding: as in conv2d.
         dilation: as in conv2d.
@@ -49,7 +49,7 @@ def conv_grads(
         groups: as in conv2d.
 
     Returns:
-        [B, *weight.shape] in the dtype of ``g``.
+        ``[B, *weight.shape]`` in the dtype of ``g``.
     """
     return torch.stack(
         [
@@ -109,11 +109,11 @@ def channel_sums(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over rows and positions of g x and of g, for each sample and channel (affine parameters of batch norm).
 
     Args:
-        x: inputs [B, K, C, *spatial].
+        x: inputs ``[B, K, C, *spatial]``.
         g: output gradients, same shape.
 
     Returns:
-        (sum of g*x, sum of g), both [B, C], float64.
+        (sum of g x, sum of g), both [B, C], float64.
     """
     x, g = x.double(), g.double()
     axes = [1, *range(3, x.ndim)]
@@ -159,7 +159,7 @@ def broadcast_sums(g: Tensor, other: Tensor | None, axes: Sequence[int]) -> Tens
         axes: the axes of ``g`` (not 0) along which the parameter was broadcast.
 
     Returns:
-        [B, *axes of g that are left, in order], float64.
+        ``[B, *axes of g that are left, in order]``, float64.
     """
     value = g.double() if other is None else g.double() * other.double()
     return value.sum(list(axes)) if axes else value

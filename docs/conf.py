@@ -1,0 +1,112 @@
+"""Settings of Sphinx, and two directives that are written from the code: supported operations, command-line help.
+
+``python -m sphinx -W --keep-going -b html docs docs/_build`` builds the pages; warnings are errors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import Directive, directives
+from docutils.utils.math.latex2mathml import tex2mathml
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+project = "fastlr"
+release = version = version_of("fastlr")
+copyright = "the authors of fastlr"
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+html_math_renderer = "mathml"
+myst_enable_extensions = ["dollarmath", "fieldlist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+default_role = "code"
+highlight_language = "python"
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_mock_imports = [name for name in ("lightning", "avalanche") if importlib.util.find_spec(name) is None]
+napoleon_google_docstring, napoleon_numpy_docstring, napoleon_use_ivar = True, False, True
+html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["formulas.css"]
+html_title = f"fastlr {version}"
+html_copy_source = html_show_sourcelink = False
+
+
+class SupportedOperations(Directive):
+    """The table of the registry of rules: node kinds of autograd by what they cover."""
+
+    def run(self) -> list[nodes.Node]:
+        """Build the table."""
+        from fastlr.ghost.graph import VIEWS
+        from fastlr.ghost.rules import DESCRIPTIONS
+
+        about: dict[str, list[str]] = {}
+        for kind, text in DESCRIPTIONS.items():
+            about.setdefault(text, []).append(_operation(kind))
+        rows = [(text, ", ".join(kinds)) for text, kinds in about.items()]
+        views = sorted(set(map(_operation, VIEWS)))
+        rows.append(("on the way from a parameter to its use: views and casts", ", ".join(views)))
+        return [_table(("what", "nodes of autograd"), rows)]
+
+
+class CommandHelp(Directive):
+    """What ``fastlr COMMAND --help`` prints."""
+
+    has_content = False
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Ask the command line."""
+        from typer.testing import CliRunner
+
+        from fastlr.cli import app
+
+        arguments = [] if self.arguments[0] == "fastlr" else self.arguments[0].split("-")
+        plain = {"COLUMNS": "82", "NO_COLOR": "1", "TERM": "dumb"}
+        found = CliRunner().invoke(app, [*arguments, "--help"], prog_name="fastlr", env=plain)
+        if found.exit_code:
+            raise self.error(f"fastlr {arguments} --help failed: {found.output}")
+        text = "\n".join(line.rstrip() for line in found.output.splitlines()).strip("\n")
+        return [nodes.literal_block(text, text, language="text")]
+
+
+def _operation(kind: str) -> str:
+    """The operation of a node of autograd: AddmmBackward0 -> Addmm."""
+    return re.sub(r"Backward\d*$", "", kind)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
+    table, group = nodes.table(), nodes.tgroup(cols=len(head))
+    table += group
+    for width in (2, 3):
+        group += nodes.colspec(colwidth=width)
+    for part, lines in ((nodes.thead(), [head]), (nodes.tbody(), rows)):
+        group += part
+        for line in lines:
+            row = nodes.row()
+            part += row
+            for cell in line:
+                entry = nodes.entry()
+                entry += nodes.paragraph("", cell)
+                row += entry
+    return table
+
+
+def _math(translator, node: nodes.Element) -> None:  # noqa: ANN001
+    """Write a formula as MathML, which browsers show by themselves: nothing is fetched from anywhere."""
+    block = isinstance(node, nodes.math_block)
+    translator.body.append(tex2mathml(node.astext(), as_block=block))
+    raise nodes.SkipNode
+
+
+def setup(app) -> None:  # noqa: ANN001
+    """Register the directives and the renderer of formulas."""
+    app.add_html_math_renderer("mathml", (_math, None), (_math, None))
+    directives.register_directive("supported-operations", SupportedOperations)
+    directives.register_directive("command-help", CommandHelp)

@@ -1,0 +1,99 @@
+"""The documentation builds without a warning, is complete, and what its guides show runs as printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastlr
+from fastlr.cli import main
+from fastlr.ghost.rules import DESCRIPTIONS
+from fastlr.reference.predictive import categorical_fisher, householder_root
+
+DOCS = Path(__file__).parents[1] / "docs"
+GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*.md"))]
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(language, text) of the fenced blocks of a page."""
+    text = (DOCS / f"{page}.md").read_text()
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_builds_without_a_warning_and_is_complete(tmp_path):
+    build = pytest.importorskip("sphinx.cmd.build")
+    assert build.build_main(["-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]) == 0
+    found = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    names = {line.split()[0] for line in zlib.decompress(found).decode().splitlines()}
+    modules = {"fastlr.predictive", "fastlr.inputs", "fastlr.errors", "fastlr.metrics"}
+    wanted = {name for name in fastlr.__all__ if name != "metrics"}
+    missing = {name for name in wanted if not {f"{place}.{name}" for place in ("fastlr", *modules)} & names}
+    assert not missing
+    assert {f"fastlr.metrics.{name}" for name in fastlr.metrics.__all__} <= names
+    assert {"fastlr.integrations.Monitor", "fastlr.integrations.lightning.LocalRedundancyMonitor"} <= names
+    operations = re.sub(r"<[^>]*>", "", (tmp_path / "operations.html").read_text())
+    for kind, about in DESCRIPTIONS.items():
+        assert re.sub(r"Backward\d*$", "", kind) in operations and about.split(",")[0] in operations
+    assert "fastlr rank" in (tmp_path / "reference" / "command-line.html").read_text()
+
+
+@pytest.mark.parametrize("page", GUIDES)
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
+    """Python blocks one after another, and fastlr's commands of ``bash`` blocks between them."""
+    if page.endswith("language-models"):
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    ran = 0
+    for language, text in blocks(page):
+        if language == "python":
+            exec(compile(text, f"{page}.md", "exec"), names)
+            ran += 1
+        elif language == "bash":
+            for line in text.splitlines():
+                command, *arguments = shlex.split(line)
+                assert command == "fastlr" and main(arguments) == 0, line
+                ran += 1
+    assert ran >= 1 and not re.search(r"\bnan\b", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if any(kind == "console" for kind, _ in blocks(page))])
+def test_commands_that_take_long_exist(page, capsys):
+    """Commands of ``console`` blocks are not run: each option must be one of the command's."""
+    for kind, text in blocks(page):
+        for line in text.splitlines() if kind == "console" else []:
+            program, *words = shlex.split(line)
+            command = words[:2] if words[0] == "data" else words[:1]
+            assert program == "fastlr" and main([*command, "--help"]) == 0
+            known = capsys.readouterr().out
+            for option in (word for word in words if word.startswith("--")):
+                assert re.search(rf"{option}\b", known), f"{line}: no {option}"
+
+
+def test_variances_of_the_mathematics_page():
+    """The table of the probes' variances, by enumeration of the draws."""
+    generator = torch.Generator().manual_seed(0)
+    for classes in (2, 3, 4):
+        z = torch.randn(classes, generator=generator, dtype=torch.float64)
+        jacobian = torch.randn(classes, 7, generator=generator, dtype=torch.float64)
+        p, root = z.softmax(0), householder_root(z.softmax(0))
+        a = root.T @ jacobian @ jacobian.T @ root
+        mean = float(torch.trace(jacobian.T @ categorical_fisher(z) @ jacobian))
+        signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * classes)
+        drawn = (signs @ root.T @ jacobian).square().sum(1)
+        assert float(drawn.mean()) == pytest.approx(mean) == pytest.approx(float(torch.trace(a)))
+        left = float(a.square().sum() - a.diagonal().square().sum())
+        assert float(drawn.var(unbiased=False)) == pytest.approx(2 * left, abs=1e-12)
+        labels = (jacobian.T @ (torch.eye(classes, dtype=torch.float64) - p).T).square().sum(0)
+        sampled = float((p * labels.square()).sum()) - mean**2
+        assert float((p * labels).sum()) == pytest.approx(mean)
+        if classes == 2:
+            assert left == pytest.approx(0, abs=1e-12)
+            assert sampled / mean**2 == pytest.approx(1 / float(p[0] * p[1]) - 4)
