@@ -228,19 +228,20 @@ class Categorical(Predictive):
     ) -> tuple[Tensor, Tensor] | None:
         """See `Predictive.scaled_cotangent`; for outputs that no kernel takes."""
         z, probe, index, seed, sample_dim, counted = self._checked(output, probe, index, seed, **where)
-        if probe == "exact" or (z.device.type == "cuda" and z.shape[self.dim] <= _KERNEL_CLASSES):
-            return None
         with torch.no_grad():
             rows, mask, restore = self._rows(z, index, sample_dim, counted)
+            if probe == "exact" or (z.device.type == "cuda" and rows.shape[-1] <= _KERNEL_CLASSES):
+                return None
+            if mask is not None and z.device.type == "cpu" and bool(mask.all()):
+                mask = None
+
+            values = categorical_values(rows, probe, index, seed)
 
             def block(samples: slice, positions: slice) -> Tensor:
-                part = None if mask is None else mask[samples, positions]
-                at = positions.start
-                return _counted_only(
-                    categorical_values(rows[samples, positions], probe, index[samples], seed, at), part
-                )
+                v = values(samples, positions)
+                return v if mask is None else torch.where(mask[samples, positions, None], v, 0.0)
 
-            v, exponent = scaled_blocks(block, rows.shape, z.dtype, z.device)
+            v, exponent = scaled_blocks(block, rows.shape, z.dtype, z.device, refuse=_refuse)
             return restore(v), exponent
 
     def _cotangent(
@@ -250,7 +251,8 @@ class Categorical(Predictive):
         if probe == "rademacher":
             return restore(_counted_only(ops.run("categorical_root_cotangent", rows, index, seed), mask))
         if probe == "sampled":
-            return restore(_counted_only(categorical_values(rows, probe, index, seed), mask))
+            everything = slice(0, len(rows)), slice(0, rows.shape[1])
+            return restore(_counted_only(categorical_values(rows, probe, index, seed)(*everything), mask))
         log_p = rows.double().log_softmax(-1)
         _refuse(log_p.isnan() if mask is None else log_p.isnan() & mask[..., None])
         root = (log_p / 2).exp_()

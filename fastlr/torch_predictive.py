@@ -6,7 +6,6 @@ but the result.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -24,17 +23,28 @@ _NORMALS, _LABELS = 1 << 32, 1 << 33
 
 
 @cache
-def _byte_signs() -> Tensor:
+def _byte_signs(device: torch.device) -> Tensor:
     """[256, 8] float64: the signs that the bits of a byte stand for, the lowest first."""
-    return ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).double() * 2 - 1
+    bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
+    return (bits & 1).double() * 2 - 1
 
 
-def signs(index: Tensor, count: int, seed: int, first: int = 0) -> Tensor:
-    """Return the independent signs ``first .. first+count-1`` of each sample, [B, count] in float64, 32 from a word."""
+def signs(index: Tensor, count: int, seed: int) -> Tensor:
+    """Return independent signs [B, count] in float64, 32 of them from a word."""
+    return signs_of(sign_words(index, count, seed), count)
+
+
+def sign_words(index: Tensor, count: int, seed: int) -> Tensor:
+    """The words that hold ``count`` signs of each sample: [B, count / 32, rounded up]."""
+    return random_words(seed, index, _STREAM, -(-count // 32))
+
+
+def signs_of(words: Tensor, count: int, first: int = 0) -> Tensor:
+    """The signs ``first .. first+count-1`` that words hold: [B, count] in float64."""
     skipped = first % 32
-    words = random_words(seed, index, _STREAM, -(-(skipped + count) // 32), first // 32)
-    octets = (words[..., None] >> torch.arange(0, 32, 8, device=index.device)) & 0xFF
-    drawn = _byte_signs().to(index.device).index_select(0, octets.flatten()).view(len(index), -1)
+    words = words[:, first // 32 : -(-(first + count) // 32)]
+    octets = (words[..., None] >> torch.arange(0, 32, 8, device=words.device)) & 0xFF
+    drawn = _byte_signs(words.device).index_select(0, octets.flatten()).view(len(words), -1)
     return drawn[:, skipped : skipped + count]
 
 
@@ -45,9 +55,9 @@ def normals(index: Tensor, count: int, seed: int) -> Tensor:
     return normal_quantiles().to(index.device)[halves].double()
 
 
-def uniforms(index: Tensor, count: int, seed: int, first: int = 0) -> Tensor:
+def uniforms(index: Tensor, count: int, seed: int) -> Tensor:
     """Return uniforms [B, count] in [0, 1), float64, from 128 bits each: fine near zero, for rare labels."""
-    words = random_words(seed, index, _STREAM, 4 * count, _LABELS + 4 * first).double().unflatten(1, (count, 4))
+    words = random_words(seed, index, _STREAM, 4 * count, _LABELS).double().unflatten(1, (count, 4))
     a, b, c, d = words.unbind(-1)
     uniform = (a + (b + (c + d * 2.0**-32) * 2.0**-32) * 2.0**-32) * 2.0**-32
     return uniform.clamp_(max=1 - 2.0**-53)  # a run of ones rounds to 1
@@ -64,24 +74,32 @@ def categorical_root(root: Tensor, best: Tensor, xi: Tensor) -> Tensor:
 def categorical_root_cotangent(z: Tensor, index: Tensor, seed: int) -> Tensor:
     """See fastlr.reference.predictive.categorical_root_cotangent."""
     v = torch.empty(z.shape, dtype=torch.float64, device=z.device)
+    values = categorical_values(z, "rademacher", index, seed)
     for samples, positions in blocks(z.shape, z.device):
-        part = categorical_values(z[samples, positions], "rademacher", index[samples], seed, positions.start)
-        v[samples, positions] = part
+        v[samples, positions] = values(samples, positions)
     return v
 
 
-def categorical_values(z: Tensor, probe: str, index: Tensor, seed: int, first: int = 0) -> Tensor:
-    """Cotangents of the positions ``first ..`` of samples, whose logits are z [B, P, C]: [B, P, C] in float64.
+def categorical_values(z: Tensor, probe: str, index: Tensor, seed: int) -> Callable[[slice, slice], Tensor]:
+    """The function (samples, positions) -> that part of the cotangents of logits z [B, P, C], float64.
 
     NaN where NaN, +inf or only -inf leave no distribution. ``probe``: "rademacher" or "sampled".
     """
     count, positions, classes = z.shape
-    root = (z.double().log_softmax(-1) / 2).exp_()  # sqrt(p), without cancellation
-    best = root.argmax(-1, keepdim=True)
     if probe == "sampled":
-        return _sampled(root.square_(), best, uniforms(index, positions, seed, first))
-    xi = signs(index, positions * classes, seed, first * classes).view(root.shape).scatter_(-1, best, 0.0)
-    return categorical_root(root, best, xi)
+        draws = uniforms(index, positions, seed)
+    else:  # drawn together, a sixteenth of the memory of float32 logits: in small pieces this takes longer than the rest
+        draws = sign_words(index, positions * classes, seed)
+
+    def part(samples: slice, where: slice) -> Tensor:
+        root = (z[samples, where].double().log_softmax(-1) / 2).exp_()  # sqrt(p), without cancellation
+        best = root.argmax(-1, keepdim=True)
+        if probe == "sampled":
+            return _sampled(root.square_(), best, draws[samples, where])
+        drawn = signs_of(draws[samples], root.shape[1] * classes, where.start * classes)
+        return categorical_root(root, best, drawn.view(root.shape).scatter_(-1, best, 0.0))
+
+    return part
 
 
 def _sampled(p: Tensor, best: Tensor, uniform: Tensor) -> Tensor:
@@ -108,7 +126,12 @@ def blocks(shape: torch.Size, device: torch.device) -> Iterator[tuple[slice, sli
 
 
 def scaled_blocks(
-    block: Callable[[slice, slice], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    block: Callable[[slice, slice], Tensor],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    refuse: Callable[[Tensor], None],
 ) -> tuple[Tensor, Tensor]:
     """Put together a tensor [B, P, C] from blocks in float64, each sample scaled by a power of two to unit size.
 
@@ -117,6 +140,7 @@ def scaled_blocks(
         shape: of the whole.
         dtype: of the result.
         device: of the result.
+        refuse: called with where there is NaN.
 
     Returns:
         (v, exponent): ``2^exponent v`` is the tensor, exponent [B] int64 (0 for a sample of zeros).
@@ -126,7 +150,9 @@ def scaled_blocks(
     own = []
     for samples, positions in parts:
         values = block(samples, positions)
-        largest = torch.linalg.vector_norm(values.flatten(1), math.inf, 1)
+        low, high = values.flatten(1).aminmax(dim=1)
+        largest = torch.maximum(-low, high)
+        refuse(largest.isnan())
         exponent = torch.frexp(largest).exponent.long().clamp_min(-1000)  # the power of its inverse is finite
         v[samples, positions] = values.mul_(_power(-exponent).view(-1, 1, 1))
         own.append(torch.where(largest > 0, exponent, -(1 << 20)))
