@@ -115,10 +115,10 @@ def test_resumption_and_epochs(tmp_path):
     def watch(t):
         return Watched(t, TOKENS, every_n_epochs=1, at_start=False, **WHAT)
 
-    whole, first = train(tmp_path / "a", watch, max_steps=24)
-    assert [row[:2] for row in first.rows] == [(8, 1), (16, 2), (24, 3)]
-    train(tmp_path / "b", watch, max_steps=24, save_strategy="steps", save_steps=12)
-    resumed, second = train(tmp_path / "b", watch, max_steps=24, resume=str(tmp_path / "b" / "checkpoint-12"))
+    whole, first = train(tmp_path / "a", watch, max_steps=16)
+    assert [row[:2] for row in first.rows] == [(8, 1), (16, 2)]
+    train(tmp_path / "b", watch, max_steps=16, save_strategy="steps", save_steps=12)
+    resumed, second = train(tmp_path / "b", watch, max_steps=16, resume=str(tmp_path / "b" / "checkpoint-12"))
     assert [row[:3] for row in second.rows] == [row[:3] for row in first.rows[1:]]
     assert same_bits(whole.model, resumed.model)
     state = json.loads((tmp_path / "b" / "checkpoint-12" / "trainer_state.json").read_text())
