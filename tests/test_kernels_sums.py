@@ -321,6 +321,7 @@ import torch
 from torch import nn
 torch.set_num_threads(1)
 torch.manual_seed(0)
+import interpreter
 import fastlr
 from fastlr import ops
 
@@ -331,6 +332,10 @@ class Scaled(nn.Module):
     def forward(self, x):
         return x * self.scale + self.shift
 
+class Gated(nn.Module):
+    def forward(self, x):
+        return x * x.mean((2, 3), keepdim=True).sigmoid()
+
 class Tokens(nn.Module):
     def __init__(self):
         super().__init__()
@@ -339,7 +344,8 @@ class Tokens(nn.Module):
     def forward(self, ids):
         return self.rest(self.table(ids) + self.place).mean(1)
 
-images = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), Scaled(), nn.GroupNorm(5, 5), nn.PReLU(5), nn.Flatten())
+first = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), Scaled(), nn.GroupNorm(5, 5)]
+images = nn.Sequential(*first, nn.PReLU(5), Gated(), nn.Flatten())
 models = {"images": (images.eval(), torch.randn(3, 3, 6, 5)), "tokens": (Tokens().eval(), torch.randint(5, (3, 7)))}
 ran, plain = {}, ops.get
 def spying(name, backend):
@@ -373,7 +379,8 @@ torch.save((found, ran), sys.argv[1])
 def test_estimates_reach_the_kernels(tmp_path):
     """Whole models with these ops on their kernels, in the interpreter, against plain torch."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", RUN_MODELS, str(tmp_path / "found.pt"), *OPS], check=True, env=environment)
     found, ran = torch.load(tmp_path / "found.pt")
     assert set(OPS) - {"rms_norm_sums"} <= set(ran)  # the fused RMS norm has a node of its own on a GPU only

@@ -123,6 +123,14 @@ def activation_grad(channels: int, side: int, act: str, draw: Draw) -> Call:
     return Call((grad, kept, act), (0, 1), size(grad, kept, grad), 2 * grad.numel(), draw.tolerance(STORED))
 
 
+def gate_grad(channels: int, side: int, draw: Draw) -> Call:
+    """Gradient and input in, input gradient out; the gates and their gradients are small."""
+    side = draw.side(side)
+    g, x = (draw.normal(draw.batch, channels, side, side, last=True) for _ in range(2))
+    gate = draw.normal(draw.batch, channels, 1, 1)
+    return Call((g, x, gate), (0, 1, 2), size(g, x, x, gate, gate), 3 * x.numel(), draw.tolerance(STORED))
+
+
 # ------------------------------------------------------------------------------------------------------ matrix products
 def linear_sq_norms(rows: int, inputs: int, outputs: int, draw: Draw) -> Call:
     """Inputs and gradients in, one number a sample out; the Gram form's operations where they are fewer."""
@@ -259,6 +267,10 @@ CASES: dict[str, list[Case]] = {
         _case("64 @112 relu", activation_grad, 64, 112, "relu", main=True),
         _case("240 @28 hardswish", activation_grad, 240, 28, "hardswish"),
         _case("768 @28 gelu", activation_grad, 768, 28, "gelu"),
+    ],
+    "gate_grad": [
+        _case("120 @28", gate_grad, 120, 28, main=True),
+        _case("960 @7", gate_grad, 960, 7),
     ],
     "linear_sq_norms": [
         _case("960>1280, one row", linear_sq_norms, 1, 960, 1280, target=None, main=True),
