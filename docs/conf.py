@@ -56,24 +56,35 @@ class SupportedOperations(Directive):
 
 
 class CommandHelp(Directive):
-    """What ``fastlr COMMAND --help`` prints."""
-
-    has_content = False
-    required_arguments = 1
+    """What ``fastlr COMMAND --help`` prints, a section for each command."""
 
     def run(self) -> list[nodes.Node]:
         """Ask the command line."""
+        from typer.main import get_command
+
+        from fastlr.cli import app
+
+        sections: list[nodes.Node] = [self.help([])]
+        for name, command in sorted(get_command(app).commands.items()):
+            for words in [[name, inner] for inner in getattr(command, "commands", [])] or [[name]]:
+                title = " ".join(["fastlr", *words])
+                section = nodes.section(ids=[nodes.make_id(title)], names=[title])
+                section += [nodes.title(title, title), self.help(words)]
+                sections.append(section)
+        return sections
+
+    def help(self, words: list[str]) -> nodes.Node:
+        """The help of one command."""
         from typer.testing import CliRunner
 
         from fastlr.cli import app
 
-        arguments = [] if self.arguments[0] == "fastlr" else self.arguments[0].split("-")
         plain = {"COLUMNS": "82", "NO_COLOR": "1", "TERM": "dumb"}
-        found = CliRunner().invoke(app, [*arguments, "--help"], prog_name="fastlr", env=plain)
+        found = CliRunner().invoke(app, [*words, "--help"], prog_name="fastlr", env=plain)
         if found.exit_code:
-            raise self.error(f"fastlr {arguments} --help failed: {found.output}")
+            raise self.error(f"fastlr {words} --help failed: {found.output}")
         text = "\n".join(line.rstrip() for line in found.output.splitlines()).strip("\n")
-        return [nodes.literal_block(text, text, language="text")]
+        return nodes.literal_block(text, text, language="text")
 
 
 def _operation(kind: str) -> str:

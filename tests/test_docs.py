@@ -40,7 +40,9 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
     operations = re.sub(r"<[^>]*>", "", (tmp_path / "operations.html").read_text())
     for kind, about in DESCRIPTIONS.items():
         assert re.sub(r"Backward\d*$", "", kind) in operations and about.split(",")[0] in operations
-    assert "fastlr rank" in (tmp_path / "reference" / "command-line.html").read_text()
+    page = (tmp_path / "reference" / "command-line.html").read_text()
+    for command in ("rank", "data prepare", "continual"):
+        assert f"Usage: fastlr {command} " in page and f'id="fastlr-{command.replace(" ", "-")}"' in page
 
 
 @pytest.mark.parametrize("page", GUIDES)
