@@ -344,7 +344,7 @@ class Tokens(nn.Module):
     def forward(self, ids):
         return self.rest(self.table(ids) + self.place).mean(1)
 
-first = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), Scaled(), nn.GroupNorm(5, 5)]
+first = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), Scaled(), nn.GroupNorm(1, 5)]
 images = nn.Sequential(*first, nn.PReLU(5), Gated(), nn.Flatten())
 models = {"images": (images.eval(), torch.randn(3, 3, 6, 5)), "tokens": (Tokens().eval(), torch.randint(5, (3, 7)))}
 ran, plain = {}, ops.get
