@@ -387,8 +387,10 @@ def test_estimates_reach_the_kernels(tmp_path):
     for name in ("images", "tokens", "cotangent"):
         plain, fast = found[name, "torch"], found[name, "triton"]
         assert list(plain) == list(fast)
-        for key in plain:
-            torch.testing.assert_close(fast[key], plain[key], rtol=2e-5, atol=1e-5 * float(plain[key].abs().max()))
+        largest = max(float(value.abs().max()) for value in plain.values())
+        for key in plain:  # a bias before a norm of its channel has no gradient but rounding
+            close = max(1e-5 * float(plain[key].abs().max()), 1e-12 * largest)
+            torch.testing.assert_close(fast[key], plain[key], rtol=2e-5, atol=close)
 
 
 def test_rule_of_the_fused_rms_norm():
