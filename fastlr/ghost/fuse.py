@@ -202,8 +202,8 @@ class Folding(TorchFunctionMode):
             tensors: the model's parameters by name, as this forward pass uses them.
             forward: the forward pass.
         """
-        self._forget()
         if self.disabled or self.idle or not enabled():
+            self._forget()
             return forward()
         self.names = {id(t): name for name, t in tensors.items()}
         for _ in range(3):
