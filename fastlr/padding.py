@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fastlr.checks import waiting
+from fastlr.checks import refuse_where
 from fastlr.errors import InputError
 
 
@@ -29,11 +29,13 @@ def padding_mask(x: Any, output: Tensor, out_dim: int) -> Tensor | None:
     counted = mask != 0
     if mask.shape == output.shape[:2]:
         return counted
-    if waiting() and not bool(counted.all()):
-        raise InputError(
+    refuse_where(
+        ~counted,
+        lambda: InputError(
             f"{name} {tuple(mask.shape)} has padding, but the output {tuple(output.shape)} has other positions: pass "
             "Categorical(mask=...) for those that count, and inputs without the mask or without padding"
-        )
+        ),
+    )
     return None
 
 

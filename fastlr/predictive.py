@@ -110,9 +110,12 @@ class Predictive(ABC):
             raise InputError(f"the output has shape {tuple(output.shape)}: no axis {sample_dim} for the samples")
         sample_dim %= output.ndim
         index = _check_index(index, output.shape[sample_dim], output.device)
-        if counted is not None and not isinstance(self, Categorical) and not bool(counted.all()):
-            raise InputError(
-                f"some positions of the inputs are padding, but {self!r} counts them all: give inputs without padding"
+        if counted is not None and not isinstance(self, Categorical):
+            refuse_where(
+                ~counted,
+                lambda: InputError(
+                    f"some positions of the inputs are padding, but {self!r} counts them all: give inputs without padding"
+                ),
             )
         return output.detach(), probe, index, seed, sample_dim, counted
 

@@ -14,7 +14,9 @@ from zoo_registry import randomise
 import fastlr
 from bench.timing import peak_above, resident
 from fastlr import ops, torch_ops, torch_predictive
+from fastlr.checks import gathered
 from fastlr.errors import FastlrWarning, InputError
+from fastlr.padding import padding_mask
 from fastlr.predictive import Bernoulli, Categorical, Gaussian
 
 V, N, T = 37, 5, 9
@@ -223,3 +225,12 @@ def test_norms_under_autocast_are_not_rounded_by_it(monkeypatch):
         ops.get.cache_clear()
     low = [error for dtype, error in seen if dtype == torch.bfloat16]
     assert len(low) >= 8 and max(low) < 2e-5
+
+
+def test_padding_that_cannot_be_left_out_is_seen_while_a_graph_is_captured():
+    """No check may wait then: it becomes a flag, and the chunk is done again with the error."""
+    x, output = {"attention_mask": torch.tensor([[1, 1, 0]])}, torch.zeros(1, 2, 5)
+    with gathered() as flags:
+        assert padding_mask(x, output, 0) is None
+        Gaussian().cotangent(output, "rademacher", range(1), 0, counted=torch.tensor([[True, False]]))
+    assert sum(bool(flag) for flag in flags) == 2
