@@ -1,6 +1,6 @@
 """The same work side by side: per-sample squared gradient norms of every parameter, by fastlr and by other tools.
 
-    python -m bench.peers [--models ...] [--peers ...] [--batch 16] [--rounds 7] [--threads 2] [--json FILE]
+    python -m bench.peers [--models ...] [--peers ...] [--batch 16] [--rounds 7] [--threads 2] [--json FILE] [--figure FILE]
 
 Model in eval mode, float32, one fixed cotangent at the output. For every model:
 
@@ -213,6 +213,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check", type=int, default=4, help="samples held to the float64 truth (4)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds a contender may take (1800)")
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--figure", type=Path, help="where to draw the times (.png, .pdf, .svg)")
     parser.add_argument("--one", choices=list(PEERS), help=argparse.SUPPRESS)
     parser.add_argument("--truth", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -242,9 +243,13 @@ def main(arguments: list[str] | None = None) -> int:
     for model in args.models:
         results[model] = measure_model(model, args, lambda text: progress.print(f"[dim]{text}[/dim]", highlight=False))
         console.print(*tables({model: results[model]}))
+        document = {"environment": record, "batch": args.batch, "rounds": args.rounds, "results": results}
         if args.json:
-            document = {"environment": record, "batch": args.batch, "rounds": args.rounds, "results": results}
             args.json.write_text(json.dumps(document, indent=1))
+        if args.figure:
+            from bench.peers_figure import draw
+
+            draw(document, args.figure)
     for name in args.peers:
         notes = {note: model for model in results for note in results[model][name].get("notes", ())}
         if notes:

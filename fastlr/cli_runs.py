@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +13,7 @@ from fastlr.cli_display import Board, progress
 from fastlr.errors import InputError
 
 if TYPE_CHECKING:
-    from fastlr.drivers.launch import Driver
+    from fastlr.drivers.launch import Driver, Report
     from fastlr.drivers.on_ray import Cluster
     from fastlr.drivers.sweep import Grids
 
@@ -48,7 +50,7 @@ def carry_out(
     at_once: int | None = None,
     **named: Any,
 ) -> None:
-    """Do what a command of a driver does.
+    """Do what a command of a driver does, together with the other processes that torchrun has started, if it has.
 
     Args:
         driver: Which.
@@ -65,32 +67,49 @@ def carry_out(
     Raises:
         InputError: Something given does not fit.
     """
+    from fastlr.distributed.process_group import joined
     from fastlr.drivers import many
     from fastlr.drivers.config import resolve
-    from fastlr.drivers.scalars import TENSORBOARD, mirrored
+    from fastlr.drivers.scalars import TENSORBOARD
 
-    given = given_settings(driver.options, settings or [], named)
-    if options:
-        for key, value in vars(resolve(driver.options, driver.presets, preset or driver.preset, given)).items():
-            print(f"{key}={','.join(value) if isinstance(value, tuple) else value}")
+    with joined() as members:
+        given = given_settings(driver.options, settings or [], named)
+        if options:
+            resolved = vars(resolve(driver.options, driver.presets, preset or driver.preset, given))
+            for key, value in resolved.items() if members.rank == 0 else ():
+                print(f"{key}={','.join(value) if isinstance(value, tuple) else value}")
+            return
+        if out is None:
+            raise InputError("give --out, the folder of the run")
+        if many.is_many(out) if resume else seeds is not None:
+            carry_out_many(driver, preset, out, given, seeds, at_once, resume, tensorboard)
+            return
+        if seeds is not None or at_once is not None:
+            raise InputError(
+                "--at-once goes with --seeds" if seeds is None else f"{out} does not hold runs of several seeds"
+            )
+        with _reported(driver, out, tensorboard and members.rank == 0, members.rank == 0) as report:
+            if resume:
+                path = driver.resume(out, given, preset, report)
+            else:
+                path = driver.begin(out, preset, given, report)
+        if members.rank == 0:
+            print(f"run: {path}")
+            if tensorboard:
+                _say_log(path / TENSORBOARD)
+
+
+@contextmanager
+def _reported(driver: Driver, out: Path, tensorboard: bool, first: bool) -> Iterator[Report]:
+    """How a run reports: on the terminal and to TensorBoard; not at all from a process that is not the first."""
+    from fastlr.drivers.launch import no_report
+    from fastlr.drivers.scalars import mirrored
+
+    if not first:
+        yield no_report
         return
-    if out is None:
-        raise InputError("give --out, the folder of the run")
-    if many.is_many(out) if resume else seeds is not None:
-        carry_out_many(driver, preset, out, given, seeds, at_once, resume, tensorboard)
-        return
-    if seeds is not None or at_once is not None:
-        raise InputError(
-            "--at-once goes with --seeds" if seeds is None else f"{out} does not hold runs of several seeds"
-        )
     with progress(driver) as show, mirrored(out, tensorboard, show) as report:
-        if resume:
-            path = driver.resume(out, given, preset, report)
-        else:
-            path = driver.begin(out, preset, given, report)
-    print(f"run: {path}")
-    if tensorboard:
-        _say_log(path / TENSORBOARD)
+        yield report
 
 
 def carry_out_many(
@@ -110,10 +129,15 @@ def carry_out_many(
     Raises:
         InputError: Something given does not fit.
     """
+    from fastlr.distributed.sharding import by_torchrun
     from fastlr.drivers import many
     from fastlr.drivers.sweep import product
     from fastlr.loggers import require_tensorboard
 
+    if by_torchrun():
+        raise InputError(
+            "several runs are spread over the GPUs without torchrun, which is for one run on several GPUs: leave it out"
+        )
     if tensorboard:
         require_tensorboard()
     with Board(driver, out) as board:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from zoo_registry import randomise
 
-from bench import cases, peer_autograd, peer_repairs, peers, timing
+from bench import cases, peer_autograd, peer_repairs, peers, peers_figure, timing
 
 MODELS = ["vit_thin", "patchtst", "resnet", "separable"]
 
@@ -180,3 +180,24 @@ def test_vmap_takes_tuples_and_inner_sample_axes() -> None:
         cotangent = cases.cotangent_for(case)
         truth = cases.loop_norms(case, cotangent)
         assert cases.deviation(peer_autograd.vmap(case, cotangent, chunk=3).run(), truth) < 1e-12, name
+
+
+def test_the_picture_and_the_table_of_a_record(tmp_path):
+    right = {"ratio": 2.0, "memory_ratio": 1.5}
+    rows = {
+        "plain": {"ratio": 1.0},
+        "fastlr": {"ratio": 0.5, "memory_ratio": 0.7},
+        "loop": right,
+        "vmap": {**right, "ratio": 1.25},
+        "opacus": {"error": "no"},
+        "backpack": {"correct": False, "total_ratio": 3.5},
+    }
+    document = {"results": {"resnet18": rows, "own": rows}, "batch": 4, "environment": {"cpu": "a CPU"}}
+    lines = peers_figure.table(document).splitlines()
+    assert lines[2] == (
+        "| ResNet-18, 224x224 | **0.50** | 0.70 | 1.25 (torch.func vmap) | 2.00 | Opacus: cannot run; "
+        "BackPACK: wrong: 3.5 times the truth |"
+    )
+    assert lines[3].startswith("| own |")
+    peers_figure.draw(document, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"

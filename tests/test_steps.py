@@ -99,11 +99,11 @@ def test_capturing_changes_nothing(device, images):
     learn(mine, images, [0])
     before = copy.deepcopy((mine.state(), random_states()))
     task = load_task(ImageStore.open(images), (0, 1), device)
-    assert mine.steps._capture((task.train_x, task.train_y, task.train_y > 0)) is not None
+    assert mine.steps._capture((len(task.train_x), task.train_x, task.train_y, task.train_y > 0)) is not None
     assert_same((mine.state(), random_states()), before)
     with steps.unchanged(mine._changed):  # also before there is a state of the optimiser
         mine.optimiser.state.clear()
-        mine._step(task.train_x, task.train_y)
+        mine._step(len(task.train_x), task.train_x, task.train_y)
     assert all(not value.any() for state in mine.optimiser.state.values() for value in state.values())
 
 

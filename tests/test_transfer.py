@@ -260,12 +260,12 @@ def test_an_epoch_is_one_pass_or_a_number_of_steps():
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():
-    net = Forecaster(network(None), torch.device("cpu"), torch.float32)
+    net = Forecaster(network(None), torch.device("cpu"), torch.float32, 16)
     optimiser = torch.optim.SGD(net.model.parameters(), lr=1e30)
     with pytest.raises(NonFiniteError, match="training loss is not finite: lower the learning rate"):
         net.train(series("source").train, [torch.arange(8)] * 5, optimiser)
     with pytest.raises(NonFiniteError, match="validation loss is not finite"):
-        net.validate(series("source").validation, 1, 16)
+        net.validate(series("source").validation, 1)
 
 
 def wrong_shape(channels, context, horizon) -> nn.Module:

@@ -28,9 +28,11 @@ class Team:
 
     Attributes:
         board: their messages; None for one process alone.
+        group: their process group; None where they have only a store, and for one process alone.
     """
 
     board: Board | None = None
+    group: Any = None
     rank: int = field(init=False)
     size: int = field(init=False)
 
@@ -152,14 +154,19 @@ def sharded(group: dist.ProcessGroup | None = None, *, timeout: float = ESTIMATE
         "every rank of the group must enter fastlr.distributed.sharded() and measure the same; "
         "raise timeout= if a chunk of inputs takes longer",
     )
-    with _shared(board) as members:
+    with _shared(board, group) as members:
         yield members
+
+
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process together with others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(os.environ.get(name) for name in _ONE_LAUNCH)
 
 
 @contextmanager
 def launched(timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
     """As `sharded`, for a command that torchrun has started: its ranks, or this process alone where it was not."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not all(os.environ.get(name) for name in _ONE_LAUNCH):
+    if not by_torchrun():
         yield ALONE
         return
     alone = "start this one without RANK and WORLD_SIZE in its environment to measure alone"
@@ -181,8 +188,8 @@ def local_device(name: str | None) -> str | None:
 
 
 @contextmanager
-def _shared(board: Board) -> Iterator[Team]:
-    members = Team(board) if board.size > 1 else ALONE
+def _shared(board: Board, group: Any = None) -> Iterator[Team]:
+    members = Team(board, group) if board.size > 1 else ALONE
     token = _current.set(members)
     try:
         with members.guard():

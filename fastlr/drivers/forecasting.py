@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fastlr.data import Windows
 from fastlr.drivers.batches import spans
-from fastlr.drivers.optimising import autocast, trainable
+from fastlr.drivers.optimising import add_gradients, autocast, trainable
+from fastlr.drivers.parallel import Parallel
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost.adapt import select_output
 
@@ -19,14 +20,32 @@ from fastlr.ghost.adapt import select_output
 class Forecaster:
     """A network and how it is run: mean squared error over windows, time steps and features, in the normalised unit.
 
+    Args:
+        model: The network.
+        device: Where it is to lie.
+        dtype: Of autocast; float32 means none.
+        batch_size: Windows an optimiser step, and of those without gradients at a time.
+        norm_batch: Windows a pass of training, so that batch norm's statistics are of so many; 0: the whole batch.
+        compiled: Run it through `torch.compile`.
+
     Attributes:
         model: Trained in place.
         device: Where it lies.
-        dtype: Of autocast; float32 means none.
+        dtype: Of autocast.
+        parallel: Who trains it together.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, compiled: bool = False) -> None:
-        self.model, self.device, self.dtype = model.to(device), device, dtype
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_size: int,
+        norm_batch: int = 0,
+        compiled: bool = False,
+    ) -> None:
+        self.model, self.device, self.dtype, self.batch_size = model.to(device), device, dtype, batch_size
+        self.parallel = Parallel(self.model, batch_size, norm_batch)
         self._run = torch.compile(self.model) if compiled else self.model
 
     def autocast(self) -> torch.autocast:
@@ -34,7 +53,7 @@ class Forecaster:
         return autocast(self.device, self.dtype)
 
     def loss(self, windows: Windows, index: Tensor) -> Tensor:
-        """Return the mean squared error on some windows, a scalar on the device.
+        """Return the sum over some windows of their mean squared errors, a scalar on the device.
 
         Raises:
             InputError: The model's forecasts have another shape.
@@ -46,11 +65,11 @@ class Forecaster:
             raise InputError(
                 f"the model forecasts {tuple(z.shape)} from windows of {tuple(x.shape)}, not {tuple(y.shape)}"
             )
-        return F.mse_loss(z.float(), y)
+        return F.mse_loss(z.float(), y) * len(index)
 
     @torch.no_grad()
-    def validate(self, windows: Windows, stride: int, size: int) -> float:
-        """Return the mean squared error on every ``stride``-th window, in eval mode, ``size`` windows at a time.
+    def validate(self, windows: Windows, stride: int) -> float:
+        """Return the mean squared error on every ``stride``-th window, in eval mode.
 
         Raises:
             NonFiniteError: It is not finite.
@@ -58,9 +77,9 @@ class Forecaster:
         self.model.eval()
         index = torch.arange(0, len(windows), stride, device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for part in index.split(size):
-            total += self.loss(windows, part).double() * len(part)
-        return _finite("validation", total.item() / len(index))
+        for part in self.parallel.turns(index.split(self.batch_size)):
+            total += self.loss(windows, part).double()
+        return _finite("validation", self.parallel.sum(total).item() / len(index))
 
     def optimiser(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
         """Return AdamW for the parameters that require grad."""
@@ -91,20 +110,29 @@ class Forecaster:
             NonFiniteError: A loss was not finite.
         """
         total, seen = torch.zeros((), dtype=torch.float64, device=self.device), 0
+
+        def gradients(size: int, index: Tensor) -> Tensor:
+            optimiser.zero_grad(set_to_none=True)
+            return add_gradients(lambda part: self.loss(windows, part), (index,), self.parallel.own_parts(size), size)
+
+        def update() -> None:
+            optimiser.step()
+
+        work = self.parallel.work(gradients, update)
         for step, index in enumerate(batches):
             if rate is not None:
                 for group in optimiser.param_groups:
                     group["lr"] = rate(step)
             self.model.train(not frozen)
-            optimiser.zero_grad(set_to_none=True)
-            loss = self.loss(windows, index.to(self.device))
-            loss.backward()
-            optimiser.step()
-            total += loss.detach().double() * len(index)
+
+            def part(start: int, stop: int, index: Tensor = index) -> tuple[Tensor]:
+                return (index[start:stop].to(self.device),)
+
+            total += self.parallel.step(work, update, (0, len(index)), part)
             seen += len(index)
             if after(step + 1):
                 break
-        return _finite("training", total.item() / seen)
+        return _finite("training", self.parallel.sum(total).item() / seen)
 
 
 def _finite(which: str, loss: float) -> float:

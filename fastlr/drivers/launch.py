@@ -1,5 +1,7 @@
 """How every driver begins a run and goes on with one: options, device, data, ``config.json``, the checks of a resumed run.
 
+Several ranks do a run together within `fastlr.distributed.sharded`, as the commands do where torchrun has started them.
+
 A driver is a `Driver`: its options and presets, how it opens its data, and the function that carries a run on from its
 last checkpoint. By convention its checkpoints hold ``position``, the number of steps done.
 """
@@ -16,8 +18,10 @@ from typing import Any
 
 import torch
 
+from fastlr.distributed.sharding import local_device, team
 from fastlr.drivers.config import RunOptions, from_record, resolve, unknown
 from fastlr.drivers.runs import Run, commit_of_source, now
+from fastlr.drivers.shared_run import opened
 from fastlr.errors import FastlrWarning, InputError
 from fastlr.report.record import machine
 from fastlr.runtime import versions
@@ -109,6 +113,7 @@ class Driver:
         options = resolve(self.options, self.presets, preset, settings)
         data, description = self.open_data(options)
         device = choose_device(options)
+        _same_on_all_ranks(path, options, description)
         config = {
             "driver": self.name,
             "preset": preset,
@@ -117,12 +122,13 @@ class Driver:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "machine": machine(device),
             "threads": torch.get_num_threads(),
+            "processes": team().size,
             "versions": versions(),
             "commit": commit_of_source(),
             "command": sys.argv,
             "date": now(),
         }
-        with Run.create(path, config) as run:
+        with opened(lambda: Run.create(path, config)) as run:
             self.carry_on(run, options, data, device, report)
         return run.path
 
@@ -143,12 +149,13 @@ class Driver:
         Raises:
             InputError: No run there, or it was begun with other options or data. Others as `begin`.
         """
-        with Run.resume(path) as run:
+        with opened(lambda: Run.resume(path)) as run:
             config = dict(run.config)
             before = self.recorded(run.path, config, settings, preset)
             options = dataclasses.replace(before, **settings)
             data, description = self.open_data(options)
             device = choose_device(options)
+            _same_on_all_ranks(path, options, description)
             if description["digest"] != config["data"]["digest"]:
                 raise InputError(
                     f"{description['path'] or 'this run'} has other data than {run.path} was begun with: give the same"
@@ -163,7 +170,8 @@ class Driver:
                 )
             if options != before:
                 run.set_config({**config, "options": dataclasses.asdict(options)})
-            run.append({"kind": "resume", self.step: run.state["position"] if run.state else 0, "date": now()})
+            at = run.state["position"] if run.state else 0
+            run.append({"kind": "resume", self.step: at, "date": now(), "processes": team().size})
             self.carry_on(run, options, data, device, report)
         return run.path
 
@@ -209,8 +217,13 @@ def find_driver(name: str) -> Driver:
     return driver
 
 
+def _same_on_all_ranks(path: str | Path, options: RunOptions, description: Mapping[str, Any]) -> None:
+    given = {"out": str(path), **dataclasses.asdict(options), "data's digest": description["digest"]}
+    team().agree("the run", given, "start every process with the same command, on the same data")
+
+
 def choose_device(options: RunOptions) -> torch.device:
-    """Return the device of a run, and set the number of threads.
+    """Return the device of a run (of several ranks that shall have GPUs, one for each), and set the number of threads.
 
     Raises:
         InputError: There is no such device, or it cannot be used.
@@ -220,6 +233,8 @@ def choose_device(options: RunOptions) -> torch.device:
     name = options.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if team().size > 1:
+        name = local_device(name) or name
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

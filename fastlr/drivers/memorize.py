@@ -21,7 +21,8 @@ from fastlr.drivers.batches import spans
 from fastlr.drivers.boundary import redundancy_record
 from fastlr.drivers.launch import Driver, Progress, Report
 from fastlr.drivers.memorize_config import PRESETS, MemorizeOptions, substitutions
-from fastlr.drivers.optimising import add_gradients, autocast, load_optimiser, optimiser_state, part_sizes, trainable
+from fastlr.drivers.optimising import add_gradients, autocast, load_optimiser, optimiser_state, trainable
+from fastlr.drivers.parallel import Parallel
 from fastlr.drivers.runs import Run, seed_everything, stream_seed
 from fastlr.drivers.steps import Compiled, Steps, resolve_mode, step_mode
 from fastlr.errors import NonFiniteError
@@ -46,6 +47,7 @@ class Memorizer:
         model: The network.
         parameters: Numbers in it that are trained.
         steps: How its training steps run.
+        parallel: Who trains it together.
     """
 
     def __init__(self, data: RandomData, options: MemorizeOptions, device: torch.device, chunk: int = 0) -> None:
@@ -56,7 +58,8 @@ class Memorizer:
         self.model: nn.Module = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.parameters = sum(p.numel() for p in trainable(self.model))
         mode = resolve_mode(options.step, device)
-        often = set(part_sizes(options.batch_size, options.norm_batch))
+        self.parallel = Parallel(self.model, options.batch_size, options.norm_batch)
+        often = set(self.parallel.part_sizes(options.batch_size))
         self._forward = Compiled(self.model, often) if mode == "compile" else self.model
         fused = device.type == "cuda"
         graph = fused and mode != "eager"
@@ -67,6 +70,7 @@ class Memorizer:
             fused=fused,
             capturable=graph,
         )
+        self._step = self.parallel.work(self._gradients, self._update)
         self.steps = Steps(self._step, self.model, self._changed, device, graph, strict=options.step == "graph")
         self._redundancy: fastlr.LocalRedundancy | None = None
 
@@ -98,25 +102,31 @@ class Memorizer:
             NonFiniteError: It is not finite.
         """
         seed = self.options.seed
-        seed_everything(stream_seed(seed, "epoch", number))
+        seed_everything(self.parallel.stream_seed(seed, "epoch", number))
         generator = torch.Generator().manual_seed(stream_seed(seed, "order", number))
         order = torch.randperm(self.data.n, generator=generator).to(self.device)
         self.model.train()
         self.steps.check()
         batches = list(spans(self.data.n, self.options.batch_size))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+
+        def samples(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            return self.data.batch(order[start:stop], self.dtype)
+
         for done, (start, stop) in enumerate(batches):
             if done and done % -(-len(batches) // REPORTS) == 0:
                 report(done, len(batches))
-            total += self.steps(*self.data.batch(order[start:stop], self.dtype))
-        return self._finite(total.item() / self.data.n, f"in epoch {number}")
+            total += self.parallel.step(self.steps, self._update, (start, stop), samples)
+        return self._finite(self.parallel.sum(total).item() / self.data.n, f"in epoch {number}")
 
-    def _step(self, x: Tensor, y: Tensor) -> Tensor:
-        """One step of the optimiser on the mean loss of a batch; returns the losses' sum."""
+    def _gradients(self, size: int, x: Tensor, y: Tensor) -> Tensor:
+        """Set the gradients of a batch's mean loss, as far as own samples go; returns the sum of their losses."""
         self.optimiser.zero_grad(set_to_none=True)
-        total = add_gradients(self._loss, (x, y), self.options.norm_batch)
+        return add_gradients(self._loss, (x, y), self.parallel.own_parts(size), size)
+
+    def _update(self) -> None:
+        """Take a step of the optimiser."""
         self.optimiser.step()
-        return total
 
     def _loss(self, x: Tensor, y: Tensor) -> Tensor:
         with autocast(self.device, self.dtype):
@@ -142,7 +152,7 @@ class Memorizer:
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         indices = torch.arange(self.data.n, device=self.device)
-        for index in indices.split(self.options.batch_size):
+        for index in self.parallel.turns(indices.split(self.options.batch_size)):
             x, y = self.data.batch(index, self.dtype)
             with autocast(self.device, self.dtype):
                 z = select_output(self.model(x), None)
@@ -150,11 +160,11 @@ class Memorizer:
             right = self.data.right(z, y)
             if right is not None:
                 total[1] += right.sum()
-        loss, accuracy = (total / self.data.n).tolist()
+        loss, accuracy = (self.parallel.sum(total) / self.data.n).tolist()
         bits = self.data.bits(self._finite(loss, f"in eval mode {when}"))
         return {
             "loss": loss,
-            "accuracy": accuracy if right is not None else None,
+            "accuracy": accuracy if self.options.kind == "vision" else None,
             "bits": bits,
             "bits_per_parameter": bits / self.parameters,
             "share_of_ceiling": None if self.data.ceiling is None else bits / self.data.ceiling,
@@ -233,6 +243,7 @@ def _carry_on(run: Run, options: MemorizeOptions, data: RandomData, device: torc
 def _record(run: Run, memorizer: Memorizer, record: Record, seconds: dict[str, float], report: Report) -> None:
     """Evaluate, measure if that is due, commit and report."""
     options, epoch = memorizer.options, record["epoch"]
+    memorizer.parallel.check()
     began = clock(memorizer.device)
     record |= {**memorizer.evaluate(f"after epoch {epoch}"), "measures": {}}
     seconds["evaluate"] = clock(memorizer.device) - began

@@ -31,21 +31,20 @@ def part_sizes(size: int, most: int) -> list[int]:
     return [stop - start for start, stop in zip(bounds, bounds[1:])]
 
 
-def add_gradients(loss: Callable[..., Tensor], batch: Sequence[Tensor], most: int) -> Tensor:
-    """Add the gradients of a batch's mean loss to ``.grad``, by passes of at most ``most`` samples each.
+def add_gradients(loss: Callable[..., Tensor], batch: Sequence[Tensor], sizes: Sequence[int], size: int) -> Tensor:
+    """Add what some samples contribute to the gradient of a batch's mean loss to ``.grad``, pass by pass.
 
     Args:
         loss: Takes a part of each tensor of the batch, and returns the sum of the losses of its samples.
-        batch: Tensors with a sample axis 0.
-        most: Samples a pass, which is what batch norm takes its statistics of; 0: the whole batch.
+        batch: Tensors with a sample axis 0, on which the samples are: all of a batch, or a rank's share.
+        sizes: Samples of each pass, which is what batch norm takes its statistics of.
+        size: Samples of the whole batch.
 
     Returns:
-        The sum of the batch's losses, float64, on the device.
+        The sum of these samples' losses, float64, on the device.
     """
-    size = len(batch[0])
-    sizes = part_sizes(size, most)
     total = torch.zeros((), dtype=torch.float64, device=batch[0].device)
-    for part in zip(*(t.split(sizes) for t in batch)):
+    for part in zip(*(t.split(list(sizes)) for t in batch)):
         found = loss(*part)
         (found / size).backward()
         total += found.detach()

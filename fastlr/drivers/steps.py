@@ -46,8 +46,9 @@ class Steps:
     dropped by `check` if the model or what a step changes is not where it was.
 
     Args:
-        work: inputs -> a tensor, such as the sum of the losses. It reads the inputs and changes tensors in place; it makes
-            no decision by their values. It must set ``.grad`` to None before its backward pass.
+        work: inputs -> a tensor, such as the sum of the losses, or several. It reads the inputs and changes tensors in place;
+            it makes no decision by their values. It must set ``.grad`` to None before its backward pass. Inputs are tensors
+            and whole numbers; each number has a capture of its own.
         model: What it trains, whose program is watched.
         changed: Returns the tensors that a step changes: parameters, buffers, the optimiser's state. What a first step adds
             to them must mean the same as zeros, as the state of SGD and AdamW does.
@@ -63,7 +64,7 @@ class Steps:
 
     def __init__(
         self,
-        work: Callable[..., Tensor],
+        work: Callable[..., Any],
         model: nn.Module,
         changed: Callable[[], Iterable[Tensor]],
         device: torch.device,
@@ -79,11 +80,11 @@ class Steps:
         self._met: set[tuple] = set()
         self._program: tuple | None = None
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor | int) -> Any:
         """Do a step; the result is valid until the next one."""
         if not self.captured:
             return self.work(*inputs)
-        key = tuple((t.shape, t.stride(), t.dtype) for t in inputs)
+        key = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in inputs)
         capture = self._held.pop(key, None)
         if capture is None:
             if key not in self._met:
@@ -96,7 +97,8 @@ class Steps:
                 del self._held[next(iter(self._held))]
         self._held[key] = capture  # the last one used is the last one dropped
         for mine, given in zip(capture.inputs, inputs, strict=True):
-            mine.copy_(given)
+            if isinstance(mine, Tensor):
+                mine.copy_(given)  # type: ignore[arg-type]
         capture.recorder.replay()
         return capture.result
 
@@ -112,8 +114,8 @@ class Steps:
     def _now(self) -> tuple:
         return fingerprint(self.model), tuple(t.data_ptr() for t in self.changed())
 
-    def _capture(self, inputs: tuple[Tensor, ...]) -> _Capture | None:
-        mine = tuple(t.clone() for t in inputs)
+    def _capture(self, inputs: tuple[Tensor | int, ...]) -> _Capture | None:
+        mine = tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
         recorder = self.make(self.device, self._pool)
         try:
             with unchanged(self.changed):
@@ -133,8 +135,8 @@ class Steps:
 
 class _Capture(NamedTuple):
     recorder: Recorder
-    inputs: tuple[Tensor, ...]
-    result: Tensor
+    inputs: tuple[Tensor | int, ...]
+    result: Any
 
 
 @contextmanager

@@ -16,14 +16,8 @@ from fastlr.data import ImageStore, Task, normalise, take
 from fastlr.drivers.batches import spans
 from fastlr.drivers.continual_config import ContinualOptions
 from fastlr.drivers.interventions import Intervention, Replay, UnitAdamW, chosen
-from fastlr.drivers.optimising import (
-    add_gradients,
-    autocast,
-    load_optimiser,
-    optimiser_state,
-    part_sizes,
-    trainable,
-)
+from fastlr.drivers.optimising import add_gradients, autocast, load_optimiser, optimiser_state, trainable
+from fastlr.drivers.parallel import Parallel
 from fastlr.drivers.runs import seed_everything, stream_seed
 from fastlr.drivers.steps import Compiled, Steps, resolve_mode, step_mode
 from fastlr.errors import ModelError, NonFiniteError
@@ -36,13 +30,14 @@ class Trainer:
     """A model, its optimiser, and how they learn a task; `started_at` is called once before the first.
 
     Everything random in a task (order of the images, flips, dropout) is a pure function of the run's seed and the task's
-    number. On a CPU, the same thread count gives the same bits.
+    number. On a CPU, the same thread count gives the same bits. Several ranks train together: `fastlr.drivers.parallel`.
 
     Attributes:
         model: Trained in place.
         optimiser: Of all its trainable parameters.
         dtype: Of autocast and of the images; float32 means no autocast.
         steps: How its training steps run.
+        parallel: Who trains it together.
     """
 
     def __init__(self, model: nn.Module, options: ContinualOptions, device: torch.device) -> None:
@@ -50,9 +45,11 @@ class Trainer:
         self.dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
         self.model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         mode = resolve_mode(options.step, device)
-        full = set(part_sizes(options.batch_size, options.norm_batch))
+        self.parallel = Parallel(self.model, options.batch_size, options.norm_batch)
+        full = set(self.parallel.part_sizes(options.batch_size))
         self._forward = Compiled(self.model, full) if mode == "compile" else self.model
         graph = device.type == "cuda" and mode != "eager"
+        self._step = self.parallel.work(self._gradients, self._update)
         self.steps = Steps(self._step, self.model, self._changed, device, graph, strict=options.step == "graph")
         self.optimiser = self._new_optimiser()
         self.interventions: list[Intervention] = []
@@ -151,7 +148,7 @@ class Trainer:
         """
         options = self.options
         before = copy.deepcopy(self.state()) if options.on_nan == "skip" else None
-        seed_everything(stream_seed(options.seed, "task", number))
+        seed_everything(self.parallel.stream_seed(options.seed, "task", number))
         if options.optimiser_state == "reset":
             for t in optimiser_state(self.optimiser):  # in place, where captured steps find it; zeros mean a fresh state
                 t.zero_()
@@ -166,6 +163,7 @@ class Trainer:
             for each in self.interventions:
                 stack.enter_context(each.watching())
             loss = self._epochs(task, number, report)
+        self.parallel.check()
         if before is not None and loss is None:
             self.load(before)
             return None
@@ -184,7 +182,7 @@ class Trainer:
         for epoch in range(1, options.epochs + 1):
             losses.append(self._epoch(task, n, generator))
             if self.device.type == "cpu" or epoch % LOOKED_AT == 0 or epoch == options.epochs:
-                found = torch.stack(losses).tolist()
+                found = self.parallel.sum(torch.stack(losses)).tolist()
                 bad = [i for i, loss in enumerate(found, epoch - len(found) + 1) if not math.isfinite(loss)]
                 if not bad and epoch == options.epochs and not self._works(task):
                     bad = [epoch]  # the last steps have ruined the weights
@@ -206,36 +204,45 @@ class Trainer:
         with self.autocast():
             z = self.model(normalise(task.test_x[:EVALUATED], self.dtype))
         self.model.train()
-        return bool(z.isfinite().all())
+        return all(self.parallel.ranks.share(bool(z.isfinite().all())))
 
     def _epoch(self, task: Task, n: int, generator: torch.Generator) -> Tensor:
-        """Go over the n images of the task's own once, those replayed mixed in; the mean loss, on the device."""
+        """Go over the n images of the task's own once, those replayed mixed in.
+
+        Returns:
+            What this rank's images contribute to the mean loss, on the device.
+        """
         if self.replay is None:
             order, batches = torch.randperm(n, generator=generator), list(spans(n, self.options.batch_size))
         else:
             order, batches = self.replay.order(n, generator)
         order, total = self._to_device(order), torch.zeros((), dtype=torch.float64, device=self.device)
         mirrored = self._to_device(torch.rand(len(order), generator=generator) < 0.5) if self.options.flip else None
-        for start, stop in batches:
+
+        def images(start: int, stop: int) -> tuple[Tensor, ...]:
             rows = order[start:stop]
             flips = () if mirrored is None else (mirrored[start:stop],)
-            total += self.steps(take(task.train_x, rows), task.train_y.index_select(0, rows), *flips)
+            return take(task.train_x, rows), task.train_y.index_select(0, rows), *flips
+
+        for span in batches:
+            total += self.parallel.step(self.steps, self._update, span, images)
             for each in self.interventions:
                 each.after_step()
         return total / len(order)
 
-    def _step(self, images: Tensor, labels: Tensor, flips: Tensor | None = None) -> Tensor:
-        """One step of the optimiser on the mean loss of a batch; returns the losses' sum.
+    def _gradients(self, size: int, *batch: Tensor) -> Tensor:
+        """Set the gradients of a batch's mean loss, as far as own images go; returns the sum of their losses.
 
         BatchNorm sees ``norm_batch`` images at a time; the gradients of these passes are added.
         """
         self.optimiser.zero_grad(set_to_none=True)
-        batch = (images, labels) if flips is None else (images, labels, flips)
-        total = add_gradients(self._loss, batch, self.options.norm_batch)
+        return add_gradients(self._loss, batch, self.parallel.own_parts(size), size)
+
+    def _update(self) -> None:
+        """Take a step of the optimiser."""
         for each in self.interventions:
             each.add_gradients()
         self.optimiser.step()
-        return total
 
     def _loss(self, x: Tensor, y: Tensor, mirrored: Tensor | None = None) -> Tensor:
         if mirrored is not None:

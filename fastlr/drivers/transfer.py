@@ -101,7 +101,7 @@ class Study:
         sizes = {"channels": self.features, "context": o.context, "horizon": o.horizon}
         model = load_model(o.model, kwargs={**sizes, **o.model_kwargs})
         dtype = torch.bfloat16 if o.dtype == "bf16" else torch.float32
-        return Forecaster(model, self.device, dtype, o.compile)
+        return Forecaster(model, self.device, dtype, o.batch_size, o.norm_batch, o.compile)
 
     def start(self) -> Record:
         """Measure the network before training."""
@@ -118,7 +118,7 @@ class Study:
             "kind": "start",
             "parameters": sum(p.numel() for p in self.net.model.parameters() if p.requires_grad),
             **steps,
-            "validation_loss": self.net.validate(source.validation, o.validation_stride, o.batch_size),
+            "validation_loss": self.net.validate(source.validation, o.validation_stride),
             "measures": self._measures(),
             "seconds": {"start": clock(self.device) - began},
         }
@@ -127,7 +127,7 @@ class Study:
         """Train for one epoch, counted from 1, measuring on the way; write the checkpoint."""
         o, net, source = self.options, self.net, self.data.source
         began = clock(self.device)
-        seed_everything(stream_seed(o.seed, "pretrain", epoch))
+        seed_everything(net.parallel.stream_seed(o.seed, "pretrain", epoch))
         order = batches(len(source.train), o.batch_size, o.steps_per_epoch, stream_seed(o.seed, "order", epoch))
         before, rate = (epoch - 1) * len(order), cosine(o.learning_rate, o.epochs * len(order))
         points, spent = evenly(len(order), o.redundancy_per_epoch), 0.0
@@ -137,13 +137,14 @@ class Study:
             nonlocal spent
             if step in points:
                 start = clock(self.device)
+                net.parallel.check()
                 self.redundancy.measure(before + step)
                 spent += clock(self.device) - start
             return False
 
         loss = net.train(source.train, order, self.optimiser, rate=lambda step: rate(before + step), after=after)
         trained = clock(self.device)
-        validation = net.validate(source.validation, o.validation_stride, o.batch_size)
+        validation = net.validate(source.validation, o.validation_stride)
         validated = clock(self.device)
         measures = self._measures()
         measured = clock(self.device)
@@ -174,8 +175,8 @@ class Study:
         began = clock(self.device)
         net.model.load_state_dict(self.run.read_checkpoint(checkpoint_name(epoch)))
         if epoch not in self._at_start:
-            self._at_start[epoch] = net.validate(target.validation, o.validation_stride, o.batch_size)
-        seed_everything(stream_seed(o.seed, "finetune", number))
+            self._at_start[epoch] = net.validate(target.validation, o.validation_stride)
+        seed_everything(net.parallel.stream_seed(o.seed, "finetune", number))
         order: list[Tensor] = []
         for k in range(o.finetune_epochs):
             seed = stream_seed(o.seed, "finetune order", number, k)
@@ -187,12 +188,13 @@ class Study:
             if step not in points:
                 return False
             steps.append(step)
-            losses.append(net.validate(target.validation, o.validation_stride, o.batch_size))
+            losses.append(net.validate(target.validation, o.validation_stride))
             least = losses.index(min(losses))
             return bool(o.finetune_patience) and len(losses) - 1 - least >= o.finetune_patience
 
         optimiser = net.optimiser(o.finetune_learning_rate, o.weight_decay)
         training = net.train(target.train, order, optimiser, after=after)
+        net.parallel.check()
         found = {"kind": "finetune", "epoch": epoch, "run": number, "strategies": list(strategies)}
         curve = {"steps": steps, "validation": losses, "train_loss": training, "validation_loss": losses[-1]}
         return {**found, **curve, "seconds": {"finetune": clock(self.device) - began}}

@@ -38,8 +38,9 @@ class TransferOptions(RunOptions):
         validation_stride: Validate on every k-th window.
         dtype: ``fp32``, or ``bf16``: autocast in training and measures; weights and optimiser state stay float32.
         compile: Run the training passes through torch.compile.
-        batch_size: Windows an optimiser step, everywhere; batch norm takes its statistics over all of them (on the paper's
-            4 GPUs, over 256 each).
+        batch_size: Windows an optimiser step, everywhere.
+        norm_batch: Windows a pass of training, so that batch norm's statistics are of so many; 0: the whole batch. The
+            gradients of a batch's passes are added (the paper's 4 GPUs x 256 windows on one).
         weight_decay: Of AdamW, everywhere.
         epochs: Of pretraining; each ends with a checkpoint.
         steps_per_epoch: Optimiser steps an epoch of pretraining; 0: as many as one pass over the windows takes. With a
@@ -78,6 +79,7 @@ class TransferOptions(RunOptions):
     dtype: Literal["fp32", "bf16"] = "bf16"
     compile: bool = False
     batch_size: int = 1024
+    norm_batch: int = 256
     weight_decay: float = 0.01
     epochs: int = 12
     steps_per_epoch: int = 0
@@ -114,7 +116,7 @@ class TransferOptions(RunOptions):
         positive += ("redundancy_per_epoch", "finetune_runs", "finetune_epochs", "finetune_evaluations")
         at_least(self, **dict.fromkeys(positive, 1), generated_rows=2)
         free = ("steps_per_epoch", "finetune_steps_per_epoch", "redundancy_batch", "finetune_patience", "weight_decay")
-        at_least(self, **dict.fromkeys((*free, "dormant_threshold"), 0))
+        at_least(self, **dict.fromkeys((*free, "norm_batch", "dormant_threshold"), 0))
         for name in ("learning_rate", "probe_learning_rate", "finetune_learning_rate", "sigma"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name}={getattr(self, name)}: give a positive number")

@@ -105,11 +105,24 @@ class EWC(Intervention):
         self.last_penalty = self.penalty()
         generator = torch.Generator().manual_seed(stream_seed(options.seed, self.name, number))
         rows = torch.randperm(len(task.train_y), generator=generator)[: options.ewc_images].to(task.train_y.device)
-        of_task = diagonal_fisher(self.trainer.model, self.parameters, normalise(take(task.train_x, rows)))
+        of_task = self._fisher(normalise(take(task.train_x, rows)))
         with torch.no_grad():
             for p, fisher, anchor, new in zip(self.parameters, self.fisher, self.anchor, of_task, strict=True):
                 fisher.mul_(options.ewc_decay).add_(new)
                 anchor.copy_(p)
+
+    def _fisher(self, x: Tensor) -> list[Tensor]:
+        """`diagonal_fisher`; the ranks share the images."""
+        parallel = self.trainer.parallel
+        own = x[parallel.ranks.rank :: parallel.ranks.size]
+        if parallel.alone:
+            return diagonal_fisher(self.trainer.model, self.parameters, own)
+        found = [torch.zeros_like(p) for p in self.parameters]
+        if len(own):
+            found = diagonal_fisher(self.trainer.model, self.parameters, own)
+        flat = torch.cat([t.flatten() for t in found]) * (len(own) / len(x))
+        whole = parallel.sum(flat).split([p.numel() for p in self.parameters])
+        return [t.view(p.shape) for t, p in zip(whole, self.parameters, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """The Fisher information and the centre."""

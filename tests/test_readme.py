@@ -1,0 +1,86 @@
+"""README.md: its Python runs, its commands exist, its links lead somewhere, its table is that of the record."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from bench import peers_figure
+from fastlr.cli import app
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+SMALLER = (("(3, 224, 224)", "(3, 32, 32)"), ("target_rel_stderr=0.05", "n=8"), ("n, total = 1000", "n, total = 4"))
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_runs_as_printed():
+    """One block after the other, with fewer and smaller images, and up to what torchrun would start."""
+    first, plain, *others = blocks("python")
+    names: dict = {}
+    for text in (first, plain):
+        for large, small in SMALLER:
+            text = text.replace(large, small)
+        exec(compile(text, "README.md", "exec"), names)
+    assert names["lr"].n == 8 and names["lr"].value > 0 and names["total"] > 0
+    assert all(large in first + plain for large, _ in SMALLER), "what this test makes smaller is there"
+    assert len(others) == 1 and "sharded()" in others[0]
+
+
+def test_the_plain_loop_is_the_same_quantity():
+    """With every label in turn, weighted by its probability, the printed loop gives the value of fastlr."""
+    text = blocks("python")[1].replace("n, total = 1000", "n, total = 3")
+    text = text.replace("y = torch.multinomial(log_p.exp(), 1).item()", "y = label")
+    assert "y = label" in text
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 2))
+    import fastlr
+
+    images, want = fastlr.ShapeImages((3, 8, 8)), 0.0
+    for i in range(3):
+        for label in range(2):
+            names = {"model": model, "images": images, "label": label, "print": lambda value: None}
+            exec(text.replace("range(n)", f"range({i}, {i + 1})"), names)
+            want += names["total"] / 3 * names["log_p"][label].exp().item()
+    assert fastlr.estimate(model, images, n=3, probe="exact").value == pytest.approx(want, rel=1e-5)
+
+
+def commands() -> list[list[str]]:
+    lines = [line for text in blocks("") for line in text.splitlines() if re.match(r"fastlr |torchrun .*-m fastlr ", line)]
+    return [shlex.split(re.sub(r"\.\.\.$", "MODEL", line.split("fastlr ", 1)[1]), comments=True) for line in lines]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_the_commands_exist_with_their_options(words):
+    command, context = typer.main.get_command(app), None
+    for name in words:
+        if not hasattr(command, "commands"):
+            break
+        assert name in command.commands, f"no command {name}"
+        command, words = command.commands[name], words[1:]
+    context = command.make_context("fastlr", words)
+    assert context.params or not words
+
+
+def test_there_are_commands():
+    assert len(commands()) > 12
+
+
+def test_the_links_lead_somewhere():
+    headings = {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert target[1:] in headings if target.startswith("#") else (ROOT / target).exists(), target
+
+
+def test_the_table_is_that_of_the_record():
+    record = json.loads((ROOT / "bench/results/cpu/peers.json").read_text())
+    assert peers_figure.table(record) in README
