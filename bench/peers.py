@@ -9,8 +9,9 @@ Model in eval mode, float32, one fixed cotangent at the output. For every model:
    total and to itself), and the peak of resident memory is taken during its second call, above what the process held
    before the first (the model, the inputs, the loaded libraries). Large blocks are mapped one by one there, so that
    what is freed is gone: the peak is of live memory. A contender that fails or is killed is shown with the reason.
-3. Time: the correct ones in one process, in interleaved rounds, each round's time divided by the plain forward and
-   backward pass of the same round.
+3. Time: each correct one in a process of its own, in rounds interleaved with the plain forward and backward pass, by whose
+   time in the same round it is divided. (All in one process slow each other: what one leaves of its memory, pieces or
+   pages given back, is another's page faults. That moved ratios by up to a sixth.)
 
 Plain is one forward and backward pass of the batch with all weight gradients, and has no norms: the unit of the ratios.
 """
@@ -119,16 +120,31 @@ def measure_one(name: str, model: str, batch: int, known: dict[str, Any]) -> dic
     }
 
 
-def in_child(name: str, model: str, batch: int, threads: int, known: Path, limit: float) -> dict[str, Any]:
-    """Run :func:`measure_one` in a process of its own; what went wrong, if anything, is under ``error``."""
+def time_one(name: str, model: str, batch: int, rounds: int) -> dict[str, Any]:
+    """Seconds of each round of one contender, and of plain, in this process."""
+    case = cases.build(model, batch)
+    cotangent = cases.cotangent_for(case)
+    pair = {each: PEERS[each](case, cotangent).run for each in ("plain", name)}
+    return dict(timing.interleaved(pair, rounds))
+
+
+def in_child(
+    name: str, model: str, batch: int, threads: int, known: Path | None, limit: float, rounds: int = 1
+) -> dict[str, Any]:
+    """Run :func:`measure_one`, or without ``known`` :func:`time_one`, in a process of its own.
+
+    What went wrong, if anything, is under ``error``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "bench.peers", "--one", name, "--models", model, "--batch", str(batch)]
-        command += ["--threads", str(threads), "--truth", str(known), "--json", str(out)]
+        command += ["--threads", str(threads), "--rounds", str(rounds), "--json", str(out)]
+        command += [] if known is None else ["--truth", str(known)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
+        if known is not None:
+            environment = timing.child_environment(threads)
         try:
-            run = subprocess.run(
-                command, cwd=timing.ROOT, env=timing.child_environment(threads), stderr=subprocess.PIPE, timeout=limit
-            )
+            run = subprocess.run(command, cwd=timing.ROOT, env=environment, stderr=subprocess.PIPE, timeout=limit)
         except subprocess.TimeoutExpired:
             return {"error": f"no answer within {limit:.0f} s"}
         if out.exists():
@@ -149,19 +165,20 @@ def measure_model(model: str, args: argparse.Namespace, say: Callable[[str], Non
         for name in args.peers:
             say(f"{model}: {TITLES[name]}: correctness and memory")
             rows[name] = in_child(name, model, args.batch, args.threads, known, args.limit)
-    able = [name for name in args.peers if "error" not in rows[name] and rows[name].get("correct", True)]
-    case = cases.build(model, args.batch)
-    cotangent = cases.cotangent_for(case)
-    contenders = {name: PEERS[name](case, cotangent) for name in able}
-    seconds = timing.interleaved(
-        {name: contender.run for name, contender in contenders.items()},
-        args.rounds,
-        after_round=lambda k: say(f"{model}: round {k} of {args.rounds}, {len(able)} contenders"),
-    )
-    for name in able:
-        rows[name] |= {**timing.summary(seconds[name], seconds["plain"]), "round_seconds": seconds[name]}
-        if rows["plain"].get("peak_bytes"):
-            rows[name]["memory_ratio"] = rows[name]["peak_bytes"] / rows["plain"]["peak_bytes"]
+    plain: list[float] = []
+    for name in (name for name in args.peers if name != "plain" and rows[name].get("correct")):
+        say(f"{model}: {TITLES[name]}: time, {args.rounds} rounds")
+        seconds = in_child(name, model, args.batch, args.threads, None, args.limit, args.rounds)
+        if "error" in seconds:
+            rows[name] |= seconds
+            continue
+        rows[name] |= timing.summary(seconds[name], seconds["plain"])
+        rows[name] |= {"round_seconds": seconds[name], "plain_round_seconds": seconds["plain"]}
+        rows[name]["memory_ratio"] = rows[name]["peak_bytes"] / max(1, rows["plain"].get("peak_bytes", 0))
+        plain += seconds["plain"]
+    plain = plain or in_child("plain", model, args.batch, args.threads, None, args.limit, args.rounds).get("plain", [])
+    if plain:
+        rows["plain"] |= {**timing.summary(plain, plain), "memory_ratio": 1.0}
     return rows
 
 
@@ -231,7 +248,10 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
     if args.one:
-        found = measure_one(args.one, args.models[0], args.batch, torch.load(args.truth, weights_only=True))
+        if args.truth is None:
+            found = time_one(args.one, args.models[0], args.batch, args.rounds)
+        else:
+            found = measure_one(args.one, args.models[0], args.batch, torch.load(args.truth, weights_only=True))
         args.json.write_text(json.dumps(found))
         return 0
     os.environ.setdefault("PYTHONWARNINGS", "ignore")

@@ -30,6 +30,7 @@ SHORT = {
     "opacus-ghost": "Opacus, ghost norms",
     "backpack": "BackPACK",
 }
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # of a number where the dashed line may pass
 Row = Mapping[str, Any]
 
 
@@ -50,8 +51,12 @@ def draw(document: Mapping[str, Any], path: str | Path) -> None:
     """
     results: Mapping[str, Mapping[str, Row]] = document["results"]
     names = [name for name in SHORT if any(name in rows for rows in results.values()) and name != "plain"][::-1]
-    figure, axes = new_figure((3.1 * len(results) + 1.2, 0.36 * len(names) + 1.3), 1, len(results), sharey=True, squeeze=False)
-    for model, panel in zip(results, axes[0]):
+    rows_of_panels = -(-len(results) // 2)
+    size = (9.0, rows_of_panels * (0.3 * len(names) + 0.7) + 0.5)
+    figure, axes = new_figure(size, rows_of_panels, min(2, len(results)), sharey=True, squeeze=False)
+    for panel in axes.flat[len(results) :]:
+        panel.set_visible(False)
+    for model, panel in zip(results, axes.flat):
         style(panel, "", NAMES.get(model, model))
         panel.grid(axis="y", visible=False)
         rows = results[model]
@@ -60,11 +65,12 @@ def draw(document: Mapping[str, Any], path: str | Path) -> None:
             row = rows.get(name, {"error": ""})
             if "ratio" in row:
                 panel.barh(y, row["ratio"], color=COLOURS[0] if name == "fastlr" else "#b9c3cc", height=0.66)
-                bold = {"fontweight": "bold"} if name == "fastlr" else {}
-                panel.text(row["ratio"] + 0.02 * widest, y, f"{row['ratio']:.2f}", va="center", fontsize=8, color=INK, **bold)
+                weight = "bold" if name == "fastlr" else "normal"
+                text, x, colour = f"{row['ratio']:.2f}", row["ratio"] + 0.02 * widest, INK
             else:
-                panel.text(0.02 * widest, y, why(row), va="center", fontsize=8, color=COLOURS[4])
-        panel.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (3, 2)))
+                text, x, colour, weight = why(row), 0.02 * widest, COLOURS[4], "normal"
+            panel.text(x, y, text, va="center", fontsize=8, color=colour, fontweight=weight, bbox=_BEHIND)
+        panel.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (3, 2)), zorder=0.5)
         panel.set_xlim(0, 1.2 * widest)
         panel.set_yticks(range(len(names)), [SHORT[name] for name in names], color=INK, fontsize=9)
     text = "Time of the squared gradient norms of every sample, all parameters: ratio to one plain forward and backward pass"
