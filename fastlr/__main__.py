@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from fastlr.cli import main
 
-sys.exit(main())
+code = main()
+if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # NCCL would wait for the other processes, which torchrun ends only after this one
+sys.exit(code)

@@ -1,9 +1,9 @@
-"""Which variants of the kernels a network launches, found with no GPU: ``python launched_kernels.py NETWORK [BATCH]``.
+"""Which variants of the kernels a network launches, found with no GPU: ``python launched_kernels.py NETWORK DTYPE ARCH...``.
 
-The network is planned in plain torch (bf16 autocast, channels_last) and run once more with every op on its Triton kernel,
-where each launch is noted instead of made; its results are zeros. A variant is what Triton would compile for the launch:
-types of the arguments, constants, and which of them are 1 or multiples of 16. Printed: JSON, {variant: resource usage}
-for each architecture, by the compiler of compile_kernels.py.
+The network is planned in plain torch (bf16 or fp16: autocast, channels_last; fp32: as it is) and run once more with every op
+on its Triton kernel, where each launch is noted instead of made; its results are zeros. A variant is what Triton would compile
+for the launch: types of the arguments, constants, and which of them are 1 or multiples of 16. Printed: JSON, {variant:
+resource usage} for each architecture, by the compiler of compile_kernels.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ POINTERS = {
     torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+BATCH = 4
 
 
 def variant(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> tuple:
@@ -73,6 +74,7 @@ def noted() -> Iterator[dict[str, tuple]]:
 
     before = JITFunction.run, torch.empty, torch.empty_like
     empty, empty_like = before[1:]
+    Tensor.new_empty = Tensor.new_zeros  # over the one that it inherits
     JITFunction.run = run
     torch.empty = lambda *size, **options: empty(*size, **options).zero_()
     torch.empty_like = lambda t, **options: empty_like(t, **options).zero_()
@@ -81,11 +83,11 @@ def noted() -> Iterator[dict[str, tuple]]:
             yield found
     finally:
         JITFunction.run, torch.empty, torch.empty_like = before
+        del Tensor.new_empty
 
 
-def launched(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, tuple]:
+def launched(model: nn.Module, x: Tensor, dtype: torch.dtype, predictive: Any) -> dict[str, tuple]:
     """The variants that one chunk of an estimate of ``model`` launches, the inputs' generation left out."""
-    predictive = fastlr.Categorical()
     index = torch.arange(len(x))
 
     def cotangent(z: Tensor) -> Tensor:
@@ -99,15 +101,24 @@ def launched(model: nn.Module, x: Tensor, dtype: torch.dtype) -> dict[str, tuple
 
 
 def main() -> None:
-    """Compile what a torchvision network launches and print it."""
+    """Compile what a network launches, PatchTST or one of torchvision's, and print it."""
     import torchvision
 
-    name, batch = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 4
+    from fastlr.models.patchtst import PatchTST
+
+    name, dtype, *architectures = sys.argv[1:]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     torch.manual_seed(0)
-    model = torchvision.models.get_model(name, num_classes=2).eval().to(memory_format=torch.channels_last)
-    x = torch.randn(batch, 3, 224, 224).contiguous(memory_format=torch.channels_last)
-    found = launched(model, x, torch.bfloat16)
-    records = [compile_kernels.compile_case(case, arch) for case in found.values() for arch in (80, 90, 100)]
+    predictive: Any
+    if name == "patchtst":
+        model, x, predictive = PatchTST().eval(), torch.randn(BATCH, 512, 7), fastlr.Gaussian()
+    else:
+        model = torchvision.models.get_model(name, num_classes=2).eval()
+        x, predictive = torch.randn(BATCH, 3, 224, 224), fastlr.Categorical()
+        if dtype != "fp32":
+            model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
+    found = launched(model, x, kind, predictive)
+    records = [compile_kernels.compile_case(case, int(arch)) for case in found.values() for arch in architectures]
     print(json.dumps({"launched": len(found), "records": records}))
 
 

@@ -35,7 +35,7 @@ def without_norm(num_classes: int = 2) -> nn.Module:
 
 
 class Strange(nn.Module):
-    """A buffer that every training pass changes, which is not that of a batch norm."""
+    """A buffer that every training pass changes, on every rank alike, which is not that of a batch norm."""
 
     def __init__(self, num_classes: int = 2) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Strange(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.seen += x.sum().detach()
+            self.seen += 1
         return self.net(x)
 
 
@@ -57,6 +57,42 @@ class Sometimes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.always(x) + (self.sometimes(x) if x[0, 0] > 0 else 0)
+
+
+class NoNoise(nn.Module):
+    """Gives no number for images of noise, which have values that others have not."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.net = without_norm(num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + torch.where(x.abs().amax((1, 2, 3)) > 3.5, torch.nan, 0.0)[:, None]
+
+
+class Twice(nn.Module):
+    """A batch norm that is used twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.norm(self.first(x)).tanh() * 2))
+
+
+def network(kind: str) -> nn.Module:
+    """A network of five inputs for `steps`; "usual" has a norm that no pass uses."""
+    if kind == "twice":
+        return Twice()
+    if kind == "instance":
+        layers = [nn.Linear(5, 8), nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 1))
+    layers = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4, momentum=0.3), nn.Linear(4, 1)]
+    model = nn.Sequential(*layers)
+    model.unused = nn.BatchNorm1d(4)
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))  # type: ignore[method-assign]
+    return model
 
 
 def averaging(num_classes: int = 2) -> nn.Module:
@@ -95,16 +131,10 @@ def killed(rank: int, module: str, path: str, settings: dict[str, Any], records:
     return ""
 
 
-def steps(rank: int, size: int, captured: bool) -> dict[str, Any]:
+def steps(rank: int, kind: str, captured: bool) -> dict[str, Any]:
     """Steps on batches of several sizes, captured or not; parameters, statistics and losses afterwards."""
     torch.manual_seed(3)
-    model = nn.Sequential(
-        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4, momentum=0.3), nn.Linear(4, 1)
-    )
-    unused = nn.BatchNorm1d(4)
-    model.unused = unused  # in no forward pass
-    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))  # type: ignore[method-assign]
-    model.double().train()
+    model = network(kind).double().train()
     x = torch.randn(40, 5, dtype=torch.float64)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with sharded(timeout=60):
@@ -135,7 +165,7 @@ def steps(rank: int, size: int, captured: bool) -> dict[str, Any]:
 def sometimes(rank: int) -> list[Any]:
     """What becomes of a layer that only one rank's samples reach in the first step, and of one that is reached later."""
     found: list[Any] = []
-    for signs in ([1.0, -1.0], [-1.0, 1.0]), ([-1.0, -1.0], [1.0, -1.0]):
+    for signs in ([1.0, -1.0], [-1.0, 1.0]), ([-1.0, -1.0], [1.0, -1.0]), ([1.0, 1.0], [-1.0, -1.0]):
         torch.manual_seed(0)
         model = Sometimes()
         optimiser = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -33,11 +33,25 @@ def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("network", ["mobilenet_v3_large", "resnet50", "vit_b_16"])
-def test_networks_launch_what_compiles(network: str) -> None:
-    command = [sys.executable, str(Path(__file__).parent / "launched_kernels.py"), network]
+@pytest.mark.parametrize(
+    ("network", "dtype", "architectures"),
+    [
+        ("mobilenet_v3_large", "bf16", [80, 90, 100]),  # ReLU, Hardswish, squeeze-and-excitation
+        ("resnet50", "bf16", [80, 90, 100]),
+        ("vit_b_16", "bf16", [80, 90, 100]),
+        ("mobilenet_v3_large", "fp32", [90]),
+        ("mobilenet_v3_large", "fp16", [90]),
+        ("efficientnet_b0", "bf16", [90]),  # SiLU
+        ("mobilenet_v2", "bf16", [90]),  # ReLU6, no activation
+        ("convnext_tiny", "bf16", [90]),  # GELU, layer norm, depthwise 7x7
+        ("patchtst", "bf16", [90]),
+    ],
+)
+def test_networks_launch_what_compiles(network: str, dtype: str, architectures: list[int]) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "launched_kernels.py"), network, dtype]
+    command += map(str, architectures)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["launched"] > 5 and len(found["records"]) == 3 * found["launched"]
+    assert found["launched"] > 5 and len(found["records"]) == len(architectures) * found["launched"]
     assert compile_kernels.problems(found["records"]) == []

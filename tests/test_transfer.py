@@ -326,3 +326,17 @@ def test_the_command(tmp_path, capsys):
     assert [line["kind"] for line in lines(out)][-1] == "resume" and before in (out / "records.jsonl").read_text()
     assert main(["transfer", "--options"]) == 0
     assert "redundancy_per_epoch=4\n" in capsys.readouterr().out
+
+
+def test_a_run_from_before_norm_batch_goes_on_as_it_was(tmp_path):
+    """Whole batches, though the option's default is another now."""
+    settings = {**TINY, "batch_size": 300, "norm_batch": 0, "epochs": 2, "steps_per_epoch": 2, "finetune_runs": 1}
+    transfer.begin(tmp_path / "whole", None, settings)
+    transfer.begin(tmp_path / "old", None, {**settings, "epochs": 2})
+    config = json.loads((tmp_path / "old/config.json").read_text())
+    del config["options"]["norm_batch"]
+    (tmp_path / "old/config.json").write_text(json.dumps(config))
+    transfer.resume(tmp_path / "old", {"finetune_runs": 2})
+    assert json.loads((tmp_path / "old/config.json").read_text())["options"]["norm_batch"] == 0
+    transfer.resume(tmp_path / "whole", {"finetune_runs": 2})
+    assert comparable(tmp_path / "old") == comparable(tmp_path / "whole")

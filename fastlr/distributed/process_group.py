@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastlr.distributed.board import Board
 from fastlr.distributed.sharding import ALONE, Team, by_torchrun, local_device, sharded, team
 from fastlr.errors import DistributedError, FastlrWarning, one_line
 
@@ -37,23 +37,33 @@ def joined(timeout: float = RUN_TIMEOUT) -> Iterator[Team]:
     if team() is not ALONE or not by_torchrun():
         yield team()
         return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_device("cuda"))
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count():
-            backend = "cpu:gloo,cuda:nccl"
+    alone = "start this one without RANK and WORLD_SIZE in its environment to work alone"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        board = Board(store, "join", rank, size, timeout, f"all processes that torchrun starts work together ({alone})")
+        gpus = board.share(_own_gpu())
+        backend = "cpu:gloo,cuda:nccl" if None not in gpus and len(set(gpus)) == size else "gloo"
+        group_store = dist.PrefixStore("fastlr/group", store)
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=limit)
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"cannot join the processes of torchrun ({one_line(error)})") from error
-    try:
-        with warnings.catch_warnings():
-            if dist.get_rank() > 0:
-                warnings.simplefilter("ignore", FastlrWarning)
-            with sharded(timeout=timeout) as members:
-                yield members
-    finally:
-        dist.destroy_process_group()
+        raise DistributedError(f"cannot join the processes of torchrun ({one_line(error)}); {alone}") from error
+    with warnings.catch_warnings():
+        if dist.get_rank() > 0:
+            warnings.simplefilter("ignore", FastlrWarning)
+        with sharded(timeout=timeout) as members:
+            yield members
+    dist.destroy_process_group()  # not after an error: it would wait for exchanges that do not come; the process ends
+
+
+def _own_gpu() -> str | None:
+    """The GPU that this process takes, made current; None if it sees none."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device(local_device("cuda") or "cuda")
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def broadcast(members: Team, content: Any) -> Any:

@@ -33,6 +33,7 @@ class Team:
 
     board: Board | None = None
     group: Any = None
+    parted: int = 0  # how often `apart` was entered
     rank: int = field(init=False)
     size: int = field(init=False)
 
@@ -155,6 +156,23 @@ def sharded(group: dist.ProcessGroup | None = None, *, timeout: float = ESTIMATE
         "raise timeout= if a chunk of inputs takes longer",
     )
     with _shared(board, group) as members:
+        yield members
+
+
+@contextmanager
+def apart() -> Iterator[Team]:
+    """Within `sharded`: work that may fail, with an error that all ranks raise, catch and go on after; all enter it.
+
+    It has messages of its own, as those of a team end with an error. One process alone needs none.
+    """
+    outer = team()
+    if outer.board is None:
+        yield outer
+        return
+    outer.parted += 1
+    board = outer.board
+    inner = Board(board.store, f"apart/{outer.parted}", board.rank, board.size, board.timeout, board.what)
+    with _shared(inner, outer.group) as members:
         yield members
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import fastlr
 from fastlr import metrics
 from fastlr.data import ImageStore, Task, normalise, take
+from fastlr.distributed.sharding import apart
 from fastlr.drivers.continual_config import ContinualOptions
 from fastlr.drivers.runs import stream_seed
 from fastlr.drivers.training import Trainer
@@ -171,7 +172,8 @@ class Measurer:
             dtype = None if self.trainer.dtype == torch.float32 else self.trainer.dtype
             options: dict[str, Any] = {"seed": self.options.seed, "dtype": dtype, "batch_size": size}
             self._estimators[name] = fastlr.LocalRedundancy(self.trainer.model, self._inputs[name], n, **options)
-        estimate = self._estimators[name].measure()
+        with apart():  # so that the ranks of a run go on after a value that is not finite
+            estimate = self._estimators[name].measure()
         self.chunks[name] = estimate.batch_size
         return redundancy_record(estimate, str(what))
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from fastlr.distributed.connection import connect
 from fastlr.distributed.sharding import local_device, team
-from fastlr.drivers.config import RunOptions, from_record, resolve, unknown
+from fastlr.drivers.config import RunOptions, from_json, from_record, resolve, unknown
 from fastlr.drivers.runs import Run, commit_of_source, now
 from fastlr.drivers.shared_run import opened
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import FastlrWarning, InputError, ModelError
 from fastlr.report.record import machine
 from fastlr.runtime import versions
 
@@ -63,6 +64,7 @@ class Driver:
         options: Its options, a subclass of `RunOptions`.
         presets: Settings by name; the first is the one that is taken if none is named.
         changeable: Options that may change when a run is resumed.
+        before: What options meant for runs that were begun before they existed, where that is not their default.
         step: What its steps are called in records and in the display, such as "task".
         opening: What it does until the first report, for the display.
         open_data: options -> (the data, what ``config.json`` says of them). The latter has a ``digest``, which must be the
@@ -84,6 +86,7 @@ class Driver:
     carry_on: Callable[[Run, Any, Any, torch.device, Report], None]
     finished: Callable[[Any, Sequence[Mapping[str, Any]]], bool]
     shown: Callable[[Mapping[str, Any]], dict[str, str]]
+    before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def preset(self) -> str:
@@ -113,7 +116,7 @@ class Driver:
         options = resolve(self.options, self.presets, preset, settings)
         data, description = self.open_data(options)
         device = choose_device(options)
-        _same_on_all_ranks(path, options, description)
+        _on_all_ranks(path, options, description, device)
         config = {
             "driver": self.name,
             "preset": preset,
@@ -129,7 +132,11 @@ class Driver:
             "date": now(),
         }
         with opened(lambda: Run.create(path, config)) as run:
-            self.carry_on(run, options, data, device, report)
+            try:
+                self.carry_on(run, options, data, device, report)
+            except (InputError, ModelError):
+                run.abandon()
+                raise
         return run.path
 
     def resume(
@@ -155,7 +162,7 @@ class Driver:
             options = dataclasses.replace(before, **settings)
             data, description = self.open_data(options)
             device = choose_device(options)
-            _same_on_all_ranks(path, options, description)
+            _on_all_ranks(path, options, description, device)
             if description["digest"] != config["data"]["digest"]:
                 raise InputError(
                     f"{description['path'] or 'this run'} has other data than {run.path} was begun with: give the same"
@@ -168,7 +175,7 @@ class Driver:
                     FastlrWarning,
                     stacklevel=2,
                 )
-            if options != before:
+            if dataclasses.asdict(options) != from_json(config["options"]):
                 run.set_config({**config, "options": dataclasses.asdict(options)})
             at = run.state["position"] if run.state else 0
             run.append({"kind": "resume", self.step: at, "date": now(), "processes": team().size})
@@ -193,7 +200,7 @@ class Driver:
             raise InputError(f"{path} is a run of fastlr {config.get('driver')}, not of fastlr {self.name}")
         if preset is not None and preset != config["preset"]:
             raise InputError(f"{path} was begun with the preset {config['preset']}, not {preset}: leave it out")
-        options = from_record(self.options, config["options"])
+        options = from_record(self.options, {**self.before, **config["options"]})
         for key, value in settings.items():
             if value != getattr(options, key) and key not in self.changeable:
                 raise InputError(
@@ -217,9 +224,16 @@ def find_driver(name: str) -> Driver:
     return driver
 
 
-def _same_on_all_ranks(path: str | Path, options: RunOptions, description: Mapping[str, Any]) -> None:
+def _on_all_ranks(path: str | Path, options: RunOptions, description: Mapping[str, Any], device: torch.device) -> None:
+    """Compare what the ranks are to do, and choose how they reduce."""
+    members = team()
+    if members.board is None:
+        return
+    if options.device.startswith("cuda:"):
+        raise InputError(f"device={options.device}: {members.size} processes take a GPU each: leave it out, or device=cuda")
     given = {"out": str(path), **dataclasses.asdict(options), "data's digest": description["digest"]}
-    team().agree("the run", given, "start every process with the same command, on the same data")
+    members.agree("the run", given, "start every process with the same command, on the same data")
+    connect(device, members.group, timeout=members.board.timeout)
 
 
 def choose_device(options: RunOptions) -> torch.device:

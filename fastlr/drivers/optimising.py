@@ -26,7 +26,16 @@ def part_sizes(size: int, most: int) -> list[int]:
         >>> part_sizes(10, 4), part_sizes(10, 0)
         ([3, 3, 4], [10])
     """
-    parts = -(-size // most) if most else 1
+    return split(size, -(-size // most) if most else 1)
+
+
+def split(size: int, parts: int) -> list[int]:
+    """Split a batch as evenly as can be into so many parts.
+
+    Example:
+        >>> split(10, 3)
+        [3, 3, 4]
+    """
     bounds = [size * i // parts for i in range(parts + 1)]
     return [stop - start for start, stop in zip(bounds, bounds[1:])]
 

@@ -11,7 +11,7 @@ The ranks are those of `fastlr.distributed.sharded`, or of torchrun, for the com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from fastlr.distributed import all_reduce
 from fastlr.distributed.sharding import fingerprint, team
-from fastlr.drivers.optimising import part_sizes, trainable
+from fastlr.drivers.optimising import part_sizes, split, trainable
 from fastlr.drivers.runs import stream_seed
 from fastlr.errors import InputError, ModelError
 
 _ALONE = "or start one process"
+_SOMETIMES = "{} has a gradient in some steps only, which processes cannot share: start one"
 
 
 class Parallel:
@@ -45,8 +46,10 @@ class Parallel:
 
     def __init__(self, model: nn.Module, batch_size: int, norm_batch: int) -> None:
         self.ranks, self.model, self.norm_batch = team(), model, norm_batch
-        self._met: dict[tuple[int, ...], tuple[list[bool], list[bool]]] = {}
-        self._factors: dict[int, Tensor] = {}
+        self._met: dict[tuple[Any, ...], tuple[list[bool], list[int]]] = {}
+        self._factors: dict[tuple[int, ...], Tensor] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._unreached: Tensor | int = 0  # expected parameters that no rank has reached, over all steps
         self._failure: str | None = None
         if self.alone:
             return
@@ -55,13 +58,15 @@ class Parallel:
         if normed is not None and not norm_batch:
             raise InputError(
                 f"norm_batch=0: {size} processes share a batch of {batch_size}, and {normed} takes its statistics over all of "
-                f"it: set norm_batch={max(1, batch_size // size)}, {_ALONE}"
+                f"it: start one process, or a new run with norm_batch={max(1, batch_size // size)}"
             )
         if (parts := len(self.part_sizes(batch_size))) < size:
             raise InputError(
-                f"{size} processes share a batch of {batch_size} in parts of at most {norm_batch or 1}, which is {parts}: "
-                f"start {parts}, or set norm_batch={max(1, batch_size // size)} or less"
+                f"{size} processes share a batch of {batch_size} in parts of {norm_batch or 1}, which is {parts}: start {parts}"
+                + f", or a new run with norm_batch={batch_size // size}" * (size <= batch_size)
             )
+        if any(p.is_complex() for p in model.parameters()):
+            raise ModelError("gradients of complex parameters cannot be added: start one process")
         for name, m in model.named_modules():
             if isinstance(m, _NormBase) and m.track_running_stats and m.momentum is None:
                 raise ModelError(f"{name} averages over all batches (momentum=None): give it a momentum, {_ALONE}")
@@ -75,7 +80,7 @@ class Parallel:
         """Return the sizes of the parts of a batch of ``size`` samples, of all ranks together."""
         if self.alone or self.norm_batch:
             return part_sizes(size, self.norm_batch)
-        return part_sizes(size, -(-size // min(size, self.ranks.size)))
+        return split(size, min(size, self.ranks.size))
 
     def own_parts(self, size: int) -> list[int]:
         """Return the sizes of this rank's parts of a batch; they may be none."""
@@ -112,11 +117,12 @@ class Parallel:
             ModelError: What the steps did cannot be shared.
         """
         if not self.alone:
+            if int(self._unreached):
+                self._failure = self._failure or _SOMETIMES.format("a parameter")
             for rank, failure in enumerate(self.ranks.share(self._failure)):
                 if failure is not None:
                     raise self.ranks.everybodys(ModelError(f"rank {rank}: {failure}"))
-            why = f"buffers other than those of batch norms must not change in training, {_ALONE}"
-            self.ranks.agree("the model after training", fingerprint(self.model), why)
+            self.ranks.agree("the model after training", fingerprint(self.model), "start one process")
 
     def work(self, gradients: Callable[..., Tensor], update: Callable[[], None]) -> Callable[..., Any]:
         """Return what `step` repeats on each batch, to be captured or called as it is.
@@ -132,10 +138,23 @@ class Parallel:
             update()
             return total
 
-        def apart(size: int, *batch: Tensor) -> list[Tensor | None]:
-            return [gradients(size, *batch), *(p.grad for p in trainable(self.model))]
+        def apart(size: int, *batch: Tensor) -> tuple[Tensor, list[bool]]:
+            total = gradients(size, *batch)
+            buffers = self._buffers()
+            reached = [p.grad is not None for p in buffers]
+            for p, buffer in buffers.items():  # of our own: a capture's would be held for each size of a batch
+                if p.grad is not None:
+                    buffer.copy_(p.grad)
+                    p.grad = None
+            return total, reached
 
         return together if self.alone else apart
+
+    def _buffers(self) -> dict[nn.Parameter, Tensor]:
+        """A tensor for the gradient of each trainable parameter."""
+        found = trainable(self.model)
+        self._gradients.update({p: torch.zeros_like(p) for p in found if p not in self._gradients})
+        return {p: self._gradients[p] for p in found}
 
     def step(
         self,
@@ -159,69 +178,113 @@ class Parallel:
         if self.alone:
             alone: Tensor = steps(size, *samples(*own))
             return alone
-        parameters = trainable(self.model)
+        buffers = self._buffers()
         norms: list[Any] = [m for m in self.model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
         statistics = [t for m in norms for t in (m.running_mean, m.running_var)]
-        counts = [m.num_batches_tracked for m in norms]
-        before = _flat(statistics, parameters[0].device)
-        counted = None if tuple(map(id, parameters)) in self._met else [c.item() for c in counts]
-        result: list[Any] = steps(size, *samples(*own)) if own[0] < own[1] else self._nothing(parameters)
-        total, grads = result[0], result[1:]
-        reached, ran = self._first(parameters, grads, counts, counted)
-        for p, grad, expected in zip(parameters, grads, reached):
-            if grad is not None and not expected:  # the others wait for this rank: all hear of it in `check`
-                name = next(name for name, other in self.model.named_parameters() if other is p)
-                self._failure = f"{name} has a gradient in some steps only, which processes cannot share: start one"
-        used = [p for p, yes in zip(parameters, reached) if yes]
-        grads = [torch.zeros_like(p) if g is None else g for p, g, yes in zip(parameters, grads, reached) if yes]
+        device = next(iter(buffers)).device
+        before = _flat(statistics, device)
+        first = _First(self.model, norms) if self._key(buffers) not in self._met else None
+        if own[0] < own[1]:
+            total, reached = steps(size, *samples(*own))
+        else:
+            total, reached = torch.zeros((), dtype=torch.float64, device=device), [False] * len(buffers)
+        if first is not None:
+            self._met[self._key(buffers)] = self._agreed(*first.seen(reached, len(self.own_parts(size))))
+        expected, uses = self._met[self._key(buffers)]
+        flags = self._flags(buffers, reached, expected, device)
         with torch.no_grad():
-            change = (_flat(statistics, before.device) - before) * self._factor(size, norms, before)
-            kinds = [t.dtype for t in (*grads, change)]
-            wide = torch.float64 if torch.float64 in kinds else torch.float32
-            flat = torch.cat([t.reshape(-1).to(wide) for t in (*grads, change)])
-            *summed, change = all_reduce(flat, self.ranks.group).split([*(p.numel() for p in used), len(change)])
-            for p in parameters:
+            used = [(p, g) for (p, g), yes in zip(buffers.items(), expected) if yes]
+            for (p, g), here, yes in zip(buffers.items(), reached, expected):
+                if yes and not here:
+                    g.zero_()
                 p.grad = None
-            for p, grad, new in zip(used, grads, summed, strict=True):
-                grad.copy_(new.view(p.shape))
-                p.grad = grad
+            change = (_flat(statistics, device) - before) * self._factor(size, norms, uses, before)
+            kinds = [g.dtype for _, g in used] + [change.dtype]
+            wide = torch.float64 if torch.float64 in kinds else torch.float32
+            flat = torch.cat([t.reshape(-1).to(wide) for t in (*(g for _, g in used), change, flags)])
+            sizes = [*(g.numel() for _, g in used), len(change), len(flags)]
+            *summed, change, flags = all_reduce(flat, self.ranks.group).split(sizes)
+            self._unreached += (flags == 0).sum()
+            for (p, g), new in zip(used, summed, strict=True):
+                g.copy_(new.view(p.shape))
+                p.grad = g
             for t, new in zip(statistics, (before + change).split([t.numel() for t in statistics]), strict=True):
                 t.copy_(new.view(t.shape))
             others = len(self.part_sizes(size)) - len(self.own_parts(size))
-            for m, yes in zip(norms, ran, strict=True):
-                if yes:
-                    m.num_batches_tracked += others
+            for m, times in zip(norms, uses, strict=True):
+                if times and m.num_batches_tracked is not None:
+                    m.num_batches_tracked += others * times
         update()
         return total
 
-    def _nothing(self, parameters: list[nn.Parameter]) -> list[Any]:
-        """What `work` returns for no samples."""
-        return [torch.zeros((), dtype=torch.float64, device=parameters[0].device), *[None] * len(parameters)]
+    def _key(self, buffers: Mapping[nn.Parameter, Tensor]) -> tuple[Any, ...]:
+        return (self.model.training, *map(id, buffers))
 
-    def _first(
-        self, parameters: list[nn.Parameter], grads: list[Any], counts: list[Any], counted: list[int] | None
-    ) -> tuple[list[bool], list[bool]]:
-        """Which of the parameters have gradients, and which norms ran: what any rank has seen in the first step."""
-        key = tuple(map(id, parameters))
-        if counted is not None:
-            reached = [g is not None for g in grads]
-            ran = [count.item() != c for count, c in zip(counts, counted, strict=True)]
-            everyone = self.ranks.share([reached, ran])
-            reached, ran = ([any(flags) for flags in zip(*each)] for each in zip(*everyone))
-            self._met[key] = reached, ran
-        return self._met[key]
+    def _flags(
+        self, buffers: Mapping[nn.Parameter, Tensor], reached: list[bool], expected: list[bool], device: torch.device
+    ) -> Tensor:
+        """One for each expected parameter that this rank's samples have reached, else zero."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for p, here, yes in zip(buffers, reached, expected):
+            if here and not yes:  # the others wait for this rank: all hear of it in `check`
+                self._failure = _SOMETIMES.format(names[id(p)])
+        mine = [here for here, yes in zip(reached, expected) if yes]
+        if all(mine):
+            return torch.ones(len(mine), device=device)
+        return torch.tensor(mine, dtype=torch.float32, device=device)
 
-    def _factor(self, size: int, norms: list[Any], like: Tensor) -> Tensor:
+    def _agreed(self, reached: list[bool], uses: list[int], failure: str | None) -> tuple[list[bool], list[int]]:
+        """What any rank has seen in its first step: the parameters that are reached, how often a part uses each norm."""
+        everyone = self.ranks.share([reached, uses])
+        self._failure = self._failure or failure
+        return [any(flags) for flags in zip(*(r for r, _ in everyone))], [max(u) for u in zip(*(u for _, u in everyone))]
+
+    def _factor(self, size: int, norms: list[Any], uses: list[int], like: Tensor) -> Tensor:
         """How much of this rank's change of each running statistic is left after the parts of the ranks that follow.
 
         A part takes a statistic r to ``(1 - m) r + m s``; parts of several ranks, all from the same r, change it together by
-        the sum over ranks of their own change times ``(1 - m)`` to the power of the parts that come after them.
+        the sum over ranks of their own change times ``(1 - m)`` to the power of the uses that come after them.
         """
         after = sum(len(parts) for parts in self._shares(size)[self.ranks.rank + 1 :])
-        if after not in self._factors:
-            each = [like.new_full((2 * m.running_mean.numel(),), (1 - m.momentum) ** after) for m in norms]
-            self._factors[after] = torch.cat([like[:0], *each])
-        return self._factors[after]
+        key = (after, *uses)
+        if key not in self._factors:
+            left = [(1 - m.momentum) ** (after * (times or 1)) for m, times in zip(norms, uses, strict=True)]
+            each = [like.new_full((2 * m.running_mean.numel(),), value) for m, value in zip(norms, left)]
+            self._factors[key] = torch.cat([like[:0], *each])
+        return self._factors[key]
+
+
+class _First:
+    """What the first step of a kind shows of a model: which parameters it reaches, what it changes besides them.
+
+    Args:
+        model: Before the step.
+        norms: Its layers with running statistics.
+    """
+
+    def __init__(self, model: nn.Module, norms: list[Any]) -> None:
+        known = {id(t) for m in norms for t in (m.running_mean, m.running_var, m.num_batches_tracked)}
+        self._others = {name: (t, t.clone()) for name, t in model.named_buffers() if id(t) not in known}
+        self._norms, self._names = norms, {id(m): name for name, m in model.named_modules()}
+        self._counts = [_count(m) for m in norms]
+
+    def seen(self, reached: list[bool], parts: int) -> tuple[list[bool], list[int], str | None]:
+        """Return, after the step: ``reached``, how often each of the own parts used each norm, what cannot be shared."""
+        failure, uses = None, []
+        for m, count in zip(self._norms, self._counts, strict=True):
+            more = _count(m) - count
+            uses.append(more // parts if parts else 0)
+            if parts and more % parts:
+                failure = f"{self._names[id(m)]} takes part in some passes only, which processes cannot share: start one"
+        for name, (t, before) in self._others.items():
+            if not torch.equal(t, before):
+                failure = f"training changes the buffer {name}, which processes cannot share: start one"
+        return reached, uses, failure
+
+
+def _count(norm: Any) -> int:
+    """Passes that a layer has seen in training; 0 for one that does not count (it updates once a pass)."""
+    return 0 if norm.num_batches_tracked is None else int(norm.num_batches_tracked)
 
 
 def _flat(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -159,6 +159,12 @@ class Run:
         text = json.dumps(self.config, indent=2, allow_nan=False) + "\n"
         replace_file(self.path / CONFIG, text.encode())
 
+    def abandon(self) -> None:
+        """Leave the folder as it was before `create`, if no step was done: for a run whose options turned out not to work."""
+        if not self._steps:
+            for file in [*(self.path / CHECKPOINTS).iterdir(), self.path / CONFIG]:
+                file.unlink(missing_ok=True)
+
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record that belongs to no step (of kind "resume"), and flush it to disk."""
         if record["kind"] != _OUTSIDE:

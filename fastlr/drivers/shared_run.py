@@ -26,7 +26,11 @@ class SharedRun(Run):
     def __init__(self, members: Team, own: Run | None) -> None:
         self._members, self._own = members, own
         texts = None if own is None else json.dumps([str(own.path), own.config, own.records])
-        texts, self.state = broadcast(members, None if own is None else (texts, own.state))
+        try:
+            texts, self.state = broadcast(members, None if own is None else (texts, own.state))
+        except BaseException:
+            self.close()
+            raise
         path, self.config, self.records = json.loads(texts)
         self.path = Path(path)
 
@@ -47,6 +51,11 @@ class SharedRun(Run):
         if self._own is not None:
             self._own.commit(record, state)
         self.records.append(self._members.share(None if self._own is None else self._own.records[-1])[0])
+
+    def abandon(self) -> None:
+        """See `Run`."""
+        if self._own is not None:
+            self._own.abandon()
 
     def write_checkpoint(self, name: str, content: Any) -> None:
         """See `Run`."""

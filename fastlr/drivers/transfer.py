@@ -300,5 +300,6 @@ DRIVER = Driver(
     carry_on=_carry_on,
     finished=_finished,
     shown=_shown,
+    before={"norm_batch": 0},
 )
 begin, resume = DRIVER.begin, DRIVER.resume

@@ -115,6 +115,7 @@ class Probe:
             order = batches(len(self.target.train), o.batch_size, o.finetune_steps_per_epoch, seed)
             optimiser = net.optimiser(o.probe_learning_rate, o.weight_decay)
             training = net.train(self.target.train, order, optimiser, frozen=True)
+            net.parallel.check()
             validation = net.validate(self.target.validation, o.validation_stride)
         text = (
             f"linear probe: {o.probe_by} loss on the target of a new head on the frozen network, after one epoch of AdamW at "
