@@ -205,7 +205,7 @@ def test_another_number_of_threads_is_warned_of(tmp_path, images):
         path = tmp_path / "run/config.json"
         path.write_text(path.read_text().replace('"threads": 2', '"threads": 0'))
         assert json.loads(path.read_text())["threads"] == 0  # both the option and what was found
-        path.write_text(path.read_text().replace('"threads": 0,\n  "versions"', '"threads": 3,\n  "versions"'))
+        path.write_text(path.read_text().replace('"threads": 0,\n  "processes"', '"threads": 3,\n  "processes"'))
         with pytest.warns(FastlrWarning, match="begun with 3 threads, this process has 2"):
             continual.resume(tmp_path / "run", {})
     finally:

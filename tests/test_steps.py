@@ -20,6 +20,7 @@ from fastlr.data import ImageStore, load_task, synthetic_store
 from fastlr.drivers import continual, steps, training
 from fastlr.drivers.config import resolve
 from fastlr.drivers.continual_config import PRESETS, ContinualOptions
+from fastlr.drivers.optimising import part_sizes
 from fastlr.drivers.runs import random_states
 from fastlr.drivers.steps import HELD, Compiled, Steps, resolve_mode
 from fastlr.drivers.training import Trainer
@@ -186,20 +187,20 @@ def test_modes(tmp_path, images):
     assert resolve_mode("compile", cpu) == "compile" and resolve_mode("eager", gpu) == "eager"
     with pytest.raises(InputError, match="step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"):
         continual.begin(tmp_path / "run", "paper", {**SMALL, "data": images, "step": "graph"})
-    continual.resume(tmp_path / "run", {"step": "eager", "tasks": 1})
+    continual.begin(tmp_path / "run", "paper", {**SMALL, "data": images, "step": "eager", "tasks": 1})  # the folder is free
     assert lines(tmp_path / "run")[-1]["step"] == "eager"
 
 
 def test_only_the_usual_sizes_are_compiled(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or (lambda x: -model(x)))
-    model = Compiled(nn.Identity(), training.part_sizes(1024, 300))
+    model = Compiled(nn.Identity(), part_sizes(1024, 300))
     assert asked == [{"dynamic": False}] and model.sizes == {256}
     assert model(torch.ones(256)).sum() == -256 and model(torch.ones(255)).sum() == 255
 
 
 @pytest.mark.long
-def test_compiled_steps(tmp_path, images, monkeypatch):
+def test_compiled_steps(tmp_path, images):
     settings = {**SMALL, "data": images, "measures": ("weight_norm",), "batch_size": 11, "norm_batch": 0, "flip": False}
     settings |= {"model": "continual_cases:plain", "optimiser": "sgd", "learning_rate": 1e-3}
     continual.begin(tmp_path / "eager", "paper", settings)
@@ -213,6 +214,6 @@ def test_compiled_steps(tmp_path, images, monkeypatch):
     continual.resume(tmp_path / "parts", {"tasks": 2})
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "no-such-compiler"))
-    with pytest.raises(ModelError, match="step=compile: .*; choose step=eager"):
+    missing = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})  # monkeypatch would leave it broken
+    with missing, pytest.raises(ModelError, match="step=compile: .*; choose step=eager"):
         continual.begin(tmp_path / "none", "paper", {**settings, "tasks": 1, "step": "compile", "dtype": "bf16"})
