@@ -224,10 +224,10 @@ class Parallel:
         self, buffers: Mapping[nn.Parameter, Tensor], reached: list[bool], expected: list[bool], device: torch.device
     ) -> Tensor:
         """One for each expected parameter that this rank's samples have reached, else zero."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
         for p, here, yes in zip(buffers, reached, expected):
             if here and not yes:  # the others wait for this rank: all hear of it in `check`
-                self._failure = _SOMETIMES.format(names[id(p)])
+                name = next(name for name, other in self.model.named_parameters() if other is p)
+                self._failure = _SOMETIMES.format(name)
         mine = [here for here, yes in zip(reached, expected) if yes]
         if all(mine):
             return torch.ones(len(mine), device=device)
