@@ -31,6 +31,7 @@ from fastlr.kernels.moments import (
 
 ENOUGH_PROGRAMS = 2048  # of four warps, to fill a GPU with
 STATE = 124  # registers of a thread for taps and windows
+STATE_HALF = 88  # the same for many of them in float16, whose conversions take registers of their own: 5x5, stride 2
 WARPS = 4
 
 
@@ -250,7 +251,8 @@ def backward_tile(
     tiles = where.kernel[0] * where.kernel[1] + where.window * where.stride[1] * (2 if want else 1)
     if tiles > STATE:
         return None
-    return tile_of(32 * WARPS * lanes(dtype, tiles, STATE), places, channels, last)
+    state = STATE_HALF if dtype == torch.float16 and tiles > 40 else STATE
+    return tile_of(32 * WARPS * lanes(dtype, tiles, state), places, channels, last)
 
 
 def depthwise_backward(
@@ -337,7 +339,7 @@ def variants() -> list[tuple[str, str, bool, int, int, int, Geometry]]:
         kinds = [("bf16", True)]
         if channels in (5, 64, 120, 512):
             kinds += [("bf16", False), ("fp32", True)]
-        for dtype, last in kinds + [("fp16", True)] * (channels == 72):
+        for dtype, last in kinds + [("fp16", True)] * (channels in (72, 672)):
             align = (4 if dtype == "fp32" else 8) if last and channels % 8 == 0 else 1
             name = f"{dtype},{kernel}x{kernel}/{stride},{channels}x{columns}{',channels_last' * last}"
             found.append((name, dtype, last, align, channels, columns, where))

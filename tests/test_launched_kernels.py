@@ -53,5 +53,5 @@ def test_networks_launch_what_compiles(network: str, dtype: str, architectures: 
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["launched"] > 5 and len(found["records"]) == len(architectures) * found["launched"]
+    assert found["launched"] > 3 and len(found["records"]) == len(architectures) * found["launched"]
     assert compile_kernels.problems(found["records"]) == []
