@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 BATCH_PROBE_SIZE = 250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
-_CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 16 << 30, 1024
+_CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 1024
 _WORK = 3  # a chunk's peak memory over the activations that its graph saves
 
 Progress = bool | Report
@@ -113,6 +113,17 @@ def estimate(
     """
     arguments = dict(locals())
     return LocalRedundancy(**arguments).measure()
+
+
+class _Parts(NamedTuple):
+    """Squared norms [parameters, B] of each parameter's gradients, and the parameters' names."""
+
+    names: list[str]
+    table: Tensor
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Tensor]) -> _Parts:
+        return cls(list(parts), torch.stack(list(parts.values())))
 
 
 class LocalRedundancy:
@@ -195,6 +206,7 @@ class LocalRedundancy:
         with members.guard(), as_it_was(self.model, self.device):
             if members.size > 1:
                 self._agree(members)
+            self._replays.begin()
             values, sums, routes = self._values(members)
             if not all(members.share(self._replays.clean())):
                 with self._replays.pause():
@@ -259,10 +271,9 @@ class LocalRedundancy:
                 keep, reached = len(everyone), False
                 if self.target is not None or report is not None:
                     keep, reached = stopping.look(everyone.detach().to("cpu", torch.float64), done, stop)
-                if parts:
-                    names = list(parts)
-                    own = slice(0, max(0, keep - before))
-                    part = torch.stack([parts[name][own] for name in names]).double().sum(1)
+                if parts is not None:
+                    names = parts.names
+                    part = parts.table[:, : max(0, keep - before)].double().sum(1)
                     sums = part + sums if isinstance(sums, Tensor) else part
                 kept.append(everyone[:keep])
                 done = stop
@@ -279,10 +290,10 @@ class LocalRedundancy:
                 everything[0][0][name] += value
         return torch.cat(kept), everything[0][0], everything[0][1]
 
-    def _measure_span(self, start: int, stop: int, routes: dict[str, str]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _measure_span(self, start: int, stop: int, routes: dict[str, str]) -> tuple[Tensor, _Parts | None]:
         """Values of inputs start .. stop - 1 and each parameter's, by chunks that are halved where memory runs out."""
         values: list[Tensor] = []
-        parts: list[dict[str, Tensor]] = []
+        parts: list[_Parts] = []
         while start < stop:
             end, failure = min(start + self._chunk, stop), None
             try:
@@ -301,15 +312,15 @@ class LocalRedundancy:
         if len(values) == 1:
             return values[0], parts[0]
         if not values:
-            return torch.empty(0, dtype=torch.float64), {}
-        return torch.cat(values), {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            return torch.empty(0, dtype=torch.float64), None
+        return torch.cat(values), _Parts(parts[0].names, torch.cat([part.table for part in parts], dim=1))
 
-    def _measure_chunk(self, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor], dict[str, str]]:
+    def _measure_chunk(self, start: int, stop: int) -> tuple[Tensor, _Parts, dict[str, str]]:
         if self.probe == "batch":
             return self._batch_gradient(self._batch(start, stop), start, stop)
         table = self._replays.run(start, stop)
         if table is not None:
-            return table.sum(0), dict(zip(self.engine.names, table, strict=True)), self._routes
+            return table.sum(0), _Parts(list(self.engine.names), table), self._routes
         x = self._batch(start, stop)
         with self._autocast():  # one context for each chunk: its cache of cast weights must not outlive the chunk
             result = self.engine.run(x, self._cotangent_at(range(start, stop), x))
@@ -319,7 +330,7 @@ class LocalRedundancy:
                 "axes are in_dim= and out_dim=, and batch(start, stop) must return stop - start samples"
             )
         self._routes = result.routes
-        return result.total, result.per_parameter, result.routes
+        return result.total, _Parts.of(result.per_parameter), result.routes
 
     def _replay(self, size: int) -> Replay:
         made = self.inputs if self.in_dim == getattr(self.inputs, "in_dim", 0) else None
@@ -329,7 +340,7 @@ class LocalRedundancy:
             self.engine, made, self._batch, self._cotangent_at, size, self.seed, self._autocast, recorder, where, dtype
         )
 
-    def _batch_gradient(self, x: Any, start: int, stop: int) -> tuple[Tensor, dict[str, Tensor], dict[str, str]]:
+    def _batch_gradient(self, x: Any, start: int, stop: int) -> tuple[Tensor, _Parts, dict[str, str]]:
         """B ||gradient of the batch's mean log-likelihood of sampled labels||^2, as one value."""
         if not self._batch_proven:  # refuse what the per-sample probes refuse
             few = min(stop, start + 2)
@@ -341,7 +352,8 @@ class LocalRedundancy:
             z = select_output(call(unwrap(self.model), x), self.output)
         v = self._cotangent_at(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (stop - start)
         parts = batch_sq_norms(trainable(unwrap(self.model)), z, v, stop - start)
-        return torch.stack(list(parts.values())).sum(0), parts, dict.fromkeys(parts, "batch gradient")
+        together = _Parts.of(parts)
+        return together.table.sum(0), together, dict.fromkeys(parts, "batch gradient")
 
     def _batch(self, start: int, stop: int, device: torch.device | None = None) -> Any:
         x = self.inputs.batch(start, stop, seed=self.seed, device=device or self.device, dtype=self.input_dtype)

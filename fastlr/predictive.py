@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -160,6 +160,7 @@ class Categorical(Predictive):
     mask: Tensor | None = None
     _: KW_ONLY
     limit: int = 1024
+    _moved: dict[torch.device, tuple[int, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the mask."""
@@ -170,6 +171,14 @@ class Categorical(Predictive):
         """Return the constructor call, the mask by its shape."""
         mask = "" if self.mask is None else f", mask=<{'x'.join(map(str, self.mask.shape))}>"
         return f"Categorical(dim={self.dim}{mask})"
+
+    def _on(self, device: torch.device) -> Tensor:
+        """Return the mask on a device, where it stays: a CUDA graph cannot copy it from the host."""
+        assert self.mask is not None
+        version, moved = self._moved.get(device, (-1, self.mask))
+        if version != self.mask._version:
+            version, moved = self._moved[device] = self.mask._version, self.mask.to(device)
+        return moved
 
     def _positions(
         self, shape: torch.Size, dim: int, sample_dim: int, index: Tensor, counted: Tensor | None
@@ -184,14 +193,17 @@ class Categorical(Predictive):
             return None if counted is None else counted.to(index.device).reshape(len(index), -1)
         positions = [size for axis, size in enumerate(shape) if axis != dim]
         axis = sample_dim - (dim < sample_dim)
-        mask = self.mask.to(index.device)
+        mask = self._on(index.device)
         if mask.ndim == len(positions) and mask.shape[axis] > 1:
-            if len(index) and int(index.max()) >= mask.shape[axis]:
-                raise InputError(
-                    f"mask has {mask.shape[axis]} rows but sample {int(index.max())} is asked for: its rows are the "
+            rows = mask.shape[axis]
+            refuse_where(
+                index >= rows,
+                lambda: InputError(
+                    f"mask has {rows} rows but sample {int(index.max())} is asked for: its rows are the "
                     "global samples; give it one row for each, or size 1 (or no) sample axis to use it for all"
-                )
-            mask = mask.index_select(axis, index)
+                ),
+            )
+            mask = mask.index_select(axis, index.clamp(max=rows - 1))
         try:
             mask = mask.broadcast_to(positions)
         except RuntimeError:

@@ -10,7 +10,7 @@ every measurement find those; then the graph is dropped and the measurement is m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +47,8 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device, pool: Any = None) -> None:
-        self.device, self.pool, self.graph = device, pool, torch.cuda.CUDAGraph()
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Warm up on a side stream, then capture."""
@@ -58,9 +59,16 @@ class CudaRecorder:
                 for _ in range(WARM_UP):
                     function()
             torch.cuda.current_stream().wait_stream(side)
-            # thread_local: a thread that loads the next task may allocate meanwhile
-            with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
-                return function()
+            before = torch.cuda.current_stream()
+            try:
+                # thread_local: a thread that loads the next task may allocate meanwhile
+                with torch.cuda.graph(self.graph, pool=self.pool, capture_error_mode="thread_local"):
+                    return function()
+            except BaseException:  # torch 2.11 may stay on the capture's stream, and allocate from its pool, after an error
+                torch.cuda.set_stream(before)
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(before.device_index, self.pool)
+                raise
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -186,13 +194,17 @@ class Replays:
         self.note: str | None = None
         self.paused = False
 
+    def begin(self) -> None:
+        """Begin a measurement: the model may be another program since the one before."""
+        self.used.clear()
+
     def run(self, start: int, stop: int) -> Tensor | None:
         """Squared norms [parameters, B] of a chunk by replay, or None where it must be run as it is."""
         size = stop - start
         if self.make is None or self.paused or self.failures > 1:
             return None
         replay = self.held.get(size)
-        if replay is not None and not replay.current():
+        if replay is not None and size not in self.used and not replay.current():  # once a measurement: it takes the host long
             self.drop("the model's modules or memory changed")
             return None
         try:

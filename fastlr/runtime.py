@@ -34,7 +34,7 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
         (m, k, b, _version(b), b.detach().clone()) for m in modules for k, b in m._buffers.items() if b is not None
     ]
     try:
-        with torch.inference_mode(False), torch.enable_grad(), quiet_rng(device):
+        with torch.inference_mode(False), torch.enable_grad(), quiet_rng(device), _repeatable(modules, device):
             for module in modules:
                 module.training = False
             yield
@@ -47,6 +47,25 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
                     buffer.copy_(copy)
             if module._buffers.get(name) is not buffer:
                 module._buffers[name] = buffer
+
+
+@contextmanager
+def _repeatable(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """On a GPU, let cuDNN add in a fixed order, so that the same call gives the same bits.
+
+    Models with recurrent layers do without it: it refuses their backward pass in eval mode.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    cudnn.enabled = cudnn.enabled and not any(isinstance(module, nn.RNNBase) for module in modules)
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before
 
 
 def _version(t: Tensor) -> int:

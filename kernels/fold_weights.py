@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES
+from fastlr.kernels.launching import DTYPES, on_device
 
 BLOCK = 1024
 
@@ -77,11 +77,12 @@ def fold_weights(
     channel = torch.empty(4, outputs, dtype=torch.float32, device=weight.device)
     block = min(BLOCK, triton.next_power_of_2(fan_in))
     optional = [weight if t is None else t for t in (bias, gamma, beta)]
-    fold_weights_kernel[(outputs,)](
-        weight, *optional, mean, var, folded, channel, eps, outputs, fan_in, taps,
-        HAS_BIAS=bias is not None, HAS_GAMMA=gamma is not None, HAS_BETA=beta is not None,
-        REORDER=weight.ndim == 4 and not last and taps > 1, BLOCK=max(16, block),
-    )  # fmt: skip
+    with on_device(weight):
+        fold_weights_kernel[(outputs,)](
+            weight, *optional, mean, var, folded, channel, eps, outputs, fan_in, taps,
+            HAS_BIAS=bias is not None, HAS_GAMMA=gamma is not None, HAS_BETA=beta is not None,
+            REORDER=weight.ndim == 4 and not last and taps > 1, BLOCK=max(16, block),
+        )  # fmt: skip
     return folded, *channel.unbind(0)
 
 

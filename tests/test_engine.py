@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import weakref
@@ -12,10 +13,13 @@ from torch import Tensor, nn
 
 import fastlr
 from bench import cases
+from fastlr import runtime
 from fastlr.ghost import Engine, rules
 from fastlr.ghost.api import engine_for
+from fastlr.ghost.graph import ALIASES
 from fastlr.ghost.layout import Ragged, Regular, explains, marks, row_sums
 from fastlr.ghost.proof import Prover
+from fastlr.ghost.verify import low_precision
 
 
 class Written(nn.Module):
@@ -451,6 +455,83 @@ def test_autocast_is_close() -> None:
     torch.testing.assert_close(torch.stack(list(got.values())).sum(0), want, rtol=0.03, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
         assert set(fastlr.support_report(model, x).routes.values()) == {"rule"}
+
+
+def test_batch_norm_of_another_library(monkeypatch) -> None:
+    """cuDNN's node has another name, and another name for epsilon: on a GPU it is the one of float32, and of the proof."""
+    rule = rules.RULES["NativeBatchNormBackward0"]
+
+    class Node:
+        def __init__(self, node) -> None:
+            self._node = node
+
+        def __getattr__(self, name: str):
+            if name == "_saved_eps":
+                raise AttributeError(name)
+            return getattr(self._node, "_saved_eps" if name == "_saved_epsilon" else name)
+
+    seen = []
+
+    def other(site, slots):
+        seen.append(site)
+        return rule(dataclasses.replace(site, node=Node(site.node)), slots)
+
+    monkeypatch.setitem(rules.RULES, "NativeBatchNormBackward0", other)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+    x, v = draw(6, 5), draw(6, 2)
+    result = Engine(model).run(x, lambda z: v)
+    assert set(result.routes.values()) == {"rule"}
+    torch.testing.assert_close(result.total, truth(model, x, v))
+    assert {ALIASES[name] for name in ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0")} <= set(rules.RULES)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norms_that_are_not_folded_keep_their_rule_on_a_gpu(dtype) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval().cuda()
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        found = fastlr.support_report(model, torch.randn(8, 5, device="cuda"))
+    assert set(found.routes.values()) == {"rule"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recurrent_layers_on_a_gpu() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.head(self.rnn(x)[0][:, -1])
+
+    model, x, v = Last().eval(), torch.randn(5, 3, 4), torch.randn(5, 2)
+    want = fastlr.per_sample_grad_sq_norms(model, x, v)
+    got = fastlr.per_sample_grad_sq_norms(model.cuda(), x.cuda(), v.cuda())
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=0)
+
+
+def test_low_precision_is_that_of_products() -> None:
+    gpu, cpu, backends = torch.device("cuda"), torch.device("cpu"), torch.backends
+    before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
+    try:
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, False
+        assert low_precision(gpu, {torch.float32}) and not low_precision(gpu, {torch.float64})
+        assert low_precision(cpu, {torch.float32, torch.bfloat16}) and not low_precision(cpu, {torch.float32})
+        backends.cudnn.allow_tf32 = False
+        assert not low_precision(gpu, {torch.float32})
+        with torch.autocast("cpu", torch.bfloat16):
+            assert low_precision(cpu, {torch.float32})
+    finally:
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before
+
+
+def test_cudnn_is_as_it_was_afterwards() -> None:
+    cudnn = torch.backends.cudnn
+    before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    for layer, enabled in ((nn.Linear(2, 2), before[0]), (nn.LSTM(2, 2), False)):
+        with runtime._repeatable([layer], torch.device("cuda")):
+            assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) == (enabled, False, True)
+        assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) == before
 
 
 def test_several_passes_add_up() -> None:

@@ -111,6 +111,37 @@ def test_program_that_changed_is_seen(device: str, change: str) -> None:
     agree(graphs.measure(), estimator(model, graphs=False).measure())
 
 
+def test_the_program_is_compared_once_a_measurement(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(device)
+    graphs = estimator(model)
+    graphs.measure()
+    asked: list[nn.Module] = []
+    monkeypatch.setattr("fastlr.replay.fingerprint", lambda model: asked.append(model) or fingerprint(model))
+    graphs.measure()
+    assert len(asked) == 1  # of five chunks
+    monkeypatch.setattr(Replay, "run", lambda self, start: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        graphs.measure()
+    monkeypatch.undo()
+    model.features[1].eps = 0.5  # while no measurement was under way
+    agree(graphs.measure(), estimator(model, graphs=False).measure())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_after_a_capture_that_failed_all_is_as_before() -> None:
+    device, x = torch.device("cuda", torch.cuda.current_device()), torch.ones(3, device="cuda")
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        CudaRecorder(device).capture(lambda: x.sum().item())
+    assert torch.cuda.current_stream() == before
+    recorder = CudaRecorder(device)
+    result = recorder.capture(lambda: x * 2)
+    x.fill_(4)
+    recorder.replay()
+    torch.cuda.synchronize()
+    assert result.tolist() == [8.0] * 3
+
+
 def test_hidden_state_is_seen_in_the_output(device: str) -> None:
     model = net(device)
     graphs = estimator(model)

@@ -211,6 +211,14 @@ def test_the_gpu_benchmark_says_what_to_do_without_one(capsys):
     assert main(["bench", "--device", "cuda"]) == 2
 
 
+def test_kernels_are_compiled_ahead_within_a_limit():
+    from bench import gpu
+
+    options = ("--size", "32", "--device", "cpu")
+    assert 0 < gpu.compile_ahead(["squeezenet1_1"], options) < 150
+    assert gpu.compile_ahead(["squeezenet1_1"], options, limit=0.1) < 5
+
+
 def test_other_tools_are_held_to_the_truth_beside_fastlr(monkeypatch, tiny_networks):
     from bench import gpu, peers
 

@@ -108,8 +108,9 @@ class Steps:
             self.discard()
 
     def discard(self) -> None:
-        """Drop the captures: steps are captured anew."""
+        """Drop the captures: steps are captured anew, in memory of their own (that of no capture cannot be gone on with)."""
         self._held.clear()
+        self._pool = torch.cuda.graph_pool_handle() if self._pool is not None else None
 
     def _now(self) -> tuple:
         return fingerprint(self.model), tuple(t.data_ptr() for t in self.changed())

@@ -24,7 +24,7 @@ from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger
 from fastlr.ghost.plan import Plan, Planner, State
 from fastlr.ghost.proof import generic_cotangent
-from fastlr.ghost.verify import same_output, spot_check
+from fastlr.ghost.verify import low_precision, same_output, spot_check
 from fastlr.runtime import out_of_memory
 
 
@@ -282,7 +282,7 @@ class Engine(Planner):
     def _agrees(self, value: Tensor, exact: Tensor, total: Tensor) -> bool:
         """Whether squared norms agree within the model's own precision, relative to themselves and to the totals."""
         dtypes = {p.dtype for p in self.parameters.values()}
-        low = torch.is_autocast_enabled(value.device.type) or any(torch.finfo(d).bits < 32 for d in dtypes)
+        low = low_precision(value.device, dtypes)
         close = 0.1 if low else 1e-8 if dtypes == {torch.float64} else 1e-3
         return bool(((value - exact).abs() <= close * exact + 0.1 * close * total).all())
 

@@ -253,7 +253,8 @@ def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     site.need_dim(0)
     if getattr(n, "_saved_training", True):
         raise Unsupported("batch statistics")
-    grads = batch_norm_grads(site, n._saved_input, n._saved_running_mean, n._saved_running_var, n._saved_eps)
+    eps = n._saved_eps if hasattr(n, "_saved_eps") else n._saved_epsilon  # cuDNN's node has another name for it
+    grads = batch_norm_grads(site, n._saved_input, n._saved_running_mean, n._saved_running_var, eps)
     return {slot: Dense(grads[slot - 1]) for slot in slots}
 
 

@@ -6,7 +6,7 @@ arrives at a use must be scaled, row by row, by the c_j of the sample that the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -111,6 +111,14 @@ def spot_check(
     return j, dict(zip(parameters, exact_grads(z, parameters, only, retain=True), strict=True))
 
 
+def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
+    """Whether products are of fewer digits than float32: autocast, narrow parameters, or TF32 (torch's default in cuDNN)."""
+    if torch.is_autocast_enabled(device.type) or any(d.itemsize < 4 for d in dtypes):
+        return True
+    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    return device.type == "cuda" and tf32 and torch.float32 in dtypes
+
+
 def same_output(model: nn.Module, x: Any, got: Tensor, output: adapt.OutputSelector) -> bool:
     """Whether ``got`` is the model's output for ``x`` to within what its precision explains.
 
@@ -119,7 +127,7 @@ def same_output(model: nn.Module, x: Any, got: Tensor, output: adapt.OutputSelec
     """
     with torch.no_grad():
         own = adapt.forward(model, x, output)
-        low = torch.is_autocast_enabled(got.device.type) or any(p.element_size() < 4 for p in model.parameters())
+        low = low_precision(got.device, {p.dtype for p in model.parameters()})
         close = 0.02 if low else 1e-8 if got.dtype == torch.float64 else 1e-3
         if not far(own, got, close):
             return True

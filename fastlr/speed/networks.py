@@ -16,6 +16,7 @@ from fastlr.errors import InputError
 from fastlr.inputs import ShapeImages
 from fastlr.models import load_model
 
+MAIN = "mobilenet_v3_large"
 CLASSES = {"mobilenet_v3_large": 2}  # the paper's image network has two; the others keep their thousand
 CALIBRATION = 64  # images behind the statistics of batch norm
 LEAST_VARIANCE = 0.5  # of the layer's median: a channel that hardly varies on those images is not blown up on others

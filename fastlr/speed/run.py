@@ -13,10 +13,8 @@ import torch
 from fastlr.errors import InputError
 from fastlr.speed import accuracy, bandwidth, kernels, machine, whole
 from fastlr.speed.clock import release, timer_for
-from fastlr.speed.networks import Network, build
+from fastlr.speed.networks import MAIN, Network, build
 from fastlr.speed.record import Record, Say, Section, run_sections
-
-MAIN = "mobilenet_v3_large"
 
 
 @dataclass(frozen=True)
