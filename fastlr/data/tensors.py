@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ def read_tensor(path: str | Path) -> Tensor:
     try:
         found = _read(path)
     except Exception as error:  # numpy, pickle, zip and safetensors each raise their own
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path}: not readable as a plain tensor ({reason})") from error
+        advice = isinstance(error, pickle.UnpicklingError)  # torch's, to run code that the file holds
+        reason = "" if advice else f" ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        raise InputError(f"{path}: not readable as a plain tensor{reason}") from error
     if isinstance(found, Mapping):
         tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
         if len(tensors) != 1:

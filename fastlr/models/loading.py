@@ -18,6 +18,7 @@ from torch import nn
 from fastlr.errors import InputError
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
+RUN = {"version", "steps", "line", "state"}  # of a checkpoint by which a run of fastlr goes on
 PREFIXES = ("module.", "_orig_mod.", "model.")
 
 
@@ -80,7 +81,8 @@ def load_model(
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state dict from ``path`` onto the CPU, without running code that the file may contain.
 
-    A dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is unwrapped.
+    A dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is unwrapped, and so is the model of a checkpoint that
+    a run of fastlr writes (``checkpoints/last.pt``).
 
     Raises:
         InputError: No such file, an unreadable one, or one that holds something else than named tensors.
@@ -97,11 +99,15 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(
-            f"checkpoint {path}: not readable as plain tensors ({_first_line(error)}); save it with "
+            f"checkpoint {path} is no checkpoint that torch.load can read as plain tensors; save it with "
             "torch.save(model.state_dict(), path)"
         ) from error
     except Exception as error:  # zip, pickle and safetensors each raise their own
         raise InputError(f"checkpoint {path}: not readable ({_first_line(error)})") from error
+    if isinstance(state, Mapping) and set(state) == RUN and isinstance(state["state"], Mapping):
+        state = state["state"]
+        if not isinstance(state.get("model"), Mapping):
+            raise InputError(f"checkpoint {path}: this checkpoint of a run holds no model: give one of the others beside it")
     for key in WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
