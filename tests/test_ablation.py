@@ -267,7 +267,7 @@ def _at(value: float) -> fastlr.Estimate:
         ),
         (["C0", "C1", "C0", "--model", "test_ablation:net", "--real", "REAL"], "given twice"),
         (["C0", "C1", "absent.pt", "--model", "test_ablation:net", "--real", "REAL"], "absent.pt: no such file"),
-        (["C0", "C1", "C2", "--model", "test_ablation:net", "--real", "nowhere"], "tensors are read from"),
+        (["C0", "C1", "C2", "--model", "test_ablation:net", "--real", "nowhere"], "nowhere does not exist"),
         (["C0", "C1", "C2", "--model", "test_ablation:net", "--real", "REAL", "--classes", "2"], "does not fit"),
         (["C0", "C1", "C2", "--model", "test_ablation:net", "--real", "REAL", "--sigma", "2"], "--sigma goes with"),
         (["C0", "C1", "C2", "--model", "test_ablation:net", "--real", "REAL", "--n", "0"], "at least 1"),

@@ -87,6 +87,8 @@ def real_inputs(path: str | Path, n: int, *, context: int = CONTEXT, seed: int =
         chosen = np.sort(rows[_draw(len(rows), n, seed).numpy()])
         images = torch.from_numpy(store.images[chosen]).permute(0, 3, 1, 2)
         return _images(images, f"test images of {path.name}")
+    if not path.exists():
+        raise InputError(f"{path} does not exist: give an image store, a file of a tensor or a .csv series")
     tensor = read_tensor(path)
     if tensor.dim() not in (3, 4) or not (tensor.is_floating_point() or tensor.dtype == torch.uint8):
         raise InputError(
