@@ -24,7 +24,7 @@ from fastlr.drivers.config import RunOptions, from_json, from_record, resolve, u
 from fastlr.drivers.runs import Run, commit_of_source, now
 from fastlr.drivers.shared_run import opened
 from fastlr.errors import FastlrWarning, InputError, ModelError
-from fastlr.report.record import machine
+from fastlr.report.record import machine, threads
 from fastlr.runtime import versions
 
 
@@ -169,7 +169,7 @@ class Driver:
                 )
             if device.type == "cpu" and torch.get_num_threads() != config["threads"]:
                 warnings.warn(
-                    f"{run.path} was begun with {config['threads']} threads, this process has "
+                    f"{run.path} was begun with {threads(config['threads'])}, this process has "
                     f"{torch.get_num_threads()}: the last bits of its numbers may differ; set OMP_NUM_THREADS to the "
                     "same number",
                     FastlrWarning,

@@ -35,7 +35,12 @@ def machine(device: torch.device | None = None) -> str:
         name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{name}, {threads(torch.get_num_threads())}"
+
+
+def threads(count: int) -> str:
+    """Return "1 thread" or "2 threads"."""
+    return f"{count} thread{'s' * (count != 1)}"
 
 
 def output_folder(path: str | os.PathLike[str]) -> Path:

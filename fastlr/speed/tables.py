@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fastlr.report.record import threads
 from fastlr.speed.compare import Pair, compare, differences
 from fastlr.speed.kernels import SECTION
 from fastlr.speed.record import Record
@@ -49,7 +50,7 @@ def size(value: float | None) -> str:
 def header(record: Record) -> list[Text]:
     """Where and what, and the two ceilings."""
     e, s = record.environment, record.settings
-    place = e.get("gpu") or f"CPU run: {e['cpu']}, {e['threads']} threads"
+    place = e.get("gpu") or f"CPU run: {e['cpu']}, {threads(e['threads'])}"
     commit = (e.get("commit") or "no commit")[:10] + (", changed" if e.get("dirty") else "")
     lines = [
         Text(f"fastlr bench on {place}", style="bold"),
@@ -155,7 +156,7 @@ def _spread(row: dict[str, Any]) -> str:
 def training_report(record: Record) -> RenderableType:
     """A record of training steps alone."""
     e = record.environment
-    place = e.get("gpu") or f"{e['cpu']}, {e['threads']} threads"
+    place = e.get("gpu") or f"{e['cpu']}, {threads(e['threads'])}"
     return Group(Text(f"training on {place}", style="bold"), Text(), *_tables(record), *_end(record))
 
 
