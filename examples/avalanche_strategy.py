@@ -12,12 +12,13 @@ import fastlr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from fastlr.integrations.avalanche import LocalRedundancyMetric  # first: it says which extra is missing
+
+    # isort: split
     from avalanche.benchmarks import tensors_benchmark
     from avalanche.evaluation.metrics import accuracy_metrics
     from avalanche.training import Naive
     from avalanche.training.plugins import EvaluationPlugin
-
-from fastlr.integrations.avalanche import LocalRedundancyMetric
 
 TASKS = 3
 

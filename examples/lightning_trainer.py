@@ -5,6 +5,9 @@ Install ``'fastlr[lightning]'`` and run ``python examples/lightning_trainer.py``
 
 from tempfile import mkdtemp
 
+from fastlr.integrations.lightning import LocalRedundancyMonitor  # first: it says which extra is missing
+
+# isort: split
 import lightning
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastlr
-from fastlr.integrations.lightning import LocalRedundancyMonitor
 
 
 class Classifier(lightning.LightningModule):
