@@ -46,7 +46,7 @@ from fastlr.cli_rank import rank
 from fastlr.cli_report import register as register_reports
 from fastlr.cli_sweep import sweep
 from fastlr.cli_transfer import transfer
-from fastlr.errors import FastlrWarning, InputError, one_line
+from fastlr.errors import FastlrWarning, InputError, Interrupted, one_line
 
 app = typer.Typer(
     add_completion=False,
@@ -62,6 +62,7 @@ app.command()(transfer)
 app.command()(memorize)
 app.command()(sweep)
 DEMOS = ("tasks", "network")
+INTERRUPTED = 130  # the exit code
 _show_traceback = False
 
 
@@ -100,7 +101,7 @@ def estimate(
     n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
     target_rel_stderr: Annotated[float | None, typer.Option(help="Go on until stderr/value is this small.")] = None,
     min_n: Annotated[int, typer.Option(help="With --target-rel-stderr: the fewest inputs.")] = 512,
-    max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else --n.")] = None,
+    max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else -n.")] = None,
     probe: ProbeName = "rademacher",
     predictive: PredictiveName = "auto",
     sigma: Sigma = 1.0,
@@ -268,15 +269,23 @@ def main(arguments: list[str] | None = None) -> int:
         warnings.showwarning = _print_warning
         try:
             code = app(args=arguments, prog_name="fastlr", standalone_mode=False)
+            if code == INTERRUPTED:  # typer has caught KeyboardInterrupt and said nothing
+                raise KeyboardInterrupt
             return code if isinstance(code, int) else 0
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
+        except (KeyboardInterrupt, Interrupted) as error:
+            if _told_here(error):
+                print(str(error) or "interrupted", file=sys.stderr)
+            return INTERRUPTED
         except BrokenPipeError:  # the reader of our stdout has gone; nothing more can be said there
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except Exception as error:
             return _report(error)
+
+
+def _told_here(error: BaseException) -> bool:
+    """Tell whether this process is to print the error, not another rank."""
+    return getattr(error, "told_by", None) in (None, int(os.environ.get("RANK", "0")))
 
 
 def _report(error: Exception) -> int:
@@ -293,6 +302,6 @@ def _report(error: Exception) -> int:
         text, code = "aborted", 1
     else:
         text, code = one_line(error), 2 if isinstance(error, InputError) else 1
-    if getattr(error, "told_by", None) in (None, int(os.environ.get("RANK", "0"))):  # else another rank prints it
+    if _told_here(error):
         print(f"error: {' '.join(text.split())}", file=sys.stderr)
     return code

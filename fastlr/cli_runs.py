@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastlr.cli_display import Board, progress
-from fastlr.errors import InputError
+from fastlr.errors import InputError, Interrupted
 
 if TYPE_CHECKING:
-    from fastlr.drivers.launch import Driver, Report
+    from fastlr.drivers.launch import Driver, Progress, Report
     from fastlr.drivers.on_ray import Cluster
     from fastlr.drivers.sweep import Grids
 
@@ -65,7 +65,7 @@ def carry_out(
         named: Settings that have options of their own (``--seed``); None: not given.
 
     Raises:
-        InputError: Something given does not fit.
+        InputError: Something given does not fit. Interrupted: By Ctrl-C, in a run.
     """
     from fastlr.distributed.process_group import joined
     from fastlr.drivers import many
@@ -89,10 +89,21 @@ def carry_out(
                 "--at-once goes with --seeds" if seeds is None else f"{out} does not hold runs of several seeds"
             )
         with _reported(driver, out, tensorboard and members.rank == 0, members.rank == 0) as report:
-            if resume:
-                path = driver.resume(out, given, preset, report)
-            else:
-                path = driver.begin(out, preset, given, report)
+            at: list[Progress] = []
+
+            def note(progress: Progress) -> None:
+                at[:] = [progress]
+                report(progress)
+
+            try:
+                if resume:
+                    path = driver.resume(out, given, preset, note)
+                else:
+                    path = driver.begin(out, preset, given, note)
+            except KeyboardInterrupt:
+                ended = Interrupted(_where(driver, out, at[0] if at else None))
+                ended.told_by = 0
+                raise ended from None
         if members.rank == 0:
             print(f"run: {path}")
             if tensorboard:
@@ -110,6 +121,19 @@ def _reported(driver: Driver, out: Path, tensorboard: bool, first: bool) -> Iter
         return
     with progress(driver) as show, mirrored(out, tensorboard, show) as report:
         yield report
+
+
+def _where(driver: Driver, out: Path, at: Progress | None) -> str:
+    """Say how far an interrupted run is, by its last report; without one, by its folder."""
+    from fastlr.drivers.runs import CONFIG, RECORDS
+
+    if not (out / CONFIG).exists():
+        return "interrupted before the run began: begin it anew"
+    if at is not None and at.done:
+        return f"interrupted after {driver.step} {at.done} of {at.total}: --resume goes on with it"
+    if at is None and (out / RECORDS).exists():
+        return "interrupted: --resume goes on with the run"
+    return f"interrupted before the first {driver.step} was done: --resume goes on with it"
 
 
 def carry_out_many(
@@ -140,7 +164,7 @@ def carry_out_many(
         )
     if tensorboard:
         require_tensorboard()
-    with Board(driver, out) as board:
+    with _interruptible(out), Board(driver, out) as board:
         if resume:
             outcome = many.resume(
                 driver, out, given, at_once, board.begin, preset, seeds, tensorboard, cluster, grids or None
@@ -154,6 +178,18 @@ def carry_out_many(
         _say_log(outcome.path)
     if failed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _interruptible(out: Path) -> Iterator[None]:
+    from fastlr.drivers import many
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        begun = many.is_many(out)
+        what = ": --resume goes on with the runs" if begun else " before the runs began: begin them anew"
+        raise Interrupted(f"interrupted{what}") from None
 
 
 def _say_log(folder: Path) -> None:

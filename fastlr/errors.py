@@ -45,6 +45,10 @@ class DistributedError(FastlrError, RuntimeError):
     """The ranks of a group did not work together: one failed, ended, did not arrive in time, or called something else."""
 
 
+class Interrupted(FastlrError):
+    """The user has ended a run by Ctrl-C; the message says how far it is and how it goes on."""
+
+
 class FastlrWarning(UserWarning):
     """Something a user should know, such as a slower exact route being taken."""
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import sys
 import time
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -223,7 +228,7 @@ def test_the_command(tmp_path, images, capsys):
     assert (
         config["data"]["digest"] == ImageStore.open(images).digest and config["versions"]["torch"] == torch.__version__
     )
-    assert config["device"] == "cpu" and config["machine"].endswith("threads")
+    assert config["device"] == "cpu" and config["machine"].endswith(("1 thread", "threads"))
     assert main(["continual", "--resume", "--out", str(tmp_path / "run"), "--tasks", "3"]) == 0
     assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "resume", "task"]
     assert main(["continual", "demo", "--data", images, *arguments]) == 2
@@ -232,13 +237,63 @@ def test_the_command(tmp_path, images, capsys):
         (["--set", "epoch=1"], "did you mean epochs"),
         (["--tasks", "2", "--set", "tasks=3"], "both given"),
         ([], "give --out"),
-        (["--out", str(tmp_path / "new")], "give --data"),
+        (["--out", str(tmp_path / "new")], "give --data (or --set data=), the folder of an image store"),
     ):
         assert main(["continual", "paper", *extra]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     assert main(["continual", "dohare32", "--options"]) == 0
     assert "epochs=250\n" in capsys.readouterr().out
+
+
+def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys):
+    out = tmp_path / "run"
+    arguments = ["continual", "paper", "--data", images, "--out", str(out), "--tasks", "3", "--set", "measures="]
+    for key, value in SMALL.items():
+        arguments += [] if key in ("tasks", "measures") else ["--set", f"{key}={value}"]
+
+    stops = []
+
+    @contextmanager
+    def stopping(driver):
+        def show(at):
+            if (at.done, at.epoch) in stops:
+                raise KeyboardInterrupt
+
+        yield show
+
+    monkeypatch.setattr("fastlr.cli_runs.progress", stopping)
+    for stop, says in (
+        ((0, 1), "interrupted before the first task was done: --resume goes on with it"),
+        ((2, 1), "interrupted after task 2 of 3: --resume goes on with it"),
+    ):
+        stops[:] = [stop]
+        assert main(arguments) == 130
+        assert capsys.readouterr().err.splitlines() == [says]
+        arguments = ["continual", "--resume", "--out", str(out)]
+    stops.clear()
+    assert main(arguments) == 0
+
+
+def test_interrupted_at_a_terminal_it_says_so_too(tmp_path, images):
+    """There the progress bar writes too, and typer, which catches Ctrl-C, says nothing."""
+    arguments = ["continual", "demo", "--out", str(tmp_path / "run"), "--set", "measures="]
+    process, terminal = pty.fork()
+    if not process:
+        os.execv(sys.executable, [sys.executable, "-m", "fastlr", *arguments])
+    text, sent = b"", False
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not part:
+            break
+        text += part
+        if b"task 2/" in text and not sent:
+            sent = bool(os.write(terminal, b"\x03"))
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
+    assert re.search(rb"interrupted after task \d+ of 102: --resume goes on with it", text), text[-500:]
 
 
 def test_time_left(monkeypatch):

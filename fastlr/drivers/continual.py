@@ -32,7 +32,7 @@ INITIAL = "initial.pt"
 def _open_data(options: ContinualOptions) -> tuple[ImageStore, dict[str, Any]]:
     if not options.data:
         raise InputError(
-            "give --data, the folder of an image store (fastlr data prepare makes one), or --data synthetic"
+            "give --data (or --set data=), the folder of an image store (fastlr data prepare makes one), or --data synthetic"
         )
     if options.data == "synthetic":
         store = synthetic_store(classes=options.synthetic_classes)
