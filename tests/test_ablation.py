@@ -192,6 +192,7 @@ def test_what_is_no_input_is_named(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     torch.save(nn.Linear(1, 1), tmp_path / "code.pt")
     (tmp_path / "text.pt").write_text("text")
+    (tmp_path / "photo.jpg").write_text("text")
     for name, message in (
         ("flat.npy", r"float32 \[4, 3\]: inputs are images"),
         ("whole.npy", "int64"),
@@ -202,7 +203,7 @@ def test_what_is_no_input_is_named(tmp_path):
         ("list.pt", "list, not a tensor"),
         ("code.pt", "not readable as a plain tensor"),
         ("text.pt", "not readable as a plain tensor"),
-        ("absent.pt", "no such file"),
+        ("absent.pt", "does not exist"),
         ("photo.jpg", "tensors are read from"),
     ):
         with pytest.raises(InputError, match=message):
