@@ -48,7 +48,7 @@ def test_the_plain_loop_is_the_same_quantity():
     images, want = fastlr.ShapeImages((3, 8, 8)), 0.0
     for i in range(3):
         for label in range(2):
-            names = {"model": model, "images": images, "label": label, "print": lambda value: None}
+            names = {"torch": torch, "model": model, "images": images, "label": label, "print": lambda value: None}
             exec(text.replace("range(n)", f"range({i}, {i + 1})"), names)
             want += names["total"] / 3 * names["log_p"][label].exp().item()
     assert fastlr.estimate(model, images, n=3, probe="exact").value == pytest.approx(want, rel=1e-5)
