@@ -10,8 +10,8 @@ Model in eval mode, float32, one fixed cotangent at the output. For every model:
    before the first (the model, the inputs, the loaded libraries). Large blocks are mapped one by one there, so that
    what is freed is gone: the peak is of live memory. A contender that fails or is killed is shown with the reason.
 3. Time: each correct one in a process of its own, in rounds interleaved with the plain forward and backward pass, by whose
-   time in the same round it is divided. (All in one process slow each other: what one leaves of its memory, pieces or
-   pages given back, is another's page faults. That moved ratios by up to a sixth.)
+   time in the same round it is divided. (In one process they may slow each other: what one leaves of its memory,
+   pieces or pages given back, is another's page faults.)
 
 Plain is one forward and backward pass of the batch with all weight gradients, and has no norms: the unit of the ratios.
 """
