@@ -174,7 +174,8 @@ def measure_model(model: str, args: argparse.Namespace, say: Callable[[str], Non
             continue
         rows[name] |= timing.summary(seconds[name], seconds["plain"])
         rows[name] |= {"round_seconds": seconds[name], "plain_round_seconds": seconds["plain"]}
-        rows[name]["memory_ratio"] = rows[name]["peak_bytes"] / max(1, rows["plain"].get("peak_bytes", 0))
+        if rows["plain"].get("peak_bytes"):
+            rows[name]["memory_ratio"] = rows[name]["peak_bytes"] / rows["plain"]["peak_bytes"]
         plain += seconds["plain"]
     plain = plain or in_child("plain", model, args.batch, args.threads, None, args.limit, args.rounds).get("plain", [])
     if plain:

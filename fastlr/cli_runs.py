@@ -88,7 +88,7 @@ def carry_out(
             raise InputError(
                 "--at-once goes with --seeds" if seeds is None else f"{out} does not hold runs of several seeds"
             )
-        with _reported(driver, out, tensorboard and members.rank == 0, members.rank == 0) as report:
+        with _reported(driver, out, tensorboard, members.rank == 0) as report:
             at: list[Progress] = []
 
             def note(progress: Progress) -> None:

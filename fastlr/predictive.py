@@ -175,10 +175,11 @@ class Categorical(Predictive):
     def _on(self, device: torch.device) -> Tensor:
         """Return the mask on a device, where it stays: a CUDA graph cannot copy it from the host."""
         assert self.mask is not None
-        version, moved = self._moved.get(device, (-1, self.mask))
-        if version != self.mask._version:
-            version, moved = self._moved[device] = self.mask._version, self.mask.to(device)
-        return moved
+        if self.mask.device == device or self.mask.is_inference():  # an inference tensor does not tell when it changes
+            return self.mask.to(device)
+        if device not in self._moved or self._moved[device][0] != self.mask._version:
+            self._moved[device] = self.mask._version, self.mask.to(device)
+        return self._moved[device][1]
 
     def _positions(
         self, shape: torch.Size, dim: int, sample_dim: int, index: Tensor, counted: Tensor | None

@@ -51,6 +51,7 @@ class Parallel:
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._unreached: Tensor | int = 0  # expected parameters that no rank has reached, over all steps
         self._failure: str | None = None
+        self._norms: list[Any] = []  # with running statistics
         if self.alone:
             return
         size = self.ranks.size
@@ -70,6 +71,7 @@ class Parallel:
         for name, m in model.named_modules():
             if isinstance(m, _NormBase) and m.track_running_stats and m.momentum is None:
                 raise ModelError(f"{name} averages over all batches (momentum=None): give it a momentum, {_ALONE}")
+        self._norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
 
     @property
     def alone(self) -> bool:
@@ -104,6 +106,13 @@ class Parallel:
     def sum(self, t: Tensor) -> Tensor:
         """Replace a tensor by its sum over the ranks, and return it."""
         return t if self.alone else all_reduce(t, self.ranks.group)
+
+    def sum_each(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype by their sums over the ranks, in one exchange."""
+        if not self.alone:
+            whole = self.sum(torch.cat([t.flatten() for t in tensors]))
+            for t, new in zip(tensors, whole.split([t.numel() for t in tensors]), strict=True):
+                t.copy_(new.view(t.shape))
 
     def turns(self, parts: Sequence[Any]) -> Iterator[Any]:
         """Yield every R-th part, for a sum over parts without gradients that the R ranks share."""
@@ -179,17 +188,16 @@ class Parallel:
             alone: Tensor = steps(size, *samples(*own))
             return alone
         buffers = self._buffers()
-        norms: list[Any] = [m for m in self.model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
-        statistics = [t for m in norms for t in (m.running_mean, m.running_var)]
+        statistics = [t for m in self._norms for t in (m.running_mean, m.running_var)]
         device = next(iter(buffers)).device
         before = _flat(statistics, device)
-        first = _First(self.model, norms) if self._key(buffers) not in self._met else None
+        first = _First(self.model, self._norms) if self._key(buffers) not in self._met else None
         if own[0] < own[1]:
             total, reached = steps(size, *samples(*own))
         else:
             total, reached = torch.zeros((), dtype=torch.float64, device=device), [False] * len(buffers)
         if first is not None:
-            self._met[self._key(buffers)] = self._agreed(*first.seen(reached, len(self.own_parts(size))))
+            self._met[self._key(buffers)] = self._agreed(reached, *first.seen(len(self.own_parts(size))))
         expected, uses = self._met[self._key(buffers)]
         flags = self._flags(buffers, reached, expected, device)
         with torch.no_grad():
@@ -198,7 +206,7 @@ class Parallel:
                 if yes and not here:
                     g.zero_()
                 p.grad = None
-            change = (_flat(statistics, device) - before) * self._factor(size, norms, uses, before)
+            change = (_flat(statistics, device) - before) * self._factor(size, uses, before)
             kinds = [g.dtype for _, g in used] + [change.dtype]
             wide = torch.float64 if torch.float64 in kinds else torch.float32
             flat = torch.cat([t.reshape(-1).to(wide) for t in (*(g for _, g in used), change, flags)])
@@ -211,7 +219,7 @@ class Parallel:
             for t, new in zip(statistics, (before + change).split([t.numel() for t in statistics]), strict=True):
                 t.copy_(new.view(t.shape))
             others = len(self.part_sizes(size)) - len(self.own_parts(size))
-            for m, times in zip(norms, uses, strict=True):
+            for m, times in zip(self._norms, uses, strict=True):
                 if times and m.num_batches_tracked is not None:
                     m.num_batches_tracked += others * times
         update()
@@ -239,7 +247,7 @@ class Parallel:
         self._failure = self._failure or failure
         return [any(flags) for flags in zip(*(r for r, _ in everyone))], [max(u) for u in zip(*(u for _, u in everyone))]
 
-    def _factor(self, size: int, norms: list[Any], uses: list[int], like: Tensor) -> Tensor:
+    def _factor(self, size: int, uses: list[int], like: Tensor) -> Tensor:
         """How much of this rank's change of each running statistic is left after the parts of the ranks that follow.
 
         A part takes a statistic r to ``(1 - m) r + m s``; parts of several ranks, all from the same r, change it together by
@@ -248,14 +256,14 @@ class Parallel:
         after = sum(len(parts) for parts in self._shares(size)[self.ranks.rank + 1 :])
         key = (after, *uses)
         if key not in self._factors:
-            left = [(1 - m.momentum) ** (after * (times or 1)) for m, times in zip(norms, uses, strict=True)]
-            each = [like.new_full((2 * m.running_mean.numel(),), value) for m, value in zip(norms, left)]
+            left = [(1 - m.momentum) ** (after * (times or 1)) for m, times in zip(self._norms, uses, strict=True)]
+            each = [like.new_full((2 * m.running_mean.numel(),), value) for m, value in zip(self._norms, left)]
             self._factors[key] = torch.cat([like[:0], *each])
         return self._factors[key]
 
 
 class _First:
-    """What the first step of a kind shows of a model: which parameters it reaches, what it changes besides them.
+    """What the first step of a kind shows of a model: how it uses its norms, what else it changes.
 
     Args:
         model: Before the step.
@@ -268,8 +276,8 @@ class _First:
         self._norms, self._names = norms, {id(m): name for name, m in model.named_modules()}
         self._counts = [_count(m) for m in norms]
 
-    def seen(self, reached: list[bool], parts: int) -> tuple[list[bool], list[int], str | None]:
-        """Return, after the step: ``reached``, how often each of the own parts used each norm, what cannot be shared."""
+    def seen(self, parts: int) -> tuple[list[int], str | None]:
+        """Return, after the step: how often each of the own parts used each norm, and what cannot be shared."""
         failure, uses = None, []
         for m, count in zip(self._norms, self._counts, strict=True):
             more = _count(m) - count
@@ -279,7 +287,7 @@ class _First:
         for name, (t, before) in self._others.items():
             if not torch.equal(t, before):
                 failure = f"training changes the buffer {name}, which processes cannot share: start one"
-        return reached, uses, failure
+        return uses, failure
 
 
 def _count(norm: Any) -> int:

@@ -142,7 +142,7 @@ class ContinualBackprop(Intervention):
     def after_step(self) -> None:
         """Update the utilities; replace units that are due."""
         options = self.trainer.options
-        self._of_all_ranks()
+        self.trainer.parallel.sum_each(list(self.written()))  # of the images of all ranks
         for layer in self.layers:
             contribution = torch.zeros_like(layer.utility)
             for seen, mean in zip(layer.seen, layer.means, strict=True):
@@ -161,15 +161,6 @@ class ContinualBackprop(Intervention):
                 worst = utility.sort(stable=True).indices[:due]
                 self.replace(layer, mature[worst].sort().values)
         self._clear()
-
-    def _of_all_ranks(self) -> None:
-        """Let what the layers have seen of this rank's images be what they have seen of all."""
-        parallel = self.trainer.parallel
-        if not parallel.alone:
-            seen = list(self.written())
-            whole = parallel.sum(torch.cat([t.flatten() for t in seen]))
-            for t, new in zip(seen, whole.split([t.numel() for t in seen]), strict=True):
-                t.copy_(new.view(t.shape))
 
     @torch.no_grad()
     def replace(self, layer: _Layer, units: Tensor) -> None:

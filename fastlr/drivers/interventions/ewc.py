@@ -115,14 +115,11 @@ class EWC(Intervention):
         """`diagonal_fisher`; the ranks share the images."""
         parallel = self.trainer.parallel
         own = x[parallel.ranks.rank :: parallel.ranks.size]
-        if parallel.alone:
-            return diagonal_fisher(self.trainer.model, self.parameters, own)
         found = [torch.zeros_like(p) for p in self.parameters]
         if len(own):
-            found = diagonal_fisher(self.trainer.model, self.parameters, own)
-        flat = torch.cat([t.flatten() for t in found]) * (len(own) / len(x))
-        whole = parallel.sum(flat).split([p.numel() for p in self.parameters])
-        return [t.view(p.shape) for t, p in zip(whole, self.parameters, strict=True)]
+            found = [t * (len(own) / len(x)) for t in diagonal_fisher(self.trainer.model, self.parameters, own)]
+        parallel.sum_each(found)
+        return found
 
     def state(self) -> dict[str, Any]:
         """The Fisher information and the centre."""
