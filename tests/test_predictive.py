@@ -292,11 +292,11 @@ def test_global_random_state_is_not_used():
 def test_a_mask_is_moved_once_and_again_when_it_changes():
     """Also one that was made in inference mode, which does not tell whether it has changed."""
     meta, mask = torch.device("meta"), torch.ones(3, dtype=torch.bool)
-    kind = fastlr.Categorical(mask=mask)
+    kind = Categorical(mask=mask)
     first = kind._on(meta)
     assert first.device == meta and kind._on(meta) is first and kind._on(mask.device) is mask
     mask[1] = False
     assert kind._on(meta) is not first
     with torch.inference_mode():
         made = torch.ones(3, dtype=torch.bool)
-    assert fastlr.Categorical(mask=made)._on(meta).device == meta
+    assert Categorical(mask=made)._on(meta).device == meta
