@@ -105,9 +105,14 @@ def backends(name: str) -> tuple[str, ...]:
     return tuple(TABLE[name])
 
 
+def backend_for(*args: Any) -> str:
+    """The backend that an op on these arguments is first asked of."""
+    return _forced or ("triton" if _on_gpu(args) and has_triton() else "torch")
+
+
 def run(name: str, *args: Any) -> Any:
     """Run op ``name``: by its Triton kernel on a GPU, where there is one that covers the case, else in plain torch."""
-    chosen = _forced or ("triton" if _on_gpu(args) and has_triton() else "torch")
+    chosen = backend_for(*args)
     if chosen in TABLE[name] and chosen != "torch":
         result = get(name, chosen)(*args)
         if result is not NotImplemented:

@@ -34,6 +34,46 @@ def folded_conv(
     """See fastlr.reference.folded.folded_conv."""
     zero = [0] * len(stride)
     pre = aten.convolution(x, weight, bias.to(x.dtype), stride, padding, dilation, False, zero, groups)
+    return _activated(pre, act, residual)
+
+
+def keeps_product(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> bool:
+    """Whether `folded_conv_moments` will ask for the convolution of ``x`` with the unfolded weight, and it is cheap to keep.
+
+    So it is where Gram matrices serve (few positions), on a CPU. In low precision what is kept would be too coarse.
+    """
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or x.ndim != 4 or groups > 1:
+        return False
+    size = [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    ]
+    return gram_pays(x, x.new_empty(0, len(weight), *size), weight.shape, padding)
+
+
+def conv_and_product(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    act: str,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`folded_conv` by the unfolded weight, whose output is scaled [O] afterwards: (output, kept, unfolded convolution)."""
+    per_channel = [-1, *[1] * len(stride)]
+    product = aten.convolution(x, weight.to(x.dtype), None, stride, padding, dilation, False, [0] * len(stride), groups)
+    scale, bias = (t.to(x.dtype).view(per_channel) for t in (scale, bias))
+    return *_activated(torch.addcmul(bias, product, scale), act, residual), product
+
+
+def _activated(pre: Tensor, act: str, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(output, kept) of an activation, of ``pre`` changed in place."""
     if residual is not None:
         pre.add_(residual)
     if act in KEEPS_OUTPUT:
@@ -79,6 +119,7 @@ def folded_conv_moments(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    product: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See fastlr.reference.folded.folded_conv_moments. Sums in float32 at least."""
     x, g = raised(x), raised(g)
@@ -91,8 +132,9 @@ def folded_conv_moments(
         sq = torch.cat(
             [conv_gram(x[lo:hi], scaled[lo:hi], w.shape[2:], *options) for lo, hi in gram_ranges(x, g, padding)]
         )
-        through = aten.convolution(x, w, None, *options, False, [0] * len(stride), groups)
-        return sq, (through * g).flatten(2).sum(2), sums
+        if product is None:
+            product = aten.convolution(x, w, None, *options, False, [0] * len(stride), groups)
+        return sq, (product * g).flatten(2).sum(2), sums
     squares, inner = [], []
     flat = w.flatten(1)
     for _, _, grads in weight_grads(x, g, weight.shape, stride, padding, dilation, groups):
@@ -114,6 +156,7 @@ def folded_conv_backward(
     dilation: Sequence[int],
     groups: int,
     want_input: bool,
+    product: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """See fastlr.reference.folded.folded_conv_backward: its parts in turn, on a CPU for a few samples at a time."""
     options = (stride, padding, dilation)
@@ -128,7 +171,8 @@ def folded_conv_backward(
         g = ops.run("activation_grad", grad[lo:hi], kept[lo:hi], act)
         if want_input:
             inputs.append(_input_grad(g, x[lo:hi], folded, *options, groups))
-        parts.append(ops.run("folded_conv_moments", x[lo:hi], g, weight, scale, *options, groups))
+        own = () if product is None else (product[lo:hi],)
+        parts.append(ops.run("folded_conv_moments", x[lo:hi], g, weight, scale, *options, groups, *own))
     sq, inner, sums = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
     gx = None
     if want_input:

@@ -108,8 +108,9 @@ def folded_conv_moments(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    product: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See fastlr.reference.folded.folded_conv_moments; the sums over positions are float32."""
+    """See fastlr.reference.folded.folded_conv_moments; the sums over positions are float32, ``product`` is not needed."""
     if not 3 <= x.ndim <= 4 or not covered(x, g) or not weight.is_floating_point() or weight.dtype == torch.float64:
         return NotImplemented
     if groups == x.shape[1] == g.shape[1]:

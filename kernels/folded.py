@@ -74,8 +74,9 @@ def folded_conv_backward(
     dilation: Sequence[int],
     groups: int,
     want_input: bool,
+    product: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-    """See fastlr.reference.folded.folded_conv_backward."""
+    """See fastlr.reference.folded.folded_conv_backward; ``product`` is not needed."""
     kind = kind_of(weight, padding, groups)
     if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim:
         return NotImplemented

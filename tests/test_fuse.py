@@ -353,6 +353,33 @@ def test_autocast_and_float32_agree_with_the_unfolded_model() -> None:
     assert engine_for(model, None, 0, 0).folding.folded
 
 
+def test_few_positions_keep_the_unfolded_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks whose norms come from Gram matrices keep the unfolded product of the forward pass, and are right."""
+    from fastlr.ghost import folded
+
+    taken = []
+    plain = folded.conv_and_product
+    monkeypatch.setattr(folded, "conv_and_product", lambda *args: taken.append(args[1].shape) or plain(*args))
+    check(resnet_block(), 2, torch.randn(3, 24, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    assert taken and set(taken) == {torch.Size((48, 24, 3, 3)), torch.Size((48, 48, 3, 3))}
+
+
+def resnet_block() -> nn.Module:
+    """Two convolutions on 4 x 4 positions with a residual; its own input is 24 channels."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(24, 48, 3, padding=1, bias=False), nn.Conv2d(48, 48, 3, padding=1)
+            self.norms = nn.ModuleList([nn.BatchNorm2d(48), nn.BatchNorm2d(48)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norms[0](self.one(x)).relu()
+            return (self.norms[1](self.two(h)) + h).relu().flatten(1)
+
+    return Block()
+
+
 def test_the_weights_may_change_between_calls() -> None:
     model = randomise(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten()))
     x, v = torch.randn(3, 4, 7, 6, dtype=torch.float64), torch.randn(3, 120, dtype=torch.float64)

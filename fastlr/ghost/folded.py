@@ -17,6 +17,7 @@ from fastlr.ghost.factors import Dense, Factor, Norms
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.layout import Regular
 from fastlr.ghost.rules import Site, Unsupported, rule
+from fastlr.torch_folded import conv_and_product, keeps_product
 
 NODE = "FoldedConvBackward"
 
@@ -58,9 +59,15 @@ class FoldedConv(torch.autograd.Function):
         folded, folded_bias, scale, rstd, shift = ops.run(
             "fold_weights", weight, bias, gamma, beta, mean, var, eps, dtype
         )
-        out, kept = ops.run("folded_conv", x, folded, folded_bias, act, *options, residual)
+        if ops.backend_for(x) == "torch" and keeps_product(x, weight, *options):
+            stride, padding, dilation, groups = options
+            given = (x, weight, scale, folded_bias, act, stride, padding, dilation, groups, residual)
+            out, kept, product = conv_and_product(*given)
+        else:
+            product = None
+            out, kept = ops.run("folded_conv", x, folded, folded_bias, act, *options, residual)
         needed = None if act == "none" else kept  # the model may add to the output in place
-        ctx.save_for_backward(x, needed, weight, folded, scale, rstd, shift)
+        ctx.save_for_backward(x, product, needed, weight, folded, scale, rstd, shift)
         ctx.act, ctx.options, ctx.ready, ctx.norms_only = act, options, None, False
         ctx.adds = residual is not None
         tensors = {"x": x, "weight": weight, "bias": bias, "gamma": gamma, "beta": beta, "residual": residual}
@@ -70,19 +77,20 @@ class FoldedConv(torch.autograd.Function):
     @staticmethod
     def moments(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
         """The gradient handed to the residual, and what fastlr.reference.folded.folded_conv_backward returns."""
-        x, kept, weight, folded, scale, _, _ = ctx.saved_tensors
+        x, product, kept, weight, folded, scale, _, _ = ctx.saved_tensors
         want, act = ctx.needs_input_grad[0], ctx.act
         if ctx.adds and kept is not None:  # the gradient before the activation has to be made anyway
             grad, kept, act = ops.run("activation_grad", grad, kept, act), None, "none"
         kept = grad if kept is None else kept
-        return grad, *ops.run("folded_conv_backward", x, grad, kept, act, folded, weight, scale, *ctx.options, want)
+        given = (x, grad, kept, act, folded, weight, scale, *ctx.options, want)
+        return grad, *ops.run("folded_conv_backward", *given, *(() if product is None else (product,)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:  # noqa: D102
         ready, ctx.ready = ctx.ready, None
         if ready is not None and ready[0] is grad:
             return (ready[1], *[None] * 4, ready[2] if ctx.adds else None, *[None] * 6)
-        x, kept, weight, folded, scale, rstd, shift = ctx.saved_tensors
+        x, _, kept, weight, folded, scale, rstd, shift = ctx.saved_tensors
         g = grad if kept is None else ops.run("activation_grad", grad, kept, ctx.act)
         *rest, groups = ctx.options
         mask = [ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:5]) and not ctx.norms_only, False]

@@ -110,6 +110,7 @@ def folded_conv_moments(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    product: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the norms of all parameters of a folded convolution need, from its input and the gradient at its output.
 
@@ -122,6 +123,8 @@ def folded_conv_moments(
         padding: as in conv2d.
         dilation: as in conv2d.
         groups: as in conv2d.
+        product: the convolution of ``x`` with the unfolded weight [B, O, *spatial'], if it is known: <W_c, M_bc> is also
+            its sum with ``g``. Not needed here.
 
     Returns:
         (sum_c ||s_c M_bc||^2 [B], <W_c, M_bc> [B, O], S_bc [B, O]), float64.
@@ -147,6 +150,7 @@ def folded_conv_backward(
     dilation: Sequence[int],
     groups: int,
     want_input: bool,
+    product: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """The whole backward pass of a folded block: input gradient and moments.
 
@@ -163,6 +167,7 @@ def folded_conv_backward(
         dilation: as in conv2d.
         groups: as in conv2d.
         want_input: whether the input gradient is wanted.
+        product: as in `folded_conv_moments`.
 
     Returns:
         (gradient of x in its dtype or None, *what `folded_conv_moments` returns*).
