@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastlr import ops, torch_conv, torch_folded
 from fastlr.reference.folded import ACTIVATIONS
+from fastlr.torch_ops import square_sum
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}  # low precision is raised before products
 DTYPES = list(TOLERANCE)
@@ -45,12 +46,20 @@ def test_signatures_agree(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("count", "groups", "rows", "inputs", "outputs"),
-    [(1, 1, 1, 1, 1), (3, 1, 1, 7, 5), (2, 3, 2, 33, 17), (5, 1, 197, 12, 10), (3, 2, 64, 9, 31), (4, 1, 5, 300, 200)],
+    [(1, 1, 1, 1, 1), (3, 1, 1, 7, 5), (2, 3, 2, 33, 17), (5, 1, 197, 12, 10), (3, 2, 64, 9, 31), (4, 1, 5, 300, 200)]
+    + [(2, 2, 197, 300, 700), (2, 1, 128, 290, 280)],  # Gram matrices in strips
 )
 def test_linear(count: int, groups: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
     a, g = draw(count, groups, rows, inputs, dtype=dtype), draw(count, groups, rows, outputs, dtype=dtype, seed=1)
     both("linear_sq_norms", a, g, dtype=dtype)
     both("linear_sq_norms", a.mT.contiguous().mT, g, dtype=dtype)
+
+
+def test_long_sums_of_squares_keep_their_digits() -> None:
+    """Torch's own norm of 2^23 elements in float32 is off by more than 1e-4 on a CPU."""
+    t = draw(1, (1 << 23) + 5, dtype=torch.float32)
+    close(square_sum(t), t.double().square().sum(1), torch.float64 if t.is_cuda else torch.float32)
+    assert float(square_sum(t) / t.double().square().sum(1) - 1) <= 1e-6
 
 
 CONVOLUTIONS = {  # C, O, kernel, stride, padding, dilation, groups, size, images of a sample
@@ -139,7 +148,7 @@ def test_channel_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (2, 197, 33)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 17, 5), (2, 197, 33), (2, 300, 220)])
 def test_layer_norm_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, g = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
     mean = x.double().mean(-1, keepdim=True)
@@ -183,6 +192,39 @@ def test_folded_conv_and_its_backward(name: str, act: str) -> None:
         both("activation_grad", g, kept, act, dtype=dtype)
         both("folded_conv_backward", x, g, kept, act, folded, weight, scale, *options, True, dtype=dtype)
         assert ops.run("folded_conv_backward", x, g, kept, act, folded, weight, scale, *options, False)[0] is None
+
+
+@pytest.mark.parametrize("act", ["none", "relu", "relu6", "hardswish"])
+@pytest.mark.parametrize("add", [False, True])
+def test_the_unfolded_product_serves_as_well(act: str, add: bool) -> None:
+    """Where Gram matrices serve, the convolution is kept: the same output and moments, and no second convolution."""
+    for dtype in (torch.float64, torch.float32):
+        x, weight = draw(2, 24, 5, 4, dtype=dtype), draw(40, 24, 3, 3, dtype=torch.float64, seed=1)
+        scale, bias = draw(40, dtype=torch.float64, seed=3), draw(40, dtype=torch.float64, seed=4)
+        residual = draw(2, 40, 5, 4, dtype=dtype, seed=5) if add else None
+        options = ((1, 1), (1, 1), (1, 1), 1)
+        assert torch_folded.keeps_product(x, weight, *options)
+        folded = (weight * scale.view(-1, 1, 1, 1)).to(dtype)
+        want = ops.get("folded_conv", "reference")(x, folded, bias, act, *options, residual)
+        out, kept, product = torch_folded.conv_and_product(x, weight, scale, bias, act, *options, residual)
+        close(out, want[0].double(), dtype)
+        close(kept, want[1].double(), dtype)
+        g = draw(2, 40, 5, 4, dtype=dtype, seed=6)
+        args = (x, g, kept, act, folded, weight, scale, *options, True)
+        found = ops.run("folded_conv_backward", *args, product)
+        for a, b in zip(found, ops.get("folded_conv_backward", "reference")(*args), strict=True):
+            close(a, b.double(), dtype)
+        other = ops.run("folded_conv_backward", *args, 2 * product)
+        torch.testing.assert_close(other[2], 2 * found[2])  # it is what <W, M> comes from
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"), [({}, True), ({"dtype": torch.bfloat16}, False), ({"size": 30}, False), ({"groups": 2}, False)]
+)
+def test_where_the_unfolded_product_is_kept(change: dict, kept: bool) -> None:
+    size, groups, dtype = change.get("size", 5), change.get("groups", 1), change.get("dtype", torch.float32)
+    x, weight = torch.zeros(2, 24, size, size, dtype=dtype), torch.zeros(40, 24 // groups, 3, 3)
+    assert torch_folded.keeps_product(x, weight, (1, 1), (1, 1), (1, 1), groups) is kept
 
 
 def test_folded_backward_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
