@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Callable
+from subprocess import CalledProcessError
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from fastlr import ops, torch_conv, torch_folded
+from fastlr.errors import FastlrWarning
 from fastlr.reference.folded import ACTIVATIONS
 from fastlr.torch_ops import square_sum
 
@@ -235,3 +240,61 @@ def test_folded_backward_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_folded, "SLICE_BYTES", 1)
     for a, b in zip(whole, ops.run("folded_conv_backward", *args), strict=True):
         torch.testing.assert_close(a, b)
+
+
+# -- kernels that cannot be compiled here -------------------------------------------------------------------------------
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
+    """As on a GPU whose Triton raises ``error`` for every kernel; the names of the ops that asked for one."""
+    asked: list[str] = []
+    plain = ops.get
+
+    def get(name: str, backend: str) -> Callable[..., Any]:
+        def fail(*args: Any) -> None:
+            asked.append(name)
+            raise error
+
+        return fail if backend == "triton" else plain(name, backend)
+
+    monkeypatch.setattr(ops, "get", get)
+    monkeypatch.setattr(ops, "_on_gpu", lambda args: True)
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    monkeypatch.setattr(ops, "_uncompiled", set())
+    monkeypatch.setattr(ops, "_said", set())
+    return asked
+
+
+@pytest.mark.parametrize("kind", ["pass", "shared memory", "assembler", "compiler", "headers"])
+def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    error, remedy = {
+        "pass": (RuntimeError("PassManager::run failed"), "report"),
+        "shared memory": (errors.OutOfResources(300000, 232448, "shared memory"), "report"),
+        "assembler": (errors.PTXASError("Internal Triton PTX codegen error"), "report"),
+        "compiler": (RuntimeError("Failed to find C compiler. Please specify via CC environment variable."), "CC"),
+        "headers": (CalledProcessError(1, ["gcc", "main.c"]), "headers"),
+    }[kind]
+    asked = failing(monkeypatch, error)
+    a, g = draw(2, 1, 5, 3, dtype=torch.float32), draw(2, 1, 5, 4, dtype=torch.float32)
+    want = ops.get("linear_sq_norms", "torch")(a, g)
+    with pytest.warns(FastlrWarning, match=f"linear_sq_norms: Triton could not compile.*{remedy}"):
+        assert torch.equal(ops.run("linear_sq_norms", a, g), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert torch.equal(ops.run("linear_sq_norms", a, g), want)
+        assert len(asked) == 1, "not tried again"
+        ops.run("linear_sq_norms", a[:, :, :4], g[:, :, :4])
+        assert len(asked) == 2, "other sizes are another kernel"
+
+
+def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    a = draw(2, 1, 5, 3, dtype=torch.float32)
+    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("no"), ValueError()):
+        failing(monkeypatch, error)
+        with pytest.raises(type(error)):
+            ops.run("linear_sq_norms", a, a)
+    failing(monkeypatch, RuntimeError("PassManager::run failed"))
+    with ops.using("triton"), pytest.raises(RuntimeError):  # asked for by name, as in tests and benchmarks
+        ops.run("linear_sq_norms", a, a)
