@@ -1,6 +1,7 @@
 """The same work side by side: per-sample squared gradient norms of every parameter, by fastlr and by other tools.
 
-    python -m bench.peers [--models ...] [--peers ...] [--batch 16] [--rounds 7] [--threads 2] [--json FILE] [--figure FILE]
+    python -m bench.peers [--models ...] [--peers ...] [--batch 16] [--rounds 7] [--threads 2] [--json FILE [--add]]
+        [--figure FILE]
 
 Model in eval mode, float32, one fixed cotangent at the output. For every model:
 
@@ -231,6 +232,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check", type=int, default=4, help="samples held to the float64 truth (4)")
     parser.add_argument("--limit", type=float, default=1800, help="seconds a contender may take (1800)")
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--add", action="store_true", help="keep what the file of --json holds of other models")
     parser.add_argument("--figure", type=Path, help="where to draw the times (.png, .pdf, .svg)")
     parser.add_argument("--one", choices=list(PEERS), help=argparse.SUPPRESS)
     parser.add_argument("--truth", type=Path, help=argparse.SUPPRESS)
@@ -241,6 +243,33 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if "plain" not in args.peers:
         args.peers.insert(0, "plain")
     return args
+
+
+def earlier(args: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
+    """The record to add to; SystemExit where it is missing or was not made alike."""
+    try:
+        before = json.loads(args.json.read_text())
+    except (OSError, ValueError, AttributeError) as error:
+        raise SystemExit(f"--add: no record to add to ({error}): name one by --json, or leave --add out") from None
+    old, now = ((r["cpu"], r["versions"]["torch"]) for r in (before["environment"], record))
+    if (before["batch"], before["rounds"], *old) != (args.batch, args.rounds, *now):
+        raise SystemExit(f"--add: {args.json} has another batch, number of rounds, CPU or torch: leave --add out")
+    return before
+
+
+def record_of(
+    results: dict[str, Any], args: argparse.Namespace, record: dict[str, Any], before: dict[str, Any]
+) -> dict[str, Any]:
+    """The document: the results of all models, and under ``measured`` what environment each was measured in."""
+    measured = {model: before["environment"] for model in before.get("results", ())} | before.get("measured", {})
+    found = {**before.get("results", {}), **results}
+    return {
+        "environment": record,
+        "batch": args.batch,
+        "rounds": args.rounds,
+        "measured": {model: record if model in results else measured[model] for model in found},
+        "results": {model: found[model] for model in cases.MODELS if model in found},
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -260,11 +289,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     console, progress = Console(), Console(stderr=True)
     record = timing.environment(("opacus", "backpack-for-pytorch", "transformers"))
+    before = earlier(args, record) if args.add else {}
     results = {}
     for model in args.models:
         results[model] = measure_model(model, args, lambda text: progress.print(f"[dim]{text}[/dim]", highlight=False))
         console.print(*tables({model: results[model]}))
-        document = {"environment": record, "batch": args.batch, "rounds": args.rounds, "results": results}
+        document = record_of(results, args, record, before)
         if args.json:
             args.json.write_text(json.dumps(document, indent=1))
         if args.figure:

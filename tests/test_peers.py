@@ -201,3 +201,28 @@ def test_the_picture_and_the_table_of_a_record(tmp_path):
     assert lines[3].startswith("| own |")
     peers_figure.draw(document, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_model_measured_again_leaves_the_others(tmp_path, monkeypatch):
+    """--add keeps what the record holds, says when each model was measured, and refuses another kind of record."""
+    record = tmp_path / "peers.json"
+    stamps = iter("abcd")
+    machine = {"cpu": "a CPU", "versions": {"torch": "1"}}
+    monkeypatch.setattr(peers.timing, "environment", lambda packages: {**machine, "date": next(stamps)})
+    monkeypatch.setattr(peers, "measure_model", lambda model, args, say: {"plain": {"error": "not run"}})
+
+    def run(*models, rounds="5", add=("--add",)):
+        arguments = ["--models", *models, "--peers", "plain", "--rounds", rounds, "--json", str(record), *add]
+        peers.main(arguments)
+        return json.loads(record.read_text())
+
+    with pytest.raises(SystemExit, match="no record to add to"):
+        run("resnet18")
+    run("resnet18", "patchtst", add=())
+    found = run("mobilenet_v3_large", "patchtst")
+    assert list(found["results"]) == ["mobilenet_v3_large", "resnet18", "patchtst"]
+    dates = {model: environment["date"] for model, environment in found["measured"].items()}
+    assert dates == {"mobilenet_v3_large": "c", "resnet18": "b", "patchtst": "c"}
+    with pytest.raises(SystemExit, match="leave --add out"):
+        run("resnet18", rounds="7")
+    assert json.loads(record.read_text()) == found
