@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import signal
 import sys
 import time
 import warnings
@@ -280,6 +281,7 @@ def test_interrupted_at_a_terminal_it_says_so_too(tmp_path, images):
     arguments = ["continual", "demo", "--out", str(tmp_path / "run"), "--set", "measures="]
     process, terminal = pty.fork()
     if not process:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, and inherited so, where the tests run in the background
         os.execv(sys.executable, [sys.executable, "-m", "fastlr", *arguments])
     text, sent = b"", False
     while True:
