@@ -17,6 +17,7 @@ from fastlr.errors import (
     InteractionError,
     ModelError,
     NonFiniteError,
+    NonlinearBackwardError,
     RandomForwardError,
 )
 from fastlr.estimate import LocalRedundancy, estimate
@@ -47,6 +48,7 @@ __all__ = [
     "ModelError",
     "NoiseImages",
     "NonFiniteError",
+    "NonlinearBackwardError",
     "RandomForwardError",
     "ShapeImages",
     "TensorInputs",

@@ -37,6 +37,10 @@ class HiddenParameterError(ModelError):
     """A parameter moves the output but is not in its autograd graph."""
 
 
+class NonlinearBackwardError(ModelError):
+    """A gradient does not scale as the one at the output does (a hook that clips it): its norm has no meaning by itself."""
+
+
 class NonFiniteError(ModelError):
     """An output or a gradient is infinite or not a number."""
 

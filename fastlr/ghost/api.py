@@ -60,6 +60,7 @@ def per_sample_grad_sq_norms(
         InputError: inputs on another device or of another dtype, empty batch, output not a tensor, cotangent of another shape.
         InteractionError: samples influence each other (batch norm in train mode). RandomForwardError: dropout is active.
         HiddenParameterError: a parameter moves the output outside the autograd graph (reentrant checkpointing).
+        NonlinearBackwardError: gradients do not scale as the one at the output does (a hook that clips them).
         NonFiniteError: output or gradient not finite. ModelError: anything else that makes the norms meaningless.
 
     Source: the quantity under the mean in Theorem 3.4 of the paper; ghost norms: Goodfellow 2015 (arXiv:1510.01799).

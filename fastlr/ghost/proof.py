@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.errors import HiddenParameterError, InteractionError, ModelError, NonFiniteError, RandomForwardError
+from fastlr.errors import (
+    HiddenParameterError,
+    InteractionError,
+    ModelError,
+    NonFiniteError,
+    NonlinearBackwardError,
+    RandomForwardError,
+)
 from fastlr.ghost import adapt
 from fastlr.ghost.execute import Structure, sq_norms
 from fastlr.ghost.folded import FoldRefuted, weight_of
@@ -24,6 +31,7 @@ from fastlr.ghost.fuse import OURS, Folding
 from fastlr.ghost.graph import CASTS, Graph, exact_grads, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
+from fastlr.ghost.rules import Unsupported
 from fastlr.ghost.subjects import Subject, subjects
 from fastlr.ghost.verify import explained, far
 
@@ -58,13 +66,18 @@ class Prover:
                     with self._precision(subject):
                         if self._prove_on(subject, batch, ledger):
                             return
-                except (InteractionError, RandomForwardError, HiddenParameterError):
+                except (InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError):
                     raise
                 except NonFiniteError as error:
                     failure = error
                     break  # a gentler perturbation
                 except CheckpointError as error:
                     self._all_by_loop(ledger, f"activation checkpointing: {str(error).splitlines()[0]}")
+                    return
+                except Unsupported as error:  # not even the nodes' own formulas apply
+                    if self.folding is not None and self.folding.active:
+                        raise FoldRefuted([], str(error)) from error
+                    self._all_by_loop(ledger, str(error))
                     return
                 except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                     if self.folding is not None and self.folding.active:
@@ -119,6 +132,7 @@ class Prover:
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = generic_cotangent(z)
         truth = self._truth(subject, batch, z, v)
+        self._linear(subject, batch, z, v, truth)
         layouts = explained(graph, structure, z, v, self.out_dim)
         self._compare(graph, structure, z, v, truth, layouts, ledger)
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
@@ -202,6 +216,24 @@ class Prover:
 
     # -- backward checks --------------------------------------------------------------------------------------------
 
+    def _alone(
+        self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, sample: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a sample gave in the batch, its output when it is alone, and the cotangent of that."""
+        own, only = (t.narrow(self.out_dim, sample, 1) for t in (z, v))
+        try:
+            alone = self._forward(subject, batch, [sample])
+            usable = alone.shape == only.shape
+        except (RuntimeError, ValueError, IndexError):
+            usable = False
+        if usable:
+            return own, alone, only
+        # a model that cannot take a batch of one: three copies, of which the first counts
+        alone = self._forward(subject, batch, [sample] * SAMPLES)
+        padded = torch.zeros_like(alone)
+        padded.narrow(self.out_dim, 0, 1).copy_(only)
+        return own.expand_as(alone), alone, padded
+
     def _truth(self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Exact squared norms [3] of every parameter: each sample alone, one plain backward pass each.
 
@@ -211,17 +243,7 @@ class Prover:
         names = list(subject.parameters)
         truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=v.device) for name in names}
         for sample in range(SAMPLES):
-            own, only = (t.narrow(self.out_dim, sample, 1) for t in (z, v))
-            try:
-                alone = self._forward(subject, batch, [sample])
-                usable = alone.shape == only.shape
-            except (RuntimeError, ValueError, IndexError):
-                usable = False
-            if not usable:  # a model that cannot take a batch of one: three copies, of which the first counts
-                alone = self._forward(subject, batch, [sample] * SAMPLES)
-                padded = torch.zeros_like(alone)
-                padded.narrow(self.out_dim, 0, 1).copy_(only)
-                own, only = own.expand_as(alone), padded
+            own, alone, only = self._alone(subject, batch, z, v, sample)
             self._same(subject, batch, z, own, alone)
             if not alone.requires_grad:
                 continue
@@ -302,6 +324,25 @@ class Prover:
             if known is None or (known.route != "loop" and (alive or not known.alive)):
                 ledger.parameters[name] = ParameterProof(
                     route, 0.0 if name in lost else gap, alive, kinds, axes, reason
+                )
+
+    def _linear(
+        self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, truth: dict[str, Tensor]
+    ) -> None:
+        """Require of the first sample on a copy in float64 that its gradients scale as the cotangent does."""
+        if subject.dtype is None:
+            return
+        want = torch.stack([norms[0] for norms in truth.values()])
+        for exponent in (-20, 20):
+            _, alone, only = self._alone(subject, batch, z, v * 2.0**exponent, 0)
+            if not alone.requires_grad:
+                return
+            scaled = torch.stack(exact_grads(alone, subject.parameters, only)) * 4.0**-exponent
+            if not bool(((scaled - want).abs() <= 1e-6 * want.sum()).all()):
+                raise NonlinearBackwardError(
+                    f"gradients do not scale as the output's do: 2^{exponent} times the one does not give 2^{exponent} "
+                    "times the others. Something changes them on the way, such as a hook that clips them or adds to "
+                    "them; remove it for the measurement"
                 )
 
     def _absent(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:

@@ -44,6 +44,8 @@ class Site:
     @property
     def layout(self) -> Layout:
         """Layout of the first output."""
+        if 0 not in self.layouts:
+            raise Unsupported("the sample axis of the first output was not found")
         return self.layouts[0]
 
     def split(self, t: Tensor, dim: int) -> Tensor:
