@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.reference.folded import ACTIVATIONS, KEEPS_OUTPUT
-from fastlr.torch_conv import conv_gram, gram_pays, gram_ranges, weight_grads
+from fastlr.reference.folded import ACTIVATIONS, KEEPS_OUTPUT, output_size
+from fastlr.torch_conv import conv_sq_norms, gram_pays, weight_grads
 from fastlr.torch_ops import raised
 
 SLICE_BYTES = 8 << 20  # of gradients worked on at once on a CPU
@@ -46,29 +46,20 @@ def keeps_product(
     """
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or x.ndim != 4 or groups > 1:
         return False
-    size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    ]
+    size = output_size(x.shape[2:], weight.shape[2:], stride, padding, dilation)
     return gram_pays(x, x.new_empty(0, len(weight), *size), weight.shape, padding)
 
 
 def conv_and_product(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    act: str,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    residual: Tensor | None = None,
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, act: str, options: tuple, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`folded_conv` by the unfolded weight, whose output is scaled [O] afterwards: (output, kept, unfolded convolution)."""
-    per_channel = [-1, *[1] * len(stride)]
-    product = aten.convolution(x, weight.to(x.dtype), None, stride, padding, dilation, False, [0] * len(stride), groups)
-    scale, bias = (t.to(x.dtype).view(per_channel) for t in (scale, bias))
+    """`folded_conv` by the unfolded weight, whose output is scaled [O] afterwards: (output, kept, unfolded convolution).
+
+    ``options`` are those of `folded_conv`: stride, padding, dilation and groups.
+    """
+    *geometry, groups = options
+    product = aten.convolution(x, weight.to(x.dtype), None, *geometry, False, [0] * len(geometry[0]), groups)
+    scale, bias = (t.to(x.dtype).view(-1, *[1] * (x.ndim - 2)) for t in (scale, bias))
     return *_activated(torch.addcmul(bias, product, scale), act, residual), product
 
 
@@ -128,12 +119,11 @@ def folded_conv_moments(
     sums = g.flatten(2).sum(2)
     if groups == 1 and gram_pays(x, g, weight.shape, padding):
         options = (stride, padding, dilation)
+        none = [0] * len(stride)
         scaled = g * s.view(-1, *[1] * (g.ndim - 2))
-        sq = torch.cat(
-            [conv_gram(x[lo:hi], scaled[lo:hi], w.shape[2:], *options) for lo, hi in gram_ranges(x, g, padding)]
-        )
+        sq = conv_sq_norms(x[:, None], scaled[:, None], weight, *options, False, none, 1)
         if product is None:
-            product = aten.convolution(x, w, None, *options, False, [0] * len(stride), groups)
+            product = aten.convolution(x, w, None, *options, False, none, groups)
         return sq, (product * g).flatten(2).sum(2), sums
     squares, inner = [], []
     flat = w.flatten(1)
@@ -165,6 +155,7 @@ def folded_conv_backward(
     # slices of the input gradient have to be joined: not where it is the larger one
     if x.device.type == "cpu" and size >= 2 * SLICE_BYTES and not (want_input and x.numel() > grad.numel()):
         step = -(-len(x) // -(-size // SLICE_BYTES))
+        step += step % 2  # samples are shared out among the cores
         ranges = [(lo, min(len(x), lo + step)) for lo in range(0, len(x), step)]
     inputs, parts = [], []
     for lo, hi in ranges:

@@ -35,7 +35,7 @@ from fastlr.kernels.moments import (
     empty_output,
     like,
 )
-from fastlr.reference.folded import KEEPS_OUTPUT
+from fastlr.reference.folded import KEEPS_OUTPUT, output_size
 
 ROWS = 4
 
@@ -105,10 +105,7 @@ def folded_conv(
     """`fastlr.reference.folded.folded_conv` for one channel a group; x [B, C, H, W]."""
     count, channels, height, width = x.shape
     where = Geometry((weight.shape[2], weight.shape[3]), stride, padding, dilation)
-    size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip((height, width), *where, strict=True)
-    ]  # fmt: skip
+    size = output_size((height, width), *where)
     small = max(where.kernel) <= 7 and where.window <= 32 and min(size) >= 1
     if not covered(x, weight) or not small or channels * size[0] * size[1] >= INT32:
         return NotImplemented

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.models import mobilenet_v3_small
 
 import fastlr
-from fastlr.ghost.gate import Gate
+from fastlr.ghost.gate import Gate, Squeeze
 
 
 class Excited(nn.Module):
@@ -45,7 +45,7 @@ PRODUCTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_norms_are_those_of_the_model(name: str) -> None:
     product, gates = PRODUCTS[name]
-    assert check(Excited(product), 0, why="no batch norm follows" if gates else "").gates == gates
+    assert check(Excited(product), 0, why="no batch norm follows").replaced["gate"] == gates
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 2, 1), (3, 4, 7), (2, 3, 2, 3, 2)])
@@ -59,6 +59,40 @@ def test_its_gradients_are_right(shape: tuple[int, ...], memory_format: torch.me
     torch.autograd.gradcheck(Gate.apply, (x, gate))
 
 
+MEANS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "pool": (lambda x: F.adaptive_avg_pool2d(x, 1), 1),
+    "pool_of_pair": (lambda x: F.adaptive_avg_pool2d(x, (1, 1)), 1),
+    "module": (nn.AdaptiveAvgPool2d(1), 1),
+    "method": (lambda x: x.mean((2, 3), keepdim=True), 1),
+    "function": (lambda x: torch.mean(x, [-1, -2])[..., None, None], 1),
+    "of_one_axis": (lambda x: x.mean((2,)).mean(2)[..., None, None], 1),  # the second is one of [B, C, W]
+    "of_channels_too": (lambda x: x.mean((1, 2, 3), keepdim=True).expand(-1, x.shape[1], 1, 1), 0),
+    "larger_pool": (lambda x: F.adaptive_avg_pool2d(x, 2).amax((2, 3), keepdim=True), 0),
+    "dtype": (lambda x: x.mean((2, 3), keepdim=True, dtype=x.dtype), 0),
+    "of_flattened": (lambda x: x.flatten(2).mean(2)[..., None, None], 1),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_norms_through_a_mean_are_those_of_the_model(name: str) -> None:
+    mean, squeezes = MEANS[name]
+
+    class Squeezed(Excited):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x).tanh()
+            return self.after(x * self.excite(self.squeeze(mean(x)))).tanh().flatten(1)
+
+    assert check(Squeezed(torch.mul), 0, why="no batch norm follows").replaced["squeeze"] == squeezes
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 4, 7), (2, 3, 2, 3, 2)])
+def test_the_means_gradients_are_right(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    axes = list(range(2, len(shape)))
+    for keep in (False, True):
+        torch.autograd.gradcheck(lambda t, keep=keep: Squeeze.apply(t, lambda s: s.mean(axes, keepdim=keep)), (x,))
+
+
 def test_parameters_are_not_taken_for_gates() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -68,9 +102,10 @@ def test_parameters_are_not_taken_for_gates() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (self.conv(x) * self.scale).flatten(1)
 
-    assert check(Scaled(), 0).gates == 0
+    assert check(Scaled(), 0).replaced["gate"] == 0
 
 
 def test_mobilenet_runs_its_nine() -> None:
     report = fastlr.support_report(mobilenet_v3_small(num_classes=2).eval(), torch.randn(2, 3, 64, 64))
-    assert report.gates == 9 and "9 products with one number a channel" in str(report)
+    assert report.replaced["gate"] == 9 and "9 products with one number a channel" in str(report)
+    assert report.replaced["squeeze"] == 10 and "10 means over all positions" in str(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ class Engine(Planner):
     ) -> None:
         super().__init__(adapt.unwrap(model), output, in_dim, out_dim)
         self._warned: set[str] = set()
+        self._single: set[tuple] = set()  # shapes of inputs that are one sample
         self._plan: Plan | None = None
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
@@ -77,25 +78,37 @@ class Engine(Planner):
         x = adapt.as_inputs(x)
         adapt.check_inputs(self.model, x)
         device = next(iter(self.parameters.values())).device
+        literal = self.folding.literal
         with torch.inference_mode(False), adapt.quiet_rng(device), self._buffers_kept():
-            while True:
-                try:
-                    return self._run(x, cotangent)
-                except Rerouted:
-                    continue
-                except FoldRefuted as error:
-                    self.folding.give_up(error.names, error.reason)
-                    continue
-                except (InputError, NonFiniteError):
+            try:
+                return self._attempt(x, cotangent)
+            except Exception:
+                self.folding.literal = literal  # it was not the folding's fault
+                raise
+
+    def _attempt(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+        """`_run`, again where it says so, with less folded where that fails."""
+        while True:
+            try:
+                return self._run(x, cotangent)
+            except Rerouted:
+                continue
+            except FoldRefuted as error:
+                self.folding.give_up(error.names, error.reason)
+                continue
+            except (InputError, NonFiniteError):
+                raise
+            except Exception as error:
+                if not self.folding.active or out_of_memory(error):
                     raise
-                except Exception as error:
-                    if not self.folding.active or out_of_memory(error):
-                        raise
-                    reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-                with unfolded():  # it is the folding's fault if it does not happen without
-                    result = self._run(x, cotangent)
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            if self.folding.replaced:
                 self.folding.give_up([], reason)
-                return result
+                continue
+            with unfolded():  # it is the folding's fault if it does not happen without
+                result = self._run(x, cotangent)
+            self.folding.give_up([], reason)
+            return result
 
     def prove(self, x: Any) -> Ledger:
         """Plan and prove for these inputs, with a random cotangent, and return what was found."""
@@ -105,8 +118,14 @@ class Engine(Planner):
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        z = self._forward(x)
+        sizes = self._slice_key(x, 1)
+        with unfolded() if sizes in self._single else nullcontext():
+            z = self._forward(x)
         count = adapt.sample_count(z, self.out_dim)
+        if count == 1 and self.folding.active:  # its norms are not compared with anything: they are the model's own
+            self._single.add(sizes)
+            with unfolded():
+                z = self._forward(x)
         output = _finite(z)
         if not z.requires_grad:
             raise ModelError(
@@ -135,6 +154,7 @@ class Engine(Planner):
             if len(state.layouts) > 256:  # shapes that change at every call must not pile up
                 state.layouts.clear()
                 self._slices.clear()
+                self._single.clear()
             state.layouts[key] = layouts
             spot = self._spot(x, z, v, count, len(state.layouts)) if first else None
         sums: dict[str, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -186,7 +187,7 @@ def sq_norms(
     in a pass that does not keep the graph: run the model again.
     """
     home = {s: group for group in structure.groups for s in group.sources}
-    waiting = {s: sum(u.source == s for u in structure.uses) for s in home}
+    waiting = Counter(u.source for u in structure.uses)
     skipped = {s for s, group in home.items() if all(graph.parameters[p] in skip for p in group.parameters)}
     stash: dict[Source, list[Factor]] = {}
     norms: dict[str, Tensor] = {}

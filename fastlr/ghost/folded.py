@@ -60,9 +60,7 @@ class FoldedConv(torch.autograd.Function):
             "fold_weights", weight, bias, gamma, beta, mean, var, eps, dtype
         )
         if ops.backend_for(x) == "torch" and keeps_product(x, weight, *options):
-            stride, padding, dilation, groups = options
-            given = (x, weight, scale, folded_bias, act, stride, padding, dilation, groups, residual)
-            out, kept, product = conv_and_product(*given)
+            out, kept, product = conv_and_product(x, weight, scale, folded_bias, act, options, residual)
         else:
             product = None
             out, kept = ops.run("folded_conv", x, folded, folded_bias, act, *options, residual)

@@ -13,6 +13,7 @@ where a parameter serves twice, and where a proof refutes it.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -22,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastlr.ghost import fixed_norm, folded
+from fastlr.ghost.attention import ATTENTION, self_attention
 from fastlr.ghost.fixed_norm import FixedNorm
-from fastlr.ghost.folded import FoldedConv
-from fastlr.ghost.gate import Gate, gated
-from fastlr.reference.folded import ACTIVATIONS
+from fastlr.ghost.gate import MEANS, Gate, Squeeze, gated, squeezed
+from fastlr.ghost.pending import METADATA, Pending, computed
+from fastlr.reference.folded import output_size
 
 _enabled: ContextVar[bool] = ContextVar("fastlr_folding", default=True)
 
@@ -48,82 +49,6 @@ def enabled() -> bool:
     return _enabled.get()
 
 
-class Pending(Tensor):
-    """The result of a convolution, or of batch norm after it, that has not been computed."""
-
-    folding: Folding
-    source: tuple  # the convolution: input, weight, bias, options
-    normed: tuple | None  # the batch norm: statistics, gamma, beta, eps
-    act: str
-    value: Tensor | None
-    taken: bool  # went into a later Pending
-    version: int  # of the convolution's input
-    autocast: bool
-    residual: Tensor | None  # added to the batch norm's result
-    residual_version: int
-
-    @staticmethod
-    def __new__(cls, folding: Folding, source: tuple, shape: list[int], norm: tuple | None = None) -> Pending:
-        """Stand for a result of this shape."""
-        x = source[0]
-        self: Pending = Tensor._make_wrapper_subclass(cls, shape, dtype=folding.dtype_of(x), device=x.device)
-        self.folding, self.source, self.normed, self.act = folding, source, norm, "none"
-        self.value, self.taken, self.version = None, False, x._version
-        self.residual, self.residual_version = None, 0
-        self.autocast = torch.is_autocast_enabled(x.device.type)
-        return self
-
-    def followed(self, normed: tuple | None) -> Pending:
-        """The next step, which takes this one in."""
-        result = Pending(self.folding, self.source, list(self.shape), normed)
-        result.version, self.taken = self.version, True
-        result.residual, result.residual_version = self.residual, self.residual_version
-        return result
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
-        if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        return func(*computed(args), **computed(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override] # noqa: D105
-        pending = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Pending)]
-        for p in pending:  # reached without torch's Python interface: autograd has not seen it
-            p.folding.refuse_all(f"{func} got a result past torch's Python interface")
-        return func(*computed(args), **computed(kwargs or {}))
-
-    def __repr__(self) -> str:  # type: ignore[override] # noqa: D105
-        return repr(self.compute())
-
-    def compute(self) -> Tensor:
-        """The tensor that the model would have here."""
-        if self.value is None:
-            x, weight, bias, options = self.source
-            spoiled = "the convolution's input was changed in place" if x._version != self.version else None
-            if self.residual is not None and self.residual._version != self.residual_version:
-                spoiled = "what is added was changed in place"
-            if self.taken or spoiled:
-                self.folding.refuse(weight, spoiled or "something else uses the result before the activation")
-            kind = x.device.type
-            with torch.enable_grad(), torch.autocast(kind, enabled=self.autocast, dtype=torch.get_autocast_dtype(kind)):
-                if self.normed is None or self.taken or spoiled:
-                    self.value = self.folding.convolve(x, weight, bias, options)
-                    if self.normed is not None:
-                        mean, var, gamma, beta, eps = self.normed
-                        self.value = F.batch_norm(self.value, mean, var, gamma, beta, False, 0.0, eps)
-                        self.value = self.value if self.residual is None else self.value + self.residual
-                        self.value = ACTIVATIONS[self.act](self.value)
-                else:
-                    mean, var, gamma, beta, eps = self.normed
-                    with torch.autocast(kind, enabled=False):
-                        self.value = FoldedConv.apply(
-                            x, weight, bias, gamma, beta, self.residual, mean, var, eps, self.act, self.dtype, options
-                        )
-        assert self.value is not None
-        return self.value
-
-
 def _uncompiled() -> AbstractContextManager:
     """Let compiled parts of the model run as they were written."""
     if "torch._dynamo" not in sys.modules:  # then there are none
@@ -131,18 +56,8 @@ def _uncompiled() -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager")
 
 
-def computed(tree: Any) -> Any:
-    """Replace what is pending in arguments or results by its value."""
-    if isinstance(tree, tuple) and not any(isinstance(t, (Pending, list, tuple, dict)) for t in tree):
-        return tree
-    return tree_map_only(Pending, Pending.compute, tree)
-
-
 OURS = frozenset({folded.NODE, fixed_norm.NODE})  # kinds of nodes that a folded forward pass has and the model has not
 _ALONE = "no batch norm follows"
-_METHODS = "dim ndimension size numel nelement is_floating_point is_complex element_size __len__".split()
-_PROPERTIES = "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta".split()
-_METADATA = {getattr(Tensor, name) for name in _METHODS} | {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
 _PRODUCTS = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
@@ -182,14 +97,16 @@ class Folding(TorchFunctionMode):
         folded: name of a convolution's weight -> what follows it in its block, in the last forward pass.
         plain: name of a convolution's weight -> why it had no block there.
         fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift there.
-        gates: number of products with one number a sample and channel that ran as one node there.
+        replaced: how many calls of a kind ran in another way there: "gate", "squeeze" (fastlr.ghost.gate), "attention".
         refused: name of a weight -> why it runs as the model says from now on; grows.
+        literal: why calls of those kinds run as the model says from now on.
         disabled: why nothing is folded any more.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.refused: dict[str, str] = {}
+        self.literal: str | None = None
         self.disabled: str | None = None
         self.names: dict[int, str] = {}
         self.idle = False
@@ -226,13 +143,13 @@ class Folding(TorchFunctionMode):
         self.folded: dict[str, str] = {}
         self.plain: dict[str, str] = {}
         self.fixed: set[str] = set()
-        self.gates = 0
+        self.replaced: Counter[str] = Counter()
         self.seen: set[int] = set()
 
     @property
     def active(self) -> bool:
         """Whether the last forward pass differed from the model's own."""
-        return bool(self.folded or self.fixed or self.gates)
+        return bool(self.folded or self.fixed or self.replaced)
 
     def refuse(self, weight: Tensor, reason: str) -> None:
         """Leave a convolution unfolded from now on."""
@@ -244,9 +161,11 @@ class Folding(TorchFunctionMode):
         self.disabled, self.again = reason, True
 
     def give_up(self, names: list[str], reason: str) -> None:
-        """Leave these convolutions unfolded from now on; all of them if none is named."""
+        """Leave these convolutions unfolded from now on; if none is named all of them, but first the replaced calls."""
         self.refused.update(dict.fromkeys(names, reason))
-        if not names:
+        if not names and self.replaced:
+            self.literal = reason
+        elif not names:
             self.disabled = reason
             self._forget()
 
@@ -262,11 +181,13 @@ class Folding(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
+        if func not in METADATA and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return func(*computed(args), **computed(kwargs))  # checkpointing: the part is run again, as the model says
         if func in _CONVOLUTIONS:
             found = self._convolution(func, *computed(args), **computed(kwargs))
             return found if found is not None else func(*computed(args), **computed(kwargs))
         if isinstance(first, Pending):
-            if func in _METADATA:
+            if func in METADATA:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             following = self._norm(func, args, kwargs) if first.normed is None else self._act(func, first, args, kwargs)
@@ -276,16 +197,34 @@ class Folding(TorchFunctionMode):
             fixed = self._fixed(_norm_call(computed(args), computed(kwargs)))
             if fixed is not None:
                 return fixed
-        if func in _PRODUCTS and not kwargs and torch.is_grad_enabled():
-            factors = gated(computed(args))
-            if factors is not None:
-                self.gates += 1
-                return Gate.apply(*factors)
+        if self.literal is None and torch.is_grad_enabled():
+            replaced, result = self._replaced(func, args, kwargs)
+            if replaced:
+                return result
         if func in _ADDITIONS:
             following = self._add(func, args, kwargs)
             if following is not None:
                 return following
         return func(*computed(args), **computed(kwargs))
+
+    def _replaced(self, func: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
+        """Whether a call runs in another way than the model's, and its result if so."""
+        if func in _PRODUCTS and not kwargs:
+            factors = gated(computed(args))
+            if factors is not None:
+                self.replaced["gate"] += 1
+                return True, Gate.apply(*factors)
+        if func in MEANS:
+            x = squeezed(func, computed(args), kwargs)
+            if x is not None:
+                self.replaced["squeeze"] += 1
+                return True, Squeeze.apply(x, lambda t: func(t, *args[1:], **kwargs))
+        if func is ATTENTION:
+            attended = self_attention(computed(args), computed(kwargs))
+            if attended is not None:
+                self.replaced["attention"] += 1
+                return True, attended
+        return False, None
 
     def _convolution(
         self, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None,
@@ -309,10 +248,7 @@ class Folding(TorchFunctionMode):
             for o in (stride, padding, dilation)
         ]
         options = [o * axes if len(o) == 1 else o for o in options]
-        shape = [
-            (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, k, s, p, d in zip(input.shape[2:], weight.shape[2:], *options, strict=True)
-        ]
+        shape = output_size(input.shape[2:], weight.shape[2:], *options)
         if min(shape) < 1:
             return None
         self.plain[name] = _ALONE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastlr.ghost.fuse import Folding
@@ -29,13 +29,20 @@ class ParameterSupport:
     reason: str
 
 
+REPLACED = {  # kind -> what is said of it after the number
+    "gate": "products with one number a channel run as one node",
+    "squeeze": "means over all positions keep their gradient small",
+    "attention": "self-attentions run without torch's copies",
+}
+
+
 @dataclass(frozen=True)
 class SupportReport:
     """Every trainable parameter with its route; prints as a table.
 
     ``folded``: convolution weights that run as one with their batch norm -> activation; ``unfolded``: the others -> why.
-    ``fixed``: weights of batch norms that run by themselves as a scaling and a shift; ``gates``: products with one number a
-    sample and channel (squeeze-and-excitation) that run as one node.
+    ``fixed``: weights of batch norms that run by themselves as a scaling and a shift; ``replaced``: how many other
+    calls of a kind run in another way (see REPLACED).
     """
 
     parameters: tuple[ParameterSupport, ...]
@@ -46,7 +53,7 @@ class SupportReport:
     folded: dict[str, str] = field(default_factory=dict)
     unfolded: dict[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
-    gates: int = 0
+    replaced: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(names: list[str], ledger: Ledger, folding: Folding | None = None) -> SupportReport:
@@ -57,12 +64,15 @@ class SupportReport:
             rows.append(ParameterSupport(name, p.kinds, p.axes, p.route, p.deviation, p.alive, p.reason))
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
         notes = list(dict.fromkeys(ledger.notes))
+        if folding is not None and folding.literal:
+            notes.append(f"only convolutions and norms are folded: {folding.literal}")
         if folding is not None and folding.disabled:
             notes.append(f"nothing is folded: {folding.disabled}")
         folded, unfolded = (dict(folding.folded), folding.plain | folding.refused) if folding else ({}, {})
-        fixed, gates = (tuple(sorted(folding.fixed)), folding.gates) if folding else ((), 0)
-        subject, others = ledger.subject, ledger.others
-        return SupportReport(tuple(rows), subject, dtype, others, tuple(notes), folded, unfolded, fixed, gates)
+        report = SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded)
+        if folding is None:
+            return report
+        return replace(report, fixed=tuple(sorted(folding.fixed)), replaced=dict(folding.replaced))
 
     @property
     def routes(self) -> dict[str, str]:
@@ -118,8 +128,7 @@ class SupportReport:
             lines.append(
                 f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}"
             )
-        if self.gates:
-            lines.append(f"{self.gates} products with one number a channel run as one node")
+        lines += [f"{number} {REPLACED[kind]}" for kind, number in self.replaced.items()]
         if self.fixed:
             lines.append(f"{len(self.fixed)} batch norms run as a scaling and a shift")
         if self.folded:

@@ -33,6 +33,16 @@ ACTIVATIONS = {
 KEEPS_OUTPUT = frozenset({"none", "relu", "relu6"})
 
 
+def output_size(
+    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Size of a convolution's output along each spatial axis; below 1 where the kernel does not fit."""
+    return [
+        (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d in zip(size, kernel, stride, padding, dilation, strict=True)
+    ]
+
+
 def folded_conv(
     x: Tensor,
     weight: Tensor,
