@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from fastlr.cli_ablate import ablate
 from fastlr.cli_continual import continual
@@ -48,7 +49,21 @@ from fastlr.cli_sweep import sweep
 from fastlr.cli_transfer import transfer
 from fastlr.errors import FastlrWarning, InputError, Interrupted, one_line
 
+ORDER = """
+    estimate rank demo doctor bench  continual transfer memorize sweep  report cost ablate data
+""".split()  # what a newcomer types, what runs for long, what reads its results
+
+
+class Commands(TyperGroup):
+    """The commands in the order of their help."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names in ORDER."""
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     help="Local redundancy of a PyTorch model: the mean squared per-sample gradient norm, with a standard error.",

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastlr.errors import FastlrError, InputError
+from fastlr.report.record import Minutes
 
 if TYPE_CHECKING:
     from fastlr.data import ImageStore
@@ -154,12 +155,13 @@ def _contact_sheet(store: ImageStore, path: Path, rows: int = 16, columns: int =
 
 @contextmanager
 def _bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield ``progress(what, done, total)``, which draws a bar on stderr, or nothing if that is no terminal."""
+    """Yield ``progress(what, done, total)``, which draws a bar on stderr; a line a minute if that is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda what, done, total: None
+        minutes = Minutes(console)
+        yield lambda what, done, total: minutes.say(lambda: f"{what} {done}/{total}")
         return
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:

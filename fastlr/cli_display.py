@@ -1,4 +1,4 @@
-"""How far runs are: a bar for one run, a board for several at once, on stderr where that is a terminal."""
+"""How far runs are, on stderr: a bar for one run, a board for several at once; without a terminal a line a minute."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
 
+from fastlr.report.record import Minutes
+
 if TYPE_CHECKING:
     from fastlr.drivers.launch import Driver, Progress
 
 
 @contextmanager
 def progress(driver: Driver) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that shows where the run is, on stderr; it does nothing if that is no terminal."""
+    """Yield a function that shows where the run is: in a bar, or a line a minute if stderr is no terminal."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda at: None
-        return
     columns = (TextColumn(driver.step + " {task.fields[at]}"), BarColumn(20), TextColumn("{task.fields[what]}"))
-    with Bar(*columns, console=console) as bar:
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
         line = bar.add_task("", total=None, at="", what=driver.opening)
-        clock = Clock()
+        clock, minutes = Clock(), Minutes(console)
         shown: dict[str, str] = {}
 
         def show(at: Progress) -> None:
             done = at.done + at.epoch / at.epochs
             if at.record is not None:
                 _merge(shown, driver.shown(at.record))
-            what = _line(shown, clock.left(done, at.total))
-            bar.update(line, completed=done, total=at.total, at=f"{at.done}/{at.total}", what=what)
+            where, what = f"{at.done}/{at.total}", _line(shown, clock.left(done, at.total))
+            bar.update(line, completed=done, total=at.total, at=where, what=what)
+            minutes.say(lambda: f"{driver.step} {where}  {what}")
 
         yield show
 
 
 class Board:
-    """A line for all runs of a queue and one for each that is under way; failures are said at once, also without a terminal.
+    """A line for all runs of a queue and one for each under way; without a terminal, what is done in a line a minute.
+
+    Failures are said at once either way.
 
     Use it in a ``with`` block; `begin` returns what `fastlr.drivers.jobs.run_jobs` calls.
 
@@ -62,6 +64,7 @@ class Board:
             TextColumn("{task.fields[what]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
         )
         self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal, expand=True)
+        self.minutes = Minutes(self.console)
         self.rows: dict[str, _Row] = {}
         self.parts: dict[str, tuple[float, float]] = {}  # of each run: share done at first sight, and now
         self.ended = self.failed = 0
@@ -107,7 +110,10 @@ class Board:
         now = sum(share for _, share in self.parts.values())
         left = self.clock.left(now - before, len(self.parts) - before)
         what = ", ".join([f"{self.failed} failed"] * bool(self.failed) + _left(left if now < len(self.parts) else None))
-        self.bar.update(self.whole, completed=now, at=f"{self.ended}/{len(self.parts)}", what=what)
+        at = f"{self.ended}/{len(self.parts)}"
+        self.bar.update(self.whole, completed=now, at=at, what=what)
+        said = [f"{at} runs ended", f"{now / len(self.parts):.0%} done", *[what] * bool(what)]
+        self.minutes.say(lambda: ", ".join(said))
 
     def _remove(self, name: str) -> None:
         if name in self.rows:  # a run on Ray may end before it has begun

@@ -9,10 +9,11 @@ import textwrap
 
 import pytest
 import torch
+import typer
 from PIL import Image
 
 import fastlr
-from fastlr.cli import main
+from fastlr.cli import ORDER, app, main
 
 NETS = """
 import torch
@@ -210,5 +211,7 @@ def test_version_and_help(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("fastlr ")
     assert main(["--help"]) == 0
-    assert "estimate" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert sorted(ORDER) == sorted(typer.main.get_command(app).commands), "every command has its place"
+    assert [shown.index(f" {name} ") for name in ORDER] == sorted(shown.index(f" {name} ") for name in ORDER)
     assert main([]) == 2

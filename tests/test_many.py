@@ -19,12 +19,14 @@ from rich.console import Console
 
 from fastlr.analysis import read_runs
 from fastlr.cli import main
-from fastlr.cli_display import Board
+from fastlr.cli_display import Board, progress
 from fastlr.data import synthetic_store
 from fastlr.drivers import child, continual, many
 from fastlr.drivers.jobs import Job, run_jobs
+from fastlr.drivers.launch import Progress
 from fastlr.drivers.sweep import product
 from fastlr.errors import FastlrWarning, InputError
+from fastlr.report.record import progress_bar
 
 ATTACH = f"import runpy; send = runpy.run_path({child.__file__!r})['attach']()\n"  # without fastlr's imports
 
@@ -91,6 +93,7 @@ def test_no_process_outlives_the_queue(tmp_path, how):
     code = f"""
 from pathlib import Path
 from fastlr.drivers.jobs import Job, run_jobs
+from fastlr.drivers.launch import Progress
 from fastlr.drivers.sweep import product
 job = Job("one", {[sys.executable, "-c", ATTACH + work + "time.sleep(600)"]!r}, Path({str(tmp_path / "log")!r}))
 run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*message["pids"], flush=True))
@@ -270,3 +273,32 @@ def test_a_line_for_each_run_under_way(tmp_path):
     hear("seed-10", {"event": "ended", "error": "a reason", "killed": False})
     assert f"seed-10 failed: a reason (log: {tmp_path}/logs/seed-10.txt)" in board.console.file.getvalue()
     assert len(seen()) == 1 and "2/3" in seen()[0] and "1 failed" in seen()[0]
+
+
+def test_without_a_terminal_a_line_a_minute(tmp_path, monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Board(continual.DRIVER, tmp_path) as board:
+        hear = board.begin(("seed-0", "seed-1"))
+        hear("seed-0", {"event": "started"})
+        hear("seed-0", {"done": 0, "total": 10, "part": 0.0, "shown": {}})
+        assert capsys.readouterr().err == "", "short runs say nothing"
+        now[0] = 200.0
+        for done in (5, 6):
+            hear("seed-0", {"done": done, "total": 10, "part": 0.0, "shown": {"accuracy": "93.3 %"}})
+    assert capsys.readouterr().err == "0/2 runs ended, 25% done, 5 min 0 s left\n"
+
+
+def test_one_run_says_a_line_a_minute_too(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with progress(continual.DRIVER) as show:
+        for done, seconds in ((0, 0), (1, 59), (2, 60), (3, 61), (4, 121)):
+            now[0] = 100.0 + seconds
+            show(Progress(done, 10, 0, 1, None))
+    assert capsys.readouterr().err == "task 2/10  4 min 0 s left\ntask 4/10  3 min 2 s left\n"
+    with progress_bar("local redundancy", 5000) as report:
+        report(100, 5000, 1.0, 0.1)
+        now[0] += 60
+        report(200, 5000, 1.25, 0.125)
+    assert capsys.readouterr().err.startswith("local redundancy 200/5000  1.25")

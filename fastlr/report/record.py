@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,12 +109,29 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+EVERY = 60.0  # seconds between lines where stderr is no terminal
+
+
+class Minutes:
+    """Lines where ``console`` is no terminal, the first after EVERY seconds: what is done before says nothing."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.last = console, time.monotonic()
+
+    def say(self, text: Callable[[], str]) -> None:
+        """Print what ``text()`` gives if a line is due."""
+        if not self.console.is_terminal and time.monotonic() - self.last >= EVERY:
+            self.last = time.monotonic()
+            self.console.print(text(), highlight=False, markup=False, soft_wrap=True)
+
+
 @contextmanager
-def progress_bar(label: str, total: int | None = None) -> Iterator[Callable[[int, int, float, float], None] | bool]:
-    """Yield ``progress(done, total, value, stderr)``, which draws a bar on stderr; False if that is no terminal."""
+def progress_bar(label: str, total: int | None = None) -> Iterator[Callable[[int, int, float, float], None]]:
+    """Yield ``progress(done, total, value, stderr)``: a bar on stderr, or a line a minute if that is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield False
+        minutes = Minutes(console)
+        yield lambda done, total, value, stderr: minutes.say(lambda: f"{label} {done}/{total}  {pm(value, stderr)}")
         return
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[value]}"), console=console, transient=True) as bar:
