@@ -94,6 +94,7 @@ def _rank(
         if backend:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+            _all_have_joined(store, size)
         result = function(rank, *args)
     except BaseException as error:
         getattr(error, "add_note", str)(traceback.format_exc())  # Python 3.11 on
@@ -102,3 +103,10 @@ def _rank(
     pipe.close()
     if backend and not isinstance(result, BaseException):
         dist.destroy_process_group()
+
+
+def _all_have_joined(store: Any, size: int) -> None:
+    """Wait until the group stands on every rank: one that ended now would break the others' connecting, not their work."""
+    if store.add("joined", 1) == size:
+        store.set("all have joined", "1")
+    store.wait(["all have joined"], timedelta(seconds=30))
