@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fastlr.chunking import chunk_for_memory
 from fastlr.distributed.sharding import ALONE, Team, fingerprint, team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.ghost.adapt import OutputSelector, call, select_output, trainable, unwrap
@@ -27,12 +28,10 @@ from fastlr.runtime import (
     as_it_was,
     describe,
     digest,
-    free_bytes,
     move_samples,
     out_of_memory,
     reporter,
     same_device,
-    saved_storages,
     versions,
 )
 from fastlr.stats import Moments, memorization_gain, regression_memorization_bound
@@ -48,8 +47,6 @@ __all__ = [
 ]
 
 BATCH_PROBE_SIZE = 250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
-_CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 1024
-_WORK = 3  # a chunk's peak memory over the activations that its graph saves
 
 Progress = bool | Report
 
@@ -404,25 +401,14 @@ class LocalRedundancy:
         return -(-self.total // (rounds * members.size))
 
     def _chunk_for_memory(self) -> int:
-        """As many inputs as fit a quarter of the free memory, from the bytes that a small forward pass saves."""
         few = min(2, self.total)
         x = self._batch(0, few)
-        try:
-            output: list[Tensor] = []
+
+        def forward() -> Tensor:
             with self._autocast():
-                storages = saved_storages(
-                    lambda: output.append(select_output(call(unwrap(self.model), x), self.output))
-                )
-            storages[output[0].data_ptr()] = output[0].nbytes
-        except Exception as error:
-            if not out_of_memory(error):
-                raise
-            return 1
-        own = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.model.buffers())}
-        activations = sum(size for pointer, size in storages.items() if pointer not in own) / few
-        weights = max(p.numel() * p.element_size() for p in trainable(unwrap(self.model)).values())
-        budget = min(free_bytes(self.device) / 4, _CPU_BYTES if self.device.type == "cpu" else _GPU_BYTES)
-        return int(max(1, min(_LARGEST_CHUNK, budget // (_WORK * activations + weights + 1))))
+                return select_output(call(unwrap(self.model), x), self.output)
+
+        return chunk_for_memory(self.model, self.device, few, forward)
 
     def _halve(self, size: int, failure: str) -> None:
         """Halve the chunk after memory ran out at ``size`` inputs, warning once; ModelError where that cannot be."""

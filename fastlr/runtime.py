@@ -122,19 +122,6 @@ def out_of_memory(error: BaseException) -> bool:
     )
 
 
-def saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
-    """Address -> bytes of the memory that autograd saves during a forward pass."""
-    storages: dict[int, int] = {}
-
-    def saved(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t):
-        forward()
-    return storages
-
-
 @contextmanager
 def reporter(progress: bool | Report, total: int) -> Iterator[Report | None]:
     """Yield a function to call as (done, total, value, stderr): a progress bar's, the user's, or None."""

@@ -153,7 +153,7 @@ def test_blocks_change_nothing(monkeypatch):
     series, tokens = GaussianSeries(16, 3), TokenInputs(99, 12)
     before = series.batch(0, 20, seed=1), tokens.batch(0, 20, seed=1)["input_ids"]
     monkeypatch.setattr(counter, "BLOCK", 100)
-    monkeypatch.setattr("fastlr.inputs.BLOCK", 100)
+    monkeypatch.setattr("fastlr.inputs.synthetic.BLOCK", 100)
     assert torch.equal(before[0], series.batch(0, 20, seed=1))
     assert torch.equal(before[1], tokens.batch(0, 20, seed=1)["input_ids"])
 

@@ -1,18 +1,9 @@
-"""Synthetic and user-supplied inputs: every batch is a pure function of (seed, sample index).
-
-The lower bound of the paper holds for any inputs that do not depend on the labels (Theorem 3.3); what matters is that
-they make the network's capacity visible. All generators here draw from one counter-based generator (Philox4x32-10 under
-the 64-bit seed, one stream for each class), so that sample i has the same bits on every device, in every chunk and on
-every rank, and the same images can be used at every measurement of a run.
-
-Anything with a method ``batch(start, stop, *, seed, device, dtype)`` that is such a pure function can stand in for
-these.
-"""
+"""Generated inputs: images of shapes, noise, time series, tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,12 +13,11 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.errors import InputError
+from fastlr.inputs.base import Batch, Inputs, check_dtype
 from fastlr.reference.counter import (
     BLOCK,
     STREAMS,
     check_index,
-    check_range,
-    check_seed,
     indices,
     normal_quantiles,
     normals,
@@ -36,75 +26,9 @@ from fastlr.reference.counter import (
 )
 from fastlr.reference.images import check_images
 
-Batch = Tensor | tuple | dict
 Normalize = str | tuple | None
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class Inputs:
-    """Base of the inputs: :meth:`batch` checks its arguments and calls ``_make``.
-
-    Attributes:
-        limit: the number of samples there are, or None where there is no end.
-    """
-
-    limit: int | None = None
-
-    def batch(
-        self,
-        start: int,
-        stop: int,
-        *,
-        seed: int = 0,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Batch:
-        """Return samples ``start .. stop-1``.
-
-        Args:
-            start: index of the first sample, from 0.
-            stop: one past the last.
-            seed: integer in ``[0, 2**64)``.
-            device: where the batch is wanted (None: torch's default device).
-            dtype: of floating-point tensors: float16, bfloat16, float32 or float64 (None: float32). Others are not
-                cast.
-
-        Returns:
-            A tensor, a tuple (positional arguments of the model) or a dict (keyword arguments).
-
-        Raises:
-            InputError: an argument is out of range, or the range reaches beyond ``limit``.
-        """
-        start, stop = check_range(start, stop)
-        if self.limit is not None and stop > self.limit:
-            raise InputError(
-                f"{type(self).__name__} has {self.limit} samples, but samples up to {stop - 1} were asked for: "
-                f"ask for n <= {self.limit}, or supply more"
-            )
-        _check_dtype(dtype)
-        device = torch.get_default_device() if device is None else torch.device(device)
-        return self._make(start, stop, check_seed(seed), device, dtype)
-
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
-        raise NotImplementedError(f"{type(self).__name__} must implement _make(start, stop, seed, device, dtype)")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what defines these inputs, ready for JSON: the class under "inputs", and its arguments."""
-        return {"inputs": type(self).__name__, **_plain(vars(self))}
-
-
-def _plain(value: Any) -> Any:
-    """Tuples to lists, so that a record equals itself after a round trip through JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
-
-
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in _DTYPES:
-        raise InputError(f"dtype must be one of float16, bfloat16, float32 and float64, got {dtype}")
 
 
 def _positive(**counts: int) -> None:
@@ -191,7 +115,7 @@ class ShapeImages(Inputs):
             InputError: an argument is out of range.
         """
         index, table = check_index(index), self.table()
-        _check_dtype(dtype)
+        check_dtype(dtype)
         if index.is_cuda:
             table = table.pin_memory().to(index.device, non_blocking=True)  # the host need not wait for the GPU
         return ops.get("shape_images_at", self._backend(index.device))(index, **self._options(seed, table, dtype))
@@ -321,137 +245,3 @@ class TokenInputs(Inputs):
             words = random_words(seed, index, STREAMS["tokens"], self.length)
             out[first - start : first - start + len(index)] = uniform_integers(words, self.vocab_size)
         return {"input_ids": out, "attention_mask": torch.ones_like(out)} if self.attention_mask else {"input_ids": out}
-
-
-class TensorInputs(Inputs):
-    """The user's own inputs, in their order; the seed changes nothing.
-
-    Args:
-        tensors: a tensor, a tuple of positional or a dict of keyword arguments of the model, or a map-style torch
-            Dataset whose items are tensors, tuples or dicts of them (with the same item at every access: no random
-            augmentation). Values other than tensors are passed on as they are; a tensor of size 1 along ``in_dim``
-            beside longer ones (such as position ids) is not batched and is passed on whole.
-        in_dim: the sample axis of the batched tensors.
-        item: for a Dataset, the part of an item that the model takes: an index or key, such as 0 where items are
-            (image, label), or a function of the item. None: the whole item.
-
-    Batches own their memory. Floating-point tensors are cast to ``dtype`` if one is given, others keep theirs.
-
-    Raises:
-        InputError: no tensor, no samples, lengths that differ, or (in ``batch``) more samples than there are.
-
-    >>> TensorInputs((torch.zeros(10, 3), torch.ones(10, 2))).batch(2, 6)[0].shape
-    torch.Size([4, 3])
-    """
-
-    limit: int
-
-    def __init__(self, tensors: Any, in_dim: int = 0, *, item: int | str | Callable[[Any], Any] | None = None):
-        if type(in_dim) is not int:
-            raise InputError(f"in_dim must be an integer, got {in_dim!r}")
-        self.tensors, self.in_dim, self.item = tensors, in_dim, item
-        self.dataset: Any = None
-        if isinstance(tensors, (Tensor, tuple, Mapping)):
-            if item is not None:
-                raise InputError("item= picks from the items of a Dataset: leave it out for tensors")
-            self.limit = self._common_length(tensors)
-        elif hasattr(tensors, "__getitem__") and hasattr(tensors, "__len__") and not isinstance(tensors, (list, str)):
-            self.dataset, self.limit = tensors, len(tensors)
-        else:
-            raise InputError(
-                f"tensors must be a tensor, a tuple, a dict or a map-style Dataset, got {type(tensors).__name__}: "
-                "torch.stack a list of samples; use a tuple for positional arguments"
-            )
-        if self.limit < 1:
-            raise InputError("there are no samples: TensorInputs needs at least one")
-
-    def __len__(self) -> int:
-        return self.limit
-
-    def __repr__(self) -> str:
-        return f"TensorInputs({self._describe()}, in_dim={self.in_dim}, length={self.limit})"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the shapes and dtypes (not the values), the sample axis and the number of samples, ready for JSON."""
-        return {"inputs": "TensorInputs", "tensors": self._describe(), "in_dim": self.in_dim, "length": self.limit}
-
-    def _describe(self) -> str:
-        if self.dataset is not None:
-            return type(self.dataset).__name__
-        return ", ".join(
-            name + (f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" if isinstance(v, Tensor) else repr(v))
-            for name, v in _leaves(self.tensors)
-        )
-
-    def _common_length(self, tensors: Any) -> int:
-        lengths = {}
-        for name, value in _leaves(tensors):
-            if not isinstance(value, Tensor):
-                continue
-            if not -value.ndim <= self.in_dim < value.ndim:
-                raise InputError(f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set in_dim")
-            lengths[name.rstrip("=")] = value.shape[self.in_dim]
-        if not lengths:
-            raise InputError("no tensor among the inputs: TensorInputs needs at least one")
-        batched = set(lengths.values()) - {1} or {1}
-        if len(batched) > 1:
-            raise InputError(f"the tensors have different numbers of samples along axis {self.in_dim}: {lengths}")
-        return batched.pop()
-
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
-        if self.dataset is not None:
-            return _map(self._stack(start, stop), lambda t: _cast(t, device, dtype))
-
-        def take(tensor: Tensor) -> Tensor:
-            batched = tensor.shape[self.in_dim] == self.limit
-            return _cast(tensor.narrow(self.in_dim, start, stop - start) if batched else tensor, device, dtype)
-
-        return _map(self.tensors, take)
-
-    def _stack(self, start: int, stop: int) -> Batch:
-        items = []
-        for i in range(start, stop):
-            value = self.dataset[i]
-            if self.item is not None:
-                value = self.item(value) if callable(self.item) else value[self.item]
-            items.append(value)
-        try:
-            return _stack_items(items, self.in_dim)
-        except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise InputError(
-                f"samples {start}..{stop - 1} of {type(self.dataset).__name__} do not stack into a batch ({error}): "
-                "items must be tensors, or tuples or dicts of them, of the same shapes; item= picks a part of an item"
-            ) from error
-
-
-def _leaves(tensors: Any) -> Iterator[tuple[str, Any]]:
-    """(prefix, value) of a tensor, each element of a tuple or each entry of a dict."""
-    if isinstance(tensors, Mapping):
-        yield from ((f"{key}=", value) for key, value in tensors.items())
-    elif isinstance(tensors, tuple):
-        yield from ((f"{i}=", value) for i, value in enumerate(tensors))
-    else:
-        yield "", tensors
-
-
-def _map(tensors: Any, function: Callable[[Tensor], Tensor]) -> Batch:
-    """Apply ``function`` to the tensors; a mapping becomes a dict."""
-    if isinstance(tensors, Mapping):
-        return {key: function(v) if isinstance(v, Tensor) else v for key, v in tensors.items()}
-    if isinstance(tensors, tuple):
-        return tuple(function(v) if isinstance(v, Tensor) else v for v in tensors)
-    return function(tensors)
-
-
-def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
-    """A detached copy on ``device``, in ``dtype`` if it is floating-point."""
-    return tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
-
-
-def _stack_items(items: list, dim: int) -> Batch:
-    first = items[0]
-    if isinstance(first, Mapping):
-        return {key: _stack_items([i[key] for i in items], dim) for key in first}
-    if isinstance(first, (tuple, list)):
-        return tuple(_stack_items(list(part), dim) for part in zip(*items, strict=True))
-    return torch.stack([torch.as_tensor(i) for i in items], dim if torch.as_tensor(first).ndim else 0)
