@@ -14,11 +14,11 @@ from torch import Tensor
 BLOCK = 1 << 23  # elements of intermediate products held at once
 ONE_BY_ONE = 1 << 16  # elements of a sample from which a call for each costs less than temporaries of the batch
 RUN = 1 << 12  # elements that a norm in float32 adds up at once
-MEAN_ROWS = 16  # at least, of which the mean is taken that Gram matrices are centred by
 GRAM_STRIP = (
     64  # rows of a Gram matrix made at once on a CPU: what the BLAS' inner loops take on each side, or a multiple
 )
 CACHED = 1 << 19  # elements of gradients held at once on a CPU, so that they stay in the cache for their sums
+COPIED = 1 << 21  # elements centred at once on a CPU: near the cache, and enough for all cores
 
 
 def raised(t: Tensor) -> Tensor:
@@ -54,12 +54,13 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
     if rows == 1:
         return (raised(a).square().sum(-1) * raised(g).square().sum(-1)).double().sum((1, 2))
     direct, gram = rows * inputs * outputs, rows * rows * (inputs + outputs)
-    copied = 0 if a.dtype == g.dtype == raised(g).dtype else groups * rows * (inputs + outputs)  # by raising them
+    copied = groups * rows * (inputs + outputs)  # by centring or raising them
     if gram < direct:
-        ranges = chunks(count, max(2 * groups * rows * rows, copied))
+        ranges = chunks(count, max(2 * groups * rows * rows, copied), COPIED if a.device.type == "cpu" else None)
         parts = [_gram(raised(a[lo:hi]), raised(g[lo:hi])) for lo, hi in ranges]
     else:
         large, small = (g, a) if outputs >= inputs else (a, g)  # the BLAS prefers the longer side as rows
+        copied = 0 if a.dtype == g.dtype == raised(g).dtype else copied
         ranges = chunks(count, max(groups * inputs * outputs, copied), CACHED if a.device.type == "cpu" else None)
         parts = [square_sum(raised(large[lo:hi]).mT @ raised(small[lo:hi])) for lo, hi in ranges]
     return torch.cat(parts)
@@ -68,31 +69,36 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
 def _gram(a: Tensor, g: Tensor) -> Tensor:
     """<A A^T, G G^T> for each sample, summed over groups: the squared norm of G^T A without forming it.
 
-    The narrower side c is centred over the rows: M = sum_t o_t (c_t - m)^T + (sum_t o_t) m^T, exact for any m: the mean of
-    some rows will do. Activations after a ReLU have a large common part that M hardly sees and that the Gram matrices
-    would square.
+    Both sides are centred over the rows: M = sum_t g'_t a'_t^T + T mean(g) mean(a)^T. Rows that are nearly constant
+    (activations after a ReLU, blank images) have a common part that M hardly sees and that Gram matrices would square:
+    where the other side sums to zero, all but the noise would cancel.
     """
-    c, o = (a, g) if a.shape[-1] <= g.shape[-1] else (g, a)
-    count, groups, rows, width = c.shape
-    mean = c[:, :, :: max(1, rows // MEAN_ROWS)].mean(2, keepdim=True)
-    both = c.new_empty(count, groups, rows + 1, width)  # m and the centred rows
-    both[:, :, :1] = mean
-    c = torch.sub(c.detach(), mean.detach(), out=both[:, :, 1:])
-    along = c.new_zeros(count, groups, rows)  # o_t . sum of o
-    inner = torch.zeros(count, dtype=torch.float64, device=c.device)
-    with_mean = along  # c_t . m, from the first strip
-    for lo, hi in gram_strips(c):  # both matrices are symmetric: a strip from its diagonal block down
-        other = o[:, :, lo:] @ o[:, :, lo:hi].mT
-        product = c[:, :, lo:] @ both[:, :, lo + (lo > 0) : hi + 1].mT
+    count, groups, rows = a.shape[:3]
+    a, g = _centred(a), _centred(g)
+    inner = torch.zeros(count, dtype=torch.float64, device=a.device)
+    with_means = a.new_zeros(())  # (a'_t . mean a) (g'_t . mean g), from the first strip
+    for lo, hi in gram_strips(a[:, :, 1:]):  # both matrices are symmetric: a strip from its diagonal block down
+        product, other = (t[:, :, 1 + lo :] @ t[:, :, lo + (lo > 0) : hi + 1].mT for t in (a, g))
+        product.mul_(other)
         if lo == 0:
-            with_mean, product = product[..., 0], product[..., 1:]
-        along[:, :, lo:] += other.sum(-1)
-        along[:, :, lo:hi] += other[:, :, hi - lo :].sum(-2)
-        sums = product.mul_(other).sum((1, 3), dtype=torch.float64)  # of each row
+            with_means, product = product[..., 0], product[..., 1:]
+        sums = product.sum((1, 3), dtype=torch.float64)  # of each row
         inner += sums[:, : hi - lo].sum(1) + 2 * sums[:, hi - lo :].sum(1)
-    cross = (along * with_mean).flatten(1).sum(1, dtype=torch.float64)
-    common = (along.sum(-1, dtype=torch.float64) * mean.double().square().sum((2, 3))).sum(1)
-    return inner + 2 * cross + common
+    cross = with_means.flatten(1).sum(1, dtype=torch.float64)
+    mean_a, mean_g = (t[:, :, 0].double().square().sum(2) for t in (a, g))
+    return inner + 2 * rows * cross + rows**2 * (mean_a * mean_g).sum(1)
+
+
+def _centred(t: Tensor) -> Tensor:
+    """[B, groups, rows, C] -> [B, groups, 1 + rows, C]: the mean over rows, and the rows less it."""
+    count, groups, rows, width = t.shape
+    if t.stride(2) == 1 < t.stride(3):  # the order in memory is kept
+        both = t.new_empty(count, groups, width, rows + 1).mT
+    else:
+        both = t.new_empty(count, groups, rows + 1, width)
+    mean = torch.mean(t.detach(), 2, keepdim=True, out=both[:, :, :1])
+    torch.sub(t.detach(), mean, out=both[:, :, 1:])
+    return both
 
 
 def gram_strips(t: Tensor) -> list[tuple[int, int]]:

@@ -127,6 +127,54 @@ def test_conv_channels_last(name: str, dtype: torch.dtype) -> None:
     both("conv_sq_norms", x, g, *rest, dtype=dtype)
 
 
+NEARLY_CONSTANT = [(torch.float64, 1e-5, 1e-10), (torch.float32, 1e-3, 1e-4)]  # noise, relative error
+
+
+def nearly_constant(shape: tuple[int, ...], noise: float) -> Tensor:
+    """The same numbers at all places of the last axis, but for noise."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    one, rest = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((*shape[:-1], 1), shape))
+    return one + noise * rest
+
+
+def sums_to_zero(shape: tuple[int, ...]) -> Tensor:
+    """Over the last axis."""
+    t = draw(*shape, dtype=torch.float64, seed=1)
+    return t - t.mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(("dtype", "noise", "error"), NEARLY_CONSTANT)
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(6, 64, 64), (6, 96, 64), (6, 64, 96), (128, 300, 280)])
+def test_linear_of_nearly_constant_rows(
+    rows: int, inputs: int, outputs: int, swapped: bool, dtype: torch.dtype, noise: float, error: float
+) -> None:
+    """The common part of rows cancels where the other side sums to zero: the shapes are such that take Gram matrices."""
+    a = nearly_constant((2, 2, inputs, rows), noise).mT.to(dtype)
+    g = sums_to_zero((2, 2, outputs, rows)).mT.to(dtype)
+    a, g = (g, a) if swapped else (a, g)
+    for given in ((a, g), (a.contiguous(), g.contiguous())):
+        got, want = (ops.get("linear_sq_norms", backend)(*given) for backend in ("torch", "reference"))
+        assert float((got / want - 1).abs().max()) <= error
+
+
+@pytest.mark.parametrize(("dtype", "noise", "error"), NEARLY_CONSTANT)
+@pytest.mark.parametrize(("channels", "outputs"), [(64, 80), (80, 64)])
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (3, 2)])
+def test_conv_of_nearly_constant_images(
+    kernel: int, stride: int, channels: int, outputs: int, dtype: torch.dtype, noise: float, error: float
+) -> None:
+    size, side = 5, (5 - kernel) // stride + 1
+    x = nearly_constant((3, channels, size * size), noise).view(3, channels, size, size).to(dtype)
+    g = sums_to_zero((3, outputs, side * side)).view(3, outputs, side, side).to(dtype)
+    weight = draw(outputs, channels, kernel, kernel, dtype=dtype)
+    assert torch_conv.gram_pays(x, g, weight.shape, [0, 0])
+    options = ([stride] * 2, [0, 0], [1, 1], False, [0, 0], 1)
+    got = ops.get("conv_sq_norms", "torch")(x[:, None], g[:, None], weight, *options)
+    want = ops.get("conv_sq_norms", "reference")(x[:, None].double(), g[:, None].double(), weight.double(), *options)
+    assert float((got / want - 1).abs().max()) <= error
+
+
 @pytest.mark.parametrize("name", ["depthwise", "depthwise_5_strided", "1d_depthwise"])
 def test_depthwise_forms_agree(name: str) -> None:
     """The form for GPUs is plain torch too: hold it to the one for CPUs."""
