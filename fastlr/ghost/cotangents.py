@@ -49,13 +49,18 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     """
     if v.shape != output.shape:
         raise InputError(f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}")
-    v = v.detach().to(output.device, torch.float64)
-    refuse_where(~v.isfinite(), lambda: NonFiniteError("the cotangent has values that are not finite"))
-    rows = v.movedim(out_dim, 0).flatten(1) if v.ndim > 1 else v[:, None]
-    exponent = torch.frexp(rows.abs().amax(1)).exponent
-    shape = [1] * v.ndim
-    shape[out_dim] = len(rows)
-    return torch.ldexp(v, -exponent.view(shape)).to(output.dtype), _squared(exponent)
+    small = v.is_floating_point() and v.dtype != torch.float64  # float32 holds these values, and twice 2^75 scales any
+    v = v.detach().to(output.device, torch.float32 if small else torch.float64)
+    others = [axis for axis in range(v.ndim) if axis != out_dim % v.ndim]
+    largest = torch.maximum(v.amax(others, True), -v.amin(others, True)) if others else v.abs()
+    refuse_where(~largest.isfinite(), lambda: NonFiniteError("the cotangent has values that are not finite"))
+    exponent = torch.frexp(largest).exponent
+    if small:
+        half, one = exponent // 2, torch.ones_like(largest)
+        unit = (v * torch.ldexp(one, half - exponent)).mul_(torch.ldexp(one, -half))
+    else:
+        unit = torch.ldexp(v, -exponent)
+    return unit.to(output.dtype), _squared(exponent.flatten())
 
 
 def _squared(exponent: Tensor) -> Tensor:

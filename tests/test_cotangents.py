@@ -1,0 +1,47 @@
+"""Cotangents of any size are brought to unit size without losing a bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastlr.errors import NonFiniteError
+from fastlr.ghost.cotangents import scaled
+
+SIZES = [0.0, 1e-45, 3e-42, 1e-38, 1e-30, 1.0, 7.5, 3e38]
+
+
+def by_definition(v, out_dim):
+    """(v over the power of two at or above its largest element, that power squared), in float64."""
+    wide = v.double().movedim(out_dim, 0)
+    power = torch.ones(len(wide), dtype=torch.float64)
+    for i, row in enumerate(wide):
+        largest = row.abs().max().item()
+        while largest > 0 and not 0.5 <= largest / power[i].item() < 1:
+            power[i] *= 2 if largest >= power[i].item() else 0.5
+    unit = wide / power.view(-1, *[1] * (v.ndim - 1))
+    return unit.movedim(0, out_dim), power.square()
+
+
+@pytest.mark.parametrize("shape, out_dim", [((8,), 0), ((8, 5), 0), ((3, 8, 5), 1), ((3, 5, 8), -1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", [None, torch.float64])
+def test_samples_are_scaled_to_unit_size(shape, out_dim, dtype, given):
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
+    sizes = torch.tensor(SIZES, dtype=torch.float64)
+    axis = [1] * len(shape)
+    axis[out_dim] = len(sizes)
+    v = (signs * sizes.view(axis)).to(given or dtype)
+    unit, squares = scaled(v, torch.empty(shape, dtype=dtype), out_dim)
+    want, power = by_definition(v, out_dim)
+    assert unit.dtype == dtype and squares.dtype == torch.float64 and squares.shape == (len(SIZES),)
+    assert torch.equal(unit, want.to(dtype)) and torch.equal(squares, power)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_value_that_is_not_finite_is_refused(bad):
+    v = torch.ones(4, 3, 2)
+    v[2, 1, 0] = bad
+    with pytest.raises(NonFiniteError, match="cotangent"):
+        scaled(v, torch.ones(4, 3, 2), 0)
