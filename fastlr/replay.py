@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlr.checks import gathered
-from fastlr.ghost import adapt
+from fastlr.ghost import adapt, program
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.execute import Rerouted
 from fastlr.ghost.verify import same_output
@@ -79,19 +79,12 @@ def fingerprint(model: nn.Module) -> tuple:
     """Everything about a model that a captured graph has taken for granted, but for the values of its tensors."""
     modules = []
     for module in model.modules():
-        plain = tuple((k, v) for k, v in vars(module).items() if _plain(v))
-        hooks = (len(module._forward_hooks), len(module._forward_pre_hooks))
         forward = getattr(module.forward, "__func__", module.forward)
-        modules.append((id(module), id(forward), hooks, repr(plain)))
+        modules.append((id(module), id(forward)))
     tensors = [(n, p.data_ptr(), p.dtype, p.requires_grad) for n, p in model.named_parameters()]
     tensors += [(n, b.data_ptr(), b.dtype, False) for n, b in model.named_buffers()]
-    return tuple(modules), tuple(tensors)
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_plain, value))
-    return isinstance(value, (bool, int, float, str, type(None)))
+    hooks = tuple((*whose, len(handles)) for *whose, handles in program.hooks(model))  # put on anew they may be the same
+    return tuple(modules), tuple(tensors), program.attributes(model), hooks
 
 
 class Replay:

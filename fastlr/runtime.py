@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fastlr.errors import InputError
-from fastlr.ghost.adapt import quiet_rng
+from fastlr.ghost.adapt import buffers_kept, quiet_rng
 
 Report = Callable[[int, int, float, float], Any]
 
@@ -30,23 +30,20 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     modules = list(model.modules())
     flags = [module.training for module in modules]
-    buffers = [
-        (m, k, b, _version(b), b.detach().clone()) for m in modules for k, b in m._buffers.items() if b is not None
-    ]
     try:
-        with torch.inference_mode(False), torch.enable_grad(), quiet_rng(device), _repeatable(modules, device):
+        with (
+            buffers_kept(modules),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            quiet_rng(device),
+            _repeatable(modules, device),
+        ):
             for module in modules:
                 module.training = False
             yield
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
-        for module, name, buffer, seen, copy in buffers:
-            if _version(buffer) != seen:
-                with torch.no_grad():
-                    buffer.copy_(copy)
-            if module._buffers.get(name) is not buffer:
-                module._buffers[name] = buffer
 
 
 @contextmanager
@@ -66,10 +63,6 @@ def _repeatable(modules: list[nn.Module], device: torch.device) -> Iterator[None
         yield
     finally:
         cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before
-
-
-def _version(t: Tensor) -> int:
-    return -1 if t.is_inference() else t._version
 
 
 def move_samples(t: Any, in_dim: int, size: int) -> Any:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.ghost.program import is_plain, version
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 _OUTPUT_FIELDS = ("logits", "prediction_outputs")
@@ -74,6 +75,21 @@ def as_inputs(x: Any) -> Any:
         return tree_map(clean, x)
 
 
+def plain_leaves(x: Any) -> tuple:
+    """The inputs that are no tensors but numbers or strings: a forward pass may branch on them."""
+    return tuple(leaf for leaf in tree_flatten(x)[0] if is_plain(leaf))
+
+
+def versions(x: Any) -> list[int]:
+    """How often each tensor among the inputs has been written to."""
+    return [version(leaf) for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor)]
+
+
+def copied(x: Any) -> Any:
+    """The inputs with copies of their tensors, for a model that writes to them."""
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, x)
+
+
 def call(model: Callable, x: Any) -> Any:
     """Call the model with a tensor, a tuple (positional) or a dict (keywords)."""
     args, kwargs = _arguments(x)
@@ -81,8 +97,19 @@ def call(model: Callable, x: Any) -> Any:
 
 
 def call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
-    """Call the model with other parameters and buffers, tied ones together."""
-    return functional_call(model, dict(tensors), *_arguments(x), tie_weights=True)
+    """Call the model with other parameters and buffers, wherever it holds them.
+
+    Each module is named once: of two names of one module, torch would put back the tensors of this call, not the model's.
+    """
+    held = {id(t): tensors[n] for n, t in (*model.named_parameters(), *model.named_buffers()) if n in tensors}
+    places = {
+        f"{prefix}.{key}" if prefix else key: held[id(tensor)]
+        for prefix, module in model.named_modules()
+        for own in (module._parameters, module._buffers)
+        for key, tensor in own.items()
+        if tensor is not None and id(tensor) in held
+    }
+    return functional_call(model, places, *_arguments(x), tie_weights=False)
 
 
 def _arguments(x: Any) -> tuple[tuple, dict]:
@@ -241,6 +268,31 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return x
     return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
+
+
+@contextmanager
+def buffers_kept(modules: Sequence[nn.Module], *, unseen: bool = False) -> Iterator[list[str]]:
+    """Put back what is written into buffers or comes in their place; the list yielded then has their names.
+
+    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. ``unseen``: also what leaves no
+    trace, as batch norm's running statistics in train mode do.
+    """
+    own: list[dict[str, Any]] = [m._buffers for m in modules]
+    own += [m._parameters for m in modules if getattr(m, "max_norm", None) is not None]
+    held = [(d, k, t, version(t), t.detach().clone()) for d in own for k, t in d.items() if t is not None]
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        for place, name, tensor, seen, copy in held:
+            replaced = place.get(name) is not tensor
+            if replaced or version(tensor) != seen:
+                changed.append(name)
+            if unseen or version(tensor) != seen:
+                with torch.no_grad():
+                    tensor.copy_(copy)
+            if replaced:
+                place[name] = tensor
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from fastlr.checks import refuse_where
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
-from fastlr.ghost import adapt
+from fastlr.ghost import adapt, program
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.execute import Rerouted, sq_norms
 from fastlr.ghost.fallback import by_loop
@@ -61,6 +62,8 @@ class Engine(Planner):
         super().__init__(adapt.unwrap(model), output, in_dim, out_dim)
         self._warned: set[str] = set()
         self._single: set[tuple] = set()  # shapes of inputs that are one sample
+        self._writes_inputs: bool | None = None  # None: not known yet
+        self._writes_buffers: bool | None = None
         self._plan: Plan | None = None
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
@@ -99,7 +102,7 @@ class Engine(Planner):
             except (InputError, NonFiniteError):
                 raise
             except Exception as error:
-                if not self.folding.active or out_of_memory(error):
+                if not (self.folding.active or self.folding.seen) or out_of_memory(error):
                     raise
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             if self.folding.replaced:
@@ -118,6 +121,7 @@ class Engine(Planner):
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+        self._given = program.attributes(self.model), adapt.plain_leaves(x)
         sizes = self._slice_key(x, 1)
         with unfolded() if sizes in self._single else nullcontext():
             z = self._forward(x)
@@ -147,6 +151,8 @@ class Engine(Planner):
         self._last = self._flags()
         key, state = self._state(graph, x, z, count)
         layouts = state.layouts.get(key)
+        if layouts is None and count > 1:  # do samples interact that did not at other sizes?
+            self._batch(x, z, count)
         spot = None
         if count > 1 and (layouts is None or state.data_dependent):
             first = layouts is None
@@ -207,7 +213,12 @@ class Engine(Planner):
 
     def _forward(self, x: Any) -> Tensor:
         named = dict(self.model.named_parameters())
-        return self.folding.run(named, lambda: adapt.forward(self.model, x, self.output))
+        given = adapt.copied(x) if self._writes_inputs is not False else x
+        before = adapt.versions(given)
+        z = self.folding.run(named, lambda: adapt.forward(self.model, given, self.output))
+        if self._writes_inputs is None:
+            self._writes_inputs = adapt.versions(given) != before
+        return z
 
     def _pass(
         self,
@@ -320,22 +331,24 @@ class Engine(Planner):
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Put back what a forward pass in train mode writes into buffers (batch norm's running statistics)."""
-        model = self.model
-        saved = [(b, b.detach().clone()) for b in model.buffers()] if any(m.training for m in model.modules()) else []
-        try:
+        """Put back what forward passes write into buffers: counters, batch norm's running statistics in train mode."""
+        modules = list(self.model.modules())
+        training = any(m.training for m in modules)
+        if not training and self._writes_buffers is False:
             yield
-        finally:
-            with torch.no_grad():
-                for buffer, old in saved:
-                    buffer.copy_(old)
+            return
+        with adapt.buffers_kept(modules, unseen=training) as changed:
+            yield
+        if not training:
+            self._writes_buffers = bool(changed)
 
 
 def _finite(z: Tensor) -> Tensor:
     """The output without its graph, refused if it is not finite; minus infinity is a logit that classes may have."""
     output = z.detach()
-    refuse_where(
-        output.isnan() | output.isposinf(),
-        lambda: NonFiniteError("the model's output has infinite values or values that are not a number"),
-    )
+    if output.numel():
+        refuse_where(
+            ~(output.amax() < math.inf),  # nor is that so of what is not a number
+            lambda: NonFiniteError("the model's output has infinite values or values that are not a number"),
+        )
     return output

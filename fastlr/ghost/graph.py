@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ DATA_DEPENDENT = frozenset(
     ).split()
     for i in range(3)
 )
+
+# The last two inputs are factors: what has no gradient on the left, or beside a transposed one, may mix the samples' rows.
+_PRODUCTS = frozenset(f"{name}Backward0" for name in "Mm Addmm Bmm Baddbmm Addbmm Mv Addmv SparseAddmm".split())
+_PICKS = frozenset(("EmbeddingBackward0", "EmbeddingBagBackward0", "SegmentReduceBackward0", "UnsafeSegmentReduceBackward0"))
+_SHOWN = ("start", "end", "step", "index", "dim", "dims", "shifts", "split_size", "split_sizes", "dim0", "dim1")
 
 NEITHER, PARAMETER, SAMPLE = range(3)
 
@@ -96,6 +102,23 @@ class Graph:
         return max(found, key=lambda d: torch.finfo(d).eps, default=torch.float64)
 
     @property
+    def mixes_by_data(self) -> bool:
+        """Whether a product with something that is not learnt may send rows from sample to sample (one-hot pooling)."""
+        return any(self.side[i] == SAMPLE and self._mixes(i) for i in range(len(self.nodes)))
+
+    def _mixes(self, i: int) -> bool:
+        name = self.names[i]
+        below = [c if c >= 0 and self.side[c] != NEITHER else None for c, _ in self.children[i]]
+        if name in _PICKS:
+            return below[0] is not None and self.side[below[0]] == SAMPLE
+        if name not in _PRODUCTS or len(below) < 2:
+            return False
+        left, right = below[-2:]
+        if left is None:
+            return right is not None and self.side[right] == SAMPLE
+        return right is None and self.names[left] in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
+
+    @property
     def data_dependent(self) -> bool:
         """Whether a sample-side node picks or moves rows by data."""
         return any(
@@ -103,13 +126,21 @@ class Graph:
         )
 
     def signature(self) -> tuple:
-        """Structure of the graph: kinds, edges, parameters, train flags of batch norms. Shapes are not in it."""
-        flags = tuple(
-            getattr(n, "_saved_training", None)
-            for n, name in zip(self.nodes, self.names, strict=True)
-            if "BatchNorm" in name
-        )
-        return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), flags
+        """Structure of the graph: kinds, edges, parameters, train flags of batch norms, and what views of parameters show.
+
+        Shapes are not in it.
+        """
+        details: list[Any] = []
+        shown = set(self.parameters)  # parameters and views of them
+        for i, (node, name) in enumerate(zip(self.nodes, self.names, strict=True)):
+            if "BatchNorm" in name:
+                details.append(getattr(node, "_saved_training", None))
+            elif name == "RollBackward0":
+                details.append((node._saved_shifts, node._saved_dims))
+            if name in VIEWS and self.children[i] and self.children[i][0][0] in shown:
+                shown.add(i)
+                details += [getattr(node, f"_saved_{what}", None) for what in _SHOWN]
+        return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), tuple(details)
 
     def classify(self, decide: Callable[[int, tuple], bool | None]) -> None:
         """Decide the side of each node, bottom up.

@@ -126,7 +126,7 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, factors: Tensor, tol
     spread = factors.sort().values
     if len(spread) > 1 and float((spread[1:] / spread[:-1]).min()) < 1 + 2.5 * tolerance:
         return None  # too many samples to tell them apart at this precision
-    ratio = torch.where(alive, marked / plain.clamp_min(torch.finfo(torch.float64).tiny), factors[0])
+    ratio = torch.where(plain > 0, marked / plain.clamp_min(torch.finfo(torch.float64).tiny), factors[0])
     order = torch.argsort(factors)
     nearest = torch.searchsorted(torch.log2(factors[order]), torch.log2(ratio).contiguous()).clamp_max(len(factors) - 1)
     below = (nearest - 1).clamp_min(0)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, InteractionError, ModelError
-from fastlr.ghost import adapt
+from fastlr.ghost import adapt, program
 from fastlr.ghost.execute import Structure
 from fastlr.ghost.fuse import Folding
 from fastlr.ghost.graph import Graph
-from fastlr.ghost.layout import Layout
+from fastlr.ghost.layout import Layout, Ragged
 from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.proof import SAMPLES, Prover, generic_cotangent
 from fastlr.ghost.verify import far, sample_axes
@@ -57,6 +57,7 @@ class Planner:
         self._states: dict[tuple, State] = {}
         self._slices: dict[tuple, list[int]] = {}
         self._last: tuple | None = None
+        self._given: tuple = ()  # what a forward pass may branch on, beside tensors
 
     @property
     def model(self) -> nn.Module:
@@ -82,17 +83,21 @@ class Planner:
             tuple(m.training for m in model.modules()),
             tuple((n, p.dtype) for n, p in self.parameters.items()),
             torch.is_autocast_enabled(next(iter(self.parameters.values())).device.type),
+            program.hooks(model),
         )
 
     def _state(self, graph: Graph, x: Any, z: Tensor, count: int) -> tuple[tuple, State]:
         """Find or make the plan for this structure; prove what is not proven yet."""
         signature = (self._last, graph.signature())
         state = self._states.get(signature)
-        sizes = (count, tuple(graph.sizes(i) for i in range(len(graph.nodes))))
+        sizes = (count, tuple(graph.sizes(i) for i in range(len(graph.nodes))), self._given)
         if state is not None and (sizes in state.layouts or self._known(graph, state)):
             graph.side, graph.keys = state.side, state.keys
             return sizes, state
         assert self._last is not None
+        if len(self._ledgers) > 64 and self._last not in self._ledgers:  # hooks that come and go at every call
+            self._ledgers.clear()
+            self._states.clear()
         ledger = self._ledgers.setdefault(self._last, Ledger())
         unproven = self._unproven(graph, ledger)
         absent = frozenset(self.parameters) - frozenset(graph.parameters.values())
@@ -117,7 +122,8 @@ class Planner:
                     continue  # one sample needs no rule; its graph may look like that of no larger batch
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason="its use was in no proof")
         structure = Structure.of(graph)
-        state = State(graph.side, graph.keys, structure, frozenset(unproven), graph.data_dependent, graph.signature())
+        by_data = graph.data_dependent or graph.mixes_by_data
+        state = State(graph.side, graph.keys, structure, frozenset(unproven), by_data, graph.signature())
         if len(self._states) > 64:
             self._states.clear()
         self._states[signature] = state
@@ -149,14 +155,15 @@ class Planner:
         ]
 
     def _slice_key(self, x: Any, count: int) -> tuple:
-        return (count, tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in adapt.tree_flatten(x)[0]))
+        shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in adapt.tree_flatten(x)[0])
+        return count, shapes, self._given
 
     def _batch(self, x: Any, z: Tensor, count: int) -> adapt.Batch:
         """Find the batched inputs: three samples alone must give what they gave in the batch."""
         known = self._slices.get(self._slice_key(x, count))
         batch = adapt.Batch(x, count, self.in_dim, known)
-        if count > SAMPLES and known is None:
-            picked = [0, count // 2, count - 1]
+        if known is None and (count > SAMPLES or (count > 1 and len(batch.batched) > 1)):
+            picked = [0, count // 2, count - 1] if count > SAMPLES else list(range(count - 1))
             want = z.detach().index_select(self.out_dim, torch.tensor(picked, device=z.device))
             close = 1e-6 if z.dtype == torch.float64 else 1e-2 if z.dtype == torch.float32 else 0.2
             options = [batch.batched] + [[i for i in batch.batched if i != drop] for drop in batch.batched]
@@ -166,8 +173,8 @@ class Planner:
                     continue
                 trial = adapt.Batch(x, count, self.in_dim, option)
                 try:
-                    with torch.no_grad():
-                        got = adapt.select_output(adapt.call(self.model, trial.pick(picked)), self.output)
+                    with torch.enable_grad():  # which models that differentiate in their forward pass need
+                        got = adapt.select_output(adapt.call(self.model, trial.pick(picked)), self.output).detach()
                 except (RuntimeError, ValueError, IndexError) as error:
                     failures.append(str(error).splitlines()[0])
                     continue
@@ -175,16 +182,18 @@ class Planner:
                     batch = trial
                     break
             else:
-                if len(failures) == len([o for o in options if o]):
+                if count <= SAMPLES:  # the proof, on copies of them, will tell
+                    options = []
+                elif len(failures) == len([o for o in options if o]):
                     raise InputError(
                         f"the model fails on three of the {count} samples ({failures[0]}); check in_dim={self.in_dim}, or pass "
                         "inputs whose every batched tensor has the samples along it"
                     )
-                # three samples alone give something else: find out exactly, on the copy, who is to blame
-                chosen = adapt.Batch(batch.pick(picked), SAMPLES, self.in_dim, batch.batched)
-                prover = Prover(self.model, self.parameters, self.output, self.out_dim)
-                prover.prove(chosen.distinct(SAMPLES, torch.Generator().manual_seed(5)), Ledger())
-                if z.dtype in (torch.float32, torch.float64):
+                if options:  # three samples alone give something else: find out exactly, on the copy, who is to blame
+                    chosen = adapt.Batch(batch.pick(picked), SAMPLES, self.in_dim, batch.batched)
+                    prover = Prover(self.model, self.parameters, self.output, self.out_dim)
+                    prover.prove(chosen.distinct(SAMPLES, torch.Generator().manual_seed(5)), Ledger())
+                if options and z.dtype in (torch.float32, torch.float64):
                     raise InteractionError(
                         f"three samples alone give another output than within the batch of {count}: samples interact, or "
                         f"an input is shared that in_dim={self.in_dim} makes look batched. Make the forward pass work on "
@@ -200,7 +209,11 @@ class Planner:
         for use in (u for node in lost for u in structure.by_node[node]):
             for name in (graph.parameters[p] for p in graph.parameters_below(use.child)):
                 old = ledger.parameters.get(name)
+                if old is not None and old.route == "loop":
+                    continue
                 kinds = old.kinds if old else ()
                 reason = f"its sample axis was not found in a batch of {z.shape[self.out_dim]}"
                 ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
+        if any(isinstance(layout, Ragged) for layout in layouts.values()):
+            state.data_dependent = True  # the order of the rows may be another in the next batch of these shapes
         return layouts

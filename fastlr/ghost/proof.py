@@ -43,6 +43,10 @@ def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
 
 
+class _NoStructure(Exception):
+    """The graph is another for another number of samples (a loop over them): there is no rule to be had from it."""
+
+
 class Prover:
     """Proves the uses of a model on three samples; `prove` adds what it finds to a ledger."""
 
@@ -126,7 +130,17 @@ class Prover:
         originals = {id(p) for p in self.parameters.values()}
         if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
             raise TypeError("the forward pass uses parameters held outside the module, which a copy does not replace")
-        self._sides(subject, batch, z, graph, ledger)
+        try:
+            self._sides(subject, batch, z, graph, ledger)
+        except _NoStructure as error:
+            if self.folding is not None and self.folding.active:
+                raise FoldRefuted([], str(error)) from error
+            self._absent(subject, batch, z, graph, ledger)
+            v = generic_cotangent(z)
+            self._linear(subject, batch, z, v, self._truth(subject, batch, z, v))
+            self._all_by_loop(ledger, str(error))
+            ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
+            return True
         self._absent(subject, batch, z, graph, ledger)
         structure = Structure.of(graph)
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
@@ -202,7 +216,7 @@ class Prover:
         self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
         twice = walk(z6, subject.parameters)
         if graph.names != twice.names or graph.children != twice.children:
-            raise ValueError("the graph of a batch of 6 has another structure than that of 3")
+            raise _NoStructure("the graph of a batch of 6 has another structure than that of 3")
 
         def decide(i: int, key: tuple) -> bool:
             same = graph.sizes(i) == twice.sizes(i)
@@ -306,6 +320,10 @@ class Prover:
             got = run()
             bad = wrong(got)
             lost = {name: f"no route but the loop is right (off by {gap:.1e})" for name, gap in bad.items()}
+        for use in structure.uses:
+            if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):  # no sample's of its own in a batch
+                names = (graph.parameters[p] for p in graph.parameters_below(use.child))
+                lost |= dict.fromkeys(names, "scale_grad_by_freq counts the ids of the whole batch")
         for use in structure.uses:
             found = {o: alternatives.get((use.node, o), []) for o in range(graph.outputs(use.node))}
             route = routes.get(use.key, "rule")

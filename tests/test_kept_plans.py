@@ -1,0 +1,339 @@
+"""What was found for one batch is kept for the next only where it holds for that too; the model stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastlr
+from fastlr.ghost import program
+
+norms = fastlr.per_sample_grad_sq_norms
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def truth(model, xs, v):
+    """One forward and backward pass for each sample alone."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = []
+    for j in range(len(v)):
+        own = [t[j : j + 1].clone() if torch.is_tensor(t) else t for t in xs]
+        grads = torch.autograd.grad(model(*own), parameters, v[j : j + 1], allow_unused=True)
+        found.append(sum(g.square().sum() for g in grads if g is not None))
+    return torch.stack(found)
+
+
+def right(model, xs, v):
+    want = truth(model, xs, v)
+    given = tuple(t.clone() if torch.is_tensor(t) else t for t in xs)
+    torch.testing.assert_close(norms(model, given, v), want, rtol=1e-11, atol=0)
+
+
+class Net(nn.Module):
+    """A linear layer, used as ``how(layer, *inputs)`` says."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(5, 4)
+        self.eval()
+
+    def forward(self, *xs):
+        return self.how(self, self.layer, *xs)
+
+
+# -- rows of samples in another order ----------------------------------------------------------------------------------
+
+
+def owners(mask):
+    return mask.nonzero()[:, 0]
+
+
+def pooled_by_product(_, layer, x, mask):
+    return F.one_hot(owners(mask), len(x)).T.to(x) @ layer(x[mask]).tanh()
+
+
+def pooled_transposed(_, layer, x, mask):
+    return (layer(x[mask]).tanh().T @ F.one_hot(owners(mask), len(x)).to(x)).T
+
+
+def pooled_sparse(_, layer, x, mask):
+    return torch.sparse.mm(F.one_hot(owners(mask), len(x)).T.to(x).to_sparse(), layer(x[mask]).tanh())
+
+
+def pooled_by_segment(_, layer, x, mask):
+    return torch.segment_reduce(layer(x[mask]).tanh(), "sum", lengths=mask.sum(1), axis=0)
+
+
+def mask_of(lengths):
+    return torch.arange(6)[None] < torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.parametrize("how", [pooled_by_product, pooled_transposed, pooled_sparse, pooled_by_segment])
+@pytest.mark.parametrize("first", [[2, 3, 1, 4], [3, 3, 3, 1], [1, 4, 3, 2]])
+def test_rows_that_are_pooled(how, first):
+    model = Net(how)
+    for lengths in (first, [4, 1, 3, 2], [1, 1, 4, 4]):
+        right(model, (torch.randn(4, 6, 5), mask_of(lengths)), torch.randn(4, 4))
+
+
+def permuted_by_product(_, layer, x):
+    order = F.one_hot(x[:, 0].argsort(), len(x)).to(x)
+    return order.T @ layer(order @ x).tanh()
+
+
+def looked_up(_, layer, x):
+    order = x[:, 0].argsort()
+    return F.embedding(order.argsort(), layer(x[order]).tanh())
+
+
+@pytest.mark.parametrize("how", [permuted_by_product, looked_up])
+@pytest.mark.parametrize("in_order_first", [False, True])
+def test_rows_that_are_permuted(how, in_order_first):
+    model = Net(how)
+    for call in range(3):
+        x = torch.randn(6, 5)
+        if in_order_first and not call:
+            x[:, 0] = torch.arange(6)
+        right(model, (x,), torch.randn(6, 4))
+
+
+def test_rows_that_are_rolled():
+    model = Net(lambda _, layer, x, shift: layer(x.roll(shift, 0)).tanh().roll(-shift, 0))
+    for shift in (0, 1, 3):
+        x, v = torch.randn(4, 5), torch.randn(4, 4)
+        torch.testing.assert_close(norms(model, (x, shift), v), truth(model, (x, 0), v), rtol=1e-11, atol=0)
+
+
+def test_chunks_of_an_estimate_whose_rows_are_permuted():
+    model, inputs = Net(permuted_by_product), fastlr.TensorInputs(torch.randn(48, 5))
+    whole, chunks = (fastlr.estimate(model, inputs, n=48, batch_size=size) for size in (48, 16))
+    torch.testing.assert_close(whole.per_sample, chunks.per_sample, rtol=1e-11, atol=0)
+
+
+def test_rows_of_a_tiny_gradient_belong_to_their_sample():
+    def sorted_cubes(_, layer, x):
+        order = x[:, 0].argsort()
+        rows = layer(x[order]) - layer.bias
+        return torch.zeros_like(rows).index_copy(0, order, rows) ** 3
+
+    x, v = torch.randn(6, 5), torch.randn(6, 4)
+    x[3] *= 1e-7
+    model = Net(sorted_cubes)
+    model.layer.bias.requires_grad_(False)
+    right(model, (x,), v)
+
+
+# -- other programs ----------------------------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Two slices of one table; whether they overlap is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.randn(20, 4)), nn.Linear(4, 4)
+        self.eval()
+
+    def forward(self, x, offset):
+        size = x.shape[1]
+        return (self.layer(x + self.table[:size]).tanh() + self.table[offset : offset + size]).flatten(1)
+
+
+def test_views_of_a_parameter_that_begin_to_overlap():
+    model = Positions()
+    for offset in (5, 2, 0, 10, 4):
+        right(model, (torch.randn(4, 5, 4), offset), torch.randn(4, 20))
+
+
+def centred(self, layer, x):
+    h = layer(x).tanh()
+    return h - h.detach().mean(0) if self.layer.center else h
+
+
+@pytest.mark.parametrize("batch", [4, 6])
+def test_samples_that_begin_to_interact_at_the_same_shapes(batch):
+    model = Net(centred)
+    model.layer.center = False
+    x, v = torch.randn(batch, 5), torch.randn(batch, 4)
+    right(model, (x,), v)
+    model.layer.center = True
+    with pytest.raises(fastlr.InteractionError):
+        norms(model, x, v)
+
+
+def test_samples_that_interact_in_larger_batches_only():
+    model = Net(lambda _, layer, x: layer(x).tanh() * (x[:, 0].argsort().argsort() < 8).to(x)[:, None])
+    right(model, (torch.randn(4, 5),), torch.randn(4, 4))
+    with pytest.raises(fastlr.InteractionError):
+        norms(model, torch.randn(32, 5), torch.randn(32, 4))
+
+
+def test_hooks_that_come_and_go():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    x, v = torch.randn(6, 5), torch.randn(6, 3)
+    right(model, (x,), v)
+    handle = model[0].weight.register_hook(lambda g: g * 2)
+    with pytest.warns(fastlr.FastlrWarning, match="loop over samples"):
+        right(model, (x,), v)
+    handle.remove()
+    right(model, (x,), v)
+    clip = model[0].register_forward_hook(lambda m, i, out: (out.register_hook(lambda g: g / g.norm()), None)[1])
+    with pytest.raises(fastlr.NonlinearBackwardError):
+        norms(model, x, v)
+    clip.remove()
+    right(model, (x,), v)
+    assert program.hooks(model) == ()
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("later", [False, True])
+def test_backward_hooks_of_what_would_be_folded(kind, where, later):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).eval()
+    x, v = torch.randn(4, 3, 4, 4), torch.randn(4, 16)
+    if later:
+        right(model, (x,), v)
+    getattr(model[where], kind)(lambda *_: None)
+    right(model, (x,), v)
+
+
+def test_ids_that_are_counted_over_the_batch():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(50, 4, scale_grad_by_freq=True)
+
+        def forward(self, ids):
+            return self.table(ids).sum(1)
+
+    model, ids = Bag().eval(), torch.arange(12).view(4, 3)
+    ids[3] = torch.tensor([0, 0, 1])
+    with pytest.warns(fastlr.FastlrWarning, match="scale_grad_by_freq"):
+        right(model, (ids,), torch.randn(4, 4))
+
+
+# -- what is not to change ---------------------------------------------------------------------------------------------
+
+
+def shared_twice():
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def aliased():
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    model.names = nn.ModuleList(model.children())
+    model.forward = lambda x: model[1](model[0](x))
+    return model
+
+
+@pytest.mark.parametrize("build", [shared_twice, aliased])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_module_with_two_names_keeps_its_tensors(build, dtype):
+    model = build().to(dtype).eval()
+
+    def tensors():
+        both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        return {name: (t, t.clone()) for name, t in both}
+
+    before = tensors()
+    x, v = torch.randn(4, 5, dtype=dtype), torch.randn(4, 5, dtype=dtype)
+    want = truth(model, (x,), v)
+    for _ in range(2):
+        got = norms(model, x, v)
+        torch.testing.assert_close(got, want.double(), rtol=1e-10 if dtype == torch.float64 else 1e-4, atol=0)
+    after = tensors()
+    assert list(after) == list(before)
+    for name, (tensor, value) in before.items():
+        assert after[name][0] is tensor and torch.equal(tensor, value), name
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_inputs_that_the_model_writes_to(batch):
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(2, 2, 3), nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return self.norm(self.conv(x.mul_(2))).flatten(1)
+
+    model, x, v = Doubled().eval(), torch.randn(batch, 2, 5), torch.randn(batch, 6)
+    want, before = truth(model, (x,), v), x.clone()
+    for _ in range(2):
+        torch.testing.assert_close(norms(model, x, v), want, rtol=1e-11, atol=0)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_counters_of_forward_passes(replaced, train):
+    def counting(self, layer, x):
+        if replaced:
+            self.calls = self.calls + 1
+        else:
+            self.calls += 1
+        return layer(x)
+
+    model = Net(counting).train(train)
+    model.register_buffer("calls", torch.zeros(()))
+    buffer = model.calls
+    for _ in range(2):
+        norms(model, torch.randn(6, 5), torch.randn(6, 4))
+        assert model.calls is buffer and buffer.item() == 0
+
+
+def test_embeddings_that_are_shortened_as_they_are_read():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(9, 4, max_norm=0.5)
+
+        def forward(self, ids):
+            return self.table(ids).tanh().sum(1)
+
+    model, ids, v = Words().eval(), torch.randint(0, 9, (4, 3)), torch.randn(4, 4)
+    before = model.table.weight.detach().clone()
+    got = norms(model, ids, v)
+    assert torch.equal(model.table.weight, before)
+    torch.testing.assert_close(got, truth(model, (ids,), v), rtol=1e-11, atol=0)
+
+
+# -- models that have norms --------------------------------------------------------------------------------------------
+
+
+def test_a_loop_over_samples_within_the_model():
+    model = Net(lambda _, layer, x: torch.stack([layer(row).tanh() for row in x]))
+    with pytest.warns(fastlr.FastlrWarning, match="another structure"):
+        right(model, (torch.randn(6, 5),), torch.randn(6, 4))
+    right(model, (torch.randn(5, 5),), torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4, 7])
+def test_models_that_differentiate_in_their_forward_pass(batch):
+    def force(_, layer, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(layer(x).tanh().sum(), x, create_graph=True)[0]
+
+    right(Net(force), (torch.randn(batch, 5),), torch.randn(batch, 5))
+
+
+@pytest.mark.parametrize("batch, shared", [(2, 2), (3, 3), (4, 4), (4, 3)])
+def test_a_shared_input_as_long_as_the_batch(batch, shared):
+    model = Net(lambda _, layer, x, keys: layer(x) @ layer(keys).T)
+    x, keys, v = torch.randn(batch, 5), torch.randn(shared, 5), torch.randn(batch, shared)
+    parameters = list(model.parameters())
+    want = [
+        sum(g.square().sum() for g in torch.autograd.grad(model(x[j : j + 1], keys), parameters, v[j : j + 1]))
+        for j in range(batch)
+    ]
+    torch.testing.assert_close(norms(model, (x, keys), v), torch.stack(want), rtol=1e-11, atol=0)
