@@ -9,6 +9,7 @@ from torch import nn
 
 import fastlr
 from fastlr.ghost import program
+from fastlr.ghost.proof import Prover
 
 norms = fastlr.per_sample_grad_sq_norms
 
@@ -21,12 +22,12 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-def truth(model, xs, v):
-    """One forward and backward pass for each sample alone."""
+def truth(model, xs, v, shared=()):
+    """One forward and backward pass for each sample alone; ``shared``: which inputs have no samples."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     found = []
     for j in range(len(v)):
-        own = [t[j : j + 1].clone() if torch.is_tensor(t) else t for t in xs]
+        own = [t if not torch.is_tensor(t) else t.clone() if k in shared else t[j : j + 1].clone() for k, t in enumerate(xs)]
         grads = torch.autograd.grad(model(*own), parameters, v[j : j + 1], allow_unused=True)
         found.append(sum(g.square().sum() for g in grads if g is not None))
     return torch.stack(found)
@@ -331,9 +332,110 @@ def test_models_that_differentiate_in_their_forward_pass(batch):
 def test_a_shared_input_as_long_as_the_batch(batch, shared):
     model = Net(lambda _, layer, x, keys: layer(x) @ layer(keys).T)
     x, keys, v = torch.randn(batch, 5), torch.randn(shared, 5), torch.randn(batch, shared)
-    parameters = list(model.parameters())
-    want = [
-        sum(g.square().sum() for g in torch.autograd.grad(model(x[j : j + 1], keys), parameters, v[j : j + 1]))
-        for j in range(batch)
-    ]
-    torch.testing.assert_close(norms(model, (x, keys), v), torch.stack(want), rtol=1e-11, atol=0)
+    want = truth(model, (x, keys), v, shared=(1,))
+    torch.testing.assert_close(norms(model, (x, keys), v), want, rtol=1e-11, atol=0)
+
+
+# -- what need not be found again --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """Counts the proofs."""
+    made, prove = [], Prover.prove
+    monkeypatch.setattr(Prover, "prove", lambda self, *a, **k: (made.append(1), prove(self, *a, **k))[1])
+    return made
+
+
+def test_a_position_table_cut_to_many_lengths_is_proven_once(proofs):
+    class Cut(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.layer = nn.Parameter(torch.randn(90, 4)), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.layer((x + self.table[: x.shape[1]]).tanh()).sum(1)
+
+    model = Cut().eval()
+    for length in range(3, 80, 7):
+        right(model, (torch.randn(5, length, 4),), torch.randn(5, 3))
+    assert len(proofs) == 1
+
+
+def test_a_hook_put_on_at_every_call_is_proven_once(proofs):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    x, v = torch.randn(6, 5), torch.randn(6, 3)
+
+    def put_on(factor):
+        return model[0].register_forward_hook(lambda module, given, out: out * factor)
+
+    for factor in (1.0, 1.0, 1.0, 2.0):
+        handle = put_on(factor)
+        right(model, (x,), v)
+        handle.remove()
+    assert len(proofs) == 2  # one for each of the two programs
+
+
+def test_one_sample_is_proven_once(proofs):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    for _ in range(3):
+        right(model, (torch.randn(1, 5),), torch.randn(1, 3))
+    assert len(proofs) == 1
+
+
+# -- what belongs together ---------------------------------------------------------------------------------------------
+
+
+def test_a_shared_input_that_the_model_writes_to():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.words = nn.Linear(5, 4), nn.Embedding(7, 5, scale_grad_by_freq=True)
+
+        def forward(self, x, ids, factors):
+            return self.layer(x * self.words(ids) * factors.mul_(2))
+
+    model, x, ids, v = Scaled().eval(), torch.randn(4, 5), torch.tensor([0, 1, 2, 0]), torch.randn(4, 4)
+    factors = torch.rand(5) + 0.5
+    before = factors.clone()
+    want = truth(model, (x, ids, factors), v, shared=(2,))
+    for _ in range(2):
+        torch.testing.assert_close(norms(model, (x, ids, factors), v), want, rtol=1e-11, atol=0)
+        assert torch.equal(factors, before)
+
+
+def test_a_model_that_begins_to_write_to_its_inputs():
+    model = Net(lambda self, layer, x: layer(x.clamp_(-1, 1) if self.layer.clamps else x))
+    model.layer.clamps = False
+    norms(model, torch.randn(4, 5), torch.randn(4, 4))
+    model.layer.clamps = True
+    with pytest.raises(fastlr.InputError, match="written to its inputs"):
+        norms(model, torch.randn(4, 5), torch.randn(4, 4))
+    x = 2 * torch.randn(4, 5)
+    right(model, (x,), torch.randn(4, 4))
+    assert x.abs().max() > 1
+
+
+def test_a_table_that_grows_stays_with_its_length():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.longest = nn.Linear(4, 3), 2
+            self.register_buffer("table", torch.linspace(0, 1, 2)[:, None], persistent=False)
+
+        def forward(self, x):
+            if x.shape[1] > self.longest:
+                self.longest = x.shape[1]
+                self.register_buffer("table", torch.linspace(0, 1, self.longest)[:, None], persistent=False)
+            return self.layer((x + self.table[: x.shape[1]]).tanh()).sum(1)
+
+    model = Growing().eval()
+    right(model, (torch.randn(5, 9, 4),), torch.randn(5, 3))
+    assert len(model.table) == model.longest == 9
+    model(torch.randn(5, 9, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_with_buffers():
+    model = nn.Sequential(nn.Linear(5, 4), torch.jit.script(nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()))).eval()
+    right(model, (torch.randn(6, 5),), torch.randn(6, 4))

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
-from fastlr.ghost.program import is_plain, version
+from fastlr.ghost.program import is_plain, own_attributes, version
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 _OUTPUT_FIELDS = ("logits", "prediction_outputs")
@@ -86,8 +86,12 @@ def versions(x: Any) -> list[int]:
 
 
 def copied(x: Any) -> Any:
-    """The inputs with copies of their tensors, for a model that writes to them."""
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, x)
+    """The inputs with copies of their tensors, for a model that writes to them; torch lets none write to expanded ones."""
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and not _expanded(t) else t, x)
+
+
+def _expanded(t: Tensor) -> bool:
+    return t.layout == torch.strided and any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True))
 
 
 def call(model: Callable, x: Any) -> Any:
@@ -219,10 +223,11 @@ class Batch:
 
     def pick(self, samples: Sequence[int], dtype: torch.dtype | None = None) -> Any:
         """Return the inputs of these samples; floating-point leaves cast to ``dtype`` if given."""
-        leaves = list(self.leaves)
+        batched = set(self.batched)
+        leaves = [leaf if i in batched else copied(leaf) for i, leaf in enumerate(self.leaves)]  # models may write to them
         for i in self.batched:
             index = torch.as_tensor(list(samples), device=leaves[i].device)
-            leaves[i] = _ordered_like(leaves[i], leaves[i].index_select(self.in_dim, index))
+            leaves[i] = _ordered_like(self.leaves[i], self.leaves[i].index_select(self.in_dim, index))
         return cast(tree_unflatten(leaves, self.spec), dtype)
 
     def distinct(self, need: int, generator: torch.Generator) -> Batch:
@@ -274,20 +279,25 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
 def buffers_kept(modules: Sequence[nn.Module], *, unseen: bool = False) -> Iterator[list[str]]:
     """Put back what is written into buffers or comes in their place; the list yielded then has their names.
 
-    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. ``unseen``: also what leaves no
-    trace, as batch norm's running statistics in train mode do.
+    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Not where a number that the module
+    holds has changed with them, as with a table that grows: they belong together. ``unseen``: also what leaves no trace, as
+    batch norm's running statistics in train mode do.
     """
-    own: list[dict[str, Any]] = [m._buffers for m in modules]
-    own += [m._parameters for m in modules if getattr(m, "max_norm", None) is not None]
-    held = [(d, k, t, version(t), t.detach().clone()) for d in own for k, t in d.items() if t is not None]
+    own: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
+    own += [(m, m._parameters) for m in modules if getattr(m, "max_norm", None) is not None]
+    held = [(m, d, k, t, version(t), t.detach().clone()) for m, d in own for k, t in d.items() if t is not None]
+    numbers = {module: own_attributes(module) for module, *_ in held}
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for place, name, tensor, seen, copy in held:
-            replaced = place.get(name) is not tensor
+        gone_on = {module for module, before in numbers.items() if own_attributes(module) != before}
+        for module, place, name, tensor, seen, copy in held:
+            replaced = name not in place or place[name] is not tensor
             if replaced or version(tensor) != seen:
                 changed.append(name)
+            if module in gone_on:
+                continue
             if unseen or version(tensor) != seen:
                 with torch.no_grad():
                     tensor.copy_(copy)

@@ -121,12 +121,14 @@ class Engine(Planner):
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        self._given = program.attributes(self.model), adapt.plain_leaves(x)
+        self._given = program.attributes(self.model), program.hooks(self.model), adapt.plain_leaves(x)
         sizes = self._slice_key(x, 1)
         with unfolded() if sizes in self._single else nullcontext():
             z = self._forward(x)
         count = adapt.sample_count(z, self.out_dim)
         if count == 1 and self.folding.active:  # its norms are not compared with anything: they are the model's own
+            if len(self._single) > 256:
+                self._single.clear()
             self._single.add(sizes)
             with unfolded():
                 z = self._forward(x)
@@ -151,6 +153,8 @@ class Engine(Planner):
         self._last = self._flags()
         key, state = self._state(graph, x, z, count)
         layouts = state.layouts.get(key)
+        if count == 1:
+            state.layouts.setdefault(key, {})  # nothing of it need be found again
         if layouts is None and count > 1:  # do samples interact that did not at other sizes?
             self._batch(x, z, count)
         spot = None
@@ -216,8 +220,11 @@ class Engine(Planner):
         given = adapt.copied(x) if self._writes_inputs is not False else x
         before = adapt.versions(given)
         z = self.folding.run(named, lambda: adapt.forward(self.model, given, self.output))
-        if self._writes_inputs is None:
-            self._writes_inputs = adapt.versions(given) != before
+        written = adapt.versions(given) != before
+        if written and self._writes_inputs is False:
+            self._writes_inputs = True
+            raise InputError("the model has written to its inputs, as it had not before: they are changed; pass them again")
+        self._writes_inputs = written or bool(self._writes_inputs)
         return z
 
     def _pass(
@@ -335,12 +342,18 @@ class Engine(Planner):
         modules = list(self.model.modules())
         training = any(m.training for m in modules)
         if not training and self._writes_buffers is False:
+            before = self._buffer_versions()
             yield
+            if self._buffer_versions() != before:
+                self._writes_buffers = None  # they are put back from the next call on
             return
         with adapt.buffers_kept(modules, unseen=training) as changed:
             yield
         if not training:
             self._writes_buffers = bool(changed)
+
+    def _buffer_versions(self) -> list[tuple[int, int]]:
+        return [(id(b), program.version(b)) for b in self.model.buffers()]
 
 
 def _finite(z: Tensor) -> Tensor:

@@ -101,17 +101,19 @@ class Graph:
         found = {m.dtype for n in self.nodes for m in n._input_metadata if m.dtype.is_floating_point}
         return max(found, key=lambda d: torch.finfo(d).eps, default=torch.float64)
 
-    @property
-    def mixes_by_data(self) -> bool:
-        """Whether a product with something that is not learnt may send rows from sample to sample (one-hot pooling)."""
-        return any(self.side[i] == SAMPLE and self._mixes(i) for i in range(len(self.nodes)))
+    def mixes_by_data(self, count: int) -> bool:
+        """Whether a product with something that is not learnt may send rows from sample to sample (one-hot pooling).
 
-    def _mixes(self, i: int) -> bool:
+        Batched products whose batch can hold the ``count`` samples do not: eager attention, a graph's adjacency.
+        """
+        return any(self.side[i] == SAMPLE and self._mixes(i, count) for i in range(len(self.nodes)))
+
+    def _mixes(self, i: int, count: int) -> bool:
         name = self.names[i]
         below = [c if c >= 0 and self.side[c] != NEITHER else None for c, _ in self.children[i]]
         if name in _PICKS:
             return below[0] is not None and self.side[below[0]] == SAMPLE
-        if name not in _PRODUCTS or len(below) < 2:
+        if name not in _PRODUCTS or len(below) < 2 or ("Bmm" in name and self.shape(i)[0] % count == 0):
             return False
         left, right = below[-2:]
         if left is None:
@@ -131,15 +133,26 @@ class Graph:
         Shapes are not in it.
         """
         details: list[Any] = []
-        shown = set(self.parameters)  # parameters and views of them
+        root = {i: i for i in self.parameters}  # parameters, and views of them -> which parameter
+        views: list[tuple[int, int]] = []
+        used: set[int] = set()
+        several: set[int] = set()  # parameters that are seen in several ways: there it matters which parts
         for i, (node, name) in enumerate(zip(self.nodes, self.names, strict=True)):
             if "BatchNorm" in name:
                 details.append(getattr(node, "_saved_training", None))
             elif name == "RollBackward0":
                 details.append((node._saved_shifts, node._saved_dims))
-            if name in VIEWS and self.children[i] and self.children[i][0][0] in shown:
-                shown.add(i)
-                details += [getattr(node, f"_saved_{what}", None) for what in _SHOWN]
+            for child, _ in self.children[i]:
+                if child in root:
+                    if child in used:
+                        several.add(root[child])
+                    used.add(child)
+            if name in VIEWS and self.children[i] and self.children[i][0][0] in root:
+                root[i] = root[self.children[i][0][0]]
+                views.append((i, root[i]))
+        for i, parameter in views:
+            if parameter in several:
+                details += [getattr(self.nodes[i], f"_saved_{what}", None) for what in _SHOWN]
         return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), tuple(details)
 
     def classify(self, decide: Callable[[int, tuple], bool | None]) -> None:

@@ -83,7 +83,7 @@ class Planner:
             tuple(m.training for m in model.modules()),
             tuple((n, p.dtype) for n, p in self.parameters.items()),
             torch.is_autocast_enabled(next(iter(self.parameters.values())).device.type),
-            program.hooks(model),
+            program.hook_programs(model),
         )
 
     def _state(self, graph: Graph, x: Any, z: Tensor, count: int) -> tuple[tuple, State]:
@@ -95,9 +95,10 @@ class Planner:
             graph.side, graph.keys = state.side, state.keys
             return sizes, state
         assert self._last is not None
-        if len(self._ledgers) > 64 and self._last not in self._ledgers:  # hooks that come and go at every call
-            self._ledgers.clear()
-            self._states.clear()
+        if len(self._ledgers) > 64 and self._last not in self._ledgers:
+            oldest = next(iter(self._ledgers))
+            del self._ledgers[oldest]
+            self._states = {key: known for key, known in self._states.items() if key[0] != oldest}
         ledger = self._ledgers.setdefault(self._last, Ledger())
         unproven = self._unproven(graph, ledger)
         absent = frozenset(self.parameters) - frozenset(graph.parameters.values())
@@ -122,7 +123,7 @@ class Planner:
                     continue  # one sample needs no rule; its graph may look like that of no larger batch
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason="its use was in no proof")
         structure = Structure.of(graph)
-        by_data = graph.data_dependent or graph.mixes_by_data
+        by_data = graph.data_dependent or graph.mixes_by_data(count)
         state = State(graph.side, graph.keys, structure, frozenset(unproven), by_data, graph.signature())
         if len(self._states) > 64:
             self._states.clear()
@@ -156,11 +157,12 @@ class Planner:
 
     def _slice_key(self, x: Any, count: int) -> tuple:
         shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in adapt.tree_flatten(x)[0])
-        return count, shapes, self._given
+        return count, shapes
 
     def _batch(self, x: Any, z: Tensor, count: int) -> adapt.Batch:
         """Find the batched inputs: three samples alone must give what they gave in the batch."""
-        known = self._slices.get(self._slice_key(x, count))
+        key = (*self._slice_key(x, count), self._given)
+        known = self._slices.get(key)
         batch = adapt.Batch(x, count, self.in_dim, known)
         if known is None and (count > SAMPLES or (count > 1 and len(batch.batched) > 1)):
             picked = [0, count // 2, count - 1] if count > SAMPLES else list(range(count - 1))
@@ -199,7 +201,9 @@ class Planner:
                         f"an input is shared that in_dim={self.in_dim} makes look batched. Make the forward pass work on "
                         "each sample alone"
                     )
-        self._slices[self._slice_key(x, count)] = batch.batched
+        if len(self._slices) > 256:
+            self._slices.clear()
+        self._slices[key] = batch.batched
         return batch
 
     def _layouts(self, graph: Graph, state: State, z: Tensor) -> dict[tuple[int, int], Layout]:
