@@ -30,20 +30,15 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     modules = list(model.modules())
     flags = [module.training for module in modules]
-    try:
-        with (
-            buffers_kept(modules),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            quiet_rng(device),
-            _repeatable(modules, device),
-        ):
-            for module in modules:
-                module.training = False
-            yield
-    finally:
-        for module, flag in zip(modules, flags, strict=True):
-            module.training = flag
+    with buffers_kept(modules):
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), quiet_rng(device), _repeatable(modules, device):
+                for module in modules:
+                    module.training = False
+                yield
+        finally:
+            for module, flag in zip(modules, flags, strict=True):
+                module.training = flag
 
 
 @contextmanager
