@@ -153,20 +153,18 @@ class Engine(Planner):
         self._last = self._flags()
         key, state = self._state(graph, x, z, count)
         layouts = state.layouts.get(key)
-        if count == 1:
-            state.layouts.setdefault(key, {})  # nothing of it need be found again
-        if layouts is None and count > 1:  # do samples interact that did not at other sizes?
+        first, spot = layouts is None, None
+        if first and count > 1:  # do samples interact that did not at other sizes?
             self._batch(x, z, count)
-        spot = None
-        if count > 1 and (layouts is None or state.data_dependent):
-            first = layouts is None
+        if count == 1:
+            layouts = {}  # there is nothing to find
+        elif layouts is None or state.data_dependent:
             layouts = self._layouts(graph, state, z)
-            if len(state.layouts) > 256:  # shapes that change at every call must not pile up
-                state.layouts.clear()
-                self._slices.clear()
-                self._single.clear()
-            state.layouts[key] = layouts
-            spot = self._spot(x, z, v, count, len(state.layouts)) if first else None
+        if first and len(state.layouts) > 256:  # shapes that change at every call must not pile up
+            state.layouts.clear()
+        state.layouts[key] = layouts
+        if first and count > 1:
+            spot = self._spot(x, z, v, count, len(state.layouts))
         sums: dict[str, Tensor] = {}
         while True:
             norms = self._pass(graph, state, x, z, v, layouts or {}, count, spot, retain=more)

@@ -113,7 +113,7 @@ class Graph:
         below = [c if c >= 0 and self.side[c] != NEITHER else None for c, _ in self.children[i]]
         if name in _PICKS:
             return below[0] is not None and self.side[below[0]] == SAMPLE
-        if name not in _PRODUCTS or len(below) < 2 or ("Bmm" in name and self.shape(i)[0] % count == 0):
+        if name not in _PRODUCTS or len(below) < 2 or (name == "BmmBackward0" and self.shape(i)[0] % count == 0):
             return False
         left, right = below[-2:]
         if left is None:

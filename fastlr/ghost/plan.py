@@ -124,7 +124,7 @@ class Planner:
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason="its use was in no proof")
         structure = Structure.of(graph)
         by_data = graph.data_dependent or graph.mixes_by_data(count)
-        state = State(graph.side, graph.keys, structure, frozenset(unproven), by_data, graph.signature())
+        state = State(graph.side, graph.keys, structure, frozenset(unproven), by_data, signature[1])
         if len(self._states) > 64:
             self._states.clear()
         self._states[signature] = state

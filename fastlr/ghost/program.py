@@ -54,15 +54,15 @@ def _program(hook: Any) -> tuple:
     function = getattr(hook, "__func__", hook)
     if not hasattr(function, "__code__"):
         return (type(hook),)
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    return function.__code__, repr([v for v in (*cells, *(function.__defaults__ or ())) if is_plain(v)])
+    given = (*map(_contents, function.__closure__ or ()), *(function.__defaults__ or ()))
+    return function.__code__, repr([value for value in given if is_plain(value)])
 
 
-def _filled(cell: Any) -> bool:
+def _contents(cell: Any) -> Any:
     try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 def version(tensor: Tensor) -> int:

@@ -43,10 +43,6 @@ def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
 
 
-class _NoStructure(Exception):
-    """The graph is another for another number of samples (a loop over them): there is no rule to be had from it."""
-
-
 class Prover:
     """Proves the uses of a model on three samples; `prove` adds what it finds to a ledger."""
 
@@ -130,25 +126,20 @@ class Prover:
         originals = {id(p) for p in self.parameters.values()}
         if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
             raise TypeError("the forward pass uses parameters held outside the module, which a copy does not replace")
-        try:
-            self._sides(subject, batch, z, graph, ledger)
-        except _NoStructure as error:
-            if self.folding is not None and self.folding.active:
-                raise FoldRefuted([], str(error)) from error
-            self._absent(subject, batch, z, graph, ledger)
-            v = generic_cotangent(z)
-            self._linear(subject, batch, z, v, self._truth(subject, batch, z, v))
-            self._all_by_loop(ledger, str(error))
-            ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
-            return True
+        irregular = self._sides(subject, batch, z, graph, ledger)
+        if irregular and self.folding is not None and self.folding.active:
+            raise FoldRefuted([], irregular)
         self._absent(subject, batch, z, graph, ledger)
-        structure = Structure.of(graph)
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = generic_cotangent(z)
         truth = self._truth(subject, batch, z, v)
         self._linear(subject, batch, z, v, truth)
-        layouts = explained(graph, structure, z, v, self.out_dim)
-        self._compare(graph, structure, z, v, truth, layouts, ledger)
+        if irregular:
+            self._all_by_loop(ledger, irregular)
+        else:
+            structure = Structure.of(graph)
+            layouts = explained(graph, structure, z, v, self.out_dim)
+            self._compare(graph, structure, z, v, truth, layouts, ledger)
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
         return True
 
@@ -210,13 +201,16 @@ class Prover:
             return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
         return f"{message}. Make it work on each sample alone"
 
-    def _sides(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
-        """Tell parameter side from sample side: with every sample twice, the sample side doubles, the other does not."""
+    def _sides(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> str:
+        """Tell parameter side from sample side: with every sample twice, the sample side doubles, the other does not.
+
+        Returns why that cannot be (a loop over samples within the model), or an empty string.
+        """
         z6 = self._forward(subject, batch, [*range(SAMPLES), *range(SAMPLES)], fold=True)
         self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
         twice = walk(z6, subject.parameters)
         if graph.names != twice.names or graph.children != twice.children:
-            raise _NoStructure("the graph of a batch of 6 has another structure than that of 3")
+            return "the graph of a batch of 6 has another structure than that of 3"
 
         def decide(i: int, key: tuple) -> bool:
             same = graph.sizes(i) == twice.sizes(i)
@@ -227,6 +221,7 @@ class Prover:
             return same
 
         graph.classify(decide)
+        return ""
 
     # -- backward checks --------------------------------------------------------------------------------------------
 
