@@ -21,7 +21,7 @@ from fastlr.checks import gathered
 from fastlr.ghost import adapt, program
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.execute import Rerouted
-from fastlr.ghost.verify import same_output
+from fastlr.ghost.agreement import same_output
 
 WARM_UP = 2  # runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces
 COMPARED = 4  # samples whose outputs are held to the model's own
@@ -157,7 +157,7 @@ class Replay:
         few = adapt.Batch(self.x, self.size, self.engine.in_dim).pick(samples)
         captured = self.output.narrow(self.engine.out_dim, 0, len(samples))
         with self.context():
-            same = same_output(self.engine.model, few, captured, self.engine.output)
+            same = same_output(self.engine.model, few, captured, self.engine.output, self.engine.out_dim)
         bad = bool(self.seen_bad)
         self.seen_bad.zero_()
         return same and not bad

@@ -17,9 +17,9 @@ from fastlr import runtime
 from fastlr.ghost import Engine, rules
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.graph import ALIASES
-from fastlr.ghost.layout import Ragged, Regular, explains, marks, row_sums
+from fastlr.ghost.layout import Marks, Ragged, Regular, explains, row_sums
 from fastlr.ghost.proof import Prover
-from fastlr.ghost.verify import low_precision
+from fastlr.ghost.agreement import low_precision
 
 
 class Written(nn.Module):
@@ -238,7 +238,7 @@ def test_a_wrong_rule_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_rule(monkeypatch, lambda site: site.count != 3)
     model = mlp()
-    with pytest.warns(fastlr.FastlrWarning, match="spot check"):
+    with pytest.warns(fastlr.FastlrWarning, match="audit of a sample"):
         agree(model, draw(8, 5), draw(8, 3))
     assert fastlr.support_report(model, draw(8, 5)).routes["0.weight"] == "loop"
 
@@ -258,26 +258,43 @@ def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch: pytest.MonkeyPa
 def test_marks_tell_layouts_apart(right: Regular) -> None:
     count, shape = 5, [12, 12, 12]
     shape[right.dim] = right.outer * count * right.inner
-    plain, factors = draw(*shape), marks(count, torch.device("cpu"))
+    plain, marks = draw(*shape), Marks.make(count, 1e-6, torch.device("cpu"), regular=False)
     ids = right.samples(shape[right.dim], count, plain.device)
-    marked = plain * factors[ids].view([-1 if d == right.dim else 1 for d in range(3)])
+    along = [-1 if d == right.dim else 1 for d in range(3)]
+    sums = row_sums(plain, right.dim), torch.stack([row_sums(plain * c[ids].view(along), right.dim) for c in marks.factors])
     for outer in (1, 2, 3):
         for inner in (1, 2, 3):
             if outer * count * inner == shape[right.dim]:
                 layout = Regular(right.dim, outer, inner)
-                sums = row_sums(plain, right.dim), row_sums(marked, right.dim)
-                assert (explains(layout, *sums, factors, 1e-6) is not None) == (layout == right)
-    found = explains(Ragged(right.dim), row_sums(plain, right.dim), row_sums(marked, right.dim), factors, 1e-6)
+                assert (explains(layout, *sums, marks, 1e-6) is not None) == (layout == right)
+    found = explains(Ragged(right.dim), *sums, marks, 1e-6)
     assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
 
 
+@pytest.mark.parametrize("tolerance", [1e-6, 1e-2, 0.1])
+@pytest.mark.parametrize("count", [2, 3, 40, 512, 3000])
+def test_rows_of_any_number_of_samples_are_told_apart(count: int, tolerance: float) -> None:
+    marks = Marks.make(count, tolerance, torch.device("cpu"), regular=False)
+    assert len(marks.factors) <= 4
+    ids = torch.randint(count, (4 * count,), generator=torch.Generator().manual_seed(1))
+    plain = draw(4 * count).abs()
+    noise = 1 + 0.3 * tolerance * draw(len(marks.factors), 4 * count).clamp(-1, 1)
+    marked = plain * marks.factors[:, ids] * noise
+    found = explains(Ragged(0), plain, marked, marks, tolerance)
+    assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
+    for share in (0.5, 0.2):  # rows of two samples are those of neither, nor of a third
+        others = torch.where(ids == 0, 1, 0)
+        mixed = plain * ((1 - share) * marks.factors[:, ids] + share * marks.factors[:, others])
+        assert explains(Ragged(0), plain, mixed, marks, tolerance) is None
+
+
 def test_rows_that_mix_samples_have_no_layout() -> None:
-    plain, factors = draw(6, 4), marks(3, torch.device("cpu"))
-    marked = plain * factors.repeat(2)[:, None]
-    marked[0, 0] = plain[0, 0] * factors[1]
-    sums = row_sums(plain, 0), row_sums(marked, 0)
-    assert explains(Regular(0, 2, 1), *sums, factors, 1e-6) is None
-    assert explains(Ragged(0), *sums, factors, 1e-6) is None
+    plain, marks = draw(6, 4), Marks.make(3, 1e-6, torch.device("cpu"), regular=False)
+    marked = plain * marks.factors.repeat(1, 2)[..., None]
+    marked[:, 0, 0] = plain[0, 0] * marks.factors[:, 1]
+    sums = row_sums(plain, 0), torch.stack([row_sums(m, 0) for m in marked])
+    assert explains(Regular(0, 2, 1), *sums, marks, 1e-6) is None
+    assert explains(Ragged(0), *sums, marks, 1e-6) is None
 
 
 def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> None:

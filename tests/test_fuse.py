@@ -16,7 +16,7 @@ from bench import cases
 from fastlr.ghost import fuse
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.folded import FoldedConv
-from fastlr.ghost.verify import same_output
+from fastlr.ghost.agreement import same_output
 from fastlr.reference.folded import ACTIVATIONS
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +16,17 @@ from torch import Tensor, nn
 from fastlr.checks import refuse_where
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.ghost import adapt, program
+from fastlr.ghost.agreement import agree, low_precision, norms_agree, rounding
+from fastlr.ghost.audit import Audits, Disproved
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.execute import Rerouted, sq_norms
-from fastlr.ghost.fallback import by_loop
+from fastlr.ghost.fallback import Singles, beside_copy
 from fastlr.ghost.folded import FoldRefuted
 from fastlr.ghost.fuse import unfolded
 from fastlr.ghost.graph import Graph, exact_grads, walk
-from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger
-from fastlr.ghost.plan import Plan, Planner, State
+from fastlr.ghost.plan import KEPT, Plan, Planner, ShapePlan, State
 from fastlr.ghost.proof import generic_cotangent
-from fastlr.ghost.verify import low_precision, same_output, spot_check
 from fastlr.runtime import out_of_memory
 
 
@@ -65,6 +66,9 @@ class Engine(Planner):
         self._writes_inputs: bool | None = None  # None: not known yet
         self._writes_buffers: bool | None = None
         self._plan: Plan | None = None
+        self._free: dict[tuple, frozenset[int]] = {}
+        self._singles = Singles()
+        self.audits = Audits()
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Per-sample squared norms of the gradient of <cotangent, output> for each sample.
@@ -96,6 +100,9 @@ class Engine(Planner):
                 return self._run(x, cotangent)
             except Rerouted:
                 continue
+            except Disproved as failure:
+                self._distrust(failure)
+                continue
             except FoldRefuted as error:
                 self.folding.give_up(error.names, error.reason)
                 continue
@@ -113,6 +120,17 @@ class Engine(Planner):
             self.folding.give_up([], reason)
             return result
 
+    def _distrust(self, failure: Disproved) -> None:
+        """A sample refutes what was proven earlier: prove anew, and from now on look at every batch."""
+        self.audits.fail(failure)
+        self._forget(self._last)
+        warnings.warn(
+            f"an audit found what was proven of the model no longer true ({failure}): something that it depends on has changed "
+            "unseen. It is proven anew for this batch; results since the last audit that passed may be wrong",
+            FastlrWarning,
+            stacklevel=5,
+        )
+
     def prove(self, x: Any) -> Ledger:
         """Plan and prove for these inputs, with a random cotangent, and return what was found."""
         self.run(x, generic_cotangent)
@@ -121,13 +139,15 @@ class Engine(Planner):
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        self._given = program.attributes(self.model), program.hooks(self.model), adapt.plain_leaves(x)
+        begun = time.perf_counter()
+        self._last = self._flags()
+        self._seen = program.fingerprint(self.model, self._free_buffers(x)), program.inputs_token(x)
         sizes = self._slice_key(x, 1)
         with unfolded() if sizes in self._single else nullcontext():
             z = self._forward(x)
         count = adapt.sample_count(z, self.out_dim)
         if count == 1 and self.folding.active:  # its norms are not compared with anything: they are the model's own
-            if len(self._single) > 256:
+            if len(self._single) > KEPT:
                 self._single.clear()
             self._single.add(sizes)
             with unfolded():
@@ -150,24 +170,15 @@ class Engine(Planner):
             )
         several = passes(cotangent, output, self.out_dim)
         v, scale, more = next(several)
-        self._last = self._flags()
         key, state = self._state(graph, x, z, count)
-        layouts = state.layouts.get(key)
-        first, spot = layouts is None, None
-        if first and count > 1:  # do samples interact that did not at other sizes?
-            self._batch(x, z, count)
-        if count == 1:
-            layouts = {}  # there is nothing to find
-        elif layouts is None or state.data_dependent:
-            layouts = self._layouts(graph, state, z)
-        if first and len(state.layouts) > 256:  # shapes that change at every call must not pile up
-            state.layouts.clear()
-        state.layouts[key] = layouts
-        if first and count > 1:
-            spot = self._spot(x, z, v, count, len(state.layouts))
+        plan, fresh = self._shape_plan(graph, state, key, x, z, count)
+        spot = None
+        if count > 1 and self.audits.due(fresh=fresh):
+            with self.audits.timed():
+                spot = self._exact_of_one(x, z, v, count, fresh=fresh)
         sums: dict[str, Tensor] = {}
         while True:
-            norms = self._pass(graph, state, x, z, v, layouts or {}, count, spot, retain=more)
+            norms = self._pass(graph, state, plan, x, z, v, count, spot, retain=more, fresh=fresh)
             for name, value in norms.items():
                 value = value * scale
                 sums[name] = sums[name] + value if name in sums else value
@@ -175,17 +186,46 @@ class Engine(Planner):
                 break
             v, scale, more = next(several)
             spot = None
-        self._plan = (state, layouts or {}, count)
-        return self._result(sums, output, count)
+        self._plan = (state, plan, count)
+        result = self._result(sums, output, count)
+        self.audits.measured(time.perf_counter() - begun)
+        return result
+
+    def _free_buffers(self, x: Any) -> frozenset[int]:
+        """Buffers that the forward pass uses as running statistics only, so that their values change nothing of a plan."""
+        assert self._last is not None
+        if self._last not in self._free:
+            if len(self._free) > KEPT:
+                self._free.clear()
+            given = adapt.copied(x)
+            run = lambda: adapt.forward(self.model, given, self.output)  # noqa: E731
+            self._free[self._last] = program.batch_norm_buffers(self.model, run)
+        return self._free[self._last]
+
+    def _shape_plan(
+        self, graph: Graph, state: State, key: tuple, x: Any, z: Tensor, count: int
+    ) -> tuple[ShapePlan, bool]:
+        """Where the samples are in this batch, and whether nothing was known of its shape."""
+        plan = state.plans.get(key)
+        if count == 1:  # there is nothing to find
+            return plan or ShapePlan({}), plan is None
+        fresh = plan is None
+        if plan is None or plan.by_data or self.audits.failed:
+            self._batch(x, z, count, compare=not fresh)  # do samples interact that did not before?
+            plan = self._layouts(graph, state, z)
+        if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up
+            state.plans.clear()
+        state.plans[key] = plan
+        return plan, fresh
 
     def plan(self, size: int) -> Plan | None:
         """How the last call went, if it had ``size`` samples and went by rules alone, so that `run_planned` can repeat it."""
         if self._plan is None:
             return None
-        state, layouts, count = self._plan
+        state, plan, count = self._plan
         proofs = self.ledger.parameters.values()
         proven = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
-        simple = bool(layouts) and not state.data_dependent and not state.loop
+        simple = bool(plan.layouts) and not plan.by_data and not state.loop and not self.audits.failed
         return self._plan if count == size > 1 and simple and proven else None
 
     def run_planned(self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -197,7 +237,7 @@ class Engine(Planner):
         Raises:
             Rerouted: the graph is not the planned one.
         """
-        state, layouts, count = plan
+        state, shapes, count = plan
         with torch.inference_mode(False):
             z = self._forward(x)
             output = _finite(z)
@@ -207,7 +247,7 @@ class Engine(Planner):
             graph.side, graph.keys = state.side, state.keys
             ((v, scale, _),) = passes(cotangent, output, self.out_dim)
             routes = {key: proof.route for key, proof in self.ledger.uses.items()}
-            norms = sq_norms(graph, state.structure, z, v, layouts, count, routes)
+            norms = sq_norms(graph, state.structure, z, v, shapes.layouts, count, routes)
             zero = torch.zeros(count, dtype=torch.float64, device=z.device)
             table = torch.stack([norms.get(name, zero) for name in self.parameters]) * scale
         refuse_where(~table.isfinite(), lambda: NonFiniteError("the gradient of a parameter is not finite"))
@@ -229,18 +269,21 @@ class Engine(Planner):
         self,
         graph: Graph,
         state: State,
+        plan: ShapePlan,
         x: Any,
         z: Tensor,
         v: Tensor,
-        layouts: dict[tuple[int, int], Layout],
         count: int,
         spot: tuple[int, dict[str, Tensor]] | None,
         *,
         retain: bool,
+        fresh: bool,
     ) -> dict[str, Tensor]:
-        if count == 1:  # the gradient of the only sample is the gradient
-            exact = exact_grads(z, self.parameters, v, retain=retain)
-            return {name: value[None] for name, value in zip(self.parameters, exact, strict=True)}
+        if count == 1:
+            if self._singles.alone(self._single_key(self._batch(x, z, count), self.parameters)):
+                exact = exact_grads(z, self.parameters, v, retain=retain)
+                return {name: value[None] for name, value in zip(self.parameters, exact, strict=True)}
+            return self._by_loop(x, z, v, count, dict(self.parameters))
         ledger = self.ledger
         routes = {use_key: proof.route for use_key, proof in ledger.uses.items()}
         before = dict(routes)
@@ -249,7 +292,7 @@ class Engine(Planner):
         if not all(name in loop for name in graph.parameters.values()):
             try:
                 norms = sq_norms(
-                    graph, state.structure, z, v, layouts, count, routes, retain=retain, skip=frozenset(loop)
+                    graph, state.structure, z, v, plan.layouts, count, routes, retain=retain, skip=frozenset(loop)
                 )
             finally:
                 for use_key, route in routes.items():
@@ -258,7 +301,7 @@ class Engine(Planner):
         present = set(graph.parameters.values())
         slow: dict[str, Tensor] = {name: p for name, p in self.parameters.items() if name in loop and name in present}
         if spot is not None:
-            slow |= self._disproved(norms, spot)
+            slow |= self._disproved(norms, spot, x, z, v, count, fresh=fresh)
         if slow:
             self._warn_loop(slow)
             norms |= self._by_loop(x, z, v, count, slow)
@@ -277,17 +320,25 @@ class Engine(Planner):
         return norms
 
     def _by_loop(self, x: Any, z: Tensor, v: Tensor, count: int, chosen: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Squared norms [B] of some parameters' gradients, one forward and backward pass a sample."""
         batch = self._batch(x, z, count)
-        return by_loop(self.model, batch, v, chosen, output=self.output, out_dim=self.out_dim)
+        key = self._single_key(batch, chosen)
+        rows = [
+            self._singles.sq_norms(
+                self._forward_of(batch), j, v.narrow(self.out_dim, j, 1), self.out_dim, chosen, key, self._close(v)
+            )
+            for j in range(count)
+        ]
+        return dict(zip(chosen, torch.stack([torch.stack(row) for row in rows], 1), strict=True))
 
-    def _spot(self, x: Any, z: Tensor, v: Tensor, count: int, seed: int) -> tuple[int, dict[str, Tensor]]:
-        """Exact squared norms of one random sample; folded, its output must be that of the model as it is."""
-        j, exact = spot_check(z, v, self.out_dim, self.parameters, seed)
-        if self.folding.active:
-            alone = self._batch(x, z, count).pick([j])
-            if not same_output(self.model, alone, z.narrow(self.out_dim, j, 1), self.output):
-                raise FoldRefuted([], "the folded model gives another output")
-        return j, exact
+    def _single_key(self, batch: adapt.Batch, chosen: Iterable[str]) -> tuple:
+        """What decides whether a sample alone has the gradients that it has beside a copy: shapes, strides, the program."""
+        leaves = adapt.tree_flatten(batch.pick([0]))[0]
+        strides = tuple((t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided)
+        return strides, self._last, self._seen, tuple(chosen)
+
+    def _forward_of(self, batch: adapt.Batch) -> Callable[[Sequence[int]], Tensor]:
+        return lambda samples: adapt.forward(self.model, batch.pick(samples), self.output)
 
     def _result(self, sums: dict[str, Tensor], output: Tensor, count: int) -> ChunkNorms:
         zero = torch.zeros(count, dtype=torch.float64, device=output.device)
@@ -302,25 +353,103 @@ class Engine(Planner):
 
     # -- checks on the real batch -----------------------------------------------------------------------------------
 
-    def _disproved(self, norms: dict[str, Tensor], spot: tuple[int, dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Parameters whose norm of the spot-checked sample is not its exact norm: from now on done by the loop."""
-        j, exact = spot
-        total = torch.stack(list(exact.values())).sum()
-        wrong: dict[str, Tensor] = {}
-        for name, value in norms.items():
-            if not self._agrees(value[j], exact[name], total):
-                gap = float((value[j] - exact[name]).abs() / total)
-                proof = self.ledger.parameters[name]
-                proof.route, proof.reason = "loop", f"spot check of a sample: off by {gap:.1e} of its total"
-                wrong[name] = self.parameters[name]
-        return wrong
+    def _exact_of_one(
+        self, x: Any, z: Tensor, v: Tensor, count: int, *, fresh: bool
+    ) -> tuple[int, dict[str, Tensor]]:
+        """Exact squared norms of one random sample beside a copy of itself; its output must be its row of the batch.
 
-    def _agrees(self, value: Tensor, exact: Tensor, total: Tensor) -> bool:
-        """Whether squared norms agree within the model's own precision, relative to themselves and to the totals."""
+        Raises:
+            Disproved: it is another, and not ``fresh``: so what is known of the model is no longer true.
+            FoldRefuted: it is another because of the folding.
+            InteractionError: it is another.
+        """
+        j = self.audits.draw(count)
+        batch = self._batch(x, z, count)
+        row, exact = self._beside_copy(self._forward_of(batch), j, v)
+        want = z.detach().narrow(self.out_dim, j, 1)
+        close = rounding(z.dtype, low=low_precision(z.device, {p.dtype for p in self.parameters.values()}))
+
+        if not agree(want, row, close, self._noise_of(batch, count), self.out_dim):
+            if not fresh:
+                raise Disproved(j, f"sample {j} alone gives another output than within its batch of {count}")
+            self._batch(x, z, count, compare=True)
+            self._blame(batch, z, count, alike=True)
+        return j, dict(zip(self.parameters, exact, strict=True))
+
+    def _beside_copy(
+        self, forward: Callable[[Sequence[int]], Tensor], j: int, v: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        own = v.narrow(self.out_dim, j, 1)
+        try:
+            return beside_copy(forward, j, own, self.out_dim, self.parameters)
+        except (ModelError, RuntimeError, ValueError, IndexError):  # it may take one sample only
+            return beside_copy(forward, j, own, self.out_dim, self.parameters, 1)
+
+    def _disproved(
+        self,
+        norms: dict[str, Tensor],
+        spot: tuple[int, dict[str, Tensor]],
+        x: Any,
+        z: Tensor,
+        v: Tensor,
+        count: int,
+        *,
+        fresh: bool,
+    ) -> dict[str, Tensor]:
+        """Parameters whose norm of the audited sample is not its exact norm: from now on done by the loop.
+
+        Raises Disproved instead where the plan is an earlier batch's: it is proven anew first.
+        """
+        j, exact = spot
+        self.audits.passed += 1
+        total = torch.stack(list(exact.values())).sum()
+        wrong = [name for name, value in norms.items() if not self._agrees(value[j], exact[name], total)]
+        if wrong:
+            rounding_of = self._norm_noise(x, z, v, count, j, exact)
+            wrong = [n for n in wrong if not self._agrees(norms[n][j], exact[n], total, rounding_of.get(n))]
+        if not wrong:
+            return {}
+        gaps = {name: float((norms[name][j] - exact[name]).abs() / total) for name in wrong}
+        self.audits.passed -= 1
+        if not fresh:
+            name = max(gaps, key=lambda n: gaps[n])
+            raise Disproved(j, f"the norm of {name} for sample {j} is off by {gaps[name]:.1e} of its total")
+        for name in wrong:
+            proof = self.ledger.parameters[name]
+            proof.route, proof.reason = "loop", f"audit of a sample: off by {gaps[name]:.1e} of its total"
+        return {name: self.parameters[name] for name in wrong}
+
+    def _norm_noise(
+        self, x: Any, z: Tensor, v: Tensor, count: int, j: int, exact: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """How far the exact squared norms of a sample are off by rounding, from float64; empty if nobody can tell."""
+        if z.dtype == torch.float64:
+            return {}
+        batch = self._batch(x, z, count)
+        wide = {n: t.detach().double() if t.is_floating_point() else t for n, t in self.model.state_dict(keep_vars=True).items()}
+        wide |= {n: wide[n].requires_grad_() for n in self.parameters}
+
+        def forward(samples: Sequence[int]) -> Tensor:
+            given = adapt.cast(batch.pick(samples), torch.float64)
+            with torch.autocast(z.device.type, enabled=False), torch.enable_grad():
+                return adapt.select_output(adapt.call_with(self.model, wide, given), self.output)
+
+        try:
+            own = v.narrow(self.out_dim, j, 1).double()
+            _, truth = beside_copy(forward, j, own, self.out_dim, {n: wide[n] for n in self.parameters})
+        except (ModelError, RuntimeError, TypeError, ValueError, NotImplementedError):
+            return {}
+        return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True)}
+
+    def _agrees(self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None) -> bool:
+        """Whether squared norms agree within the model's own precision, or within some times the measured rounding."""
+        if norms_agree(value, exact, total, self._close(value)):
+            return True
+        return noise is not None and bool(((value - exact).abs() <= 8 * noise).all())
+
+    def _close(self, value: Tensor) -> float:
         dtypes = {p.dtype for p in self.parameters.values()}
-        low = low_precision(value.device, dtypes)
-        close = 0.1 if low else 1e-8 if dtypes == {torch.float64} else 1e-3
-        return bool(((value - exact).abs() <= close * exact + 0.1 * close * total).all())
+        return 0.1 if low_precision(value.device, dtypes) else 1e-8 if dtypes == {torch.float64} else 1e-3
 
     def _warn_loop(self, slow: dict[str, Tensor]) -> None:
         fresh = [name for name in slow if name not in self._warned]

@@ -245,7 +245,7 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
             i = len(graph.nodes)
             index[node] = i
             graph.nodes.append(node)
-            name = ALIASES.get(node.name(), node.name())
+            name = _kind(node)
             graph.names.append(name)
             graph.children.append(tuple((-1, 0) if c is None else (index[c], o) for c, o in node.next_functions))
             if name == ACCUMULATE:
@@ -261,6 +261,15 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
         stack.append((node, True))
         stack.extend((c, False) for c, _ in reversed(node.next_functions) if c is not None and c not in opened)
     return graph
+
+
+def _kind(node: Any) -> str:
+    """Kind of a node: its name, but that of a user's own Function never passes for one of fastlr's."""
+    name = node.name()
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        function = getattr(type(node), "_forward_cls", None)
+        return name if str(getattr(function, "__module__", "")).startswith("fastlr.") else f"own {name}"
+    return ALIASES.get(name, name)
 
 
 def call_node(node: object, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

@@ -7,6 +7,7 @@ gradient at every row is scaled by the c_j of the sample that the row belongs to
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -106,32 +107,73 @@ def candidates(shape: torch.Size, count: int) -> list[Regular]:
     return found
 
 
-def marks(count: int, device: torch.device) -> Tensor:
-    """Factors c_j, evenly spaced in log2 between 1/64 and 64, exact in every dtype, shuffled by a fixed rule."""
-    exponents = torch.linspace(-6, 6, count, dtype=torch.float64) if count > 1 else torch.zeros(1, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(count)
-    return torch.exp2(exponents[torch.randperm(count, generator=generator)]).bfloat16().double().to(device)
+SPAN = 6.0  # marks lie between 2^-SPAN and 2^SPAN
 
 
-def explains(layout: Layout, plain: Tensor, marked: Tensor, factors: Tensor, tolerance: float) -> Layout | None:
+@dataclass(frozen=True)
+class Marks:
+    """Known factors for the samples' cotangents, one row a marked backward pass, that tell the samples apart.
+
+    The last pass has a factor of its own for every sample. Those before it spell the samples' numbers, digit by digit, in
+    factors spaced so that a precision tells them apart: thousands of samples need two. A row that mixes samples has in each
+    pass a factor between theirs; to be taken for another's it would have to hit that one's in every pass.
+
+    Attributes:
+        factors: [passes, B], float64.
+        alphabet: [K] increasing, the factors of a digit.
+        owner: [K^digits] which sample a number stands for; those beyond B stand for none (-1).
+    """
+
+    factors: Tensor
+    alphabet: Tensor
+    owner: Tensor
+
+    @staticmethod
+    def make(count: int, tolerance: float, device: torch.device, *, regular: bool) -> Marks:
+        """Marks for ``count`` samples and gradients of this relative tolerance; ``regular``: no digits, only the last pass."""
+        generator = torch.Generator().manual_seed(count)
+        check = _exact(SPAN * (2 * torch.rand(count, generator=generator, dtype=torch.float64) - 1))
+        if regular:
+            none = torch.empty(0, dtype=torch.float64)
+            return Marks(check[None].to(device), none, none.long())
+        most = int(2 * SPAN / math.log2(1 + 3 * tolerance)) + 1
+        size = min(max(2, count), 256, most)
+        alphabet = _exact(torch.linspace(-SPAN, SPAN, size, dtype=torch.float64))
+        digits = max(1, math.ceil(math.log(count, size) - 1e-9))
+        numbers = torch.randperm(size**digits, generator=generator)[:count]
+        owner = torch.full((size**digits,), -1, dtype=torch.long)
+        owner[numbers] = torch.arange(count)
+        places = [alphabet[numbers // size**place % size] for place in range(digits)]
+        return Marks(*(t.to(device) for t in (torch.stack([*places, check]), alphabet, owner)))
+
+    def read(self, ratios: Tensor) -> Tensor:
+        """Samples [rows] that factors [digits, rows] spell; -1 for a number of none."""
+        bounds = (self.alphabet[1:] * self.alphabet[:-1]).sqrt()
+        digits = torch.bucketize(ratios.contiguous(), bounds)
+        places = len(self.alphabet) ** torch.arange(len(digits), device=digits.device)
+        return self.owner[(digits * places[:, None]).sum(0)]
+
+
+def _exact(exponents: Tensor) -> Tensor:
+    """Powers of two, rounded to values that every floating-point dtype holds."""
+    return torch.exp2(exponents).bfloat16().double()
+
+
+def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, tolerance: float) -> Layout | None:
     """Return the layout (a ragged one with its ids) if it explains how marking changed the row sums, else None.
 
-    ``plain`` and ``marked`` are row sums [size of the layout's axis]; ``factors`` the marks [B].
+    ``plain`` [size of the layout's axis] and ``marked`` [passes, size] are row sums.
     """
     alive = plain > plain.max() * 1e-12 if plain.numel() else plain.bool()
     if isinstance(layout, Regular):
-        expected = plain * factors[layout.samples(len(plain), len(factors), plain.device)]
+        expected = plain * marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
         wrong = (marked - expected).abs() > tolerance * expected
         return None if bool((wrong & alive).any()) else layout
-    spread = factors.sort().values
-    if len(spread) > 1 and float((spread[1:] / spread[:-1]).min()) < 1 + 2.5 * tolerance:
-        return None  # too many samples to tell them apart at this precision
-    ratio = torch.where(plain > 0, marked / plain.clamp_min(torch.finfo(torch.float64).tiny), factors[0])
-    order = torch.argsort(factors)
-    nearest = torch.searchsorted(torch.log2(factors[order]), torch.log2(ratio).contiguous()).clamp_max(len(factors) - 1)
-    below = (nearest - 1).clamp_min(0)
-    logs, target = torch.log2(factors[order]), torch.log2(ratio)
-    pick = torch.where((logs[nearest] - target).abs() <= (logs[below] - target).abs(), nearest, below)
-    ids = order[pick]
-    wrong = (factors[ids] / ratio - 1).abs() > tolerance
+    if not len(marks.owner):
+        return None
+    ratios = torch.where(plain > 0, marked / plain.clamp_min(torch.finfo(torch.float64).tiny), 1.0)
+    ids = marks.read(ratios[:-1])
+    unknown = ids < 0
+    ids = ids.clamp_min(0)
+    wrong = ((marks.factors[:, ids] / ratios - 1).abs() > tolerance).any(0) | unknown
     return None if bool((wrong & alive).any()) else Ragged(layout.dim, ids)

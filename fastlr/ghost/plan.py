@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, InteractionError, ModelError
-from fastlr.ghost import adapt, program
+from fastlr.ghost import adapt, ownership, program
+from fastlr.ghost.agreement import agree, low_precision, measured_noise, rounding
 from fastlr.ghost.execute import Structure
-from fastlr.ghost.fuse import Folding
+from fastlr.ghost.folded import FoldRefuted
+from fastlr.ghost.fuse import Folding, unfolded
 from fastlr.ghost.graph import Graph
-from fastlr.ghost.layout import Layout, Ragged
+from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof
+from fastlr.ghost.ownership import Place
 from fastlr.ghost.proof import SAMPLES, Prover, generic_cotangent
-from fastlr.ghost.verify import far, sample_axes
+from fastlr.ghost.verify import explained, likely_layouts
 
+KEPT = 256  # plans of shapes kept for one structure
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
+
+
+@dataclass
+class ShapePlan:
+    """Where the samples are, in batches of one shape whose forward pass sees the same attributes.
+
+    ``by_data``: the kind of node below which rows may belong to other samples in every batch; "" if the graph tells all.
+    """
+
+    layouts: dict[Place, Layout]
+    by_data: str = ""
 
 
 @dataclass
@@ -30,12 +46,11 @@ class State:
     keys: list
     structure: Structure
     loop: frozenset[str]
-    data_dependent: bool
     signature: tuple
-    layouts: dict[tuple, dict[tuple[int, int], Layout]] = field(default_factory=dict)  # by shapes
+    plans: dict[tuple, ShapePlan] = field(default_factory=dict)  # by shapes and what the forward pass may branch on
 
 
-Plan = tuple[State, dict[tuple[int, int], Layout], int]  # with the layouts of its shapes and the number of samples
+Plan = tuple[State, ShapePlan, int]  # with the number of samples
 
 
 class Planner:
@@ -57,7 +72,9 @@ class Planner:
         self._states: dict[tuple, State] = {}
         self._slices: dict[tuple, list[int]] = {}
         self._last: tuple | None = None
-        self._given: tuple = ()  # what a forward pass may branch on, beside tensors
+        self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
+        self.proofs = 0
+        self.comparisons = 0
 
     @property
     def model(self) -> nn.Module:
@@ -90,19 +107,19 @@ class Planner:
         """Find or make the plan for this structure; prove what is not proven yet."""
         signature = (self._last, graph.signature())
         state = self._states.get(signature)
-        sizes = (count, tuple(graph.sizes(i) for i in range(len(graph.nodes))), self._given)
-        if state is not None and (sizes in state.layouts or self._known(graph, state)):
+        sizes = tuple(graph.sizes(i) for i in range(len(graph.nodes)))
+        key = (count, sizes, ownership.details(graph), self._seen)
+        if state is not None and (key in state.plans or self._known(graph, state)):
             graph.side, graph.keys = state.side, state.keys
-            return sizes, state
+            return key, state
         assert self._last is not None
         if len(self._ledgers) > 64 and self._last not in self._ledgers:
-            oldest = next(iter(self._ledgers))
-            del self._ledgers[oldest]
-            self._states = {key: known for key, known in self._states.items() if key[0] != oldest}
+            self._forget(next(iter(self._ledgers)))
         ledger = self._ledgers.setdefault(self._last, Ledger())
         unproven = self._unproven(graph, ledger)
         absent = frozenset(self.parameters) - frozenset(graph.parameters.values())
-        fresh = not graph.data_dependent or not ledger.parameters  # a new structure is proven anew
+        # a new structure is proven anew, but one that the data choose goes by what is proven of its uses
+        fresh = not ledger.parameters or not ownership.trace(graph, z, self.out_dim)[1]
 
         def open_questions() -> bool:
             return bool(unproven) or not any(absent <= tested for tested in [frozenset[str](), *ledger.absent])
@@ -117,18 +134,23 @@ class Planner:
                 samples = [(start + k) % count for k in range(min(count, SAMPLES))]
                 chosen = adapt.Batch(batch.pick(samples), len(samples), self.in_dim, batch.batched)
                 prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=start)
+                self.proofs += 1
                 unproven = self._unproven(graph, ledger)
             for name in unproven:
                 if count == 1 and name in ledger.parameters:
                     continue  # one sample needs no rule; its graph may look like that of no larger batch
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason="its use was in no proof")
-        structure = Structure.of(graph)
-        by_data = graph.data_dependent or graph.mixes_by_data(count)
-        state = State(graph.side, graph.keys, structure, frozenset(unproven), by_data, signature[1])
+        state = State(graph.side, graph.keys, Structure.of(graph), frozenset(unproven), signature[1])
         if len(self._states) > 64:
             self._states.clear()
         self._states[signature] = state
-        return sizes, state
+        return key, state
+
+    def _forget(self, flags: tuple | None) -> None:
+        """Drop what was proven for a state of the model's flags."""
+        self._ledgers.pop(flags, None)  # type: ignore[arg-type]
+        self._states = {key: known for key, known in self._states.items() if key[0] != flags}
+        self._slices.clear()
 
     def _known(self, graph: Graph, state: State) -> bool:
         """Whether nodes of a known structure fall on the known sides with new shapes."""
@@ -159,65 +181,103 @@ class Planner:
         shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in adapt.tree_flatten(x)[0])
         return count, shapes
 
-    def _batch(self, x: Any, z: Tensor, count: int) -> adapt.Batch:
-        """Find the batched inputs: three samples alone must give what they gave in the batch."""
-        key = (*self._slice_key(x, count), self._given)
+    def _batch(self, x: Any, z: Tensor, count: int, *, compare: bool = False) -> adapt.Batch:
+        """Find the batched inputs: with their samples in other company, all outputs must be what they are in the batch.
+
+        Looked at once for each shape, and where ``compare``.
+
+        Raises:
+            InteractionError: the outputs depend on the company.
+            InputError: the model fails on parts of the batch.
+        """
+        key = (*self._slice_key(x, count), self._seen)
         known = self._slices.get(key)
         batch = adapt.Batch(x, count, self.in_dim, known)
-        if known is None and (count > SAMPLES or (count > 1 and len(batch.batched) > 1)):
-            picked = [0, count // 2, count - 1] if count > SAMPLES else list(range(count - 1))
-            want = z.detach().index_select(self.out_dim, torch.tensor(picked, device=z.device))
-            close = 1e-6 if z.dtype == torch.float64 else 1e-2 if z.dtype == torch.float32 else 0.2
-            options = [batch.batched] + [[i for i in batch.batched if i != drop] for drop in batch.batched]
-            failures = []
-            for option in options:
-                if not option:
-                    continue
-                trial = adapt.Batch(x, count, self.in_dim, option)
-                try:
-                    with torch.enable_grad():  # which models that differentiate in their forward pass need
-                        got = adapt.select_output(adapt.call(self.model, trial.pick(picked)), self.output).detach()
-                except (RuntimeError, ValueError, IndexError) as error:
-                    failures.append(str(error).splitlines()[0])
-                    continue
-                if not far(want, got, close):
-                    batch = trial
-                    break
-            else:
-                if count <= SAMPLES:  # the proof, on copies of them, will tell
-                    options = []
-                elif len(failures) == len([o for o in options if o]):
-                    raise InputError(
-                        f"the model fails on three of the {count} samples ({failures[0]}); check in_dim={self.in_dim}, or pass "
-                        "inputs whose every batched tensor has the samples along it"
-                    )
-                if options:  # three samples alone give something else: find out exactly, on the copy, who is to blame
-                    chosen = adapt.Batch(batch.pick(picked), SAMPLES, self.in_dim, batch.batched)
-                    prover = Prover(self.model, self.parameters, self.output, self.out_dim)
-                    prover.prove(chosen.distinct(SAMPLES, torch.Generator().manual_seed(5)), Ledger())
-                if options and z.dtype in (torch.float32, torch.float64):
-                    raise InteractionError(
-                        f"three samples alone give another output than within the batch of {count}: samples interact, or "
-                        f"an input is shared that in_dim={self.in_dim} makes look batched. Make the forward pass work on "
-                        "each sample alone"
-                    )
-        if len(self._slices) > 256:
+        if count == 1 or (known is not None and not compare):
+            return batch
+        self.comparisons += 1
+        failures = []
+        options = [batch.batched] + [[i for i in batch.batched if i != drop] for drop in batch.batched if known is None]
+        for option in filter(None, options):
+            trial = adapt.Batch(x, count, self.in_dim, option)
+            try:
+                alike = self._alike(trial, z, count)
+            except (RuntimeError, ValueError, IndexError) as error:
+                failures.append(str(error).splitlines()[0])
+                continue
+            if alike:
+                break
+        else:
+            if count > SAMPLES and len(failures) == len([o for o in options if o]):
+                raise InputError(
+                    f"the model fails on parts of the {count} samples ({failures[0]}); check in_dim={self.in_dim}, or pass "
+                    "inputs whose every batched tensor has the samples along it"
+                )
+            self._blame(batch, z, count, alike=not failures)
+            trial = batch
+        if len(self._slices) > KEPT:
             self._slices.clear()
-        self._slices[key] = batch.batched
-        return batch
+        self._slices[key] = trial.batched
+        return trial
 
-    def _layouts(self, graph: Graph, state: State, z: Tensor) -> dict[tuple[int, int], Layout]:
-        """Verified layouts of all uses; parameters at a use where none holds go to the loop."""
-        ledger, structure, v = self.ledger, state.structure, generic_cotangent(z)
-        layouts, lost = sample_axes(graph, structure, ledger, z, v, self.out_dim, data_dependent=state.data_dependent)
+    def _alike(self, batch: adapt.Batch, z: Tensor, count: int) -> bool:
+        """Whether random halves of the batch, shuffled, give what they gave in it (few samples: each beside a copy)."""
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.comparisons))
+        halves = [order[: count // 2].tolist(), order[count // 2 :].tolist()]
+        close = rounding(z.dtype, low=low_precision(z.device, {p.dtype for p in self.parameters.values()}))
+
+        def run(samples: list[int]) -> Tensor:
+            return adapt.forward(self.model, batch.pick(samples), self.output).detach()
+
+        noise = self._noise_of(batch, count)
+        for samples in halves if count > SAMPLES else [[j, j] for j in range(count)]:
+            got = run(samples)
+            index = torch.tensor(samples, device=z.device)
+            want = z.detach().index_select(self.out_dim, index)
+
+            if agree(want, got, close, noise, self.out_dim):
+                continue
+            if self.folding.active:
+                with unfolded():
+                    own = run(list(range(count))).index_select(self.out_dim, index)
+                if agree(own, got, close, noise, self.out_dim):
+                    raise FoldRefuted([], "the folded model gives another output")
+            return False
+        return True
+
+    def _noise_of(self, batch: adapt.Batch, count: int) -> Callable[[], Tensor | None]:
+        few = list(range(min(count, 8)))
+        return lambda: measured_noise(self.model, batch.pick(few), self.output)
+
+    def _blame(self, batch: adapt.Batch, z: Tensor, count: int, *, alike: bool) -> None:
+        """Samples in other company give something else: find out exactly, on the copy, who is to blame."""
+        picked = [0, count // 2, count - 1] if count > SAMPLES else list(range(count))
+        chosen = adapt.Batch(batch.pick(picked), len(picked), self.in_dim, batch.batched)
+        prover = Prover(self.model, self.parameters, self.output, self.out_dim)
+        prover.prove(chosen.distinct(SAMPLES, torch.Generator().manual_seed(5)), Ledger())
+        if alike:
+            raise InteractionError(
+                f"samples give another output in parts of the batch than within the batch of {count}: samples interact, or "
+                f"an input is shared that in_dim={self.in_dim} makes look batched. Make the forward pass work on "
+                "each sample alone"
+            )
+
+    def _layouts(self, graph: Graph, state: State, z: Tensor) -> ShapePlan:
+        """Layouts of all uses, told by the graph or found in this batch; parameters where none holds go to the loop."""
+        ledger, structure, count = self.ledger, state.structure, z.shape[self.out_dim]
+        known, by_data = ownership.trace(graph, z, self.out_dim)
+        options = likely_layouts(graph, structure, ledger, count, known)
+        found = explained(graph, structure, z, generic_cotangent(z), self.out_dim, options)
+        layouts = {place: held[0] for place, held in options.items() if held} | {
+            place: held[0] for place, held in found.items() if held
+        }
+        lost = {place[0] for place, held in found.items() if not held}
         for use in (u for node in lost for u in structure.by_node[node]):
             for name in (graph.parameters[p] for p in graph.parameters_below(use.child)):
                 old = ledger.parameters.get(name)
                 if old is not None and old.route == "loop":
                     continue
                 kinds = old.kinds if old else ()
-                reason = f"its sample axis was not found in a batch of {z.shape[self.out_dim]}"
+                reason = f"its sample axis was not found in a batch of {count}"
                 ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
-        if any(isinstance(layout, Ragged) for layout in layouts.values()):
-            state.data_dependent = True  # the order of the rows may be another in the next batch of these shapes
-        return layouts
+        return ShapePlan(layouts, "" if all(place in known for place in found) else by_data)

@@ -25,15 +25,18 @@ from fastlr.errors import (
     RandomForwardError,
 )
 from fastlr.ghost import adapt
+from fastlr.ghost.agreement import agree
 from fastlr.ghost.execute import Structure, sq_norms
+from fastlr.ghost.fallback import beside_copy
 from fastlr.ghost.folded import FoldRefuted, weight_of
 from fastlr.ghost.fuse import OURS, Folding
-from fastlr.ghost.graph import CASTS, Graph, exact_grads, walk
+from fastlr.ghost.graph import CASTS, Graph, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
+from fastlr.ghost.ownership import Place, trace
 from fastlr.ghost.rules import Unsupported
 from fastlr.ghost.subjects import Subject, subjects
-from fastlr.ghost.verify import explained, far
+from fastlr.ghost.verify import every_layout, explained
 
 SAMPLES = 3
 
@@ -132,14 +135,13 @@ class Prover:
         self._absent(subject, batch, z, graph, ledger)
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = generic_cotangent(z)
-        truth = self._truth(subject, batch, z, v)
-        self._linear(subject, batch, z, v, truth)
+        truth = self._truth(subject, batch, z, v, ledger)
+        self._linear(subject, batch, v, truth, ledger)
         if irregular:
             self._all_by_loop(ledger, irregular)
         else:
             structure = Structure.of(graph)
-            layouts = explained(graph, structure, z, v, self.out_dim)
-            self._compare(graph, structure, z, v, truth, layouts, ledger)
+            self._compare(graph, structure, z, v, truth, self._layouts(graph, structure, z, v), ledger)
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
         return True
 
@@ -148,17 +150,36 @@ class Prover:
     def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
         """Require that samples give what they gave in the batch of three; say what is wrong if they do not."""
         close = 1e-9 if z.dtype == torch.float64 else 1e-3 if z.dtype == torch.float32 else 5e-2
-        if not far(want, got, close):
+
+        def noise() -> Tensor | None:
+            return self._noise(subject, batch)
+
+        if agree(want, got, close, noise, self.out_dim):
             return
+        three = list(range(SAMPLES))
         with torch.no_grad():
-            plain = self._forward(subject, batch, list(range(SAMPLES)))
-            if far(plain, self._forward(subject, batch, list(range(SAMPLES))), close):
+            plain = self._forward(subject, batch, three)
+            if not agree(plain, self._forward(subject, batch, three), close, noise, self.out_dim):
                 raise RandomForwardError(self._random_message())
-            if far(z, plain, close):
+            if not agree(z, plain, close, noise, self.out_dim):
                 if self.folding is not None and self.folding.active:
                     raise FoldRefuted([], "the folded model gives another output")
                 raise RandomForwardError(self._random_message())
         raise InteractionError(self._interaction_message(subject, batch, close))
+
+    def _noise(self, subject: Subject, batch: adapt.Batch) -> Tensor | None:
+        """How far float64 outputs of the three samples may be off by rounding, from what float32 gives."""
+        if subject.dtype != torch.float64:
+            return None
+        tensors = {n: adapt.cast(t.detach(), torch.float32) for n, t in subject.state.items()}
+        three = list(range(SAMPLES))
+        try:
+            own = self._forward(subject, batch, three).detach()
+            x = adapt.cast(batch.pick(three), torch.float32)
+            single = adapt.select_output(adapt.call_with(subject.model, tensors, x), self.output).detach()
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return None
+        return (own - single.double()).abs().nan_to_num() * 2.0**-26
 
     def _random_message(self) -> str:
         active = [n for n, m in self.model.named_modules() if m.training and "dropout" in type(m).__name__.lower()]
@@ -190,7 +211,7 @@ class Prover:
             for handle in handles:
                 handle.remove()
         first = next(
-            (n for (n, a), (_, b) in zip(*records, strict=False) if a.shape == b.shape and far(a, b, close)), None
+            (n for (n, a), (_, b) in zip(*records, strict=False) if a.shape == b.shape and not agree(a, b, close)), None
         )
         message = "samples of the batch interact: what one gives depends on the others"
         if first is None:
@@ -206,7 +227,8 @@ class Prover:
 
         Returns why that cannot be (a loop over samples within the model), or an empty string.
         """
-        z6 = self._forward(subject, batch, [*range(SAMPLES), *range(SAMPLES)], fold=True)
+        both = [*range(SAMPLES), *range(SAMPLES)]
+        z6 = self._forward(subject, batch, both, fold=True)
         self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
         twice = walk(z6, subject.parameters)
         if graph.names != twice.names or graph.children != twice.children:
@@ -225,43 +247,55 @@ class Prover:
 
     # -- backward checks --------------------------------------------------------------------------------------------
 
-    def _alone(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, sample: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What a sample gave in the batch, its output when it is alone, and the cotangent of that."""
-        own, only = (t.narrow(self.out_dim, sample, 1) for t in (z, v))
-        try:
-            alone = self._forward(subject, batch, [sample])
-            usable = alone.shape == only.shape
-        except (RuntimeError, ValueError, IndexError):
-            usable = False
-        if usable:
-            return own, alone, only
-        # a model that cannot take a batch of one: three copies, of which the first counts
-        alone = self._forward(subject, batch, [sample] * SAMPLES)
-        padded = torch.zeros_like(alone)
-        padded.narrow(self.out_dim, 0, 1).copy_(only)
-        return own.expand_as(alone), alone, padded
+    def _exact(
+        self, subject: Subject, batch: adapt.Batch, sample: int, v: Tensor, ledger: Ledger
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Output row and exact squared norms of one sample beside a copy of itself.
 
-    def _truth(self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Exact squared norms [3] of every parameter: each sample alone, one plain backward pass each.
+        A model that does not take two samples is run on the sample alone, one that does not take one on three copies.
+        """
+        failure: Exception | None = None
+        for copies in (2, 1, SAMPLES):
+            try:
+                own = v.narrow(self.out_dim, sample, 1)
+                row, norms = beside_copy(
+                    lambda s: self._forward(subject, batch, list(s)), sample, own, self.out_dim, subject.parameters, copies
+                )
+            except (ModelError, RuntimeError, ValueError, IndexError) as error:
+                failure = failure or error
+                continue
+            if copies == 1:
+                ledger.notes.append("the model does not take two samples: its gradients were taken from one alone")
+            return row, norms
+        assert failure is not None
+        raise failure
 
-        Alone a sample must give what it gave in the batch: samples that interact through anything, be it a detached mean,
+    def _truth(self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, ledger: Ledger) -> dict[str, Tensor]:
+        """Exact squared norms [3] of every parameter: each sample beside a copy of itself, one plain backward pass each.
+
+        So a sample must give what it gave in the batch: samples that interact through anything, be it a detached mean,
         are found here.
         """
         names = list(subject.parameters)
         truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=v.device) for name in names}
         for sample in range(SAMPLES):
-            own, alone, only = self._alone(subject, batch, z, v, sample)
-            self._same(subject, batch, z, own, alone)
-            if not alone.requires_grad:
-                continue
-            for name, grad in zip(names, exact_grads(alone, subject.parameters, only), strict=True):
-                truth[name][sample] = grad
+            row, norms = self._exact(subject, batch, sample, v, ledger)
+            self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), row)
+            for name, norm in zip(names, norms, strict=True):
+                truth[name][sample] = norm
         if not torch.isfinite(torch.stack(list(truth.values()))).all():
             bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
             raise NonFiniteError(f"the gradient of parameter {bad} is not finite on three samples of the inputs")
         return truth
+
+    def _layouts(self, graph: Graph, structure: Structure, z: Tensor, v: Tensor) -> dict[Place, list[Layout]]:
+        """Layouts of every output of a use: what the graph tells and marks confirm, else what marks find."""
+        known, _ = trace(graph, z, self.out_dim)
+        every = every_layout(graph, structure, SAMPLES)
+        told: dict[Place, list[Layout]] = {place: [known[place]] for place in every if place in known}
+        found = explained(graph, structure, z, v, self.out_dim, told)
+        open_ones = {place: options for place, options in every.items() if not found.get(place)}
+        return found | (explained(graph, structure, z, v, self.out_dim, open_ones) if open_ones else {})
 
     def _compare(
         self,
@@ -297,13 +331,17 @@ class Prover:
         lost: dict[str, str] = {}
         got = run()
         bad = wrong(got)
+        refuted: dict[tuple[str, ...], str] = {}
         for use in structure.uses:
             if graph.names[use.node] in OURS and (
                 routes.get(use.key) == "node"
                 or any(graph.parameters[p] in bad for p in graph.parameters_below(use.child))
             ):
                 why = reasons.get(use.key) or "its norms differ from the exact ones"
-                raise FoldRefuted(weight_of(graph, use.node), why)
+                refuted.setdefault(tuple(weight_of(graph, use.node)), why)
+        if refuted:  # all of them at once: each refusal is another proof
+            whole = () in refuted  # of a frozen weight, which has no name
+            raise FoldRefuted([] if whole else [n for names in refuted for n in names], next(iter(refuted.values())))
         if bad:  # the nodes' own backward formulas instead of the rules, for these parameters
             affected = [
                 u for u in structure.uses if any(graph.parameters[p] in bad for p in graph.parameters_below(u.child))
@@ -340,17 +378,14 @@ class Prover:
                 )
 
     def _linear(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, truth: dict[str, Tensor]
+        self, subject: Subject, batch: adapt.Batch, v: Tensor, truth: dict[str, Tensor], ledger: Ledger
     ) -> None:
         """Require of the first sample on a copy in float64 that its gradients scale as the cotangent does."""
         if subject.dtype is None:
             return
         want = torch.stack([norms[0] for norms in truth.values()])
         for exponent in (-20, 20):
-            _, alone, only = self._alone(subject, batch, z, v * 2.0**exponent, 0)
-            if not alone.requires_grad:
-                return
-            scaled = torch.stack(exact_grads(alone, subject.parameters, only)) * 4.0**-exponent
+            scaled = torch.stack(self._exact(subject, batch, 0, v * 2.0**exponent, ledger)[1]) * 4.0**-exponent
             if not bool(((scaled - want).abs() <= 1e-6 * want.sum()).all()):
                 raise NonlinearBackwardError(
                     f"gradients do not scale as the output's do: 2^{exponent} times the one does not give 2^{exponent} "
@@ -385,6 +420,14 @@ class Prover:
             ledger.parameters.setdefault(n, ParameterProof("zero", reason="not used by the output", alive=True))
 
     def _moves(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str]) -> bool:
+        """Whether parameters move the output, and not by a choice alone, as the scores of hard routing do.
+
+        Such a choice has no gradient: it does not move with the least of changes.
+        """
+        double = z.dtype == torch.float64
+        return all(self._moved(subject, batch, z, names, size) for size in (0.5, 1e-6 if double else 1e-3))
+
+    def _moved(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str], size: float) -> bool:
         generator = torch.Generator().manual_seed(2)
         saved = {n: subject.parameters[n].detach().clone() for n in names}
         with torch.no_grad():
@@ -392,12 +435,12 @@ class Prover:
                 for n in names:
                     p = subject.parameters[n]
                     noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
-                    p.add_(noise * (0.5 * p.abs().mean() + 0.1))
+                    p.add_(noise * size * (p.abs().mean() + 0.2))
                 again = self._forward(subject, batch, list(range(SAMPLES)), fold=True)
             finally:
                 for n in names:
                     subject.parameters[n].copy_(saved[n])
-        return far(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6)
+        return not agree(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6, None, self.out_dim)
 
 
 def _kind(graph: Graph, node: int) -> str:

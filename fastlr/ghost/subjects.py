@@ -29,6 +29,11 @@ class Subject:
         """Every parameter that the forward pass uses, trainable or not, by name."""
         return dict(self.model.named_parameters()) if self.tensors is None else self.tensors
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Every parameter and buffer, by name."""
+        return {**self.named, **dict(self.model.named_buffers())} if self.tensors is None else self.tensors
+
     def __call__(self, x: Any) -> Any:
         """Run the forward pass."""
         x = adapt.cast(x, self.dtype)

@@ -1,0 +1,332 @@
+"""Which rows of a gradient belong to which sample, whatever the data: followed from the output down, node by node.
+
+A sample owns rows of the output. A node *keeps rows* if the gradient that it hands to an input has, in the rows of a sample,
+only what came from that sample's rows of the gradient at its output, for any values of its operands. That depends on the
+node's kind and on the axes that it works along, never on sizes that happen to equal the number of samples. Kinds that are not
+listed here, and listed ones that sum, contract or permute along the samples' axis, are not trusted: below them the rows are
+found anew in every batch (fastlr.ghost.verify).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr.ghost.graph import SAMPLE, Graph
+from fastlr.ghost.layout import Regular
+
+Place = tuple[int, int]  # node, output
+
+
+@dataclass
+class Step:
+    """One edge of the graph: an output of a node whose rows are known, and one of the node's inputs."""
+
+    node: Any
+    name: str
+    layout: Regular
+    output: int
+    slot: int
+    outer: torch.Size  # shape of the output
+    inner: torch.Size  # shape of the input
+
+    def at(self, dim: int) -> Regular | None:
+        """The same rows along axis ``dim`` of the input, if it is as long as the output's."""
+        fits = 0 <= dim < len(self.inner) and self.inner[dim] == self.outer[self.layout.dim]
+        return Regular(dim, self.layout.outer, self.layout.inner) if fits else None
+
+
+Keeps = Callable[[Step], Regular | None]
+KEEPS: dict[str, Keeps] = {}
+READ: dict[str, tuple[str, ...]] = {}  # kind -> what decides along which axes it works
+
+
+def axis(dim: int, ndim: int) -> int:
+    """An axis as autograd saves it (negative ones as unsigned numbers), counted from 0."""
+    return (dim - (1 << 64) if dim >= 1 << 63 else dim) % max(1, ndim)
+
+
+def details(graph: Graph) -> tuple:
+    """What the nodes on the sample side have saved of the axes they work along."""
+    return tuple(
+        tuple(getattr(graph.nodes[i], what, None) for what in READ[name])
+        for i, name in enumerate(graph.names)
+        if name in READ
+    )
+
+
+def _list(names: str, keeps: Keeps, *read: str, suffix: str = "Backward0") -> None:
+    for name in names.split():
+        kind = name if "Backward" in name else name + suffix
+        KEEPS[kind] = keeps
+        if read:
+            READ[kind] = tuple(f"_saved_{what}" for what in read)
+
+
+# -- elementwise, with broadcasting ------------------------------------------------------------------------------------
+
+
+def _elementwise(s: Step) -> Regular | None:
+    """Axes correspond from the last on; an input that is broadcast along the samples would get the sum over them."""
+    return s.at(s.layout.dim - (len(s.outer) - len(s.inner)))
+
+
+_list(
+    "Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Ceil Celu Clamp ClampBackward1 ClampMax "
+    "ClampMaxBackward1 ClampMin ClampMinBackward1 Clone Copysign CopyBackwards Cos Cosh Div DivBackward1 DivBackward2 Elu Erf "
+    "Erfc Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu Lerp "
+    "LerpBackward1 Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill MaskedFillBackward1 Maximum "
+    "Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 PowBackward2 PreluKernel Reciprocal Relu "
+    "Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu Sin Sinc Sinh Softplus Softshrink SpecialNdtri "
+    "Sqrt Sub SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy GateBackward",
+    _elementwise,
+)
+
+
+# -- other orders and shapes of the same elements -----------------------------------------------------------------------
+
+
+def _reshaped(s: Step) -> Regular | None:
+    """Sample b owns the elements whose flat index, divided by its stride, is b modulo the number of samples."""
+    count = s.outer[s.layout.dim] // (s.layout.outer * s.layout.inner)
+    stride = s.layout.inner * prod(s.outer[s.layout.dim + 1 :])
+    below = prod(s.inner)
+    if not below:
+        return None
+    for dim, size in enumerate(s.inner):
+        below //= size
+        if size > 1 and stride % below == 0 and (below * size) % (stride * count) == 0:
+            return Regular(dim, below * size // (stride * count), stride // below)
+    return None
+
+
+_list("View UnsafeView ReshapeAlias ReshapeCopy Squeeze Unsqueeze", _reshaped)
+_list("SqueezeBackward1 SqueezeBackward2 SqueezeBackward3 UnsqueezeBackward1", _reshaped)
+
+
+def _transposed(s: Step) -> Regular | None:
+    n = len(s.outer)
+    order = list(range(n))
+    a, b = (0, 1) if s.name == "TBackward0" else (axis(s.node._saved_dim0, n), axis(s.node._saved_dim1, n))
+    if n > 1:
+        order[a], order[b] = b, a
+    return s.at(order[s.layout.dim])
+
+
+def _permuted(s: Step) -> Regular | None:
+    return s.at(axis(s.node._saved_dims[s.layout.dim], len(s.outer)))
+
+
+_list("T", _transposed)
+_list("Transpose", _transposed, "dim0", "dim1")
+_list("Permute", _permuted, "dims")
+
+
+# -- along some axes, which must not be the samples' --------------------------------------------------------------------
+
+
+def _axes(s: Step, ndim: int, *names: str) -> list[int]:
+    """The axes that a node has saved under the first of these names that it has."""
+    saved = next(getattr(s.node, f"_saved_{name}") for name in names if hasattr(s.node, f"_saved_{name}"))
+    return [axis(d, ndim) for d in (saved if isinstance(saved, Sequence) else [saved])]
+
+
+def _beside(s: Step) -> Regular | None:
+    """Works along its own axes only, and keeps the number of axes."""
+    axes = _axes(s, len(s.outer), "dim", "dims")
+    return s.at(s.layout.dim) if axes and s.layout.dim not in axes else None
+
+
+def _sliced(s: Step) -> Regular | None:
+    """As `_beside`; a slice of all samples is all of them."""
+    return s.at(s.layout.dim)
+
+
+def _unfolded(s: Step) -> Regular | None:
+    """Windows along one axis, laid along a new last one."""
+    kept = s.layout.dim < len(s.inner) and s.layout.dim not in _axes(s, len(s.inner), "dimension")
+    return s.at(s.layout.dim) if kept else None
+
+
+def _without(s: Step) -> Regular | None:
+    """Some axes of the input are not in the output, or of size 1 there."""
+    saved = s.node._saved_dim
+    if saved is None or (isinstance(saved, Sequence) and not len(saved)):
+        return None  # all of them
+    axes = _axes(s, len(s.inner), "dim")
+    if len(s.outer) == len(s.inner):
+        return s.at(s.layout.dim) if s.layout.dim not in axes else None
+    return s.at([d for d in range(len(s.inner)) if d not in axes][s.layout.dim])
+
+
+def _stacked(s: Step) -> Regular | None:
+    (new,) = _axes(s, len(s.outer), "dim")
+    return None if s.layout.dim == new else s.at(s.layout.dim - (s.layout.dim > new))
+
+
+def _padded(s: Step) -> Regular | None:
+    pad = s.node._saved_pad
+    first = 2 * (len(s.outer) - 1 - s.layout.dim)
+    return s.at(s.layout.dim) if not any(pad[first : first + 2]) else None
+
+
+_list("Flip Roll", _beside, "dims")
+_list("Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax Scatter", _beside, "dim")
+_list("ScatterAdd ScatterBackward1 Softmax Sort SortBackward1 Split SplitWithSizes Topk UnsafeSplit", _beside, "dim")
+_list("UnsafeSplitWithSizes", _beside, "dim")
+_list("Slice", _sliced)
+_list("Unfold", _unfolded, "dimension")
+_list("Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode Nansum", _without, "dim")
+_list("NormBackward1 NormBackward3 ProdBackward1 Select Std StdMean SumBackward1 Unbind Var VarMean", _without, "dim")
+_list("Stack", _stacked, "dim")
+_list("ConstantPadNd", _padded, "pad")
+
+
+# -- over the last axes, whose number is the kind's ---------------------------------------------------------------------
+
+
+def _leading(last: int) -> Keeps:
+    """Works on the last axes, alike for every index of the others."""
+
+    def keeps(s: Step) -> Regular | None:
+        same = len(s.inner) == len(s.outer) and s.layout.dim < len(s.outer) - last
+        return s.at(s.layout.dim) if same and s.slot == 0 else None
+
+    return keeps
+
+
+for _k in (1, 2, 3):
+    _list(f"ReflectionPad{_k}D ReplicationPad{_k}D UpsampleNearest{_k}D UpsampleNearestExact{_k}D", _leading(_k))
+for _k in (2, 3):
+    _list(f"AdaptiveAvgPool{_k}D AdaptiveMaxPool{_k}D AvgPool{_k}D MaxPool{_k}DWithIndices", _leading(_k))
+_list("UpsampleLinear1D", _leading(1))
+_list("UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa", _leading(2))
+_list("UpsampleTrilinear3D ChannelShuffle PixelShuffle PixelUnshuffle", _leading(3))
+
+
+def _first_axis(s: Step) -> Regular | None:
+    """Alike for every index of the first axis."""
+    return s.at(0) if s.layout.dim == 0 and s.slot == 0 and s.output == 0 and len(s.inner) == len(s.outer) else None
+
+
+def _columns(s: Step) -> Regular | None:
+    """F.unfold and F.fold of a batch: [B, C, H, W] and [B, C k k, positions]."""
+    return s.at(0) if s.layout.dim == 0 and {len(s.inner), len(s.outer)} == {3, 4} else None
+
+
+_list("Convolution NativeGroupNorm", _first_axis)
+_list("Im2Col Col2Im", _columns)
+
+
+def _layer_norm(s: Step) -> Regular | None:
+    return _leading(len(s.node._saved_normalized_shape))(s) if s.output == 0 else None
+
+
+def _batch_norm(s: Step) -> Regular | None:
+    """With running statistics, a scaling of every element; with the batch's (instance norm), alike for every channel."""
+    training = getattr(s.node, "_saved_training", True)
+    return s.at(s.layout.dim) if s.slot == 0 and s.output == 0 and (not training or s.layout.dim == 1) else None
+
+
+_list("NativeLayerNorm FusedRmsNorm", _layer_norm, "normalized_shape")
+_list("NativeBatchNorm", _batch_norm, "training")
+
+
+# -- products -----------------------------------------------------------------------------------------------------------
+
+
+def _product(first: int) -> Keeps:
+    """``left @ right``, the factors in slots ``first`` and ``first + 1``; before them what is added to the product.
+
+    Rows of the product are rows of the left factor, its columns are those of the right one; an axis before these two is one
+    of both. The other factor of rows or columns gets the sum over them.
+    """
+
+    def keeps(s: Step) -> Regular | None:
+        if s.slot < first:
+            return _elementwise(s)
+        from_end = len(s.outer) - s.layout.dim
+        if from_end == 2 and s.slot == first or from_end == 1 and s.slot == first + 1 or from_end == 3:
+            return s.at(len(s.inner) - from_end)
+        return None
+
+    return keeps
+
+
+def _matrix_vector(first: int) -> Keeps:
+    return lambda s: _elementwise(s) if s.slot < first else s.at(0) if s.slot == first else None
+
+
+_list("Mm Bmm", _product(0))
+_list("Addmm Baddbmm", _product(1))
+_list("Mv", _matrix_vector(0))
+_list("Addmv", _matrix_vector(1))
+
+
+def _attention(s: Step) -> Regular | None:
+    """Queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample and head."""
+    return s.at(s.layout.dim) if s.output == 0 and s.layout.dim < len(s.outer) - 2 and len(s.inner) == len(s.outer) else None
+
+
+_list("ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention ScaledDotProductFlashAttentionForCpu", _attention)
+_list("ScaledDotProductFlashAttention", _attention)
+
+
+# -- fastlr's own nodes -------------------------------------------------------------------------------------------------
+
+
+def _folded_conv(s: Step) -> Regular | None:
+    role = s.node.roles[s.slot] if s.slot < len(s.node.roles) else ""
+    return s.at(0) if role in ("x", "residual") and s.layout.dim == 0 else None
+
+
+_list("FoldedConvBackward", _folded_conv)
+_list("FixedNormBackward", lambda s: s.at(s.layout.dim) if s.slot == 0 else None)
+_list("SqueezeBackward", lambda s: s.at(s.layout.dim) if s.layout.dim < 2 else None)
+
+
+# -- the whole graph ----------------------------------------------------------------------------------------------------
+
+
+def trace(graph: Graph, z: Tensor, out_dim: int) -> tuple[dict[Place, Regular], str]:
+    """Follow the samples from the output ``z`` through a classified graph.
+
+    Returns:
+        The layout of every output on the sample side whose rows are known whatever the data; and the first kind of node
+        below which they are not ("" if they are known everywhere).
+    """
+    dim = out_dim % z.ndim
+    known: dict[Place, Regular | None] = {(len(graph.nodes) - 1, z.output_nr): Regular(dim, 1, 1)}
+    stopped = ""
+    for i in reversed(range(len(graph.nodes))):
+        if graph.side[i] != SAMPLE:
+            continue
+        outputs = [(o, known[i, o]) for o in range(graph.outputs(i)) if (i, o) in known]
+        for slot, (child, number) in enumerate(graph.children[i]):
+            if child < 0 or graph.side[child] != SAMPLE:
+                continue
+            place, shape = (child, number), graph.shape(child, number)
+            for output, layout in outputs:
+                below = None if layout is None else _through(graph, i, layout, output, slot, shape)
+                if layout is not None and below is None:
+                    stopped = stopped or graph.names[i]
+                if place in known and known[place] != below:
+                    stopped, below = stopped or graph.names[child], None
+                known[place] = below
+    return {place: layout for place, layout in known.items() if layout is not None}, stopped
+
+
+def _through(graph: Graph, i: int, layout: Regular, output: int, slot: int, inner: torch.Size) -> Regular | None:
+    name = graph.names[i]
+    if name not in KEEPS:
+        return None
+    step = Step(graph.nodes[i], name, layout, output, slot, graph.shape(i, output), inner)
+    try:
+        return KEEPS[name](step)
+    except (AttributeError, RuntimeError, IndexError, StopIteration, TypeError):  # what a node has saved cannot be read
+        return None
