@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.program import is_plain, own_attributes, version
+from fastlr.ghost.state import BufferKeeper, attributes_kept, tensor_caches
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 _OUTPUT_FIELDS = ("logits", "prediction_outputs")
@@ -94,14 +95,31 @@ def _expanded(t: Tensor) -> bool:
     return t.layout == torch.strided and any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True))
 
 
-def call(model: Callable, x: Any) -> Any:
-    """Call the model with a tensor, a tuple (positional) or a dict (keywords)."""
+def call(
+    model: Callable, x: Any, *, dtype: torch.dtype | None = None, without: Collection[tuple[nn.Module, str]] = ()
+) -> Any:
+    """Call the model with a tensor, a tuple (positional) or a dict (keywords); its modules' attributes stay as they were.
+
+    Args:
+        model: the model.
+        x: its inputs.
+        dtype: of plain floating-point tensors among the modules' attributes meanwhile.
+        without: dict attributes that are empty meanwhile (see `tensor_caches`).
+    """
     args, kwargs = _arguments(x)
-    return model(*args, **kwargs)
+    with attributes_kept(model, dtype=dtype, without=without):
+        return model(*args, **kwargs)
 
 
-def call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
-    """Call the model with other parameters and buffers, wherever it holds them.
+def call_with(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    x: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    without: Collection[tuple[nn.Module, str]] = (),
+) -> Any:
+    """`call` with other parameters and buffers, wherever the model holds them.
 
     Each module is named once: of two names of one module, torch would put back the tensors of this call, not the model's.
     """
@@ -113,7 +131,8 @@ def call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
         for key, tensor in own.items()
         if tensor is not None and id(tensor) in held
     }
-    return functional_call(model, places, *_arguments(x), tie_weights=False)
+    with attributes_kept(model, dtype=dtype, without=without):
+        return functional_call(model, places, *_arguments(x), tie_weights=False)
 
 
 def _arguments(x: Any) -> tuple[tuple, dict]:
