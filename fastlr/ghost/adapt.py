@@ -305,17 +305,17 @@ def buffers_kept(modules: Sequence[nn.Module], *, unseen: bool = False) -> Itera
     own: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
     own += [(m, m._parameters) for m in modules if getattr(m, "max_norm", None) is not None]
     held = [(m, d, k, t, version(t), t.detach().clone()) for m, d in own for k, t in d.items() if t is not None]
-    numbers = {module: own_attributes(module) for module, *_ in held}
+    numbers = {id(module): (module, own_attributes(module)) for module, *_ in held}
     changed: list[str] = []
     try:
         yield changed
     finally:
-        gone_on = {module for module, before in numbers.items() if own_attributes(module) != before}
+        gone_on = {key for key, (module, before) in numbers.items() if own_attributes(module) != before}
         for module, place, name, tensor, seen, copy in held:
             replaced = name not in place or place[name] is not tensor
             if replaced or version(tensor) != seen:
                 changed.append(name)
-            if module in gone_on:
+            if id(module) in gone_on:
                 continue
             if unseen or version(tensor) != seen:
                 with torch.no_grad():

@@ -109,7 +109,7 @@ class _Program:
         whole = self.whole(model)
         classes = [self.of_class(kind) for kind in list(self.classes)]
         calls = [code(f.__code__)[0] for n in _CALLS if type(f := vars(nn.Module)[n]) is FunctionType]
-        hooks = [self.reader.top(list(getattr(torch_module, name).values())) for name in _GLOBAL_HOOKS]
+        hooks = [self.reader.top(tuple(getattr(torch_module, name).values())) for name in _GLOBAL_HOOKS]
         return whole, *classes, *calls, *hooks
 
     def module(self, module: nn.Module) -> Any:
@@ -143,11 +143,11 @@ class _Program:
                 tokens += name, None if b is None else dtype_name(b.dtype) if free else of_tensor(b)
         for name in _HOOKS:
             if held.get(name):
-                tokens += name, top(list(held[name].values()))
+                tokens += name, top(tuple(held[name].values()))
         return tuple(tokens)
 
     def parameter(self, p: Tensor) -> tuple:
-        hooks = self.reader.top(list(p._backward_hooks.values())) if p._backward_hooks else ()
+        hooks = self.reader.top(tuple(p._backward_hooks.values())) if p._backward_hooks else ()
         if p.requires_grad or id(p) in self.free:
             return dtype_name(p.dtype), p.requires_grad, hooks
         return of_tensor(p), hooks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class Subject:
     tensors: dict[str, Tensor] | None  # for functional calls
     parameters: dict[str, Tensor]
     dtype: torch.dtype | None
+    without: Collection[tuple[nn.Module, str]] = ()  # caches that are empty meanwhile (see `adapt.tensor_caches`)
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -32,7 +33,9 @@ class Subject:
     def __call__(self, x: Any) -> Any:
         """Run the forward pass."""
         x = adapt.cast(x, self.dtype)
-        return adapt.call(self.model, x) if self.tensors is None else adapt.call_with(self.model, self.tensors, x)
+        if self.tensors is None:
+            return adapt.call(self.model, x, dtype=self.dtype, without=self.without)
+        return adapt.call_with(self.model, self.tensors, x, dtype=self.dtype, without=self.without)
 
 
 def _perturbed(t: Tensor, scale: float, generator: torch.Generator) -> Tensor:
@@ -47,6 +50,27 @@ def _perturbed_buffer(t: Tensor, name: str, scale: float, generator: torch.Gener
     noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
     new = t.detach().double() * torch.exp(0.1 * scale * noise)  # keeps signs, zeros and infinities
     return new + 0.1 * scale * noise if name.endswith("running_mean") else new
+
+
+def with_buffers_moved(
+    model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int
+) -> Subject | None:
+    """A perturbed float64 copy in which buffers that are all zero have additive noise; None where no buffer is all zero.
+
+    The noise of the other subjects is multiplicative and leaves a zero where it is, so a buffer that switches something
+    on (``h - alpha * h.mean(0)``) is not exercised by them. A failure here says that the model could be another program,
+    not that it is one: look at it in every batch, never refuse it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {n: _perturbed(p, scale, generator).requires_grad_(n in parameters) for n, p in model.named_parameters()}
+    moved = False
+    for n, b in model.named_buffers():
+        tensors[n] = _perturbed_buffer(b, n, scale, generator)
+        if b.is_floating_point() and b.numel() and not n.endswith("running_mean") and not bool(b.any()):
+            noise = torch.randn(b.shape, generator=generator, dtype=torch.float64).to(b.device)
+            tensors[n], moved = noise.abs() + 0.1, True
+    own = {n: tensors[n] for n in parameters}
+    return Subject("float64 copy with zero buffers moved", model, tensors, own, torch.float64) if moved else None
 
 
 def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int) -> Iterator[Subject]:

@@ -116,7 +116,7 @@ class Reader:
 
     def __init__(self, module: Callable[[nn.Module], Any] = number) -> None:
         self._module = module
-        self._read: dict[int, tuple[int, int]] = {}  # id -> (which one it was, depth that was left)
+        self._read: dict[int, tuple[int, int, Any]] = {}  # id -> (which one it was, depth that was left, the object)
         self._left = 0
 
     def top(self, value: Any) -> Any:
@@ -143,7 +143,7 @@ class Reader:
             return "again", before[0]
         read = _READERS.get(kind) or _reader(value)
         if read is not _text:
-            self._read[id(value)] = len(self._read), depth
+            self._read[id(value)] = len(self._read), depth, value
         return read(self, value, depth - 1)
 
     def _entries(self, tag: str, values: Collection, depth: int) -> tuple:
