@@ -16,8 +16,8 @@ from fastlr.chunking import chunk_for_memory
 from fastlr.distributed.sharding import ALONE, Team, fingerprint, team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.ghost.adapt import OutputSelector, call, select_output, trainable, unwrap
+from fastlr.ghost.api import engine_for
 from fastlr.ghost.cotangents import Scaled, batch_sq_norms
-from fastlr.ghost.engine import Engine
 from fastlr.padding import padding_mask
 from fastlr.predictive import PROBES, Predictive, default_predictive
 from fastlr.reference.counter import check_seed
@@ -184,7 +184,7 @@ class LocalRedundancy:
             raise ModelError("the model's parameters are on the meta device, without values: load its weights first")
         if device is not None and not same_device(torch.device(device), self.device):
             raise InputError(f"device={device} but the model is on {self.device}: move the model, or leave device out")
-        self.engine = Engine(model, output=output, in_dim=in_dim, out_dim=out_dim)
+        self.engine = engine_for(model, output, in_dim, out_dim)  # shared: a model is proven once
         self._most: int | None = None  # inputs in a chunk, once known
         self._notes: list[str] = []
         self._digests: dict[int, str] = {}
@@ -321,6 +321,7 @@ class LocalRedundancy:
         x = self._batch(start, stop)
         with self._autocast():  # one context for each chunk: its cache of cast weights must not outlive the chunk
             result = self.engine.run(x, self._cotangent_at(range(start, stop), x))
+        self._replays.ran(stop - start)
         if len(result.total) != stop - start:
             raise InputError(
                 f"inputs {start}..{stop - 1} gave {len(result.total)} samples at out_dim={self.out_dim}: the sample "

@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlr.checks import gathered
 from fastlr.ghost import adapt, program
+from fastlr.ghost.agreement import same_output
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.execute import Rerouted
-from fastlr.ghost.agreement import same_output
+from fastlr.ghost.plan import Plan
 
 WARM_UP = 2  # runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces
 COMPARED = 4  # samples whose outputs are held to the model's own
@@ -76,15 +77,14 @@ class CudaRecorder:
 
 
 def fingerprint(model: nn.Module) -> tuple:
-    """Everything about a model that a captured graph has taken for granted, but for the values of its tensors."""
-    modules = []
-    for module in model.modules():
-        forward = getattr(module.forward, "__func__", module.forward)
-        modules.append((id(module), id(forward)))
-    tensors = [(n, p.data_ptr(), p.dtype, p.requires_grad) for n, p in model.named_parameters()]
-    tensors += [(n, b.data_ptr(), b.dtype, False) for n, b in model.named_buffers()]
-    hooks = tuple((*whose, len(handles)) for *whose, handles in program.hooks(model))  # put on anew they may be the same
-    return tuple(modules), tuple(tensors), program.attributes(model), hooks
+    """Everything about a model that a captured graph has taken for granted, but for the values of its tensors.
+
+    A graph reads parameters and buffers where they are, so their values may change.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    modules = tuple(map(id, program.all_modules(model)))
+    where = tuple((t.data_ptr(), t.dtype, t.requires_grad) for t in tensors)
+    return modules, where, program.fingerprint(model, free=[id(t) for t in tensors])
 
 
 class Replay:
@@ -182,6 +182,7 @@ class Replays:
     def __init__(self, make: Callable[[int], Replay] | None, engine: Engine) -> None:
         self.make, self.engine = make, engine
         self.held: dict[int, Replay] = {}
+        self.planned: dict[int, tuple[Plan, tuple | None, tuple]] = {}  # by size, with the flags and the program of that run
         self.used: set[int] = set()
         self.failures = 0
         self.note: str | None = None
@@ -190,6 +191,23 @@ class Replays:
     def begin(self) -> None:
         """Begin a measurement: the model may be another program since the one before."""
         self.used.clear()
+
+    def ran(self, size: int) -> None:
+        """A chunk of this size has been run as it is: what the engine knows of it serves a capture."""
+        self.planned.pop(size, None)
+        plan = None if self.make is None or self.paused else self.engine.plan(size)
+        if plan is not None:
+            self.planned[size] = plan, self.engine._last, fingerprint(self.engine.model)
+
+    def _capture(self, size: int) -> Replay | None:
+        """Capture a chunk; None where none of this size has been run, or the model is another program since."""
+        if self.make is None or size not in self.planned:
+            return None
+        plan, flags, before = self.planned.pop(size)
+        if fingerprint(self.engine.model) != before:
+            return None
+        self.engine._plan, self.engine._last = plan, flags  # others use the engine too
+        return None if self.engine.plan(size) is None else self.make(size)
 
     def run(self, start: int, stop: int) -> Tensor | None:
         """Squared norms [parameters, B] of a chunk by replay, or None where it must be run as it is."""
@@ -202,9 +220,10 @@ class Replays:
             return None
         try:
             if replay is None:
-                if self.engine.plan(size) is None:
+                replay = self._capture(size)
+                if replay is None:
                     return None
-                replay = self.held[size] = self.make(size)
+                self.held[size] = replay
             table = replay.run(start)
         except (RuntimeError, Rerouted, ShapeChanged) as error:  # a capture that fails leaves the model as it was
             self.drop(f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'other shapes'}")

@@ -18,17 +18,25 @@ import fastlr
 from fastlr.replay import CudaRecorder, Replay, Replays, fingerprint
 
 
+HIDDEN = {"factor": 1.0}
+
+
+def hidden_factor() -> float:
+    """A number that a forward pass reads where a fingerprint does not look."""
+    return HIDDEN["factor"]
+
+
 class Net(nn.Module):
-    """Convolution, batch norm, ReLU, linear; ``factor`` is a number that the forward pass reads."""
+    """Convolution, batch norm, ReLU, linear, and numbers that the forward pass reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
         self.head = nn.Linear(8 * 7 * 7, 3)
-        self.state = {"factor": 1.0}  # in a dict, where a fingerprint does not look
+        self.state = {"factor": 1.0}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x)) * self.state["factor"]
+        return self.head(self.features(x)) * self.state["factor"] * hidden_factor()
 
 
 @pytest.fixture(params=DEVICES)
@@ -95,7 +103,7 @@ def test_weights_that_moved_are_captured_anew(device: str) -> None:
     assert graphs._replays.held[8] is not replay
 
 
-@pytest.mark.parametrize("change", ["hook", "number", "frozen", "module"])
+@pytest.mark.parametrize("change", ["hook", "number", "in a dict", "frozen", "module"])
 def test_program_that_changed_is_seen(device: str, change: str) -> None:
     model = net(device)
     graphs = estimator(model)
@@ -104,6 +112,8 @@ def test_program_that_changed_is_seen(device: str, change: str) -> None:
         model.head.register_forward_hook(lambda module, inputs, result: result * 2)
     elif change == "number":
         model.features[1].eps = 0.5
+    elif change == "in a dict":
+        model.state["factor"] = 3.0
     elif change == "frozen":
         model.head.bias.requires_grad_(False)
     else:
@@ -142,13 +152,13 @@ def test_after_a_capture_that_failed_all_is_as_before() -> None:
     assert result.tolist() == [8.0] * 3
 
 
-def test_hidden_state_is_seen_in_the_output(device: str) -> None:
+def test_hidden_state_is_seen_in_the_output(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net(device)
     graphs = estimator(model)
     before = graphs.measure()
     if device == "cpu":  # the stand-in runs the program: keep it from noticing
         graphs._replays.held[8].recorder.replay = lambda: None
-    model.state["factor"] = 3.0
+    monkeypatch.setitem(HIDDEN, "factor", 3.0)
     after = graphs.measure()
     agree(after, estimator(model, graphs=False).measure())
     assert after.value != before.value and any("dropped" in note for note in after.notes)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.program import is_plain, own_attributes, version
+from fastlr.ghost.state import attributes_kept
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 _OUTPUT_FIELDS = ("logits", "prediction_outputs")
@@ -94,14 +95,27 @@ def _expanded(t: Tensor) -> bool:
     return t.layout == torch.strided and any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True))
 
 
-def call(model: Callable, x: Any) -> Any:
-    """Call the model with a tensor, a tuple (positional) or a dict (keywords)."""
+def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
+    """Call the model with a tensor, a tuple (positional) or a dict (keywords); its modules' attributes stay as they were.
+
+    Args:
+        model: the model.
+        x: its inputs.
+        dtype: of plain floating-point tensors among the modules' attributes meanwhile.
+    """
     args, kwargs = _arguments(x)
-    return model(*args, **kwargs)
+    with attributes_kept(model, dtype=dtype):
+        return model(*args, **kwargs)
 
 
-def call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
-    """Call the model with other parameters and buffers, wherever it holds them.
+def call_with(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    x: Any,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """`call` with other parameters and buffers, wherever the model holds them.
 
     Each module is named once: of two names of one module, torch would put back the tensors of this call, not the model's.
     """
@@ -113,7 +127,8 @@ def call_with(model: nn.Module, tensors: Mapping[str, Tensor], x: Any) -> Any:
         for key, tensor in own.items()
         if tensor is not None and id(tensor) in held
     }
-    return functional_call(model, places, *_arguments(x), tie_weights=False)
+    with attributes_kept(model, dtype=dtype):
+        return functional_call(model, places, *_arguments(x), tie_weights=False)
 
 
 def _arguments(x: Any) -> tuple[tuple, dict]:
@@ -199,6 +214,12 @@ def forward(model: nn.Module, x: Any, output: OutputSelector) -> Tensor:
     return select_output(result, output)
 
 
+def along(x: Any, count: int, in_dim: int) -> list[int]:
+    """Places among the flattened inputs of the tensors of size ``count`` along ``in_dim``."""
+    leaves = enumerate(tree_flatten(x)[0])
+    return [i for i, t in leaves if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count]
+
+
 class Batch:
     """The inputs of one call, with the leaves that carry the sample axis, so that samples can be picked.
 
@@ -208,12 +229,7 @@ class Batch:
     def __init__(self, x: Any, count: int, in_dim: int, batched: Sequence[int] | None = None) -> None:
         self.leaves, self.spec = tree_flatten(x)
         self.count, self.in_dim = count, in_dim
-        fits = [
-            i
-            for i, t in enumerate(self.leaves)
-            if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count
-        ]
-        self.batched = list(fits if batched is None else batched)
+        self.batched = list(along(x, count, in_dim) if batched is None else batched)
         if not self.batched:
             shapes = [tuple(t.shape) for t in self.leaves if isinstance(t, Tensor)]
             raise InputError(
@@ -286,17 +302,17 @@ def buffers_kept(modules: Sequence[nn.Module], *, unseen: bool = False) -> Itera
     own: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
     own += [(m, m._parameters) for m in modules if getattr(m, "max_norm", None) is not None]
     held = [(m, d, k, t, version(t), t.detach().clone()) for m, d in own for k, t in d.items() if t is not None]
-    numbers = {module: own_attributes(module) for module, *_ in held}
+    numbers = {id(module): (module, own_attributes(module)) for module, *_ in held}
     changed: list[str] = []
     try:
         yield changed
     finally:
-        gone_on = {module for module, before in numbers.items() if own_attributes(module) != before}
+        gone_on = {key for key, (module, before) in numbers.items() if own_attributes(module) != before}
         for module, place, name, tensor, seen, copy in held:
             replaced = name not in place or place[name] is not tensor
             if replaced or version(tensor) != seen:
                 changed.append(name)
-            if module in gone_on:
+            if id(module) in gone_on:
                 continue
             if unseen or version(tensor) != seen:
                 with torch.no_grad():

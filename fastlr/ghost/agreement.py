@@ -45,7 +45,7 @@ def agree(want: Tensor, got: Tensor, relative: float, noise: Noise | None = None
     """
     if want.shape != got.shape:
         return False
-    a, b = (t.detach().movedim(out_dim, 0).flatten(1) if t.ndim else t.detach().view(1, 1) for t in (want, got))
+    a, b = (t.detach().movedim(out_dim, 0).reshape(t.shape[out_dim], -1) for t in (want, got))
     if torch.equal(a, b):
         return True
     rows = _typical(a[:, :: max(1, a.shape[1] // _SEEN)], b[:, :: max(1, a.shape[1] // _SEEN)], 1)
@@ -95,7 +95,7 @@ def precise_output(model: nn.Module, x: object, output: adapt.OutputSelector, dt
     device = next(iter(tensors.values())).device.type
     try:
         with torch.autocast(device, enabled=False), torch.enable_grad():
-            return adapt.select_output(adapt.call_with(model, tensors, adapt.cast(x, dtype)), output).detach()
+            return adapt.select_output(adapt.call_with(model, tensors, adapt.cast(x, dtype), dtype=dtype), output).detach()
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return None
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fastlr.ghost import adapt
+from fastlr.ghost import adapt, program
 from fastlr.ghost.engine import Cotangent, Engine
 from fastlr.ghost.report import SupportReport
 
-_ENGINES: WeakKeyDictionary[nn.Module, dict[tuple, Engine]] = WeakKeyDictionary()
+_ENGINES = WeakIdKeyDictionary()  # model -> options -> engine; found by identity: models may compare equal
 
 
-def engine_for(model: nn.Module, output: adapt.OutputSelector, in_dim: int, out_dim: int) -> Engine:
-    """Return the engine of this model and these options: made once, dropped with the model."""
+def engine_for(
+    model: nn.Module, output: adapt.OutputSelector = None, in_dim: int = 0, out_dim: int = 0
+) -> Engine:
+    """Return the engine of this model and these options: made once, dropped with the model.
+
+    A function as ``output`` counts by its code and what it holds, so that one written anew finds the same engine.
+    """
     module = adapt.unwrap(model)
-    engines = _ENGINES.setdefault(module, {})
-    key = (output, in_dim, out_dim)
+    engines: dict[tuple, Engine] = _ENGINES.setdefault(module, {})
+    key = (program.function_key(output) if callable(output) else output, in_dim, out_dim)
     if key not in engines:
         if len(engines) >= 8:  # a new function as ``output`` at every call must not pile up plans
             engines.clear()

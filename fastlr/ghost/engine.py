@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from fastlr.checks import refuse_where
-from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
+from fastlr.errors import FastlrWarning, HiddenParameterError, InputError, ModelError, NonFiniteError
 from fastlr.ghost import adapt, program
 from fastlr.ghost.agreement import agree, low_precision, norms_agree, rounding
 from fastlr.ghost.audit import Audits, Disproved
@@ -24,9 +25,10 @@ from fastlr.ghost.fallback import Singles, beside_copy
 from fastlr.ghost.folded import FoldRefuted
 from fastlr.ghost.fuse import unfolded
 from fastlr.ghost.graph import Graph, exact_grads, walk
-from fastlr.ghost.ledger import Ledger
+from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.plan import KEPT, Plan, Planner, ShapePlan, State
 from fastlr.ghost.proof import generic_cotangent
+from fastlr.ghost.state import BufferKeeper, emptied, tensor_caches
 from fastlr.runtime import out_of_memory
 
 
@@ -64,9 +66,10 @@ class Engine(Planner):
         self._warned: set[str] = set()
         self._single: set[tuple] = set()  # shapes of inputs that are one sample
         self._writes_inputs: bool | None = None  # None: not known yet
-        self._writes_buffers: bool | None = None
+        self._buffers = BufferKeeper()
         self._plan: Plan | None = None
         self._free: dict[tuple, frozenset[int]] = {}
+        self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
         self._singles = Singles()
         self.audits = Audits()
 
@@ -86,9 +89,12 @@ class Engine(Planner):
         adapt.check_inputs(self.model, x)
         device = next(iter(self.parameters.values())).device
         literal = self.folding.literal
-        with torch.inference_mode(False), adapt.quiet_rng(device), self._buffers_kept():
+        modules = list(self.model.modules())
+        kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
+        with torch.inference_mode(False), adapt.quiet_rng(device), kept:
             try:
-                return self._attempt(x, cotangent)
+                with emptied(self._caches(x)):
+                    return self._attempt(x, cotangent)
             except Exception:
                 self.folding.literal = literal  # it was not the folding's fault
                 raise
@@ -99,6 +105,12 @@ class Engine(Planner):
             try:
                 return self._run(x, cotangent)
             except Rerouted:
+                continue
+            except CheckpointError as error:
+                if all(name in self.ledger.loop for name in self.parameters):
+                    raise
+                reason = f"activation checkpointing: {str(error).splitlines()[0]}"
+                self.ledger.parameters |= {name: ParameterProof("loop", alive=True, reason=reason) for name in self.parameters}
                 continue
             except Disproved as failure:
                 self._distrust(failure)
@@ -136,12 +148,50 @@ class Engine(Planner):
         self.run(x, generic_cotangent)
         return self.ledger
 
+    def _caches(self, x: Any) -> list[tuple[nn.Module, str]]:
+        """Dicts of tensors in the model that forward passes of ours run without: caches of what its parameters give.
+
+        A forward pass without a graph may have filled them (LeViT's attention biases): then parameters would seem unused.
+
+        Raises:
+            HiddenParameterError: one holds something else than what its parameters give now.
+        """
+        caches = tensor_caches(self.model)
+        if not caches:
+            return []
+        key = (self._flags(), *(id(t) for module, name in caches for t in vars(module)[name].values()))
+        if key not in self._known_caches:
+            self._known_caches.clear()
+            self._known_caches[key] = caches if self._are_caches(caches, x) else []
+        return self._known_caches[key]
+
+    def _are_caches(self, caches: list[tuple[nn.Module, str]], x: Any) -> bool:
+        own = adapt.forward(self.model, adapt.copied(x), self.output)
+        try:
+            with emptied(caches):
+                anew = adapt.forward(self.model, adapt.copied(x), self.output)
+        except Exception:  # whatever a model raises that misses what it needs
+            return False
+        used, more = (
+            set(walk(z, self.parameters).parameters.values()) if z.requires_grad else set() for z in (own, anew)
+        )
+        close = rounding(own.dtype, low=low_precision(own.device, {p.dtype for p in self.parameters.values()}))
+        same = agree(own, anew, close, None, self.out_dim)
+        if not same and more - used:
+            module, name = caches[0]
+            raise HiddenParameterError(
+                f"parameter {min(more - used)} moves the output only through what an earlier forward pass left in {name} of "
+                f"{type(module).__name__}, and that is no longer what it gives: clear it (model.train() and model.eval() does "
+                "so in timm's models)"
+            )
+        return same
+
     # -- one call ---------------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
         self._last = self._flags()
-        self._seen = program.fingerprint(self.model, self._free_buffers(x)), program.inputs_token(x)
+        program_now = program.fingerprint(self.model, self._free_buffers(x))
         sizes = self._slice_key(x, 1)
         with unfolded() if sizes in self._single else nullcontext():
             z = self._forward(x)
@@ -152,6 +202,7 @@ class Engine(Planner):
             self._single.add(sizes)
             with unfolded():
                 z = self._forward(x)
+        self._seen = program_now, program.inputs_token(x, adapt.along(x, count, self.in_dim))
         output = _finite(z)
         if not z.requires_grad:
             raise ModelError(
@@ -432,7 +483,7 @@ class Engine(Planner):
         def forward(samples: Sequence[int]) -> Tensor:
             given = adapt.cast(batch.pick(samples), torch.float64)
             with torch.autocast(z.device.type, enabled=False), torch.enable_grad():
-                return adapt.select_output(adapt.call_with(self.model, wide, given), self.output)
+                return adapt.select_output(adapt.call_with(self.model, wide, given, dtype=torch.float64), self.output)
 
         try:
             own = v.narrow(self.out_dim, j, 1).double()
@@ -462,26 +513,6 @@ class Engine(Planner):
                 FastlrWarning,
                 stacklevel=4,
             )
-
-    @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
-        """Put back what forward passes write into buffers: counters, batch norm's running statistics in train mode."""
-        modules = list(self.model.modules())
-        training = any(m.training for m in modules)
-        if not training and self._writes_buffers is False:
-            before = self._buffer_versions()
-            yield
-            if self._buffer_versions() != before:
-                self._writes_buffers = None  # they are put back from the next call on
-            return
-        with adapt.buffers_kept(modules, unseen=training) as changed:
-            yield
-        if not training:
-            self._writes_buffers = bool(changed)
-
-    def _buffer_versions(self) -> list[tuple[int, int]]:
-        return [(id(b), program.version(b)) for b in self.model.buffers()]
-
 
 def _finite(z: Tensor) -> Tensor:
     """The output without its graph, refused if it is not finite; minus infinity is a logit that classes may have."""

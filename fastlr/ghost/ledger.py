@@ -42,6 +42,8 @@ class Ledger:
     uses: dict[tuple, UseProof] = field(default_factory=dict)
     parameters: dict[str, ParameterProof] = field(default_factory=dict)
     absent: list[frozenset[str]] = field(default_factory=list)  # sets of parameters found not to move the output
+    varying: set[tuple] = field(default_factory=set)  # keys of what is computed of parameters and data
+    by_data: str = ""  # why every batch must be looked at, whatever the graph tells
     others: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     subject: str = ""

@@ -280,4 +280,8 @@ class Planner:
                 kinds = old.kinds if old else ()
                 reason = f"its sample axis was not found in a batch of {count}"
                 ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
-        return ShapePlan(layouts, "" if all(place in known for place in found) else by_data)
+        if all(place in known for place in found):
+            by_data = ""
+        if any(graph.keys[use.child] in ledger.varying for use in structure.uses):
+            by_data = by_data or "data among what is computed of parameters"
+        return ShapePlan(layouts, by_data or ledger.by_data)

@@ -1,44 +1,229 @@
-"""What a model does beside its tensors: numbers and flags that its modules hold, and the hooks that are on it."""
+"""What a model does beside its tensors' values: a fingerprint of all that a forward pass may branch on.
+
+Read are modules' attributes, buffers, frozen parameters, hooks, and the code and attributes of their classes. What cannot
+be seen (what the functions called by a forward pass read, state in C, `.data` written to large tensors) is the audit's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from types import FunctionType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves
 
+from fastlr.ghost.pending import METADATA
+from fastlr.ghost.tokens import PLAIN, SMALL, Reader, code, digest, dtype_name, number, of_tensor, own, version
+
+__all__ = [
+    "INTERNAL",
+    "all_modules",
+    "batch_norm_buffers",
+    "fingerprint",
+    "function_key",
+    "hook_programs",
+    "inputs_token",
+    "version",
+]
+
+INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}  # nn.Module's own entries
 _PLAIN = (bool, int, float, str, type(None))
-_EQUAL = frozenset((bool, int, str, type(None)))  # of which equal ones of one type do the same
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
+_NORM_FORWARDS = frozenset((_BatchNorm.forward, nn.SyncBatchNorm.forward, _InstanceNorm.forward))
+_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
 
-def attributes(model: nn.Module) -> tuple:
-    """Every module's attributes that are numbers, strings, None or tuples of them: a forward pass may branch on them."""
-    return tuple(own_attributes(module) for module in model.modules())
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """The model and the modules in it, each once; found by identity, several times as fast as ``model.modules()``."""
+    found: dict[int, nn.Module] = {}
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            if module._modules:
+                todo.extend([m for m in module._modules.values() if m is not None])
+    return list(found.values())
 
 
-def own_attributes(module: nn.Module) -> tuple:
-    """Of one module: (name, type, value or its text)."""
-    return tuple(
-        (name, type(value), value if type(value) in _EQUAL else repr(value))
-        for name, value in vars(module).items()
-        if is_plain(value)
-    )
+def fingerprint(model: nn.Module, free: Collection[int] = ()) -> bytes:
+    """A hash of everything that a forward pass may branch on and that can be seen cheaply; equal for equal contents.
+
+    Of trainable parameters it knows the names and dtypes only. Not read are the running statistics of torch's own norm
+    layers, which no forward pass in eval mode branches on.
+
+    Args:
+        model: any module.
+        free: ids of buffers and frozen parameters whose values do not matter (see `batch_norm_buffers`).
+
+    Returns:
+        32 bytes, to be compared within this process only.
+    """
+    return digest(_Program(frozenset(free)).read(model))
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a string, None, or a tuple of such."""
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
+def function_key(function: Any) -> bytes:
+    """A hash of what a function does: its code, closure and defaults; modules in them count as the objects they are."""
+    return digest(Reader().top(function))
+
+
+def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
+    """A hash of the inputs that a forward pass may branch on: everything but tensors of more than a few elements.
+
+    Args:
+        x: inputs, nested.
+        batched: places among the flattened inputs of those that carry samples: of these the dtypes count.
+    """
+    leaves, spec = tree_flatten(x)
+    reader = Reader()
+
+    def token(i: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return reader.top(leaf)
+        if i in batched or (leaf.ndim and (leaf.device.type != "cpu" or leaf.numel() > SMALL)):
+            return dtype_name(leaf.dtype), leaf.ndim
+        return of_tensor(leaf.detach().cpu())
+
+    return digest((repr(spec), *(token(i, leaf) for i, leaf in enumerate(leaves))))
+
+
+class _Program:
+    """Reads one model, once."""
+
+    def __init__(self, free: frozenset[int]) -> None:
+        self.free, self.reader = free, Reader(self.module)
+        self.known: dict[int, int] = {}  # id of a module -> its place
+        self.classes: dict[type, None] = {}
+
+    def read(self, model: nn.Module) -> tuple:
+        """The token of the model, of its modules' classes and of the hooks that all modules have."""
+        whole = self.whole(model)
+        classes = [self.of_class(kind) for kind in list(self.classes)]
+        calls = [code(f.__code__)[0] for n in _CALLS if type(f := vars(nn.Module)[n]) is FunctionType]
+        hooks = [self.reader.top(tuple(getattr(torch_module, name).values())) for name in _GLOBAL_HOOKS]
+        return whole, *classes, *calls, *hooks
+
+    def module(self, module: nn.Module) -> Any:
+        """The token of a module that is held in an attribute: its place, or where it has none all that it holds."""
+        place = self.known.get(id(module))
+        return place if place is not None else (number(module), self.whole(module))
+
+    def whole(self, model: nn.Module) -> tuple:
+        found = [module for module in all_modules(model) if id(module) not in self.known]
+        for module in found:
+            self.known[id(module)] = len(self.known)
+        return tuple([self.own(module) for module in found])
+
+    def own(self, module: nn.Module) -> tuple:
+        """What a module holds itself."""
+        kind, held, top = type(module), vars(module), self.reader.top
+        if kind not in self.classes:
+            self.classes |= dict.fromkeys(k for k in kind.__mro__ if k is not nn.Module and k is not object)
+        tokens = [number(kind)]
+        for name, value in held.items():
+            if name not in INTERNAL:
+                tokens += name, value if type(value) in PLAIN else top(value)
+        for name, child in module._modules.items():
+            tokens += name, None if child is None else self.known[id(child)]
+        for name, p in module._parameters.items():
+            tokens += name, None if p is None else self.parameter(p)
+        if module._buffers:
+            own_norm = isinstance(module, _NormBase) and kind.forward in _NORM_FORWARDS and "forward" not in held
+            for name, b in module._buffers.items():
+                free = b is None or id(b) in self.free or (own_norm and name in _STATISTICS)
+                tokens += name, None if b is None else dtype_name(b.dtype) if free else of_tensor(b)
+        for name in _HOOKS:
+            if held.get(name):
+                tokens += name, top(tuple(held[name].values()))
+        return tuple(tokens)
+
+    def parameter(self, p: Tensor) -> tuple:
+        hooks = self.reader.top(tuple(p._backward_hooks.values())) if p._backward_hooks else ()
+        if p.requires_grad or id(p) in self.free:
+            return dtype_name(p.dtype), p.requires_grad, hooks
+        return of_tensor(p), hooks
+
+    def of_class(self, kind: type) -> tuple:
+        tokens = [number(kind)]
+        for name, value in own(kind):
+            tokens += name, value if type(value) in PLAIN else self.reader.top(value)
+        return tuple(tokens)
+
+
+# -- batch norm's statistics -------------------------------------------------------------------------------------------
+
+
+class _Uses(TorchFunctionMode):
+    """Records which buffers enter batch norm as running statistics, and which enter anything else."""
+
+    def __init__(self, buffers: Collection[int]) -> None:
+        super().__init__()
+        self.buffers, self.statistics, self.others = frozenset(buffers), set[int](), set[int]()
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        kwargs = kwargs or {}
+        if func not in METADATA:
+            given = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.buffers
+            fits = given and func is F.batch_norm and not self._training(*args, **kwargs)
+            own = {id(t) for t in self._statistics(*args, **kwargs)} & given if fits else set()
+            self.statistics |= own
+            self.others |= given - own
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _statistics(input: Any, running_mean: Any, running_var: Any, *_: Any, **__: Any) -> tuple:
+        return running_mean, running_var
+
+    @staticmethod
+    def _training(
+        input: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+        *_: Any, **__: Any,
+    ) -> bool:  # fmt: skip
+        return training
+
+
+def batch_norm_buffers(model: nn.Module, run: Callable[[], Any]) -> frozenset[int]:
+    """Ids of the buffers that enter `torch.nn.functional.batch_norm` as running statistics in eval mode and nothing else.
+
+    With them those that count batches for norm layers, where nothing reads them. These move at every training step and
+    change nothing of the program.
+
+    Args:
+        model: any module.
+        run: makes a forward pass of it.
+    """
+    uses = _Uses({id(b) for b in model.buffers()})
+    with uses:
+        run()
+    counters = {
+        id(b)
+        for m in model.modules()
+        for name, b in m._buffers.items()
+        if name == "num_batches_tracked" and isinstance(m, _NormBase)
+    }
+    return frozenset((uses.statistics | counters) - uses.others)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def hook_programs(model: nn.Module) -> tuple:
+    """The code of the hooks that modules and parameters have: (whose, of which kind, code), without what it was given."""
+    return tuple((whose, kind, tuple(map(_program, held.values()))) for whose, kind, held in _held(model))
 
 
 def hooks(model: nn.Module) -> tuple:
     """Which hooks modules and parameters have: (whose, of which kind, the handles' numbers, which no two hooks share)."""
     return tuple((whose, kind, tuple(held)) for whose, kind, held in _held(model))
-
-
-def hook_programs(model: nn.Module) -> tuple:
-    """What these hooks do: (whose, of which kind, their code with the plain values that it has been given)."""
-    return tuple((whose, kind, tuple(map(_program, held.values()))) for whose, kind, held in _held(model))
 
 
 def _held(model: nn.Module) -> Iterator[tuple[Any, str, dict]]:
@@ -50,21 +235,24 @@ def _held(model: nn.Module) -> Iterator[tuple[Any, str, dict]]:
             yield name, "_backward_hooks", parameter._backward_hooks
 
 
-def _program(hook: Any) -> tuple:
+def _program(hook: Any) -> Any:
     function = getattr(hook, "__func__", hook)
-    if not hasattr(function, "__code__"):
-        return (type(hook),)
-    given = (*map(_contents, function.__closure__ or ()), *(function.__defaults__ or ()))
-    return function.__code__, repr([value for value in given if is_plain(value)])
+    return code(function.__code__)[0] if hasattr(function, "__code__") else number(type(hook))
 
 
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+# -- thin versions of what was here before -----------------------------------------------------------------------------
 
 
-def version(tensor: Tensor) -> int:
-    """How often a tensor has been written to; a tensor of inference mode does not know."""
-    return 0 if tensor.is_inference() else tensor._version
+def attributes(model: nn.Module) -> bytes:
+    """`fingerprint`."""
+    return fingerprint(model)
+
+
+def own_attributes(module: nn.Module) -> tuple:
+    """Of one module: the names and texts of attributes that are plain values."""
+    return tuple((name, repr(value)) for name, value in vars(module).items() if is_plain(value))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a string, None, or a tuple of such."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.errors import (
@@ -35,7 +36,7 @@ from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
 from fastlr.ghost.ownership import Place, trace
 from fastlr.ghost.rules import Unsupported
-from fastlr.ghost.subjects import Subject, subjects
+from fastlr.ghost.subjects import Subject, subjects, with_buffers_moved
 from fastlr.ghost.verify import every_layout, explained
 
 SAMPLES = 3
@@ -68,6 +69,7 @@ class Prover:
                 try:
                     with self._precision(subject):
                         if self._prove_on(subject, batch, ledger):
+                            self._zeros_moved(batch, scale, seed, ledger)
                             return
                 except (InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError):
                     raise
@@ -145,6 +147,20 @@ class Prover:
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
         return True
 
+    def _zeros_moved(self, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger) -> None:
+        """With buffers that are zero moved, samples may interact: then the model is looked at in every batch."""
+        subject = with_buffers_moved(self.model, self.parameters, scale, seed)
+        if subject is None:
+            return
+        try:
+            with self._precision(subject), torch.no_grad():
+                z = self._forward(subject, batch, list(range(SAMPLES)))
+                for sample in range(SAMPLES):
+                    row = self._forward(subject, batch, [sample] * 2).narrow(self.out_dim, 0, 1)
+                    self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), row)
+        except (ModelError, FoldRefuted, RuntimeError, TypeError, ValueError, IndexError):
+            ledger.by_data = "a buffer that is zero now"
+
     # -- forward checks ---------------------------------------------------------------------------------------------
 
     def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
@@ -176,7 +192,7 @@ class Prover:
         try:
             own = self._forward(subject, batch, three).detach()
             x = adapt.cast(batch.pick(three), torch.float32)
-            single = adapt.select_output(adapt.call_with(subject.model, tensors, x), self.output).detach()
+            single = adapt.select_output(adapt.call_with(subject.model, tensors, x, dtype=torch.float32), self.output).detach()
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return None
         return (own - single.double()).abs().nan_to_num() * 2.0**-26
@@ -243,7 +259,38 @@ class Prover:
             return same
 
         graph.classify(decide)
+        self._varying(subject, batch, graph, ledger)
         return ""
+
+    def _varying(self, subject: Subject, batch: adapt.Batch, graph: Graph, ledger: Ledger) -> None:
+        """Note what seems computed of parameters alone but is of the data too: a buffer of fixed size that samples fill.
+
+        With the samples in another order the same cotangents must give the same gradients there.
+        """
+        sources = {u.source for u in graph.uses() if graph.view_chain(u.child) is None}
+        if not sources:
+            return
+        z = self._forward(subject, batch, [*range(1, SAMPLES), 0], fold=True)
+        other = walk(z, subject.parameters)
+        other.side, other.keys = graph.side, graph.keys
+        alike = graph.names == other.names and graph.children == other.children
+        for node, output in sources:
+            if not alike or not self._same_pullback(graph, other, node, output):
+                ledger.varying.add(graph.keys[node])
+
+    @staticmethod
+    def _same_pullback(graph: Graph, other: Graph, node: int, output: int) -> bool:
+        if graph.sizes(node) != other.sizes(node):
+            return False
+        below = graph.parameters_below(node)
+        pulled = []
+        for g in (graph, other):
+            variables = [g.nodes[p].variable for p in below]
+            v = generic_cotangent(variables[0].new_empty(g.shape(node, output), dtype=g.dtype(node, output)))
+            edge = GradientEdge(g.nodes[node], output)
+            pulled.append(torch.autograd.grad([edge], variables, [v], retain_graph=True, allow_unused=True))
+        pairs = [(a, b) for a, b in zip(*pulled, strict=True) if a is not None and b is not None]
+        return all(torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max())) for a, b in pairs)
 
     # -- backward checks --------------------------------------------------------------------------------------------
 

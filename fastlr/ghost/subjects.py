@@ -37,7 +37,9 @@ class Subject:
     def __call__(self, x: Any) -> Any:
         """Run the forward pass."""
         x = adapt.cast(x, self.dtype)
-        return adapt.call(self.model, x) if self.tensors is None else adapt.call_with(self.model, self.tensors, x)
+        if self.tensors is None:
+            return adapt.call(self.model, x, dtype=self.dtype)
+        return adapt.call_with(self.model, self.tensors, x, dtype=self.dtype)
 
 
 def _perturbed(t: Tensor, scale: float, generator: torch.Generator) -> Tensor:
@@ -54,10 +56,42 @@ def _perturbed_buffer(t: Tensor, name: str, scale: float, generator: torch.Gener
     return new + 0.1 * scale * noise if name.endswith("running_mean") else new
 
 
+def _moved(
+    p: Tensor, name: str, parameters: dict[str, nn.Parameter], scale: float, generator: torch.Generator
+) -> Tensor:
+    """A parameter, perturbed; a frozen one as a buffer is, so that what it switches off stays off."""
+    if name not in parameters:
+        return _perturbed_buffer(p, name, scale, generator)
+    return _perturbed(p, scale, generator).requires_grad_()
+
+
+def with_buffers_moved(
+    model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int
+) -> Subject | None:
+    """A perturbed float64 copy in which buffers that are all zero have additive noise; None where no buffer is all zero.
+
+    The noise of the other subjects is multiplicative and leaves a zero where it is, so a buffer that switches something
+    on (``h - alpha * h.mean(0)``) is not exercised by them. A failure here says that the model could be another program,
+    not that it is one: look at it in every batch, never refuse it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {n: _moved(p, n, parameters, scale, generator) for n, p in model.named_parameters()}
+    moved = False
+    tensors |= {n: _perturbed_buffer(b, n, scale, generator) for n, b in model.named_buffers()}
+    for n, b in (*model.named_buffers(), *model.named_parameters()):
+        if n in parameters:
+            continue
+        if b.is_floating_point() and b.numel() and not n.endswith("running_mean") and not bool(b.any()):
+            noise = torch.randn(b.shape, generator=generator, dtype=torch.float64).to(b.device)
+            tensors[n], moved = noise.abs() + 0.1, True
+    own = {n: tensors[n] for n in parameters}
+    return Subject("float64 copy with zero buffers moved", model, tensors, own, torch.float64) if moved else None
+
+
 def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int) -> Iterator[Subject]:
     """Copies to prove on, the strictest first."""
     generator = torch.Generator().manual_seed(seed)
-    held = {n: _perturbed(p, scale, generator).requires_grad_(n in parameters) for n, p in model.named_parameters()}
+    held = {n: _moved(p, n, parameters, scale, generator) for n, p in model.named_parameters()}
     buffers = {n: _perturbed_buffer(b, n, scale, generator) for n, b in model.named_buffers()}
     own = {n: held[n] for n in parameters}
     yield Subject("perturbed float64 copy", model, {**held, **buffers}, own, torch.float64)

@@ -1,0 +1,211 @@
+"""What forward passes leave in a model, put back: attributes of its modules, and buffers."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.ghost.program import INTERNAL, all_modules
+from fastlr.ghost.tokens import version
+
+_DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
+_CONTAINERS = _DICTS | {list, set, deque}
+_REGISTRIES = (dict, OrderedDict)  # of nn.Module; scripted modules have others
+
+
+def _same(a: Collection, b: Collection) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+class _Kept:
+    """What one module holds: its entries, the contents of those that are containers, and which buffers it has."""
+
+    __slots__ = ("buffers", "built", "contents", "entries", "held", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.held = module, vars(module)
+        self.entries = self.held.copy()
+        self.contents = [
+            (v, v.copy()) for n, v in self.entries.items() if n not in INTERNAL and type(v) in _CONTAINERS
+        ]
+        buffers = module._buffers
+        self.buffers = buffers.copy() if buffers and isinstance(buffers, _REGISTRIES) else None
+        self.built = (*module._modules.values(), *module._parameters.values())
+
+    def restore(self) -> None:
+        """Put back what differs; nothing in a module that has made submodules or parameters: they belong together."""
+        module, held, entries = self.module, self.held, self.entries
+        if not _same((*module._modules.values(), *module._parameters.values()), self.built):
+            return
+        if not (_same(held, entries) and all(map(is_, held.values(), entries.values()))):
+            self._entries()
+        for value, before in self.contents:
+            _refill(value, before)
+        if self.buffers is not None and not _same(module._buffers.values(), self.buffers.values()):
+            module._buffers.clear()
+            module._buffers.update(self.buffers)
+
+    def _entries(self) -> None:
+        module = self.module
+        for name in [n for n in self.held if n not in self.entries and n not in INTERNAL]:
+            del self.held[name]
+        for name, value in self.entries.items():
+            if name not in module._buffers and self.held.get(name, self) is not value:
+                self.held[name] = value
+
+
+def _refill(value: Any, before: Any) -> None:
+    """Give a container the contents that it had, if it has others."""
+    if type(value) in _DICTS:
+        if not (_same(value, before) and _same(value.values(), before.values())):
+            value.clear()
+            value.update(before)
+    elif type(value) is set:
+        if len(value) != len(before) or {id(v) for v in value} != {id(v) for v in before}:
+            value.clear()
+            value.update(before)
+    elif not _same(value, before):
+        value.clear()
+        value.extend(before)
+
+
+_emptied: ContextVar[Collection[tuple[nn.Module, str]]] = ContextVar("fastlr_emptied", default=())
+
+
+@contextmanager
+def emptied(caches: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Within this context forward passes of ours (`attributes_kept`) run with these dicts empty (see `tensor_caches`)."""
+    token = _emptied.set(caches)
+    try:
+        yield
+    finally:
+        _emptied.reset(token)
+
+
+@contextmanager
+def attributes_kept(model: Callable, *, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Put back the attributes of all modules, the contents of those that are containers, and which buffers they have.
+
+    What is written into tensors stays. Entries are compared by identity, and only what differs is touched.
+
+    Args:
+        model: a module; anything else is left alone.
+        dtype: meanwhile, plain floating-point tensors among them are of this dtype.
+    """
+    kept = [_Kept(module) for module in all_modules(model)] if isinstance(model, nn.Module) else []
+    try:
+        for module, name in _emptied.get():
+            vars(module)[name].clear()
+        if dtype is not None:
+            for each in kept:
+                _cast(each.held, dtype)
+        yield
+    finally:
+        for each in kept:
+            each.restore()
+
+
+def _cast(held: dict[str, Any], dtype: torch.dtype) -> None:
+    """Cast plain floating-point tensors among a module's attributes, one container deep; not those that require grad."""
+
+    def cast(t: Any) -> Any:
+        plain = isinstance(t, Tensor) and t.is_floating_point() and not t.requires_grad
+        return t.to(dtype) if plain else t
+
+    for name, value in list(held.items()):
+        if name in INTERNAL:
+            continue
+        kind = type(value)
+        if isinstance(value, Tensor):
+            held[name] = cast(value)
+        elif kind is tuple and any(isinstance(t, Tensor) for t in value):
+            held[name] = tuple(map(cast, value))
+        elif kind in _DICTS:
+            for key, t in list(value.items()):
+                if isinstance(t, Tensor):
+                    value[key] = cast(t)
+        elif kind in (list, deque):
+            for i, t in enumerate(value):
+                if isinstance(t, Tensor):
+                    value[i] = cast(t)
+
+
+def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(module, name) of the plain dicts among the modules' attributes that hold tensors and nothing else.
+
+    Such as the attention biases that timm's LeViT keeps: what an earlier forward pass has computed, maybe without a graph.
+    """
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if type(value) is dict and value and name not in INTERNAL and all(isinstance(t, Tensor) for t in value.values())
+    ]
+
+
+class BufferKeeper:
+    """Puts back what is written into buffers or comes in their place, call after call.
+
+    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Copies of large buffers are kept
+    from call to call and made anew only where the buffer's version says so.
+    """
+
+    LARGE = 1 << 16  # elements
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # id of a buffer -> buffer, its version, copy
+
+    @contextmanager
+    def kept(self, modules: Sequence[nn.Module], *, unseen: bool = False) -> Iterator[list[str]]:
+        """Put them back at the end; the list yielded then has their names.
+
+        Args:
+            modules: all modules of a model.
+            unseen: also what leaves no trace, as batch norm's running statistics in train mode do.
+        """
+        places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
+        places += [(m, m._parameters) for m in modules if getattr(m, "max_norm", None) is not None]
+        held = [(place, name, t) for _, place in places for name, t in place.items() if t is not None]
+        self._refresh([t for _, _, t in held], unseen)
+        changed: list[str] = []
+        try:
+            yield changed
+        finally:
+            for place, name, tensor in held:
+                _, seen, copy = self._copies[id(tensor)]
+                written, replaced = version(tensor) != seen, name not in place or place[name] is not tensor
+                if written or replaced:
+                    changed.append(name)
+                if unseen or written:
+                    with torch.no_grad():
+                        tensor.copy_(copy)
+                    self._copies[id(tensor)] = tensor, version(tensor), copy
+                if replaced:
+                    place[name] = tensor
+
+    @torch.no_grad()
+    def _refresh(self, tensors: list[Tensor], unseen: bool) -> None:
+        """Make or refill the copies."""
+        before, self._copies = self._copies, {}
+        stale: list[Tensor] = []
+        for t in tensors:
+            known = before.get(id(t))
+            if known is None or known[0] is not t or not _alike(known[2], t):
+                self._copies[id(t)] = t, version(t), t.detach().clone()
+                continue
+            if unseen or t.numel() <= self.LARGE or known[1] != version(t):
+                stale.append(t)
+            self._copies[id(t)] = t, version(t), known[2]
+        if stale:
+            torch._foreach_copy_([self._copies[id(t)][2] for t in stale], stale)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout

@@ -1,0 +1,315 @@
+"""Tokens of Python values: equal contents give equal tokens, whatever objects hold them.
+
+Plain values stand for themselves, everything else for a tuple that begins with a tag. Tokens are made of what `marshal`
+can write, so that they hold no object alive; what cannot be looked into is numbered, and no number is given twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import marshal
+import sys
+import sysconfig
+import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(Ellipsis)))
+SMALL = 16  # elements of a tensor on the CPU that is read by value
+_SMALL_ARRAY = 1 << 16  # bytes of an array that is read by value
+_DEPTH = 5  # containers within containers
+_GLOBAL_DEPTH = 2  # of them below a global name
+_BREADTH = 256  # entries of one container
+_VALUES = 2000  # values below one attribute
+_TEXTS = (range, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NOT_READ = frozenset((ModuleType, FunctionType, BuiltinFunctionType, type))  # of what a function finds by a global name
+_CLOSED = frozenset((*sys.stdlib_module_names, "torch", "numpy", "lightning", "pytorch_lightning"))  # not looked into
+_INSTALLED = tuple({sysconfig.get_path(where) for where in ("stdlib", "purelib", "platlib")})
+_numbers: dict[int, tuple[Callable, int]] = {}
+_codes: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}
+_equal_codes: dict[CodeType, int] = {}
+_next = itertools.count(1)
+
+
+def number(thing: Any) -> int:
+    """A number that this object has and no other has or will have (its address, where nothing can tell of its end)."""
+    key = id(thing)
+    known = _numbers.get(key)
+    if known is not None and known[0]() is thing:
+        return known[1]
+    try:
+        held = weakref.ref(thing, lambda gone: _forget(key, gone))
+    except TypeError:
+        return -key
+    _numbers[key] = held, next(_next)
+    return _numbers[key][1]
+
+
+def _forget(key: int, gone: weakref.ref) -> None:
+    if key in _numbers and _numbers[key][0] is gone:
+        del _numbers[key]
+
+
+def digest(token: Any) -> bytes:
+    """A hash of a token by which tokens are compared."""
+    return hashlib.blake2b(marshal.dumps(token, 2), digest_size=32).digest()
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor has been written to; a tensor of inference mode does not know."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Its text, which takes torch long to make."""
+    return str(dtype)
+
+
+def of_tensor(t: Tensor) -> tuple:
+    """By value where it is small and on the CPU, otherwise which tensor it is and how often it was written to."""
+    kind, shape = dtype_name(t.dtype), tuple(t.shape)
+    if t.numel() <= SMALL and t.device.type == "cpu" and t.layout == torch.strided:
+        try:
+            return "tensor", kind, shape, repr(t.tolist())
+        except (RuntimeError, NotImplementedError):  # a fake one, one within a function transform
+            pass
+    return "tensor", kind, shape, str(t.device), number(t), version(t)
+
+
+def code(held: CodeType) -> tuple[int, tuple[str, ...]]:
+    """The number of a piece of code, equal for equal ones, and the global names that it may read.
+
+    Of installed packages none: they have many, and few that change.
+    """
+    known = _codes.get(id(held))
+    if known is None:
+        if len(_codes) > 20_000:
+            _codes.clear()
+            _equal_codes.clear()
+        names = () if held.co_filename.startswith(_INSTALLED) else tuple(sorted(_names(held)))
+        known = held, _equal_codes.setdefault(held, next(_next)), names
+        _codes[id(held)] = known
+    return known[1:]
+
+
+def _names(held: CodeType) -> set[str]:
+    inner = (constant for constant in held.co_consts if isinstance(constant, CodeType))
+    return set(held.co_names).union(*map(_names, inner))
+
+
+class Reader:
+    """Makes the tokens of one fingerprint; what it has read once it only refers to afterwards.
+
+    Args:
+        module: makes the token of a module that is met on the way; by default it is numbered.
+    """
+
+    def __init__(self, module: Callable[[nn.Module], Any] = number) -> None:
+        self._module = module
+        self._read: dict[int, tuple[int, int, Any]] = {}  # id -> (which one it was, depth that was left, the object)
+        self._left = 0
+
+    def top(self, value: Any) -> Any:
+        """The token of a value, with a budget of its own."""
+        self._left = _VALUES
+        return self.of(value, _DEPTH)
+
+    def of(self, value: Any, depth: int) -> Any:
+        """The token of a value, ``depth`` containers deep."""
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind is tuple:
+            return ("tuple", *value) if PLAIN.issuperset(map(type, value)) else self._entries("tuple", value, depth)
+        self._left -= 1
+        if isinstance(value, Tensor):
+            return of_tensor(value)
+        if isinstance(value, nn.Module):
+            return "module", self._module(value)
+        if depth <= 0 or self._left < 0:
+            return "more", number(kind)
+        before = self._read.get(id(value))
+        if before is not None and before[1] >= depth:
+            return "again", before[0]
+        read = _READERS.get(kind) or _reader(value)
+        if read is not _text:
+            self._read[id(value)] = len(self._read), depth, value
+        return read(self, value, depth - 1)
+
+    def _entries(self, tag: str, values: Collection, depth: int) -> tuple:
+        if len(values) > _BREADTH:
+            return tag, len(values), *(self.of(v, depth) for v in itertools.islice(values, _BREADTH))
+        return tag, *[self.of(v, depth) for v in values]
+
+    def _list(self, value: Any, depth: int) -> tuple:
+        return self._entries(type(value).__name__, value, depth)
+
+    def _dict(self, value: Any, depth: int) -> tuple:
+        items = itertools.islice(dict.items(value), _BREADTH)
+        return type(value).__name__, len(value), *[self.of(v, depth) for item in items for v in item]
+
+    def _mapping(self, value: Any, depth: int) -> tuple:
+        return self._dict(dict(value), depth)
+
+    def _set(self, value: Any, depth: int) -> tuple:
+        read = (self.of(v, depth) for v in itertools.islice(value, _BREADTH))
+        return type(value).__name__, len(value), *sorted(marshal.dumps(token, 2) for token in read)
+
+    def _slice(self, value: Any, depth: int) -> tuple:
+        return self._entries("slice", (value.start, value.stop, value.step), depth)
+
+    def _array(self, value: Any, depth: int) -> tuple:
+        if value.dtype.hasobject or value.nbytes > _SMALL_ARRAY:
+            return "array", str(value.dtype), value.shape, number(value)
+        return "array", str(value.dtype), value.shape, value.tobytes()
+
+    def function(self, value: Any, depth: int) -> tuple:
+        """Code, what the closure holds, defaults, and the values of the global names that the code has."""
+        which, names = code(value.__code__)
+        token: list[Any] = ["function", which]
+        for cell in value.__closure__ or ():
+            token.append(self.of(_contents(cell), depth))
+        for given in (value.__defaults__, value.__kwdefaults__, value.__dict__):
+            token.append(self.of(given, depth) if given else None)
+        find, depth = value.__globals__.get, min(depth, _GLOBAL_DEPTH)
+        for name in names:
+            found = find(name)
+            if found is not None and type(found) not in _NOT_READ:
+                token += name, self.of(found, depth)
+        return tuple(token)
+
+    def _method(self, value: Any, depth: int) -> tuple:
+        return "method", self.of(value.__func__, depth), self.of(value.__self__, depth)
+
+    def _partial(self, value: Any, depth: int) -> tuple:
+        return "partial", self.of(value.func, depth), self.of(value.args, depth), self.of(value.keywords, depth)
+
+    def _wrapper(self, value: Any, depth: int) -> tuple:
+        return type(value).__name__, self.of(value.__wrapped__, depth)
+
+    def _property(self, value: Any, depth: int) -> tuple:
+        return "property", self.of(value.fget, depth), self.of(value.fset, depth)
+
+    def _enum(self, value: Any, depth: int) -> tuple:
+        return "enum", number(type(value)), value._name_, self.of(value._value_, depth)
+
+    def _class(self, value: type, depth: int) -> tuple:
+        if closed(value) or issubclass(value, nn.Module):
+            return "class", number(value)
+        return "class", number(value), *[self.of(part, depth) for item in own(value) for part in item]
+
+    def _object(self, value: Any, depth: int) -> tuple:
+        kind = type(value)
+        if closed(kind):
+            return "object", number(kind), number(value)
+        parts = [number(kind)]
+        for base, read in _SUBCLASSED:
+            if isinstance(value, base):
+                parts.append(read(self, value, depth))
+                break
+        held = getattr(value, "__dict__", None)
+        slots = [n for k in kind.__mro__ for n in _slots(k)]
+        if held is None and not slots and len(parts) == 1:
+            parts.append(number(value))
+        if held:
+            parts.append(self._dict(held, depth))
+        parts += [(n, self.of(getattr(value, n, None), depth)) for n in slots]
+        return "object", *parts
+
+
+def own(kind: type) -> list[tuple[str, Any]]:
+    """What a class itself defines: functions, and attributes without underscores on both sides."""
+    return [(n, v) for n, v in vars(kind).items() if not n.startswith("__") or type(v) is FunctionType]
+
+
+def closed(kind: type) -> bool:
+    """Whether objects of a class are taken as they are: those of Python, torch and trainers."""
+    return str(kind.__module__).partition(".")[0] in _CLOSED
+
+
+def _slots(kind: type) -> Iterable[str]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else slots
+    return [n for n in names if n not in ("__dict__", "__weakref__")]
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _text(_: Reader, value: Any, depth: int) -> tuple:
+    return "text", repr(value)
+
+
+def _scalar(_: Reader, value: Any, depth: int) -> tuple:
+    return "scalar", str(value.dtype), value.tobytes()
+
+
+def _bytes(_: Reader, value: Any, depth: int) -> tuple:
+    return "bytearray", bytes(value)
+
+
+def _builtin(reader: Reader, value: Any, depth: int) -> tuple:
+    return "builtin", value.__name__, number(value)
+
+
+_READERS: dict[type, Callable[[Reader, Any, int], Any]] = {
+    **dict.fromkeys((list, deque, torch.Size), Reader._list),
+    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), Reader._dict),
+    **dict.fromkeys((set, frozenset), Reader._set),
+    **dict.fromkeys(_TEXTS, _text),
+    **dict.fromkeys((staticmethod, classmethod), Reader._wrapper),
+    bytearray: _bytes,
+    slice: Reader._slice,
+    FunctionType: Reader.function,
+    MethodType: Reader._method,
+    MappingProxyType: Reader._mapping,
+    BuiltinFunctionType: _builtin,
+    functools.partial: Reader._partial,
+    property: Reader._property,
+    np.ndarray: Reader._array,
+    SimpleNamespace: lambda reader, value, depth: ("namespace", reader._dict(vars(value), depth)),
+}
+_SUBCLASSED: tuple[tuple[type, Callable[[Reader, Any, int], Any]], ...] = (
+    (dict, Reader._dict),
+    (tuple, Reader._list),
+    (list, Reader._list),
+    (set, Reader._set),
+    (frozenset, Reader._set),
+    (bool, lambda reader, value, depth: bool(value)),
+    (int, lambda reader, value, depth: int.__int__(value)),
+    (float, lambda reader, value, depth: float.__float__(value)),
+    (str, lambda reader, value, depth: str.__str__(value)),
+    (bytes, lambda reader, value, depth: bytes.__getitem__(value, slice(None))),
+)
+_CACHED = type(functools.cache(_slots))
+
+
+def _reader(value: Any) -> Callable[[Reader, Any, int], Any]:
+    """How to read an object of a class that has no entry of its own."""
+    if isinstance(value, Enum):
+        return Reader._enum
+    if isinstance(value, np.generic):
+        return _scalar
+    if isinstance(value, np.ndarray):
+        return Reader._array
+    if isinstance(value, type):
+        return Reader._class
+    if isinstance(value, _CACHED):
+        return Reader._wrapper
+    if isinstance(value, SimpleNamespace):
+        return lambda reader, value, depth: ("namespace", number(type(value)), reader._dict(vars(value), depth))
+    return Reader._object
