@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.program import is_plain, own_attributes, version
-from fastlr.ghost.state import BufferKeeper, attributes_kept, tensor_caches
+from fastlr.ghost.state import attributes_kept
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 _OUTPUT_FIELDS = ("logits", "prediction_outputs")

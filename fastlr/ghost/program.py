@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator
 from types import FunctionType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -128,7 +127,7 @@ class _Program:
         kind, held, top = type(module), vars(module), self.reader.top
         if kind not in self.classes:
             self.classes |= dict.fromkeys(k for k in kind.__mro__ if k is not nn.Module and k is not object)
-        tokens = [number(kind)]
+        tokens: list[Any] = [number(kind)]
         for name, value in held.items():
             if name not in INTERNAL:
                 tokens += name, value if type(value) in PLAIN else top(value)
@@ -153,7 +152,7 @@ class _Program:
         return of_tensor(p), hooks
 
     def of_class(self, kind: type) -> tuple:
-        tokens = [number(kind)]
+        tokens: list[Any] = [number(kind)]
         for name, value in own(kind):
             tokens += name, value if type(value) in PLAIN else self.reader.top(value)
         return tuple(tokens)

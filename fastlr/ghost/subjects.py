@@ -23,7 +23,7 @@ class Subject:
     tensors: dict[str, Tensor] | None  # for functional calls
     parameters: dict[str, Tensor]
     dtype: torch.dtype | None
-    without: Collection[tuple[nn.Module, str]] = ()  # caches that are empty meanwhile (see `adapt.tensor_caches`)
+    without: Collection[tuple[nn.Module, str]] = ()  # caches that are empty meanwhile (see `fastlr.ghost.state.tensor_caches`)
 
     @property
     def named(self) -> dict[str, Tensor]:

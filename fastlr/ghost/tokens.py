@@ -212,7 +212,7 @@ class Reader:
         kind = type(value)
         if closed(kind):
             return "object", number(kind), number(value)
-        parts = [number(kind)]
+        parts: list[Any] = [number(kind)]
         for base, read in _SUBCLASSED:
             if isinstance(value, base):
                 parts.append(read(self, value, depth))
