@@ -293,6 +293,7 @@ def test_statistics_that_enter_something_else():
     assert batch_norm_buffers(model, lambda: model(torch.randn(2, 3, 4, 4))) <= counters
 
 
+@pytest.mark.long
 def test_batch_norms_of_timm():
     timm = pytest.importorskip("timm")
     model = timm.create_model("mobilenetv3_small_050", num_classes=3).eval()
