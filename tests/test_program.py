@@ -213,6 +213,16 @@ def test_shared_objects_are_read_at_their_least_depth():
     assert fingerprint(model) != before
 
 
+def test_a_captured_graph_reads_tensors_where_they_are():
+    model = nn.Linear(2, 2)
+    model.table = torch.zeros(50)
+    before = fingerprint(model, versions=False)
+    model.table.add_(1)
+    assert fingerprint(model, versions=False) == before
+    model.table.data = torch.zeros(50)
+    assert fingerprint(model, versions=False) != before
+
+
 def test_functions_written_anew_have_the_same_key():
     def make(alpha):
         return lambda result: result["logits"] * alpha

@@ -69,21 +69,28 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _address(t: Tensor) -> int:
+    try:
+        return t.data_ptr()
+    except RuntimeError:  # a sparse one has several
+        return 0
+
+
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Its text, which takes torch long to make."""
     return str(dtype)
 
 
-def of_tensor(t: Tensor) -> tuple:
-    """By value where it is small and on the CPU, otherwise which tensor it is and how often it was written to."""
+def of_tensor(t: Tensor, versions: bool = True) -> tuple:
+    """By value where it is small and on the CPU, otherwise which tensor it is and (``versions``) how often written to."""
     kind, shape = dtype_name(t.dtype), tuple(t.shape)
     if t.numel() <= SMALL and t.device.type == "cpu" and t.layout == torch.strided:
         try:
             return "tensor", kind, shape, repr(t.tolist())
         except (RuntimeError, NotImplementedError):  # a fake one, one within a function transform
             pass
-    return "tensor", kind, shape, str(t.device), number(t), version(t)
+    return "tensor", kind, shape, str(t.device), number(t), version(t) if versions else _address(t)
 
 
 def code(held: CodeType) -> tuple[int, tuple[str, ...]]:
@@ -112,10 +119,11 @@ class Reader:
 
     Args:
         module: makes the token of a module that is met on the way; by default it is numbered.
+        versions: how often large tensors were written to counts; otherwise where they are.
     """
 
-    def __init__(self, module: Callable[[nn.Module], Any] = number) -> None:
-        self._module = module
+    def __init__(self, module: Callable[[nn.Module], Any] = number, versions: bool = True) -> None:
+        self._module, self.versions = module, versions
         self._read: dict[int, tuple[int, int, Any]] = {}  # id -> (which one it was, depth that was left, the object)
         self._left = 0
 
@@ -133,7 +141,7 @@ class Reader:
             return ("tuple", *value) if PLAIN.issuperset(map(type, value)) else self._entries("tuple", value, depth)
         self._left -= 1
         if isinstance(value, Tensor):
-            return of_tensor(value)
+            return of_tensor(value, self.versions)
         if isinstance(value, nn.Module):
             return "module", self._module(value)
         if depth <= 0 or self._left < 0:
