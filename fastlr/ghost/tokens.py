@@ -34,6 +34,7 @@ _TEXTS = (range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NOT_READ = frozenset((ModuleType, FunctionType, BuiltinFunctionType, type))  # of what a function finds by a global name
 _CLOSED = frozenset((*sys.stdlib_module_names, "torch", "numpy", "lightning", "pytorch_lightning"))  # not looked into
 _INSTALLED = tuple({sysconfig.get_path(where) for where in ("stdlib", "purelib", "platlib")})
+_TENSORS = frozenset((Tensor, nn.Parameter))
 _numbers: dict[int, tuple[Callable, int]] = {}
 _codes: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}
 _equal_codes: dict[CodeType, int] = {}
@@ -84,6 +85,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def of_tensor(t: Tensor, versions: bool = True) -> tuple:
     """By value where it is small and on the CPU, otherwise which tensor it is and (``versions``) how often written to."""
+    if type(t) not in _TENSORS:  # nothing is computed of it: it may be one that stands for what is yet to be computed
+        with torch._C.DisableTorchFunctionSubclass():
+            return "tensor", number(type(t)), tuple(t.shape), number(t), version(t) if versions else 0
     kind, shape = dtype_name(t.dtype), tuple(t.shape)
     if t.numel() <= SMALL and t.device.type == "cpu" and t.layout == torch.strided:
         try:
