@@ -79,12 +79,12 @@ class CudaRecorder:
 def fingerprint(model: nn.Module) -> tuple:
     """Everything about a model that a captured graph has taken for granted, but for the values of its tensors.
 
-    A graph reads parameters and buffers where they are, so their values may change.
+    A graph reads tensors where they are, so their values may change.
     """
     tensors = [*model.parameters(), *model.buffers()]
     modules = tuple(map(id, program.all_modules(model)))
     where = tuple((t.data_ptr(), t.dtype, t.requires_grad) for t in tensors)
-    return modules, where, program.fingerprint(model, free=[id(t) for t in tensors])
+    return modules, where, program.fingerprint(model, free=[id(t) for t in tensors], versions=False)
 
 
 class Replay:

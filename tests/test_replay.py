@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import fastlr
 from fastlr.replay import CudaRecorder, Replay, Replays, fingerprint
 
-
 HIDDEN = {"factor": 1.0}
 
 

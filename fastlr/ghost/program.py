@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator
 from types import FunctionType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -55,7 +54,7 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def fingerprint(model: nn.Module, free: Collection[int] = ()) -> bytes:
+def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool = True) -> bytes:
     """A hash of everything that a forward pass may branch on and that can be seen cheaply; equal for equal contents.
 
     Of trainable parameters it knows the names and dtypes only. Not read are the running statistics of torch's own norm
@@ -64,11 +63,13 @@ def fingerprint(model: nn.Module, free: Collection[int] = ()) -> bytes:
     Args:
         model: any module.
         free: ids of buffers and frozen parameters whose values do not matter (see `batch_norm_buffers`).
+        versions: how often large tensors were written to counts; otherwise where they are in memory, as for a captured
+            graph, which reads them there.
 
     Returns:
         32 bytes, to be compared within this process only.
     """
-    return digest(_Program(frozenset(free)).read(model))
+    return digest(_Program(frozenset(free), versions).read(model))
 
 
 def function_key(function: Any) -> bytes:
@@ -99,8 +100,8 @@ def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
 class _Program:
     """Reads one model, once."""
 
-    def __init__(self, free: frozenset[int]) -> None:
-        self.free, self.reader = free, Reader(self.module)
+    def __init__(self, free: frozenset[int], versions: bool = True) -> None:
+        self.free, self.reader = free, Reader(self.module, versions)
         self.known: dict[int, int] = {}  # id of a module -> its place
         self.classes: dict[type, None] = {}
 
@@ -128,7 +129,7 @@ class _Program:
         kind, held, top = type(module), vars(module), self.reader.top
         if kind not in self.classes:
             self.classes |= dict.fromkeys(k for k in kind.__mro__ if k is not nn.Module and k is not object)
-        tokens = [number(kind)]
+        tokens: list[Any] = [number(kind)]
         for name, value in held.items():
             if name not in INTERNAL:
                 tokens += name, value if type(value) in PLAIN else top(value)
@@ -140,7 +141,7 @@ class _Program:
             own_norm = isinstance(module, _NormBase) and kind.forward in _NORM_FORWARDS and "forward" not in held
             for name, b in module._buffers.items():
                 free = b is None or id(b) in self.free or (own_norm and name in _STATISTICS)
-                tokens += name, None if b is None else dtype_name(b.dtype) if free else of_tensor(b)
+                tokens += name, None if b is None else dtype_name(b.dtype) if free else of_tensor(b, self.reader.versions)
         for name in _HOOKS:
             if held.get(name):
                 tokens += name, top(tuple(held[name].values()))
@@ -150,10 +151,10 @@ class _Program:
         hooks = self.reader.top(tuple(p._backward_hooks.values())) if p._backward_hooks else ()
         if p.requires_grad or id(p) in self.free:
             return dtype_name(p.dtype), p.requires_grad, hooks
-        return of_tensor(p), hooks
+        return of_tensor(p, self.reader.versions), hooks
 
     def of_class(self, kind: type) -> tuple:
-        tokens = [number(kind)]
+        tokens: list[Any] = [number(kind)]
         for name, value in own(kind):
             tokens += name, value if type(value) in PLAIN else self.reader.top(value)
         return tuple(tokens)

@@ -34,6 +34,7 @@ _TEXTS = (range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _NOT_READ = frozenset((ModuleType, FunctionType, BuiltinFunctionType, type))  # of what a function finds by a global name
 _CLOSED = frozenset((*sys.stdlib_module_names, "torch", "numpy", "lightning", "pytorch_lightning"))  # not looked into
 _INSTALLED = tuple({sysconfig.get_path(where) for where in ("stdlib", "purelib", "platlib")})
+_TENSORS = frozenset((Tensor, nn.Parameter))
 _numbers: dict[int, tuple[Callable, int]] = {}
 _codes: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}
 _equal_codes: dict[CodeType, int] = {}
@@ -69,21 +70,31 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _address(t: Tensor) -> int:
+    try:
+        return t.data_ptr()
+    except RuntimeError:  # a sparse one has several
+        return 0
+
+
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Its text, which takes torch long to make."""
     return str(dtype)
 
 
-def of_tensor(t: Tensor) -> tuple:
-    """By value where it is small and on the CPU, otherwise which tensor it is and how often it was written to."""
+def of_tensor(t: Tensor, versions: bool = True) -> tuple:
+    """By value where it is small and on the CPU, otherwise which tensor it is and (``versions``) how often written to."""
+    if type(t) not in _TENSORS:  # nothing is computed of it: it may be one that stands for what is yet to be computed
+        with torch._C.DisableTorchFunctionSubclass():
+            return "tensor", number(type(t)), tuple(t.shape), number(t), version(t) if versions else 0
     kind, shape = dtype_name(t.dtype), tuple(t.shape)
     if t.numel() <= SMALL and t.device.type == "cpu" and t.layout == torch.strided:
         try:
             return "tensor", kind, shape, repr(t.tolist())
         except (RuntimeError, NotImplementedError):  # a fake one, one within a function transform
             pass
-    return "tensor", kind, shape, str(t.device), number(t), version(t)
+    return "tensor", kind, shape, str(t.device), number(t), version(t) if versions else _address(t)
 
 
 def code(held: CodeType) -> tuple[int, tuple[str, ...]]:
@@ -112,10 +123,11 @@ class Reader:
 
     Args:
         module: makes the token of a module that is met on the way; by default it is numbered.
+        versions: how often large tensors were written to counts; otherwise where they are.
     """
 
-    def __init__(self, module: Callable[[nn.Module], Any] = number) -> None:
-        self._module = module
+    def __init__(self, module: Callable[[nn.Module], Any] = number, versions: bool = True) -> None:
+        self._module, self.versions = module, versions
         self._read: dict[int, tuple[int, int, Any]] = {}  # id -> (which one it was, depth that was left, the object)
         self._left = 0
 
@@ -133,7 +145,7 @@ class Reader:
             return ("tuple", *value) if PLAIN.issuperset(map(type, value)) else self._entries("tuple", value, depth)
         self._left -= 1
         if isinstance(value, Tensor):
-            return of_tensor(value)
+            return of_tensor(value, self.versions)
         if isinstance(value, nn.Module):
             return "module", self._module(value)
         if depth <= 0 or self._left < 0:
@@ -212,7 +224,7 @@ class Reader:
         kind = type(value)
         if closed(kind):
             return "object", number(kind), number(value)
-        parts = [number(kind)]
+        parts: list[Any] = [number(kind)]
         for base, read in _SUBCLASSED:
             if isinstance(value, base):
                 parts.append(read(self, value, depth))
