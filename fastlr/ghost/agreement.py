@@ -29,7 +29,7 @@ def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool
 
 def rounding(dtype: torch.dtype, *, low: bool) -> float:
     """Relative difference of outputs that is taken for rounding unseen; more is measured."""
-    return 0.02 if low else 1e-9 if dtype == torch.float64 else 1e-4
+    return 0.02 if low else 1e-9 if dtype == torch.float64 else 1e-3
 
 
 def agree(want: Tensor, got: Tensor, relative: float, noise: Noise | None = None, out_dim: int = 0) -> bool:

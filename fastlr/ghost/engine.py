@@ -263,7 +263,7 @@ class Engine(Planner):
         fresh = plan is None
         if plan is None or plan.by_data or self.audits.failed:
             self._batch(x, z, count, compare=not fresh)  # do samples interact that did not before?
-            plan = self._layouts(graph, state, z)
+            plan = self._layouts(graph, state, z, fresh=fresh)
         if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up
             state.plans.clear()
         state.plans[key] = plan

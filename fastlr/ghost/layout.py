@@ -130,9 +130,14 @@ class Marks:
 
     @staticmethod
     def make(count: int, tolerance: float, device: torch.device, *, regular: bool) -> Marks:
-        """Marks for ``count`` samples and gradients of this relative tolerance; ``regular``: no digits, only the last pass."""
+        """Marks for ``count`` samples and gradients of this relative tolerance.
+
+        ``regular``: for layouts that name the sample of every row. No digits are needed; and powers of two, which change
+        no rounding, hold where the gradient itself is little else.
+        """
         generator = torch.Generator().manual_seed(count)
-        check = _exact(SPAN * (2 * torch.rand(count, generator=generator, dtype=torch.float64) - 1))
+        check = SPAN * (2 * torch.rand(count, generator=generator, dtype=torch.float64) - 1)
+        check = torch.exp2(check.round()) if regular else _exact(check)
         if regular:
             none = torch.empty(0, dtype=torch.float64)
             return Marks(check[None].to(device), none, none.long())

@@ -21,7 +21,7 @@ from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.ownership import Place
 from fastlr.ghost.proof import SAMPLES, Prover, generic_cotangent
-from fastlr.ghost.verify import explained, likely_layouts
+from fastlr.ghost.verify import every_layout, explained, likely_layouts
 
 KEPT = 256  # plans of shapes kept for one structure
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
@@ -262,15 +262,23 @@ class Planner:
                 "each sample alone"
             )
 
-    def _layouts(self, graph: Graph, state: State, z: Tensor) -> ShapePlan:
+    def _layouts(self, graph: Graph, state: State, z: Tensor, *, fresh: bool) -> ShapePlan:
         """Layouts of all uses, told by the graph or found in this batch; parameters where none holds go to the loop."""
         ledger, structure, count = self.ledger, state.structure, z.shape[self.out_dim]
         known, by_data = ownership.trace(graph, z, self.out_dim)
         options = likely_layouts(graph, structure, ledger, count, known)
-        found = explained(graph, structure, z, generic_cotangent(z), self.out_dim, options)
-        layouts = {place: held[0] for place, held in options.items() if held} | {
-            place: held[0] for place, held in found.items() if held
-        }
+        told = {place: held for place, held in options.items() if place in known}
+        layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
+        v = generic_cotangent(z)
+        if fresh:  # what the graph tells is held to the marks once
+            confirmed = explained(graph, structure, z, v, self.out_dim, told)
+            for place in [place for place, held in confirmed.items() if not held]:
+                options |= {place: every_layout(graph, structure, count)[place]}
+                by_data = by_data or "a hook of a gradient"
+                del told[place]
+        open_ones = {place: held for place, held in options.items() if place not in told}
+        found = explained(graph, structure, z, v, self.out_dim, open_ones) if open_ones else {}
+        layouts |= {place: held[0] for place, held in found.items() if held}
         lost = {place[0] for place, held in found.items() if not held}
         for use in (u for node in lost for u in structure.by_node[node]):
             for name in (graph.parameters[p] for p in graph.parameters_below(use.child)):
@@ -280,7 +288,7 @@ class Planner:
                 kinds = old.kinds if old else ()
                 reason = f"its sample axis was not found in a batch of {count}"
                 ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
-        if all(place in known for place in found):
+        if not found:
             by_data = ""
         if any(graph.keys[use.child] in ledger.varying for use in structure.uses):
             by_data = by_data or "data among what is computed of parameters"

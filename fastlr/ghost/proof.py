@@ -265,12 +265,12 @@ class Prover:
     def _varying(self, subject: Subject, batch: adapt.Batch, graph: Graph, ledger: Ledger) -> None:
         """Note what seems computed of parameters alone but is of the data too: a buffer of fixed size that samples fill.
 
-        With the samples in another order the same cotangents must give the same gradients there.
+        With other samples the same cotangents must give the same gradients there.
         """
         sources = {u.source for u in graph.uses() if graph.view_chain(u.child) is None}
         if not sources:
             return
-        z = self._forward(subject, batch, [*range(1, SAMPLES), 0], fold=True)
+        z = self._forward(subject, batch, [0] * SAMPLES, fold=True)
         other = walk(z, subject.parameters)
         other.side, other.keys = graph.side, graph.keys
         alike = graph.names == other.names and graph.children == other.children

@@ -74,18 +74,21 @@ def with_buffers_moved(
     on (``h - alpha * h.mean(0)``) is not exercised by them. A failure here says that the model could be another program,
     not that it is one: look at it in every batch, never refuse it.
     """
+    held = {n: t for n, t in (*model.named_buffers(), *model.named_parameters()) if n not in parameters}
+    zero = [
+        n
+        for n, t in held.items()
+        if t.is_floating_point() and t.numel() and not n.endswith("running_mean") and not bool(t.any())
+    ]
+    if not zero:
+        return None
     generator = torch.Generator().manual_seed(seed)
     tensors = {n: _moved(p, n, parameters, scale, generator) for n, p in model.named_parameters()}
-    moved = False
     tensors |= {n: _perturbed_buffer(b, n, scale, generator) for n, b in model.named_buffers()}
-    for n, b in (*model.named_buffers(), *model.named_parameters()):
-        if n in parameters:
-            continue
-        if b.is_floating_point() and b.numel() and not n.endswith("running_mean") and not bool(b.any()):
-            noise = torch.randn(b.shape, generator=generator, dtype=torch.float64).to(b.device)
-            tensors[n], moved = noise.abs() + 0.1, True
-    own = {n: tensors[n] for n in parameters}
-    return Subject("float64 copy with zero buffers moved", model, tensors, own, torch.float64) if moved else None
+    for n in zero:
+        noise = torch.randn(held[n].shape, generator=generator, dtype=torch.float64).to(held[n].device)
+        tensors[n] = noise.abs() + 0.1
+    return Subject("float64 copy with zero buffers moved", model, tensors, {n: tensors[n] for n in parameters}, torch.float64)
 
 
 def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int) -> Iterator[Subject]:
