@@ -17,6 +17,7 @@ from fastlr.ghost import adapt
 from fastlr.ghost.factors import Dense
 from fastlr.ghost.graph import call_node, dense, exact_grads
 from fastlr.ghost.layout import Ragged
+from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.rules import Site, Unsupported
 
 
@@ -67,7 +68,7 @@ def by_loop(
     """Squared norms [B] (float64) of the gradients of ``parameters``, one forward and backward pass a sample."""
     norms = {name: torch.zeros(batch.count, dtype=torch.float64, device=v.device) for name in parameters}
     for j in range(batch.count):
-        with torch.enable_grad():
+        with torch.enable_grad(), Unfused():
             z = adapt.select_output(adapt.call(model, batch.pick([j])), output)
         cotangent = v.narrow(out_dim, j, 1)
         if z.shape != cotangent.shape:

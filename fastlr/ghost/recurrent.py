@@ -85,7 +85,7 @@ def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor
         return None
     directions = 2 if both else 1
     per = len(weights) // (layers * directions)
-    x = x.transpose(0, 1) if batch_first else x
+    x = x.transpose(0, 1).contiguous() if batch_first else x
     last: list[tuple[Tensor, ...]] = []
     for layer in range(layers):
         outputs = []
@@ -116,11 +116,11 @@ def _layer(
     x_gates, h_gates = F.linear(x, w_ih, b_ih), F.linear(before, w_hh, b_hh)
     projected = None
     with torch.no_grad():
-        wide = [raised(t.detach()).unflatten(-1, (-1, _cell_size(func, w_hh))) for t in (x_gates, h_gates)]
+        by_x, by_h = (raised(t.detach()).unflatten(-1, (-1, _cell_size(func, w_hh))) for t in (x_gates, h_gates))
         if len(states) == 2:
-            steps, hidden = _lstm(*wide, raised(first[1][0]))
+            steps, hidden = _lstm(by_x, by_h, raised(first[1][0]))
         else:
-            steps = _gru(*wide, raised(before)) if CALLS[func] == "gru" else _rnn(CALLS[func], raised(out))
+            steps = _gru(by_x, by_h, raised(before)) if CALLS[func] == "gru" else _rnn(CALLS[func], raised(out))
         steps.weight = raised(w_hh.detach())
     if w_hr is not None:
         steps.projection = raised(w_hr.detach())
@@ -149,23 +149,27 @@ class Steps:
 
 
 def _lstm(x_gates: Tensor, h_gates: Tensor, c0: Tensor) -> tuple[Steps, Tensor]:
-    """Gates in torch's order: input, forget, cell, output. Also returns the outputs before the projection."""
-    gates = x_gates + h_gates
+    """Gates in torch's order: input, forget, cell, output. Also returns the outputs before the projection.
+
+    Works in the memory of what is given: the linear layers' results, whose values nothing else needs.
+    """
+    gates = x_gates.add_(h_gates)
     g = gates[:, :, 2].tanh()
     gates.sigmoid_()
     i, f, _, o = gates.unbind(2)
     cells = c0.new_empty(len(g) + 1, *c0.shape)
     cells[0] = c0
-    for t, new in enumerate(i * g):
+    added = i * g
+    for t, new in enumerate(added):
         torch.addcmul(new, f[t], cells[t], out=cells[t + 1])
     bent = cells[1:].tanh()
-    local = gates * (1 - gates)
-    local[:, :, 0] *= g
-    local[:, :, 1] *= cells[:-1]
-    torch.mul(1 - g * g, i, out=local[:, :, 2])
-    local[:, :, 3] *= bent
+    local = torch.addcmul(gates, gates, gates, value=-1, out=h_gates)
+    local[:, :, 0].mul_(g)
+    local[:, :, 1].mul_(cells[:-1])
+    torch.addcmul(i, added, g, value=-1, out=local[:, :, 2])
+    local[:, :, 3].mul_(bent)
     hidden = o * bent
-    return Steps(local, f, o - hidden * bent), hidden
+    return Steps(local, f, torch.addcmul(o, hidden, bent, value=-1)), hidden
 
 
 def _gru(x_gates: Tensor, h_gates: Tensor, before: Tensor) -> Steps:
@@ -193,7 +197,7 @@ class Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, steps: Steps, values: list[Tensor], x_gates: Tensor, h_gates: Tensor, projected: Tensor | None, *_: Tensor
+        ctx: Any, steps: Steps, values: list[Tensor], x_gates: Tensor, h_gates: Tensor, *_: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.steps = steps
         return tuple(values)
@@ -205,7 +209,7 @@ class Scan(torch.autograd.Function):
         gates, outputs = torch.empty_like(s.local), []
         through = torch.zeros_like(g[0])  # what a step hands to the state before it
         carry = None if g_cell is None else raised(g_cell)
-        own = slice(1, None) if s.keep is not None and carry is None else slice(None)  # a GRU's gates that take the state
+        own = slice(1 if s.keep is not None and carry is None else 0, None)  # without a GRU's first: see _gru
         for t in reversed(range(len(g))):
             at_state = g[t] + through
             if s.projection is not None:
