@@ -147,6 +147,10 @@ class Steps:
     weight: Tensor | None = None
     projection: Tensor | None = None
 
+    def factors(self) -> list[Tensor]:
+        """Those of ``keep`` and ``cell`` that there are."""
+        return [t for t in (self.keep, self.cell) if t is not None]
+
 
 def _lstm(x_gates: Tensor, h_gates: Tensor, c0: Tensor) -> tuple[Steps, Tensor]:
     """Gates in torch's order: input, forget, cell, output. Also returns the outputs before the projection.
@@ -159,9 +163,9 @@ def _lstm(x_gates: Tensor, h_gates: Tensor, c0: Tensor) -> tuple[Steps, Tensor]:
     i, f, _, o = gates.unbind(2)
     cells = c0.new_empty(len(g) + 1, *c0.shape)
     cells[0] = c0
-    added = i * g
-    for t, new in enumerate(added):
-        torch.addcmul(new, f[t], cells[t], out=cells[t + 1])
+    added, steps = i * g, cells.unbind()
+    for new, kept, old, cell in zip(added.unbind(), f.unbind(), steps[:-1], steps[1:], strict=True):
+        torch.addcmul(new, kept, old, out=cell)
     bent = cells[1:].tanh()
     local = torch.addcmul(gates, gates, gates, value=-1, out=h_gates)
     local[:, :, 0].mul_(g)
@@ -205,27 +209,28 @@ class Scan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor, g_cell: Tensor | None = None) -> tuple:  # noqa: D102
-        s, g = ctx.steps, raised(g)
+        s = ctx.steps
         gates, outputs = torch.empty_like(s.local), []
-        through = torch.zeros_like(g[0])  # what a step hands to the state before it
         carry = None if g_cell is None else raised(g_cell)
-        own = slice(1 if s.keep is not None and carry is None else 0, None)  # without a GRU's first: see _gru
-        for t in reversed(range(len(g))):
-            at_state = g[t] + through
-            if s.projection is not None:
-                outputs.append(at_state)
-                at_state = at_state @ s.projection
-            if carry is not None:
-                at_cell = torch.addcmul(carry, at_state, s.cell[t])
-                torch.mul(at_cell[:, None], s.local[t, :, :3], out=gates[t, :, :3])
-                torch.mul(at_state, s.local[t, :, 3], out=gates[t, :, 3])
-                carry = at_cell * s.keep[t]
+        gated = carry is None and s.keep is not None  # a GRU
+        by_h = gates[:, :, 1 if gated else 0 :].flatten(2)
+        given = raised(g).unbind()
+        given, at_state = (torch.zeros_like(given[0]), *given[:-1]), given[-1]
+        steps = zip(given, s.local.unbind(), gates.unbind(), by_h.unbind(), *(t.unbind() for t in s.factors()), strict=True)
+        for before, local, at_gates, to_state, *factors in reversed(list(steps)):
+            outputs.append(at_state)
+            at_hidden = at_state if s.projection is None else at_state @ s.projection
+            if carry is None:
+                torch.mul(at_hidden[:, None], local, out=at_gates)
             else:
-                torch.mul(at_state[:, None], s.local[t], out=gates[t])
-            through = gates[t, :, own].flatten(1) @ s.weight
-            if carry is None and s.keep is not None:
-                through.addcmul_(at_state, s.keep[t])
-        by_h = gates[:, :, own]
-        by_x = by_h if by_h.shape == gates.shape else torch.cat([gates[:, :, 1:3], gates[:, :, :1]], 2)
-        projected = torch.stack(outputs[::-1]) if outputs else None
-        return None, None, by_x.flatten(2), by_h.flatten(2), projected, through, *([] if carry is None else [carry])
+                keep, cell = factors
+                carry = torch.addcmul(carry, at_hidden, cell)
+                torch.mul(carry[:, None], local[:, :3], out=at_gates[:, :3])
+                torch.mul(at_hidden, local[:, 3], out=at_gates[:, 3])
+                carry = carry * keep
+            at_state = torch.addmm(before, to_state, s.weight)
+            if gated:
+                at_state.addcmul_(at_hidden, *factors)
+        by_x = torch.cat([gates[:, :, 1:3], gates[:, :, :1]], 2).flatten(2) if gated else by_h
+        projected = None if s.projection is None else torch.stack(outputs[::-1])
+        return None, None, by_x, by_h, projected, at_state, *([] if carry is None else [carry])
