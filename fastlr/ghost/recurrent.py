@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from fastlr.torch_ops import raised
@@ -207,8 +206,9 @@ class Scan(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor, g_cell: Tensor | None = None) -> tuple:  # noqa: D102
+        if torch.is_grad_enabled():
+            raise RuntimeError("a model that differentiates its recurrent layers twice needs torch's own steps")
         s = ctx.steps
         gates, outputs = torch.empty_like(s.local), []
         carry = None if g_cell is None else raised(g_cell)

@@ -54,7 +54,7 @@ def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     if n._saved_per_sample_weights is not None:
         kept = kept * n._saved_per_sample_weights
     if n._saved_mode == _MEAN:
-        kept = kept / sizes[bag]
+        kept = kept / sizes.clamp_min(1)[bag]
     layout = site.layout
     owner = layout.ids if isinstance(layout, Ragged) else layout.samples(len(g), site.count, g.device)
     if owner is None:
