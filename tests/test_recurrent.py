@@ -226,6 +226,31 @@ def test_weights_that_are_computed_or_frozen() -> None:
         torch.testing.assert_close(got.per_parameter[name], want[name], rtol=1e-10, atol=0)
 
 
+def test_outputs_changed_in_place_and_layers_called_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self, batch_first: bool) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(IN, IN, batch_first=batch_first), nn.Linear(IN, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if self.rnn.batch_first else x.transpose(0, 1)
+            out, ends = self.rnn(x)
+            out, _ = self.rnn(out.relu_(), ends)
+            out = self.head(out.mul_(2))
+            return (out if self.rnn.batch_first else out.transpose(0, 1)).flatten(1)
+
+    for batch_first in (False, True):
+        engine = holds(Twice(batch_first).double(), series())
+        assert engine.folding.replaced == {"recurrent": 2}
+
+
+def test_one_sample_alone() -> None:
+    model, x = Layers("lstm").eval(), series(torch.float32)[:1]
+    v = torch.ones(1, 15)
+    got = fastlr.per_sample_grad_sq_norms(model, x, v)
+    torch.testing.assert_close(got, sum(truth(model.double(), x.double(), v.double()).values()), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells(cell: type[nn.Module], dtype: torch.dtype) -> None:

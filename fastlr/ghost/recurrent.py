@@ -216,8 +216,8 @@ class Scan(torch.autograd.Function):
         by_h = gates[:, :, 1 if gated else 0 :].flatten(2)
         given = raised(g).unbind()
         given, at_state = (torch.zeros_like(given[0]), *given[:-1]), given[-1]
-        steps = zip(given, s.local.unbind(), gates.unbind(), by_h.unbind(), *(t.unbind() for t in s.factors()), strict=True)
-        for before, local, at_gates, to_state, *factors in reversed(list(steps)):
+        own = (t.unbind() for t in (s.local, gates, by_h, *s.factors()))
+        for before, local, at_gates, to_state, *factors in reversed([*zip(given, *own, strict=True)]):
             outputs.append(at_state)
             at_hidden = at_state if s.projection is None else at_state @ s.projection
             if carry is None:
