@@ -28,6 +28,7 @@ from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.plan import KEPT, Plan, Planner, ShapePlan, State
 from fastlr.ghost.proof import generic_cotangent
+from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.state import BufferKeeper, emptied, tensor_caches
 from fastlr.runtime import out_of_memory
 
@@ -389,7 +390,11 @@ class Engine(Planner):
         return strides, self._last, self._seen, tuple(chosen)
 
     def _forward_of(self, batch: adapt.Batch) -> Callable[[Sequence[int]], Tensor]:
-        return lambda samples: adapt.forward(self.model, batch.pick(samples), self.output)
+        def forward(samples: Sequence[int]) -> Tensor:
+            with Unfused():
+                return adapt.forward(self.model, batch.pick(samples), self.output)
+
+        return forward
 
     def _result(self, sums: dict[str, Tensor], output: Tensor, count: int) -> ChunkNorms:
         zero = torch.zeros(count, dtype=torch.float64, device=output.device)

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.errors import ModelError
+from fastlr.ghost import rules_embedding  # noqa: F401 - registers its rules
 from fastlr.ghost.factors import Factor, added, batch_size, chunks, combined_sq_norms
 from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fuse import OURS

@@ -90,6 +90,33 @@ class Rows:
 
 
 @dataclass
+class Bilinear:
+    """sum_t g_t (x_t y_t^T) for x [B, T, I], y [B, T, J], g [B, T, O]: a tensor of shape (O, I, J)."""
+
+    x: Tensor
+    y: Tensor
+    g: Tensor
+    shape: tuple[int, ...]
+
+    def _outer(self, lo: int, hi: int) -> Outer:
+        products = raised(self.x[lo:hi, :, :, None]) * raised(self.y[lo:hi, :, None])
+        return Outer(products.flatten(2)[:, None], self.g[lo:hi, None], self.shape)
+
+    def sq_norms(self) -> Tensor:
+        """Squared norm of each sample."""
+        elements = self.x.shape[1] * self.x.shape[2] * self.y.shape[2]
+        return torch.cat([self._outer(lo, hi).sq_norms() for lo, hi in chunks(len(self.g), elements)])
+
+    def dense(self, lo: int, hi: int) -> Tensor:
+        """Gradients of samples lo..hi."""
+        return self._outer(lo, hi).dense(0, hi - lo)
+
+    def transpose(self) -> None:
+        """No matrix."""
+        return None
+
+
+@dataclass
 class Conv:
     """Weight gradients of a convolution: x [B, K, C, *], g [B, K, O, *], options as in reference.norms.conv_grads."""
 
@@ -130,7 +157,7 @@ class Norms:
         return None
 
 
-Factor = Dense | Outer | Rows | Conv | Norms
+Factor = Dense | Outer | Rows | Bilinear | Conv | Norms
 
 
 def _tied(rows: Rows, outer: Outer) -> Tensor:
@@ -152,8 +179,9 @@ def _merge(factors: list[Factor]) -> list[Factor]:
         same = [f for f in outers if f.inputs_first is flag]
         if same:
             merged.append(replace(same[0], a=_joined([f.a for f in same], 2), g=_joined([f.g for f in same], 2)))
-    if rows:
-        merged.append(replace(rows[0], ids=_joined([f.ids for f in rows], 1), g=_joined([f.g for f in rows], 1)))
+    for shape in dict.fromkeys(f.shape for f in rows):
+        alike = [f for f in rows if f.shape == shape]
+        merged.append(replace(alike[0], ids=_joined([f.ids for f in alike], 1), g=_joined([f.g for f in alike], 1)))
     return merged
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastlr.ghost import fixed_norm, folded
+from fastlr.ghost import fixed_norm, folded, recurrent
 from fastlr.ghost.attention import ATTENTION, self_attention
 from fastlr.ghost.fixed_norm import FixedNorm
 from fastlr.ghost.gate import MEANS, Gate, Squeeze, gated, squeezed
@@ -97,7 +97,9 @@ class Folding(TorchFunctionMode):
         folded: name of a convolution's weight -> what follows it in its block, in the last forward pass.
         plain: name of a convolution's weight -> why it had no block there.
         fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift there.
-        replaced: how many calls of a kind ran in another way there: "gate", "squeeze" (fastlr.ghost.gate), "attention".
+        replaced: how many calls of a kind ran in another way there: "gate", "squeeze" (fastlr.ghost.gate), "attention",
+            "recurrent".
+        unfused: runs recurrent layers step by step where they cannot be replaced.
         refused: name of a weight -> why it runs as the model says from now on; grows.
         literal: why calls of those kinds run as the model says from now on.
         disabled: why nothing is folded any more.
@@ -110,6 +112,7 @@ class Folding(TorchFunctionMode):
         self.disabled: str | None = None
         self.names: dict[int, str] = {}
         self.idle = False
+        self.unfused = recurrent.Unfused()
         self._forget()
 
     def run(self, tensors: Mapping[str, Tensor], forward: Callable[[], Any]) -> Any:
@@ -119,9 +122,11 @@ class Folding(TorchFunctionMode):
             tensors: the model's parameters by name, as this forward pass uses them.
             forward: the forward pass.
         """
+        steps = recurrent.expected(tensors)
         if self.disabled or self.idle or not enabled():
             self._forget()
-            return forward()
+            with self.unfused if steps else nullcontext():
+                return forward()
         self.names = {id(t): name for name, t in tensors.items()}
         for _ in range(3):
             self._forget()
@@ -131,11 +136,12 @@ class Folding(TorchFunctionMode):
             if self.disabled:
                 break
             if not self.again:
-                self.idle = not self.active and set(self.plain.values()) <= {_ALONE}  # do not look again
+                self.idle = not (self.active or steps) and set(self.plain.values()) <= {_ALONE}  # do not look again
                 return result
         self.disabled = self.disabled or "its blocks change from one forward pass to the next"
         self._forget()
-        return forward()
+        with self.unfused if steps else nullcontext():
+            return forward()
 
     def _forget(self) -> None:
         """Begin a forward pass."""
@@ -144,6 +150,7 @@ class Folding(TorchFunctionMode):
         self.plain: dict[str, str] = {}
         self.fixed: set[str] = set()
         self.replaced: Counter[str] = Counter()
+        self.unfused.calls = 0
         self.seen: set[int] = set()
 
     @property
@@ -201,6 +208,8 @@ class Folding(TorchFunctionMode):
             replaced, result = self._replaced(func, args, kwargs)
             if replaced:
                 return result
+        if func in recurrent.CALLS and torch.is_grad_enabled():
+            return self.unfused.call(func, computed(args), computed(kwargs))
         if func in _ADDITIONS:
             following = self._add(func, args, kwargs)
             if following is not None:
@@ -224,6 +233,11 @@ class Folding(TorchFunctionMode):
             if attended is not None:
                 self.replaced["attention"] += 1
                 return True, attended
+        if func in recurrent.CALLS:
+            scanned = recurrent.scanned(func, computed(args), computed(kwargs))
+            if scanned is not None:
+                self.replaced["recurrent"] += 1
+                return True, scanned
         return False, None
 
     def _convolution(

@@ -285,7 +285,13 @@ def _folded_conv(s: Step) -> Regular | None:
     return s.at(0) if role in ("x", "residual") and s.layout.dim == 0 else None
 
 
+def _scan(s: Step) -> Regular | None:
+    """Sequences are [T, B, .], states [B, .]."""
+    return s.at(1 if len(s.inner) == 3 else 0) if s.layout.dim == (1 if len(s.outer) == 3 else 0) else None
+
+
 _list("FoldedConvBackward", _folded_conv)
+_list("ScanBackward", _scan)
 _list("FixedNormBackward", lambda s: s.at(s.layout.dim) if s.slot == 0 else None)
 _list("SqueezeBackward", lambda s: s.at(s.layout.dim) if s.layout.dim < 2 else None)
 

@@ -35,6 +35,7 @@ from fastlr.ghost.graph import CASTS, Graph, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
 from fastlr.ghost.ownership import Place, trace
+from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.rules import Unsupported
 from fastlr.ghost.subjects import Subject, subjects, with_buffers_moved
 from fastlr.ghost.verify import every_layout, explained
@@ -110,7 +111,8 @@ class Prover:
         """The output for some samples; ``fold``: as it will be measured, otherwise as the model is."""
         with torch.enable_grad():
             x = batch.pick(samples)
-            result = self.folding.run(subject.named, lambda: subject(x)) if fold and self.folding else subject(x)
+            with nullcontext() if fold else Unfused():
+                result = self.folding.run(subject.named, lambda: subject(x)) if fold and self.folding else subject(x)
             z = adapt.select_output(result, self.output)
         if adapt.sample_count(z, self.out_dim) != len(samples):
             raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,8 @@ REPLACED = {  # kind -> what is said of it after the number
     "gate": "products with one number a channel run as one node",
     "squeeze": "means over all positions keep their gradient small",
     "attention": "self-attentions run without torch's copies",
+    "recurrent": "calls of recurrent layers run with one product for all steps",
+    "unfused": "calls of recurrent layers run step by step",
 }
 
 
@@ -72,7 +75,8 @@ class SupportReport:
         report = SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded)
         if folding is None:
             return report
-        return replace(report, fixed=tuple(sorted(folding.fixed)), replaced=dict(folding.replaced))
+        replaced = folding.replaced + Counter(unfused=folding.unfused.calls)
+        return replace(report, fixed=tuple(sorted(folding.fixed)), replaced=dict(replaced))
 
     @property
     def routes(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.factors import Conv, Dense, Factor, Outer, Rows
+from fastlr.ghost.factors import Bilinear, Conv, Dense, Factor, Outer
 from fastlr.ghost.layout import Layout
 
 
@@ -74,7 +74,8 @@ def rule(*kinds: str, about: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def _one(slots: Sequence[int], slot: int, factor: Callable[[], Factor]) -> dict[int, Factor]:
+def only(slots: Sequence[int], slot: int, factor: Callable[[], Factor]) -> dict[int, Factor]:
+    """Return the factor of a node whose one parameter is in ``slot``."""
     if list(slots) != [slot]:
         raise Unsupported(f"parameters in slots {list(slots)}")
     return {slot: factor()}
@@ -219,10 +220,22 @@ def scale(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return found
 
 
+@rule("TrilinearBackward0", about="bilinear")
+def bilinear(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
+    """Weight [O, I, J] of torch.nn.functional.bilinear: the sum over rows of g x y^T."""
+    n = site.node
+    axes = tuple(map(tuple, (n._saved_expand1, n._saved_expand2, n._saved_expand3, n._saved_sumdim)))
+    if axes != ((1, 3), (0,), (1, 2), (2, 3)):
+        raise Unsupported("another product of three factors than that of bilinear")
+    site.need_dim(0)
+    x, y, g = (site.split(t, 0) for t in (n._saved_i1, n._saved_i3, site.g))
+    return only(slots, 1, lambda: Bilinear(x, y, g, tuple(site.shapes[1])))
+
+
 @rule("PreluKernelBackward0", about="PReLU")
 def prelu(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Output gradient times the negative part of the input."""
-    return _one(slots, 1, lambda: Dense(_reduced(site, site.g, site.shapes[1], site.node._saved_self.clamp_max(0))))
+    return only(slots, 1, lambda: Dense(_reduced(site, site.g, site.shapes[1], site.node._saved_self.clamp_max(0))))
 
 
 @rule("RepeatBackward0", about="repeated parameters (instance norm repeats its weight for every sample)")
@@ -243,7 +256,7 @@ def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
         size = shape[d - lead] if d >= lead else 1
         axes.append(len(sizes))
         sizes += [rows.shape[1 + d] // size, size]
-    return _one(slots, 0, lambda: Dense(rows.reshape(sizes).sum(axes).reshape(site.count, *shape)))
+    return only(slots, 0, lambda: Dense(rows.reshape(sizes).sum(axes).reshape(site.count, *shape)))
 
 
 @rule(
@@ -319,38 +332,4 @@ def rms_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     shape = tuple(n._saved_normalized_shape)
     rows, size = _normalised_rows(site, shape), prod(shape)
     tensors = (rows(n._saved_input, size), rows(site.g, size), rows(n._saved_result1, 1))
-    return _one(slots, 1, lambda: Dense(ops.run("rms_norm_sums", *tensors).reshape(site.count, *shape)))
-
-
-@rule("EmbeddingBackward0", about="embedding, with padding_idx")
-def embedding(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Rows with the same id add up; the padding row has no gradient."""
-    n = site.node
-    if n._saved_scale_grad_by_freq:
-        raise Unsupported("scale_grad_by_freq")
-    ids, g = n._saved_indices, site.g
-    if site.layout.dim >= ids.ndim:
-        raise Unsupported("the sample axis is inside the rows")
-    if n._saved_padding_idx >= 0:
-        g = g * (ids != n._saved_padding_idx)[..., None]
-    return _one(slots, 0, lambda: _table_rows(site, ids, g, 0))
-
-
-def _table_rows(site: Site, ids: Tensor, g: Tensor, slot: int) -> Rows:
-    rows = site.split(ids, site.layout.dim).reshape(site.count, -1)
-    width = prod(g.shape[ids.ndim :])
-    flat = site.split(g, site.layout.dim).reshape(site.count, -1, width)
-    shape = tuple(site.shapes[slot])
-    return Rows(rows % shape[0] if shape[0] else rows, flat, shape)
-
-
-@rule("IndexBackward0", about="rows picked from a parameter by an index tensor that has the sample axis")
-def index(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Like an embedding, for one integer index tensor on the first axis."""
-    indices = [i for i in site.node._saved_indices if i is not None]
-    if len(indices) != 1 or site.node._saved_indices[0] is None or indices[0].dtype not in (torch.int64, torch.int32):
-        raise Unsupported("more than one index tensor, or not on the first axis")
-    ids = indices[0].long()
-    if site.layout.dim >= ids.ndim:
-        raise Unsupported("the sample axis is not in the index")
-    return _one(slots, 0, lambda: _table_rows(site, ids, site.g, 0))
+    return only(slots, 1, lambda: Dense(ops.run("rms_norm_sums", *tensors).reshape(site.count, *shape)))

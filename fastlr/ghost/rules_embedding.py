@@ -1,0 +1,83 @@
+"""Rules for tables of which rows are picked: embedding, bags of embeddings, indexing. See fastlr.ghost.rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fastlr.ghost.factors import Factor, Rows
+from fastlr.ghost.layout import Ragged
+from fastlr.ghost.rules import Site, Unsupported, only, rule
+
+_SUM, _MEAN, _MAX = range(3)  # torch's numbers for the modes of embedding_bag
+
+
+@rule("EmbeddingBackward0", about="embedding, with padding_idx")
+def embedding(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
+    """Rows with the same id add up; the padding row has no gradient."""
+    n = site.node
+    if n._saved_scale_grad_by_freq:
+        raise Unsupported("scale_grad_by_freq")
+    ids, g = n._saved_indices, site.g
+    if site.layout.dim >= ids.ndim:
+        raise Unsupported("the sample axis is inside the rows")
+    if n._saved_padding_idx >= 0:
+        g = g * (ids != n._saved_padding_idx)[..., None]
+    return only(slots, 0, lambda: _table_rows(site, ids, g, 0))
+
+
+def _table_rows(site: Site, ids: Tensor, g: Tensor, slot: int) -> Rows:
+    rows = site.split(ids, site.layout.dim).reshape(site.count, -1)
+    width = prod(g.shape[ids.ndim :])
+    flat = site.split(g, site.layout.dim).reshape(site.count, -1, width)
+    shape = tuple(site.shapes[slot])
+    return Rows(rows % shape[0] if shape[0] else rows, flat, shape)
+
+
+@rule("EmbeddingBagBackward0", about="bags of embeddings: sum, mean and max, with weights and padding_idx")
+def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
+    """Each row of a bag has the bag's gradient, weighted; for max, each element of it belongs to one row."""
+    n = site.node
+    if n._saved_scale_grad_by_freq:
+        raise Unsupported("scale_grad_by_freq")
+    site.need_dim(0)
+    ids, g = n._saved_indices, site.g
+    starts = n._saved_offsets[: len(g)]  # one more may say where the last bag ends
+    bag = torch.searchsorted(starts, torch.arange(len(ids), device=ids.device, dtype=starts.dtype), right=True) - 1
+    kept = (ids != n._saved_padding_idx).to(g.dtype)
+    sizes = g.new_zeros(len(g)).index_add_(0, bag, kept)
+    if n._saved_mode == _MAX:
+        return only(slots, 0, lambda: _largest(site, n._saved_result3, g * (sizes > 0)[:, None]))
+    if n._saved_per_sample_weights is not None:
+        kept = kept * n._saved_per_sample_weights
+    if n._saved_mode == _MEAN:
+        kept = kept / sizes.clamp_min(1)[bag]
+    layout = site.layout
+    owner = layout.ids if isinstance(layout, Ragged) else layout.samples(len(g), site.count, g.device)
+    if owner is None:
+        raise Unsupported("the rows of the samples are unknown")
+    rows = Ragged(0, owner[bag])
+    ids, g = (rows.split(t, 0, site.count) for t in (ids, g[bag] * kept[:, None]))
+    return only(slots, 0, lambda: Rows(ids, g, tuple(site.shapes[0])))
+
+
+def _largest(site: Site, picked: Tensor, g: Tensor) -> Rows:
+    """Gradients of the elements of a table that were the largest: ``picked`` [bags, D] has their rows."""
+    elements = picked.clamp_min(0) * g.shape[1] + torch.arange(g.shape[1], device=g.device)
+    ids, g = (site.split(t, 0).flatten(1) for t in (elements, g))
+    return Rows(ids.long(), g[..., None], (prod(site.shapes[0]), 1))
+
+
+@rule("IndexBackward0", about="rows picked from a parameter by an index tensor that has the sample axis")
+def index(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
+    """Like an embedding, for one integer index tensor on the first axis."""
+    indices = [i for i in site.node._saved_indices if i is not None]
+    if len(indices) != 1 or site.node._saved_indices[0] is None or indices[0].dtype not in (torch.int64, torch.int32):
+        raise Unsupported("more than one index tensor, or not on the first axis")
+    ids = indices[0].long()
+    if site.layout.dim >= ids.ndim:
+        raise Unsupported("the sample axis is not in the index")
+    return only(slots, 0, lambda: _table_rows(site, ids, site.g, 0))
