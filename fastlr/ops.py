@@ -34,7 +34,7 @@ _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
     "conv_sq_norms": ("norms", "conv", "conv_norms", (0, 1)),
     "conv_grads": ("norms", "conv", None, (0, 1)),
     "embedding_sq_norms": ("norms", "ops", "embedding_norms", (0, 1)),
-    "channel_sums": ("norms", "ops", "channel_sums", (0, 1)),
+    "channel_sums": ("norms", "ops", "channel_sums", (0, 1, 2)),
     "layer_norm_sums": ("norms", "ops", "layer_norm_sums", (0, 1, 2, 3)),
     "rms_norm_sums": ("norms", "ops", "layer_norm_sums", (0, 1, 2)),
     "broadcast_sums": ("norms", "ops", "broadcast_sums", (0, 1)),

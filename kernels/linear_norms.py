@@ -134,7 +134,7 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
     count, groups, rows, inputs = a.shape
     outputs = g.shape[-1]
     if rows == 1:
-        lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).double().square() for t in (a, g))
+        lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).square() for t in (a, g))
         return torch.mul(*lengths).sum((1, 2))
     # An operand's columns are positions, its channels the inputs or outputs: what convolutions need.
     x, y = (Operand(t, *t.stride()[:2], t.stride(3), 0, 0, t.stride(2)) for t in (a, g))

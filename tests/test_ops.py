@@ -17,6 +17,7 @@ from torch import Tensor
 from fastlr import kernel_checks, ops, torch_conv, torch_folded
 from fastlr.checks import gathered
 from fastlr.errors import FastlrWarning
+from fastlr.kernel_cases import CONVOLUTIONS, convolution, draw
 from fastlr.reference.folded import ACTIVATIONS
 from fastlr.torch_ops import square_sum
 
@@ -28,12 +29,6 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     """Relative to the largest value of the definition."""
     assert got.shape == want.shape
     assert float((got.double() - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max())
-
-
-def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers with an offset, so that common modes would show a cancellation."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3).to(dtype)
 
 
 def both(name: str, *args: object, dtype: torch.dtype) -> None:
@@ -69,43 +64,6 @@ def test_long_sums_of_squares_keep_their_digits() -> None:
     want = t.double().square().sum(1)
     close(square_sum(t), want, torch.float32)
     assert abs(float(square_sum(t) / want - 1)) <= 1e-6
-
-
-CONVOLUTIONS = {  # C, O, kernel, stride, padding, dilation, groups, size, images of a sample
-    "pointwise": (6, 10, (1, 1), (1, 1), (0, 0), (1, 1), 1, (5, 7), 1),
-    "pointwise_strided": (6, 10, (1, 1), (2, 3), (0, 0), (1, 1), 1, (5, 7), 1),
-    "pointwise_grouped": (6, 9, (1, 1), (1, 1), (0, 0), (1, 1), 3, (5, 7), 2),
-    "pointwise_padded": (6, 10, (1, 1), (1, 1), (1, 2), (1, 1), 1, (5, 7), 1),
-    "3x3": (5, 7, (3, 3), (1, 1), (1, 1), (1, 1), 1, (9, 11), 1),
-    "3x3_few_positions": (40, 50, (3, 3), (1, 1), (1, 1), (1, 1), 1, (3, 2), 2),
-    "3x3_large": (16, 24, (3, 3), (1, 1), (1, 1), (1, 1), 1, (28, 29), 1),
-    "3x3_strided": (5, 7, (3, 3), (2, 2), (1, 1), (1, 1), 1, (9, 12), 1),
-    "3x3_dilated": (5, 7, (3, 3), (1, 2), (2, 1), (2, 1), 1, (9, 12), 2),
-    "3x5_grouped": (6, 4, (3, 5), (2, 1), (0, 2), (1, 1), 2, (9, 12), 1),
-    "stem": (3, 8, (7, 7), (2, 2), (3, 3), (1, 1), 1, (33, 31), 1),
-    "depthwise": (12, 12, (3, 3), (1, 1), (1, 1), (1, 1), 12, (9, 7), 1),
-    "depthwise_5_strided": (12, 12, (5, 5), (2, 2), (2, 2), (1, 1), 12, (13, 11), 2),
-    "depthwise_twice": (6, 12, (3, 3), (1, 1), (1, 1), (1, 1), 6, (9, 7), 1),
-    "even_kernel": (5, 7, (2, 4), (1, 1), (0, 2), (1, 1), 1, (9, 8), 1),
-    "1d": (5, 7, (3,), (2,), (1,), (1,), 1, (23,), 2),
-    "1d_depthwise": (6, 6, (5,), (1,), (2,), (2,), 6, (23,), 1),
-    "3d": (3, 4, (3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 1, (5, 6, 7), 1),
-}
-
-
-def convolution(name: str, dtype: torch.dtype, transposed: bool) -> tuple:
-    """Arguments of conv_grads for a named case."""
-    channels, outputs, kernel, stride, padding, dilation, groups, size, images = CONVOLUTIONS[name]
-    x = draw(3, images, channels, *size, dtype=dtype)
-    weight = draw(outputs, channels // groups, *kernel, dtype=dtype)
-    extra = [0] * len(kernel)
-    if transposed:
-        weight = draw(channels, outputs // groups, *kernel, dtype=dtype)
-        extra = [min(s - 1, 1) for s in stride]
-    options = (list(stride), list(padding), list(dilation), transposed, extra, groups)
-    y = torch.ops.aten.convolution(x.double().flatten(0, 1), weight.double(), None, *options)
-    g = draw(3, images, *y.shape[1:], dtype=dtype, seed=2)
-    return x, g, weight, *options
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
