@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fastlr import ops
 from fastlr.chunking import chunk_for_memory
 from fastlr.distributed.sharding import ALONE, Team, fingerprint, team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
@@ -205,7 +206,12 @@ class LocalRedundancy:
                 self._agree(members)
             self._replays.begin()
             values, sums, routes = self._values(members)
-            if not all(members.share(self._replays.clean())):
+            told = members.share([self._replays.clean(), ops.switched_off()])
+            differ = any(off != told[0][1] for _, off in told)
+            if differ:  # a kernel that one rank does not trust, none does
+                ops.switch_off([kernel for _, off in told for kernel in off])
+                self._replays.drop("ranks differed in the kernels that they trust")
+            if differ or not all(clean for clean, _ in told):
                 with self._replays.pause():
                     values, sums, routes = self._values(members)
             total = values.detach().to("cpu", torch.float64)

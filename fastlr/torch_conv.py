@@ -252,7 +252,8 @@ def conv_gram(
     for k, (rows, columns) in enumerate(taps):
         patches += pixels[:, rows, columns, rows, columns]
         along += with_total[:, k, rows, columns]
-    inner = (patches.view(count, -1) * (g.mT @ g).view(count, -1)).sum(1, dtype=torch.float64)
-    cross = (along.flatten(1) * (mean_g[:, None] @ g)[:, 0]).sum(1, dtype=torch.float64)
+    # in float32 the products of small ones would be zero
+    inner = (patches.view(count, -1).double() * (g.mT @ g).view(count, -1)).sum(1)
+    cross = (along.flatten(1).double() * (mean_g[:, None] @ g)[:, 0]).sum(1)
     common = total.flatten(1).double().square().sum(1) * mean_g.double().square().sum(1)
     return inner + 2 * cross + common

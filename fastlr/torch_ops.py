@@ -52,7 +52,8 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
     count, groups, rows, inputs = a.shape
     outputs = g.shape[-1]
     if rows == 1:
-        return (raised(a).square().sum(-1) * raised(g).square().sum(-1)).double().sum((1, 2))
+        lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).square() for t in (a, g))
+        return torch.mul(*lengths).sum((1, 2))
     direct, gram = rows * inputs * outputs, rows * rows * (inputs + outputs)
     copied = groups * rows * (inputs + outputs)  # by centring or raising them
     if gram < direct:
@@ -79,10 +80,10 @@ def _gram(a: Tensor, g: Tensor) -> Tensor:
     with_means = a.new_zeros(())  # (a'_t . mean a) (g'_t . mean g), from the first strip
     for lo, hi in gram_strips(a[:, :, 1:]):  # both matrices are symmetric: a strip from its diagonal block down
         product, other = (t[:, :, 1 + lo :] @ t[:, :, lo + (lo > 0) : hi + 1].mT for t in (a, g))
-        product.mul_(other)
+        product = product.double().mul_(other)  # in float32 the product of small ones would be zero
         if lo == 0:
             with_means, product = product[..., 0], product[..., 1:]
-        sums = product.sum((1, 3), dtype=torch.float64)  # of each row
+        sums = product.sum((1, 3))  # of each row
         inner += sums[:, : hi - lo].sum(1) + 2 * sums[:, hi - lo :].sum(1)
     cross = with_means.flatten(1).sum(1, dtype=torch.float64)
     mean_a, mean_g = (t[:, :, 0].double().square().sum(2) for t in (a, g))
@@ -137,18 +138,20 @@ def embedding_sq_norms(ids: Tensor, g: Tensor) -> Tensor:
     )
 
 
-def channel_sums(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """See fastlr.reference.norms.channel_sums. Both sums in one pass, by the backward of an identity batch norm."""
+def channel_sums(x: Tensor, g: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See fastlr.reference.norms.channel_sums. Both sums in one pass, by the backward of a batch norm that only centres."""
     x, g = raised(x), raised(g)
     count, images, channels = x.shape[:3]
     if images > 1 or x.ndim == 3:
         axes = [1, *range(3, x.ndim)]
-        return (g * x).sum(axes), g.sum(axes)
+        if mean is None:
+            return (g * x).sum(axes), g.sum(axes)
+        return (x - mean.to(x.dtype).view(len(mean), 1, channels, *[1] * (x.ndim - 3))).mul_(g).sum(axes), g.sum(axes)
     one = x.new_ones(count * channels)
-    zero = torch.zeros_like(one)
+    centre = torch.zeros_like(one) if mean is None else mean.to(x.dtype).expand(count, channels).reshape(-1)
     flat = (t.reshape(1, count * channels, -1) for t in (g, x))
     _, gx, gs = torch.ops.aten.native_batch_norm_backward(
-        *flat, one, zero, one, None, None, False, 0.0, [False, True, True]
+        *flat, one, centre, one, None, None, False, 0.0, [False, True, True]
     )
     return gx.view(count, channels), gs.view(count, channels)
 

@@ -10,11 +10,13 @@ from torch import Tensor
 from fastlr.kernels.strided_sums import strided_sums, sums_cases
 
 
-def channel_sums(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def channel_sums(x: Tensor, g: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See fastlr.reference.norms.channel_sums; the results are float32."""
-    return strided_sums(g, x, [1, *range(3, g.ndim)], plain=True)
+    centre = None if mean is None else mean.expand(len(g), g.shape[2]).contiguous()
+    return strided_sums(g, x, [1, *range(3, g.ndim)], centre=centre, plain=True)
 
 
 def compile_cases() -> list[tuple]:
     """Variants to compile ahead of time in the tests."""
-    return sums_cases("channel_sums", product=True, plain=True)
+    plain = sums_cases("channel_sums", product=True, plain=True)
+    return plain + sums_cases("channel_sums of what is centred", product=True, plain=True, centre=True)

@@ -145,9 +145,9 @@ def folded_pointwise_backward_kernel(
             inputs, x_row, x_column = multiple(inputs, ALIGN), multiple(x_row, ALIGN), multiple(x_column, ALIGN)
             gx_row, gx_column = multiple(gx_row, ALIGN), multiple(gx_column, ALIGN)
         else:
-            positions, x_channel, gx_channel = (
-                multiple(positions, ALIGN), multiple(x_channel, ALIGN), multiple(gx_channel, ALIGN)
-            )  # fmt: skip
+            x_channel, gx_channel = multiple(x_channel, ALIGN), multiple(gx_channel, ALIGN)
+            if PLAIN:  # elsewhere the input has other positions than the output
+                positions = multiple(positions, ALIGN)
         if G_LAST:
             outputs, grad_row, grad_column = (
                 multiple(outputs, ALIGN), multiple(grad_row, ALIGN), multiple(grad_column, ALIGN)
@@ -304,7 +304,8 @@ def folded_conv(
     tiles = triton.cdiv(positions, tile.positions), triton.cdiv(outputs, tile.outputs)
     with on_device(x):
         folded_pointwise_kernel[(samples * tiles[0] * tiles[1],)](
-            x, weight, bias, residual, out, kept, x_sample, x.stride(1), x.stride(2), column or x.stride(3),
+            x, weight, bias, residual, out, kept, x_sample, x.stride(1), x.stride(2),
+            x.stride(3) if column is None else column,
             out.stride(0), out.stride(1), outputs if last else 1,
             positions, size[1], inputs, outputs, *tiles, *stride,
             ACT=act, KEEP=kept is not out, ADD=residual is not None, PLAIN=column is not None, LAST=last, ALIGN=align,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, on_device, workspace
+from fastlr.kernels.launching import DTYPES, multiple, on_device, workspace
 from fastlr.kernels.product_norms import (
     Operand,
     Sizes,
@@ -78,13 +78,13 @@ def gram_norms_kernel(
             bytes: tl.constexpr = ALIGN * a.dtype.element_ty.primitive_bitwidth // 8
             a, g = tl.multiple_of(a, bytes), tl.multiple_of(g, bytes)
             if A_LAST:
-                inputs, a_row = inputs // ALIGN * ALIGN, a_row // ALIGN * ALIGN
+                inputs, a_row = multiple(inputs, ALIGN), multiple(a_row, ALIGN)
             else:
-                rows, a_column = rows // ALIGN * ALIGN, a_column // ALIGN * ALIGN
+                rows, a_column = multiple(rows, ALIGN), multiple(a_column, ALIGN)
             if G_LAST:
-                outputs, g_row = outputs // ALIGN * ALIGN, g_row // ALIGN * ALIGN
+                outputs, g_row = multiple(outputs, ALIGN), multiple(g_row, ALIGN)
             else:
-                rows, g_column = rows // ALIGN * ALIGN, g_column // ALIGN * ALIGN
+                rows, g_column = multiple(rows, ALIGN), multiple(g_column, ALIGN)
         a_products, a_along = _inner_products(
             a, a_mean + which * inputs, a_row, a_column, first * BLOCK, second * BLOCK, rows, inputs,
             CENTRED, BLOCK, CHUNK,
@@ -134,7 +134,7 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
     count, groups, rows, inputs = a.shape
     outputs = g.shape[-1]
     if rows == 1:
-        lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).double().square() for t in (a, g))
+        lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).square() for t in (a, g))
         return torch.mul(*lengths).sum((1, 2))
     # An operand's columns are positions, its channels the inputs or outputs: what convolutions need.
     x, y = (Operand(t, *t.stride()[:2], t.stride(3), 0, 0, t.stride(2)) for t in (a, g))

@@ -30,13 +30,13 @@ WARPS = 4
 
 @triton.jit(do_not_specialize=["samples", "outer_kept", "outer_summed", "steps", "splits"])
 def sums_kernel(
-    sum_g, sum_gx, g, x, shift, factor, samples, outer_kept, kept, outer_summed, summed, steps, splits,
+    sum_g, sum_gx, g, x, centre, shift, factor, samples, outer_kept, kept, outer_summed, summed, steps, splits,
     g_sample, g_outer_kept, g_kept, g_outer_summed, g_summed,
     x_sample, x_outer_kept, x_kept, x_outer_summed, x_summed,
     row_sample, row_outer, row_summed, out_outer, out_kept,
     KEPT: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Write sums of g, and of g (x - shift) factor, each of them where its pointer is not None."""
+    """Write sums of g, and of g (x - centre - shift) factor, each of them where its pointer is not None."""
     tiles = tl.cdiv(kept, KEPT)
     program = tl.program_id(0)
     tile, program = program % tiles, program // tiles
@@ -46,6 +46,9 @@ def sums_kernel(
     g += sample * g_sample + lead * g_outer_kept
     if x is not None:
         x += sample * x_sample + lead * x_outer_kept
+    out = sample * (outer_kept * kept) + lead * out_outer + k * out_kept
+    if centre is not None:
+        middle = tl.load(centre + out, k < kept, 0.0).to(tl.float32)
     if sum_g is not None:
         plain = tl.zeros([KEPT, SUMMED], tl.float32)
     if sum_gx is not None:
@@ -65,13 +68,15 @@ def sums_kernel(
             at = x + row * x_outer_summed + k[:, None] * x_kept + s[None, :] * x_summed
             other = tl.load(at, exists, 0.0).to(tl.float32)
             place = sample * row_sample + row * row_outer + s * row_summed
+            if centre is not None:
+                other -= middle[:, None]
             if shift is not None:
                 other -= tl.load(shift + place, s < summed, 0.0).to(tl.float32)[None, :]
             if factor is not None:
                 other *= tl.load(factor + place, s < summed, 0.0).to(tl.float32)[None, :]
             product += value * other
         step += 1
-    out = (split * samples + sample) * (outer_kept * kept) + lead * out_outer + k * out_kept
+    out += split.to(tl.int64) * samples * (outer_kept * kept)
     if sum_g is not None:
         tl.store(sum_g + out, tl.sum(plain, 1), k < kept)
     if sum_gx is not None:
@@ -117,16 +122,18 @@ def strided_sums(
     x: Tensor | None,
     axes: Sequence[int],
     *,
+    centre: Tensor | None = None,
     shift: Tensor | None = None,
     factor: Tensor | None = None,
     plain: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Sum over ``axes`` of g ``[B, ...]`` (if ``plain``, or x is None) and of g (x - shift) factor (if x is given).
+    """Sum over ``axes`` of g ``[B, ...]`` (if ``plain``, or x is None) and, if x is given, g (x - centre - shift) factor.
 
     Args:
         g: gradients [B, ...] in one of DTYPES.
         x: of the shape of g, likewise; strides of 0 are welcome. May have another dtype than g.
         axes: the summed axes, without 0.
+        centre: of the shape of the result, contiguous.
         shift: of the shape of g, constant along the kept axes; ``factor`` has its shape and strides.
         factor: see ``shift``.
         plain: whether the sum of g is wanted too.
@@ -134,7 +141,7 @@ def strided_sums(
     Returns:
         The wanted sums [B, *kept axes], float32: (of the product, of g), or NotImplemented.
     """
-    tensors = [t for t in (g, x, shift, factor) if t is not None]
+    tensors = [t for t in (g, x, centre, shift, factor) if t is not None]
     if any(t.dtype not in DTYPES for t in tensors) or g.numel() == 0:
         return NotImplemented
     rows = shift if shift is not None else factor
@@ -162,7 +169,7 @@ def strided_sums(
     sum_gx, sum_g = (next(results) if want else None for want in wanted)
     with on_device(g):
         sums_kernel[(programs,)](
-            sum_g, sum_gx, g, x, shift, factor,
+            sum_g, sum_gx, g, x, centre, shift, factor,
             len(g), k0.size, k1.size, s0.size, s1.size, triton.cdiv(total, splits), splits,
             strides[0][0], k0.g, k1.g, s0.g, s1.g,
             strides[1][0], k0.x, k1.x, s0.x, s1.x,
@@ -179,7 +186,8 @@ STRIDES = tuple(
 
 
 def sums_cases(
-    name: str, *, product: bool, plain: bool, shift: bool = False, factor: bool = False, mixed: bool = False
+    name: str, *, product: bool, plain: bool, centre: bool = False, shift: bool = False, factor: bool = False,
+    mixed: bool = False,
 ) -> list[tuple]:
     """What compile_cases() of an op returns: every dtype and tile, contiguous (either way) and aligned or not at all."""
     cases = []
@@ -188,10 +196,11 @@ def sums_cases(
         f"{side} contiguous{', aligned' * aligned}": tiles for side, tiles in TILES.items() for aligned in (True, False)
     }
     layouts["any strides"] = TILES["kept"] + TILES["summed"]
-    used = {"sum_g": plain, "sum_gx": product, "g": True, "x": product, "shift": shift, "factor": factor}
+    used = {"sum_g": plain, "sum_gx": product, "g": True, "x": product}
+    used |= {"centre": centre, "shift": shift, "factor": factor}
     for dtype, other in pairs:
         kinds = {"sum_g": "*fp32", "sum_gx": "*fp32", "g": f"*{dtype}", "x": f"*{other}"}
-        kinds |= {"shift": "*fp32", "factor": "*fp32"}
+        kinds |= {"centre": "*fp32", "shift": "*fp32", "factor": "*fp32"}
         for layout, tiles in layouts.items():
             constants = {key: None for key, use in used.items() if not use}
             if layout != "any strides":

@@ -17,106 +17,14 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.kernel_cases import case, depthwise_cases, folded_calls
 from fastlr.reference.folded import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-LAYOUTS = ("last", "planes", "x-last", "sliced", "expanded")
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers with an offset, so that a missing or a doubled part would show."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * 2 + 0.3
-
-
-def laid_out(t: Tensor, layout: str) -> Tensor:
-    """The values (for "expanded" other ones) with the strides of that layout; ``t`` [B, C, H, W]."""
-    if layout == "last":
-        return t.contiguous(memory_format=torch.channels_last)
-    if layout == "sliced":
-        return torch.stack([t, -t], -1).flatten(3)[..., ::2]
-    return t[:, :, :1, :1].expand_as(t) if layout == "expanded" else t
-
-
-def case(
-    count: int, inputs: int, outputs: int, size: tuple[int, ...], act: str = "relu", layout: str = "last", *,
-    kernel: int | tuple[int, ...] = 1, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1,
-    want: bool = True, residual: str | None = None,
-) -> dict:  # fmt: skip
-    """Arguments of a forward and a backward call; ``layout`` is that of x and of the gradients."""
-    axes = len(size)
-    taps = kernel if isinstance(kernel, tuple) else (kernel,) * axes
-    options = ([stride] * axes, [padding] * axes, [dilation] * axes, groups)
-    weight, bias = draw(outputs, inputs // groups, *taps) / 2, draw(outputs, seed=1)
-    scale = draw(outputs, seed=2).abs() + 0.1
-    folded = weight * scale.view(-1, 1, *[1] * axes)
-    x = laid_out(draw(count, inputs, *size, seed=3), {"x-last": "last", "expanded": "last"}.get(layout, layout))
-    out, kept = ops.get("folded_conv", "reference")(x, folded, bias, act, *options)
-    grad = laid_out(draw(*out.shape, seed=4), {"x-last": "planes"}.get(layout, layout))
-    kept = laid_out(kept, "planes" if layout in ("x-last", "expanded") else layout)
-    added = () if residual is None else (laid_out(draw(*out.shape, seed=5), residual),)
-    forward = (x, folded, bias, act, *options, *added)
-    return {"folded_conv": forward, "folded_conv_backward": (x, grad, kept, act, folded, weight, scale, *options, want)}
-
-
-def pointwise_cases() -> dict[str, dict]:
-    cases = {act: case(2, 5, 17, (5, 7), act) for act in ACTIVATIONS}
-    cases |= {f"{layout}": case(3, 16, 8, (6, 8), "hardswish", layout) for layout in LAYOUTS}
-    cases |= {f"{layout}-odd": case(2, 17, 5, (9, 5), "silu", layout) for layout in LAYOUTS}
-    cases |= {f"stride-{layout}": case(2, 5, 16, (9, 6), "relu", layout, stride=2) for layout in ("last", "planes")}
-    return cases | {
-        "norms-only": case(2, 16, 17, (5, 7), "gelu", want=False),
-        "norms-only-stride": case(2, 16, 17, (5, 7), "gelu", "planes", want=False, stride=3),
-        "one": case(1, 1, 1, (1, 1)),
-        "one-position": case(3, 20, 6, (1, 1), "none"),
-        "inputs-in-tiles": case(2, 40, 20, (5, 5), "hardswish"),
-        "outputs-in-tiles": case(2, 12, 68, (5, 7), "relu6"),
-        "split": case(2, 4, 5, (20, 20), "hardswish"),
-        "split-in-tiles": case(1, 36, 3, (19, 20), "silu", "planes"),
-        "residual": case(2, 8, 12, (6, 4), "relu", residual="last"),
-        "residual-other": case(2, 5, 17, (6, 5), "gelu", residual="planes"),
-        "residual-planes": case(2, 5, 7, (6, 5), "none", "planes", residual="planes"),
-        "1d": case(2, 5, 17, (11,), "silu", "planes"),
-        "1d-stride": case(2, 5, 17, (11,), "relu", "planes", stride=2),
-    }
-
-
-def depthwise_cases() -> dict[str, dict]:
-    def depthwise(count: int, channels: int, size: tuple[int, ...], *rest: str, **options: object) -> dict:
-        return case(count, channels, channels, size, *rest, groups=channels, **options)
-
-    cases = {act: depthwise(2, 5, (5, 7), act, kernel=3, padding=1) for act in ACTIVATIONS}
-    for layout in LAYOUTS:
-        cases[f"{layout}"] = depthwise(2, 16, (6, 8), "hardswish", layout, kernel=3, padding=1)
-        cases[f"{layout}-odd"] = depthwise(2, 17, (9, 6), "silu", layout, kernel=3, padding=1, stride=2)
-    return cases | {
-        "5x5": depthwise(2, 16, (9, 6), "hardswish", kernel=5, padding=2),
-        "5x5-stride": depthwise(2, 5, (9, 6), "gelu", "planes", kernel=5, padding=2, stride=2),
-        "7x7": depthwise(1, 5, (8, 9), "relu", kernel=7, padding=3),
-        "3x5": depthwise(2, 5, (8, 9), "relu", kernel=(3, 5), padding=1),
-        "even": depthwise(2, 5, (9, 8), "relu", kernel=2, stride=2),
-        "1x1-stride": depthwise(2, 5, (9, 8), "relu", kernel=1, stride=3),
-        "stride-3": depthwise(2, 5, (9, 7), "relu6", kernel=3, stride=3),
-        "no-padding": depthwise(2, 5, (9, 6), "gelu", kernel=3),
-        "norms-only": depthwise(2, 5, (9, 6), "gelu", kernel=3, padding=1, want=False),
-        "wide-padding": depthwise(2, 5, (9, 8), "relu", kernel=3, padding=2),
-        "wider-padding": depthwise(2, 5, (6, 7), "relu", kernel=3, padding=4, stride=2),
-        "dilation": depthwise(2, 5, (9, 6), "silu", kernel=3, padding=2, dilation=2),
-        "dilation-stride": depthwise(2, 5, (9, 7), "silu", kernel=3, padding=2, dilation=2, stride=2),
-        "rows-split": depthwise(1, 5, (35, 8), "relu", kernel=3, padding=1),
-        "rows-split-stride": depthwise(1, 5, (47, 9), "relu", kernel=5, padding=2, stride=2),
-        "columns-split": depthwise(1, 17, (4, 140), "relu", kernel=3, padding=1, stride=2),
-        "residual": depthwise(2, 8, (6, 4), "relu", kernel=3, padding=1, residual="last"),
-        "residual-other": depthwise(2, 5, (6, 5), "gelu", kernel=3, residual="planes"),
-        "1d": depthwise(2, 5, (11,), "silu", "planes", kernel=3, padding=1),
-    }
-
-
-CASES = {
-    f"{kind}-{name}": found
-    for kind, cases in (("pointwise", pointwise_cases()), ("depthwise", depthwise_cases()))
-    for name, found in cases.items()
-}
+CASES = folded_calls()
 
 
 def norms_of(calls: dict) -> dict:
@@ -159,6 +67,7 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[3])
 import interpreter
+claims = interpreter.note_claims()
 from fastlr import ops
 from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
 
@@ -174,7 +83,8 @@ def run(cases):
 
 
 cases, norms, low, left = torch.load(sys.argv[1])
-results = {"norms": run(norms), "cases": run(cases), "again": run(dict(list(cases.items())[::3])), "left": run(left)}
+results = {"claims": claims}
+results |= {"norms": run(norms), "cases": run(cases), "again": run(dict(list(cases.items())[::3])), "left": run(left)}
 with ops.using("triton"):
     results["left_run"] = {name: ops.run("folded_conv_backward", *a["folded_conv_backward"]) for name, a in left.items()}
 
@@ -305,6 +215,11 @@ def test_other_convolutions_are_left_to_plain_torch(name, interpreted):
 def test_every_pointwise_tile_is_compiled(name, interpreted):
     assert interpreted["tiles"][name]
     assert interpreted["tiles"][name] - interpreted["compiled"][name] == set()
+
+
+def test_what_kernels_tell_the_compiler_holds(interpreted):
+    """That a size, stride or address is a multiple of what is loaded at once: on a GPU a false claim goes wrong silently."""
+    assert interpreted["claims"] == []
 
 
 def test_signatures_are_those_of_the_definitions(interpreted):

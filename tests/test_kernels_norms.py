@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ops import CONVOLUTIONS, convolution
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.kernel_cases import channels_last, conv_cases, convolution, draw, linear_cases, moments_cases
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 TOLERANCE = {
@@ -26,110 +26,12 @@ TOLERANCE = {
 }  # on a GPU, for inputs that are rounded first
 
 
-LARGE = ("3x3_large", "stem")  # slow in the interpreter
-
-
-def draw(*shape: int, seed: int = 0, offset: float = 0.3) -> Tensor:
-    """Normal numbers with an offset, so that a missing or a doubled part would show."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) + offset
-
-
-def channels_last(t: Tensor, axis: int) -> Tensor:
-    """The same values with the channels last in memory."""
-    return t.movedim(axis, -1).contiguous().movedim(-1, axis)
-
-
-def linear_cases() -> dict[str, tuple]:
-    """a, g of every form and layout; shapes (B, N, T, I, O)."""
-    cases = {}
-    shapes = {
-        "one": (1, 1, 1, 1, 1),
-        "one-row": (3, 2, 1, 7, 5),
-        "two-rows": (2, 3, 2, 33, 17),
-        "tall": (2, 1, 133, 12, 10),
-        "two-tiles": (2, 1, 20, 9, 131),
-        "two-tiles-square": (2, 1, 150, 70, 70),
-        "whole-tiles": (1, 2, 64, 64, 32),
-        "gram": (2, 2, 9, 67, 130),
-        "gram-one-block": (1, 1, 32, 64, 128),
-        "gram-blocks": (2, 1, 70, 300, 257),
-        "gram-vectors": (1, 2, 60, 200, 132),
-        "gram-blocks-vectors": (1, 1, 124, 256, 260),
-    }
-    for name, (count, groups, rows, inputs, outputs) in shapes.items():
-        a, g = draw(count, groups, rows, inputs), draw(count, groups, rows, outputs, seed=1)
-        cases[name] = (a, g)
-        if inputs + outputs < 140 or name == "gram-vectors":
-            cases[f"{name}-rows-last"] = (a.mT.contiguous().mT, g.mT.contiguous().mT)
-            cases[f"{name}-mixed"] = (a.mT.contiguous().mT, g)
-            cases[f"{name}-strided"] = (
-                draw(count, groups, rows, 2, 2 * inputs, seed=2)[..., 1, ::2],
-                draw(count + 1, groups, rows, outputs, 3, seed=3)[1:, ..., 1],
-            )
-    # Activations far from zero and gradients that sum to nearly nothing: uncentred Gram matrices err by 4e-4 here.
-    a, g = draw(2, 1, 48, 150, offset=100), draw(2, 1, 48, 170)
-    cases["gram-common-part"] = (a, g - g.mean(2, keepdim=True) + 1e-4)
-    cases["heads"] = tuple(draw(2, 5, 3, n).transpose(1, 2) for n in (8, 20))  # a view, as attention has them
-    cases["expanded"] = (draw(2, 1, 20, 6), draw(2, 1, 1, 6).expand(2, 1, 20, 6))
-    return cases
-
-
-def covered(name: str) -> bool:
-    """What is tested here: one or two dimensions; depthwise with one image a sample is in test_kernels_folded."""
-    channels, outputs, kernel, *_, groups, _, images = CONVOLUTIONS[name]
-    return len(kernel) < 3 and not (groups == channels == outputs and images == 1)
-
-
-def conv_cases() -> dict[str, tuple]:
-    cases = {}
-    for name in filter(covered, CONVOLUTIONS):
-        x, g, *rest = convolution(name, torch.float32, False)
-        cases[name] = (x, g, *rest)
-        cases[f"{name}-channels-last"] = (channels_last(x, 2), channels_last(g, 2), *rest)
-        if name not in LARGE:
-            cases[f"{name}-mixed"] = (x, channels_last(g, 2), *rest)
-            cases[f"{name}-transposed"] = convolution(name, torch.float32, True)
-    x, g, *rest = convolution("3x3", torch.float32, False)
-    wide = torch.stack([x, 0 * x], -1)[..., 0]  # a view with strides that are all larger than 1
-    cases["3x3-strided-view"] = (wide, torch.cat([g, g], 2)[:, :, : g.shape[2]], *rest)
-    none = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    cases["3x3-tap-a-tile"] = (draw(2, 1, 33, 5, 6), draw(2, 1, 34, 3, 4), draw(34, 33, 3, 3), *none)
-    vectors = (draw(2, 1, 40, 6, 6), draw(2, 1, 72, 4, 4), draw(72, 40, 3, 3))  # channels divisible by the load width
-    cases["3x3-vectors"] = (*vectors, *none)
-    cases["3x3-vectors-channels-last"] = (*(channels_last(t, 2) for t in vectors[:2]), vectors[2], *none)
-    grouped = (draw(2, 2, 80, 5, 5), draw(2, 2, 70, 3, 3), draw(70, 40, 3, 3), *none[:-1], 2)
-    cases["3x3-tap-a-tile-grouped"] = grouped
-    cases["dilated"] = (draw(2, 1, 5, 9, 12), draw(2, 1, 7, 5, 8), draw(7, 5, 3, 3), [1, 1], [0, 1], [2, 3], *none[3:])
-    one = ([2], [0], [1], False, [0], 1)
-    cases["1d-pointwise-strided"] = (draw(2, 1, 20, 17), draw(2, 1, 10, 9), draw(10, 20, 1), *one)
-    cases["images-kept-apart"] = tuple(
-        t[:, ::2] if k < 2 else t for k, t in enumerate((draw(2, 4, 6, 5, 7), draw(2, 4, 9, 5, 7), draw(9, 6, 1, 1)))
-    ) + ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    return cases
-
-
-def folded_cases() -> dict[str, tuple]:
-    cases = {}
-    for name, (x, g, weight, stride, padding, dilation, transposed, _, groups) in conv_cases().items():
-        if not transposed and not groups == x.shape[2] == g.shape[2]:
-            scale = draw(g.shape[2], seed=4)
-            cases[name] = (x[:, 0], g[:, 0], weight, scale, stride, padding, dilation, groups)
-    x, g, weight, scale, *rest = cases["3x3-tap-a-tile"]
-    cases["weight-channels-last"] = (x, g, channels_last(weight, 1), scale, *rest)
-    for inputs, outputs, size in ((16, 70, 12), (70, 24, 7), (8, 8, 14)):  # whole and broken tiles on either side
-        x, g = draw(2, inputs, size, size), draw(2, outputs, size, size)
-        shape = (draw(outputs, inputs, 1, 1), draw(outputs, seed=4), [1, 1], [0, 0], [1, 1], 1)
-        cases[f"pointwise-{inputs}-{outputs}"] = (x, g, *shape)
-        cases[f"pointwise-{inputs}-{outputs}-channels-last"] = (channels_last(x, 1), channels_last(g, 1), *shape)
-    return cases
-
-
 CASES = {
     (op, name): args
     for op, cases in (
         ("linear_sq_norms", linear_cases()),
         ("conv_sq_norms", conv_cases()),
-        ("folded_conv_moments", folded_cases()),
+        ("folded_conv_moments", moments_cases()),
     )
     for name, args in cases.items()
 }
@@ -180,6 +82,7 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[3])
 import interpreter
+claims = interpreter.note_claims()
 from fastlr import ops
 from fastlr.kernels import conv_norms, linear_norms, product_norms
 
@@ -224,7 +127,7 @@ product_norms.workspace = linear_norms.workspace = workspace
 watch(product_norms, "product_norms_kernel")
 watch(linear_norms, "gram_norms_kernel")
 cases, wide, left = torch.load(sys.argv[1])
-results = {"cases": run(cases), "left": run(left)}
+results = {"claims": claims, "cases": run(cases), "left": run(left)}
 with ops.using("triton"):
     results["left_run"] = {key: ops.run(key[0], *args) for key, args in left.items()}
 choose_tile, gram_block = product_norms.choose_tile, linear_norms.gram_block
@@ -251,7 +154,7 @@ def left_to_torch() -> dict[tuple[str, str], tuple]:
     pairs = {"float64": (a.double(), g.double()), "two-dtypes": (a, g.bfloat16()), "empty": (a[:, :, :0], g[:, :, :0])}
     left = {("linear_sq_norms", name): args for name, args in pairs.items()}
     left["conv_sq_norms", "3d"] = convolution("3d", torch.float32, False)
-    x, g, *rest = folded_cases()["3x3"]
+    x, g, *rest = moments_cases()["3x3"]
     left["folded_conv_moments", "float64"] = (x.double(), g.double(), *rest)
     return left
 
@@ -265,7 +168,14 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("norms")
     torch.save((CASES, WIDE, LEFT), folder / "cases.pt")
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, str(folder / "cases.pt"), str(folder / "results.pt"), str(Path(__file__).parent)]
+    command = [
+        sys.executable,
+        "-c",
+        RUN,
+        str(folder / "cases.pt"),
+        str(folder / "results.pt"),
+        str(Path(__file__).parent),
+    ]
     subprocess.run(command, check=True, env=environment)
     return torch.load(folder / "results.pt", weights_only=False)
 
@@ -303,6 +213,11 @@ def test_left_to_torch(key: tuple[str, str], interpreted: dict) -> None:
 def test_every_configuration_that_was_chosen_is_compiled(interpreted: dict) -> None:
     assert interpreted["unknown"] == set()
     assert interpreted["not_run"] == set()
+
+
+def test_what_kernels_tell_the_compiler_holds(interpreted: dict) -> None:
+    """That a size, stride or address is a multiple of what is loaded at once: on a GPU a false claim goes wrong silently."""
+    assert interpreted["claims"] == []
 
 
 def test_signatures_agree(interpreted: dict) -> None:

@@ -20,6 +20,8 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.ghost.layout import Regular
 from fastlr.ghost.rules import RULES, Site, Unsupported
+from fastlr.kernel_cases import CASES as EVERY
+from fastlr.kernel_cases import draw, gate_cases, moved
 
 OPS = (
     "channel_sums",
@@ -31,81 +33,8 @@ OPS = (
     "gate_grad",
     "categorical_root_cotangent",
 )
-ACTS = ("relu", "relu6", "hardswish", "silu", "gelu", "gelu_tanh")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers with an offset, so that a missing or a doubled part would show."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) + 0.3
-
-
-def channels_last(t: Tensor) -> Tensor:
-    """The same values with the axis 2 last in memory."""
-    return t.movedim(2, -1).contiguous().movedim(-1, 2)
-
-
-def channel_cases() -> dict[str, tuple]:
-    cases = {}
-    shapes = {
-        "one": (1, 1, 1),
-        "no-positions": (3, 5, 7),
-        "1d": (2, 1, 3, 23),
-        "2d": (2, 1, 5, 7, 9),
-        "images": (2, 3, 35, 3, 5),
-        "wide": (1, 1, 70, 5, 7),
-        "long": (1, 1, 3, 91, 97),  # more than one program a sum
-        "3d": (2, 1, 3, 3, 2, 5),
-    }
-    for name, shape in shapes.items():
-        x, g = draw(*shape), draw(*shape, seed=1)
-        cases[name] = (x, g)
-        cases[f"{name}-channels-last"] = (channels_last(x), channels_last(g))
-    cases["long-pair"] = tuple(torch.cat([t, t.flip(-1)]) for t in cases["long"])
-    x, g = draw(2, 1, 20, 5, 7), draw(2, 1, 20, 5, 7, seed=1)
-    cases["mixed-formats"] = (x, channels_last(g))
-    cases["expanded"] = (x, g[..., :1, :1].expand_as(x))  # what a mean over positions gives
-    cases["sliced"] = (draw(3, 1, 20, 5, 14)[1:, ..., ::2], draw(2, 2, 40, 5, 7)[:, 1:, 1::2])
-    cases["batch-first-in-memory-last"] = (draw(5, 7, 20, 2).movedim(-1, 0)[:, None], draw(2, 1, 5, 7, 20))
-    return cases
-
-
-def row_cases(statistics: int) -> dict[str, tuple]:
-    """x, g [B, T, D] and row statistics."""
-    cases = {}
-    for name, (count, rows, width) in {
-        "one": (1, 1, 1),
-        "small": (3, 17, 5),
-        "wide": (2, 33, 70),
-        "long": (1, 600, 3),
-        "longer": (1, 2100, 17),  # more than one program a sum
-    }.items():
-        x, g = draw(count, rows, width), draw(count, rows, width, seed=1)
-        cases[name] = (x, g, *(draw(count, rows, 1, seed=2 + k) for k in range(statistics)))
-    x, g, *rest = cases["wide"]
-    cases["columns-first"] = (x.mT.contiguous().mT, g.mT.contiguous().mT, *rest)
-    cases["rows-first"] = tuple(t.transpose(0, 1).contiguous().transpose(0, 1) for t in (x, g, *rest))
-    other = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in rest]
-    cases["statistics-in-other-orders"] = (x, g, *other[:1], *rest[1:])
-    return cases
-
-
-def broadcast_cases() -> dict[str, tuple]:
-    g = draw(2, 3, 4, 5, 6)
-    cases = {f"sum-{''.join(map(str, axes))}": (g, None, axes) for axes in [(1,), (1, 2), (1, 4), (2, 4), (1, 2, 3, 4)]}
-    cases |= {
-        "bias-of-linear": (draw(2, 37, 70), None, (1,)),
-        "bias-of-convolution-channels-last": (channels_last(draw(2, 1, 20, 5, 7)), None, (1, 3, 4)),
-        "layer-scale": (draw(2, 1, 4, 5, 20), draw(2, 1, 4, 5, 20, seed=1), (1, 2, 3)),
-        "layer-scale-channels-first": (draw(2, 1, 20, 5, 7), draw(2, 1, 20, 5, 7, seed=1), (1, 3, 4)),
-        "factor-broadcast": (g, draw(5, 1), (1, 2)),
-        "factor-of-a-sample": (draw(2, 3, 4), draw(2, 1, 1), (1,)),
-        "one-number": (draw(3, 1, 5, 7), draw(3, 1, 5, 7, seed=1), (1, 2, 3)),
-        "bias-table": (draw(2, 9, 3, 16, 16), None, (1,)),
-        "expanded": (draw(2, 1, 6).expand(2, 40, 6), draw(2, 40, 6), (1,)),
-        "long": (draw(1, 9000, 2).mT, None, (2,)),
-    }
-    return cases
 
 
 BROADCAST_LEFT_TO_TORCH = {
@@ -116,52 +45,12 @@ BROADCAST_LEFT_TO_TORCH = {
 }
 
 
-def embedding_cases() -> dict[str, tuple]:
-    cases = {}
-    sizes = {"one": (1, 1, 1, 1), "small": (3, 16, 5, 4), "tiles": (2, 67, 33, 9), "distinct": (2, 40, 7, 10**6)}
-    for name, (count, rows, width, numbers) in sizes.items():
-        ids = torch.randint(numbers, (count, rows), generator=torch.Generator().manual_seed(0))
-        cases[name] = (ids, draw(count, rows, width))
-    ids, g = cases["tiles"]
-    cases["one-id"] = (torch.zeros_like(ids), g)
-    cases["strides"] = (ids.T.contiguous().T.int(), g.mT.contiguous().mT)
-    cases["large-ids"] = (ids + (1 << 40), g.transpose(0, 1).contiguous().transpose(0, 1))
-    cases["expanded"] = (ids[:1].expand(2, -1), g[:, :1].expand(-1, 67, -1))
-    return cases
-
-
-def activation_cases() -> dict[str, tuple]:
-    cases = {}
-    edges = torch.tensor([-1e4, -100, -30, -5, -3, -2.5, -0.0, 0, 1e-30, 0.5, 3, 5.999, 6, 30, 100, 1e4])
-    for act in ACTS:
-        kept = 3 * draw(3, 7, 5, 11)
-        cases[act] = (draw(3, 7, 5, 11, seed=1), kept, act)
-        cases[f"{act}-edges"] = (draw(len(edges), seed=1), edges, act)
-        last = {"memory_format": torch.channels_last}
-        cases[f"{act}-channels-last"] = (draw(3, 7, 5, 11, seed=1).contiguous(**last), kept.contiguous(**last), act)
-    cases["permuted"] = (draw(5, 3, 4).permute(2, 0, 1), draw(5, 3, 4, seed=1).permute(2, 0, 1), "silu")
-    cases["inside-a-tensor"] = (draw(4, 5)[1:3], draw(4, 5, seed=1)[2:], "gelu")
-    return cases
-
-
 ACTIVATION_LEFT_TO_TORCH = {
     "orders": (draw(4, 5), draw(5, 4).T, "silu"),
     "holes": (draw(4, 10)[:, ::2], draw(4, 10)[:, ::2], "silu"),
     "overlap": (draw(1, 5).expand(4, 5), draw(1, 5).expand(4, 5), "relu"),
     "float64": (draw(4).double(), draw(4).double(), "relu"),
 }
-
-
-def gate_cases() -> dict[str, tuple]:
-    last = {"memory_format": torch.channels_last}
-    cases = {}
-    for name, shape in {"one": (1, 1, 1, 2), "small": (3, 5, 3, 4), "wide": (2, 72, 7, 7), "long": (1, 17, 13, 11)}.items():
-        g, x, gate = draw(*shape), draw(*shape, seed=1), draw(*shape[:2], 1, 1, seed=2)
-        cases[name] = (g, x, gate)
-        cases[f"{name}-channels-last"] = (g.contiguous(**last), x.contiguous(**last), gate)
-        cases[f"{name}-mixed"] = (g.contiguous(**last), x, gate.contiguous(**last))
-    g, x, gate = cases["small"]
-    return cases | {"expanded": (g[..., :1, :1].expand_as(g), x, gate), "same-gate": (g, x, gate[:1].expand(3, 5, 1, 1))}
 
 
 GATE_LEFT_TO_TORCH = {
@@ -171,45 +60,7 @@ GATE_LEFT_TO_TORCH = {
 }
 
 
-def cotangent_cases() -> dict[str, tuple]:
-    def index(count: int, first: int = 0) -> Tensor:
-        return torch.arange(first, first + count)
-
-    cases = {}
-    for classes in (2, 3, 10, 17, 129, 1000):
-        z = 2 * draw(3, 2, classes)
-        cases[f"{classes}-classes"] = (z, index(3), 5)
-        cases[f"{classes}-classes-float64"] = (z.double() + 1e-12, index(3, 7), 5)
-    z = draw(2, 3, 10)
-    cases |= {
-        "many-positions": (draw(2, 67, 5), index(2), 0),
-        "classes-first": (draw(2, 5, 3, 4).movedim(1, -1).flatten(1, 2), index(2), 1),
-        "strided-index": (z, index(4)[::2], 1),
-        "large-index": (z, index(2, (1 << 32) - 1), 1),
-        "huge-index": (z, index(2, (1 << 62) + 3), 1),
-        "large-seed": (z, index(2), (1 << 63) + (1 << 31) + 9),
-        "ties": (torch.zeros(2, 3, 10), index(2), 3),
-        "almost-ties": (torch.tensor([1e-30, 2e-30, 0.0]).expand(2, 3, 3), index(2), 3),
-        "gap-of-100": (z + 100 * (torch.arange(10) == 4), index(2), 2),
-        "gap-of-900": (z.double() + 900 * (torch.arange(10) == 4), index(2), 2),
-        "impossible-classes": (torch.where(torch.arange(10) % 3 == 1, -math.inf, z), index(2), 2),
-    }
-    bad = z.clone()
-    bad[0, 0, 3], bad[0, 2, 9], bad[1, 1] = math.nan, math.inf, -math.inf
-    cases["no-distribution"] = (bad, index(2), 2)
-    return cases
-
-
-CASES: dict[str, dict[str, tuple]] = {
-    "channel_sums": channel_cases(),
-    "layer_norm_sums": row_cases(2),
-    "rms_norm_sums": row_cases(1),
-    "broadcast_sums": broadcast_cases(),
-    "embedding_sq_norms": embedding_cases(),
-    "activation_grad": activation_cases(),
-    "gate_grad": gate_cases(),
-    "categorical_root_cotangent": cotangent_cases(),
-}
+CASES: dict[str, dict[str, tuple]] = {op: EVERY[op]() for op in OPS}
 LEFT_TO_TORCH: dict[str, dict[str, tuple]] = {
     "channel_sums": {"float64": tuple(t.double() for t in CASES["channel_sums"]["2d"])},
     "layer_norm_sums": {"float64": tuple(t.double() for t in CASES["layer_norm_sums"]["small"])},
@@ -251,6 +102,7 @@ torch.use_deterministic_algorithms(True)  # new memory is NaN: what a kernel doe
 assert torch.zeros(1).new_empty(3).isnan().all() and torch.empty_like(torch.zeros(3)).isnan().all()
 sys.path.insert(0, sys.argv[3])
 import interpreter
+claims = interpreter.note_claims()
 from fastlr import ops
 done = {}
 for op, cases in torch.load(sys.argv[1]).items():
@@ -258,6 +110,7 @@ for op, cases in torch.load(sys.argv[1]).items():
     found = {name: run(*args) for name, args in cases.items()}
     done[op] = {name: "left to torch" if t is NotImplemented else t for name, t in found.items()}
     done[op]["signature"] = str(inspect.signature(run))
+assert not claims, claims
 torch.save(done, sys.argv[2])
 """
 
@@ -408,26 +261,11 @@ def test_rule_of_the_fused_rms_norm():
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def moved(args: tuple, dtype: torch.dtype) -> tuple:
-    """Arguments on the GPU, with the same strides, float32 ones in ``dtype``."""
-    out = []
-    for a in args:
-        if isinstance(a, Tensor):
-            a = a.to(dtype) if a.dtype == torch.float32 else a
-            a = (
-                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="cuda").copy_(a)
-                if 0 not in a.stride()
-                else a.cuda()
-            )
-        out.append(a)
-    return tuple(out)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("op", "case"), NAMES)
 def test_gpu_gives_the_definition(op, case, dtype):
-    args = moved(CASES[op][case], dtype)
+    args = moved(op, CASES[op][case], torch.device("cuda"), dtype)
     run = ops.get(op, "triton")
     got = run(*args)
     allowed = tolerance(op)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fastlr
 from fastlr import ops
 from fastlr.ghost.api import engine_for
+from fastlr.kernel_cases import fold_cases
 
 HERE = Path(__file__).parent
 
@@ -91,26 +92,8 @@ def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 def norms(name: str, backend: str | None, device: str = "cpu", dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     model, x, v = (t.to(device) for t in made(name))
-    with ops.using(backend), torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
+    with ops.using(backend, checked=True), torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
         return fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
-
-
-def fold_cases() -> dict[str, tuple]:
-    generator = torch.Generator().manual_seed(0)
-    cases = {}
-    for name, shape in {
-        "pointwise": (5, 7, 1, 1),
-        "3x3": (6, 35, 3, 3),
-        "depthwise": (9, 1, 5, 5),
-        "1d": (4, 3, 3),
-    }.items():
-        weight = torch.randn(shape, generator=generator)
-        bias, gamma, beta, mean = torch.randn(4, shape[0], generator=generator)
-        var = torch.rand(shape[0], generator=generator) + 0.1
-        cases[name] = (weight, bias, gamma, beta, mean, var, 1e-3, torch.float32)
-        cases[f"{name}-bare"] = (weight, None, None, None, mean, var, 1e-5, torch.float32)
-    cases["channels-last"] = (cases["3x3"][0].to(memory_format=torch.channels_last), *cases["3x3"][1:])
-    return cases
 
 
 RUN = """
@@ -122,13 +105,14 @@ import interpreter
 import test_kernels_whole as whole
 from fastlr import ops
 found = {name: whole.norms(name, "triton") for name in whole.MODELS}
+off, compared = ops.switched_off(), sorted({name for name, *_ in ops._held._known})
 fold = {name: ops.get("fold_weights", "triton")(*case) for name, case in whole.fold_cases().items()}
-torch.save((found, fold), sys.argv[2])
+torch.save((found, fold, off, compared), sys.argv[2])
 """
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("whole") / "found.pt"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -143,7 +127,7 @@ def agree(got: dict[str, Tensor], want: dict[str, Tensor], total_part: float) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_in_the_interpreter(name: str, interpreted: tuple[dict, dict]) -> None:
+def test_models_in_the_interpreter(name: str, interpreted: tuple) -> None:
     model, x, v = made(name)
     model, x, v = model.double(), x.double(), v.double()
     want = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
@@ -151,8 +135,14 @@ def test_models_in_the_interpreter(name: str, interpreted: tuple[dict, dict]) ->
     agree(interpreted[0][name], want, 1e-4)
 
 
+def test_right_kernels_pass_their_comparison(interpreted: tuple) -> None:
+    *_, off, compared = interpreted
+    assert off == []
+    assert {"fold_weights", "folded_conv", "folded_conv_backward", "gate_grad", "linear_sq_norms"} <= set(compared)
+
+
 @pytest.mark.parametrize("name", fold_cases())
-def test_folded_weights(name: str, interpreted: tuple[dict, dict]) -> None:
+def test_folded_weights(name: str, interpreted: tuple) -> None:
     case = fold_cases()[name]
     for got in (interpreted[1][name], ops.get("fold_weights", "torch")(*case)):
         for a, b in zip(got, ops.get("fold_weights", "reference")(*case), strict=True):

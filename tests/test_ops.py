@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import warnings
 from collections.abc import Callable
 from subprocess import CalledProcessError
@@ -12,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastlr import ops, torch_conv, torch_folded
+from fastlr import kernel_checks, ops, torch_conv, torch_folded
+from fastlr.checks import gathered
 from fastlr.errors import FastlrWarning
+from fastlr.kernel_cases import CONVOLUTIONS, convolution, draw
 from fastlr.reference.folded import ACTIVATIONS
 from fastlr.torch_ops import square_sum
 
@@ -25,12 +29,6 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     """Relative to the largest value of the definition."""
     assert got.shape == want.shape
     assert float((got.double() - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max())
-
-
-def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Normal numbers with an offset, so that common modes would show a cancellation."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) + 0.3).to(dtype)
 
 
 def both(name: str, *args: object, dtype: torch.dtype) -> None:
@@ -66,43 +64,6 @@ def test_long_sums_of_squares_keep_their_digits() -> None:
     want = t.double().square().sum(1)
     close(square_sum(t), want, torch.float32)
     assert abs(float(square_sum(t) / want - 1)) <= 1e-6
-
-
-CONVOLUTIONS = {  # C, O, kernel, stride, padding, dilation, groups, size, images of a sample
-    "pointwise": (6, 10, (1, 1), (1, 1), (0, 0), (1, 1), 1, (5, 7), 1),
-    "pointwise_strided": (6, 10, (1, 1), (2, 3), (0, 0), (1, 1), 1, (5, 7), 1),
-    "pointwise_grouped": (6, 9, (1, 1), (1, 1), (0, 0), (1, 1), 3, (5, 7), 2),
-    "pointwise_padded": (6, 10, (1, 1), (1, 1), (1, 2), (1, 1), 1, (5, 7), 1),
-    "3x3": (5, 7, (3, 3), (1, 1), (1, 1), (1, 1), 1, (9, 11), 1),
-    "3x3_few_positions": (40, 50, (3, 3), (1, 1), (1, 1), (1, 1), 1, (3, 2), 2),
-    "3x3_large": (16, 24, (3, 3), (1, 1), (1, 1), (1, 1), 1, (28, 29), 1),
-    "3x3_strided": (5, 7, (3, 3), (2, 2), (1, 1), (1, 1), 1, (9, 12), 1),
-    "3x3_dilated": (5, 7, (3, 3), (1, 2), (2, 1), (2, 1), 1, (9, 12), 2),
-    "3x5_grouped": (6, 4, (3, 5), (2, 1), (0, 2), (1, 1), 2, (9, 12), 1),
-    "stem": (3, 8, (7, 7), (2, 2), (3, 3), (1, 1), 1, (33, 31), 1),
-    "depthwise": (12, 12, (3, 3), (1, 1), (1, 1), (1, 1), 12, (9, 7), 1),
-    "depthwise_5_strided": (12, 12, (5, 5), (2, 2), (2, 2), (1, 1), 12, (13, 11), 2),
-    "depthwise_twice": (6, 12, (3, 3), (1, 1), (1, 1), (1, 1), 6, (9, 7), 1),
-    "even_kernel": (5, 7, (2, 4), (1, 1), (0, 2), (1, 1), 1, (9, 8), 1),
-    "1d": (5, 7, (3,), (2,), (1,), (1,), 1, (23,), 2),
-    "1d_depthwise": (6, 6, (5,), (1,), (2,), (2,), 6, (23,), 1),
-    "3d": (3, 4, (3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1), 1, (5, 6, 7), 1),
-}
-
-
-def convolution(name: str, dtype: torch.dtype, transposed: bool) -> tuple:
-    """Arguments of conv_grads for a named case."""
-    channels, outputs, kernel, stride, padding, dilation, groups, size, images = CONVOLUTIONS[name]
-    x = draw(3, images, channels, *size, dtype=dtype)
-    weight = draw(outputs, channels // groups, *kernel, dtype=dtype)
-    extra = [0] * len(kernel)
-    if transposed:
-        weight = draw(channels, outputs // groups, *kernel, dtype=dtype)
-        extra = [min(s - 1, 1) for s in stride]
-    options = (list(stride), list(padding), list(dilation), transposed, extra, groups)
-    y = torch.ops.aten.convolution(x.double().flatten(0, 1), weight.double(), None, *options)
-    g = draw(3, images, *y.shape[1:], dtype=dtype, seed=2)
-    return x, g, weight, *options
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -295,21 +256,33 @@ def test_folded_backward_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
-    """As on a GPU whose Triton raises ``error`` for every kernel; the names of the ops that asked for one."""
+    """As on a GPU whose Triton raises ``error`` for every kernel; see `with_kernel`."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    return with_kernel(monkeypatch, lambda name: fail)
+
+
+def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Callable[[str], Callable[..., Any]]) -> list[str]:
+    """As on a GPU with such kernels and nothing known of them; the ops of which the kernel and then the twin were asked."""
     asked: list[str] = []
     plain = ops.get
 
     def get(name: str, backend: str) -> Callable[..., Any]:
-        def fail(*args: Any) -> None:
-            asked.append(name)
-            raise error
+        function = kernel(name) if backend == "triton" else plain(name, backend)
 
-        return fail if backend == "triton" else plain(name, backend)
+        def noted(*args: Any, **options: Any) -> Any:
+            asked.append(name if backend == "triton" else f"{name}, {backend}")
+            return function(*args, **options)
+
+        return noted
 
     monkeypatch.setattr(ops, "get", get)
     monkeypatch.setattr(ops, "_on_gpu", lambda args: True)
     monkeypatch.setattr(ops, "has_triton", lambda: True)
-    monkeypatch.setattr(ops, "_uncompiled", set())
+    monkeypatch.setattr(ops, "_serves", {})
+    monkeypatch.setattr(ops, "_held", kernel_checks.Held())
     monkeypatch.setattr(ops, "_said", set())
     return asked
 
@@ -332,9 +305,9 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch: pytest
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         assert torch.equal(ops.run("linear_sq_norms", a, g), want)
-        assert len(asked) == 1, "not tried again"
+        assert asked.count("linear_sq_norms") == 1, "not tried again"
         ops.run("linear_sq_norms", a[:, :, :4], g[:, :, :4])
-        assert len(asked) == 2, "other sizes are another kernel"
+        assert asked.count("linear_sq_norms") == 2, "other sizes are another kernel"
 
 
 def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,3 +320,170 @@ def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch: pytest.MonkeyPatch)
     failing(monkeypatch, RuntimeError("PassManager::run failed"))
     with ops.using("triton"), pytest.raises(RuntimeError):  # asked for by name, as in tests and benchmarks
         ops.run("linear_sq_norms", a, a)
+
+
+# -- kernels that are wrong ----------------------------------------------------------------------------------------------
+
+
+def wrong_in(sample: int, factor: float) -> Callable[[str], Callable[..., Any]]:
+    """Kernels that give the definition but for one sample."""
+
+    def kernel(name: str) -> Callable[..., Any]:
+        right = getattr(__import__(ops.TABLE[name]["torch"], fromlist=[name]), name)
+
+        def spoilt(*args: Any) -> Any:
+            result = right(*args)
+            first = result[0] if isinstance(result, tuple) else result
+            first[sample : sample + 1] *= factor
+            return result
+
+        return spoilt
+
+    return kernel
+
+
+def calls_of(dtype: torch.dtype) -> dict[str, tuple]:
+    """An op with one result and one with two, twelve samples."""
+    a, g = draw(12, 1, 5, 3, dtype=dtype), draw(12, 1, 5, 4, dtype=dtype)
+    x = draw(12, 1, 6, 7, dtype=dtype)
+    return {"linear_sq_norms": (a, g), "channel_sums": (x, x.flip(0))}
+
+
+@pytest.mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.02), (torch.bfloat16, 1.2), (torch.float32, math.nan)])
+def test_a_wrong_kernel_is_switched_off_at_its_first_call(
+    monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype, factor: float
+) -> None:
+    args = calls_of(dtype)[op]
+    want = ops.get(op, "torch")(*args)
+    asked = with_kernel(monkeypatch, wrong_in(11, factor))
+    short = str(dtype).removeprefix("torch.")
+    with pytest.warns(FastlrWarning, match=rf"{op}: its Triton kernel is off by .*\[12, 1, .*\({short}\)"):
+        found = ops.run(op, *args)
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert [name for name, _ in ops.switched_off()] == [op]
+    asked.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.run(op, *args)
+        ops.run(op, *(t[:9] for t in args))  # another call of this kind
+    assert asked == [f"{op}, torch"] * 2
+    assert not ops.switched_off()[1:]
+
+
+def test_two_kinds_that_disagree_switch_off_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = with_kernel(monkeypatch, wrong_in(0, 2.0))
+    a, g = calls_of(torch.float32)["linear_sq_norms"]
+    with pytest.warns(FastlrWarning):
+        ops.run("linear_sq_norms", a, g)
+        ops.run("linear_sq_norms", a.double().half(), g.half())
+    asked.clear()
+    ops.run("linear_sq_norms", a.bfloat16(), g.bfloat16())
+    assert asked == ["linear_sq_norms, torch"]
+    found = json.loads(json.dumps(ops.switched_off()))
+    with_kernel(monkeypatch, wrong_in(0, 1.0))  # another rank, whose kernels agree
+    ops.run("linear_sq_norms", a, g)
+    assert ops.switched_off() == []
+    ops.switch_off(found)
+    assert ops.switched_off() == found
+    asked = with_kernel(monkeypatch, wrong_in(0, 1.0))
+    ops.switch_off(found)
+    ops.run("linear_sq_norms", a, g)
+    assert asked == ["linear_sq_norms, torch"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
+def test_a_right_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype) -> None:
+    args = calls_of(dtype)[op]
+    asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        want = ops.run(op, *args)
+        assert asked[0] == op and len(asked) > 1
+        for given in (args, tuple(t[:11] for t in args), args):  # another batch of this kind as well
+            asked.clear()
+            found = ops.run(op, *given)
+            assert asked == [op], "no comparison"
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    assert ops.switched_off() == []
+
+
+def test_sums_that_cancel_are_not_mistaken_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias that has no gradient but rounding: nothing is learnt of the kernel's sums, in another order, but their size."""
+
+    def backwards(name: str) -> Callable[..., Any]:
+        return lambda g, other, axes: g.flip(1).cumsum(1)[:, -1]
+
+    with_kernel(monkeypatch, backwards)
+    g = draw(4, 4000, 3, dtype=torch.float64)
+    g = (g - g.mean(1, keepdim=True)).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.run("broadcast_sums", g, None, [1])
+    assert ops.switched_off() == []
+
+
+def test_zeros_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients behind a residual branch that starts at zero: the kernel is compared on numbers drawn instead."""
+    with_kernel(monkeypatch, wrong_in(0, 2.0))
+    a, g = calls_of(torch.float32)["linear_sq_norms"]
+    with pytest.warns(FastlrWarning, match="linear_sq_norms"):
+        assert not ops.run("linear_sq_norms", a, 0 * g).any()
+
+
+def test_no_comparison_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
+    args = calls_of(torch.float32)["linear_sq_norms"]
+    with gathered():
+        ops.run("linear_sq_norms", *args)
+    assert asked == ["linear_sq_norms, torch"], "not compared yet: plain torch"
+    ops.run("linear_sq_norms", *args)
+    asked.clear()
+    with gathered():
+        ops.run("linear_sq_norms", *args)
+        ops.run("linear_sq_norms", *(t[:10] for t in args))
+    assert asked == ["linear_sq_norms"] * 2
+
+
+def test_memory_that_runs_out_in_the_comparison_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starved(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
+    args = calls_of(torch.float32)["linear_sq_norms"]
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_checks, "_deviation", starved)
+        assert ops.run("linear_sq_norms", *args).isfinite().all()
+    asked.clear()
+    ops.run("linear_sq_norms", *args)
+    assert len(asked) > 1, "compared as soon as there is memory"
+
+
+def test_images_are_held_to_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    define = ops.get("shape_images_from", "reference")
+    options = {"size": (3, 8, 9), "rectangles": 2, "circles": 2, "seed": 1, "table": None, "dtype": torch.float32}
+
+    def one_bit(first: Tensor, n: int, **how: Any) -> Tensor:
+        images = define(first, n, **how)
+        images[-1, 0, 0, 0] += 2.0**-20
+        return images
+
+    right = {name: ops.get(name, "reference") for name in ("shape_images_from", "shape_images_at")}
+    asked = with_kernel(monkeypatch, right.__getitem__)
+    assert ops.images_agree(torch.device("cpu"), options)
+    asked.clear()
+    assert ops.images_agree(torch.device("cpu"), {**options, "seed": 2}) and not asked
+    with_kernel(monkeypatch, {**right, "shape_images_from": one_bit}.__getitem__)
+    with pytest.warns(FastlrWarning, match="shape_images_from"):
+        assert not ops.images_agree(torch.device("cpu"), options)
+
+
+def test_a_kind_of_call_is_what_kernels_go_by() -> None:
+    t = torch.zeros(5, 16, 6, 8)
+    given = [t, t.contiguous(memory_format=torch.channels_last), t[..., :7], t.half(), torch.zeros(5, 20, 6, 8)]
+    given += [torch.zeros(5, 16, 6, 9)[..., 1:], torch.zeros(1 + t.numel())[1:].view(t.shape), t[..., :1].expand_as(t)]
+    calls = [(each, [1, 1], True) for each in given] + [(t, [2, 1], True), (t, [1, 1], False)]
+    kinds = [kernel_checks.signature(call, (0,)) for call in calls]
+    assert len(set(kinds)) == len(kinds)
+    assert kernel_checks.signature((torch.ones(6, 16, 6, 8), [1, 1], True), (0,)) == kinds[0]

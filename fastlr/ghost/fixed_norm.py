@@ -47,7 +47,7 @@ class FixedNorm(torch.autograd.Function):
             return gx, *[None] * 5
         axes = [0, *range(2, g.ndim)]
         beta = g.sum(axes)
-        gamma = ((x * g).sum(axes) - mean * beta) * torch.rsqrt(var + ctx.eps)
+        gamma = ((x - _along(mean, x)) * g).sum(axes) * torch.rsqrt(var + ctx.eps)
         found = (gamma if ctx.needs_input_grad[1] else None, beta if ctx.needs_input_grad[2] else None)
         return gx, *found, None, None, None
 
@@ -59,7 +59,7 @@ def _along(t: Tensor, like: Tensor) -> Tensor:
 
 @rule(NODE, about="batch norm in eval mode, as a scaling and a shift")
 def fixed_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Gamma: (sum g x - mean sum g) / sigma; beta: sum g."""
+    """Gamma: sum g (x - mean) / sigma; beta: sum g."""
     site.need_dim(0)
     node = site.node
     x, mean, var, _ = node.saved_tensors

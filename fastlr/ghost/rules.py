@@ -263,7 +263,7 @@ def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0", about="batch norm in eval mode"
 )
 def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Weight: (sum g x - mean sum g) / sigma; bias: sum g; running statistics."""
+    """Weight: sum g (x - mean) / sigma; bias: sum g; running statistics."""
     n = site.node
     site.need_dim(0)
     if getattr(n, "_saved_training", True):
@@ -275,23 +275,24 @@ def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 def batch_norm_grads(site: Site, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients [B, C] of weight and bias of a batch norm with running statistics, channels along axis 1 of ``x``."""
-    gx, g = ops.run("channel_sums", site.split(x, 0), site.split(site.g, 0))
+    gx, g = ops.run("channel_sums", site.split(x, 0), site.split(site.g, 0), mean[None])
     wide = torch.promote_types(gx.dtype, mean.dtype)
-    return (gx - mean.to(wide) * g) * torch.rsqrt(var.to(wide) + eps), g
+    return gx.to(wide) * torch.rsqrt(var.to(wide) + eps), g
 
 
 @rule("NativeGroupNormBackward0", about="group norm")
 def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Weight: (sum g x - mean sum g) / sigma with the sample's own group statistics; bias: sum g."""
+    """Weight: sum g (x - mean) / sigma with the sample's own group statistics; bias: sum g."""
     n = site.node
     site.need_dim(0)
     x, g = n._saved_input, site.g
-    gx, gs = ops.run("channel_sums", x.reshape(len(x), 1, n._saved_C, -1), g.reshape(len(x), 1, n._saved_C, -1))
     mean, rstd = (
         t.reshape(len(x), n._saved_group, 1).expand(-1, -1, n._saved_C // n._saved_group).reshape(len(x), -1)
         for t in (n._saved_result1, n._saved_result2)
     )
-    grads = {1: (gx - mean * gs) * rstd, 2: gs}
+    # centred first: sum g x - mean sum g would lose the digits where the mean is large
+    gx, gs = ops.run("channel_sums", x.reshape(len(x), 1, n._saved_C, -1), g.reshape(len(x), 1, n._saved_C, -1), mean)
+    grads = {1: gx * rstd, 2: gs}
     return {slot: Dense(site.split(grads[slot], 0).sum(1)) for slot in slots}
 
 

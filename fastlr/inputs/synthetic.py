@@ -118,7 +118,8 @@ class ShapeImages(Inputs):
         check_dtype(dtype)
         if index.is_cuda:
             table = table.pin_memory().to(index.device, non_blocking=True)  # the host need not wait for the GPU
-        return ops.get("shape_images_at", self._backend(index.device))(index, **self._options(seed, table, dtype))
+        options = self._options(seed, table, dtype)
+        return ops.get("shape_images_at", self._backend(index.device, options))(index, **options)
 
     def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
         return self._images(start, stop, seed, device, dtype, self.table())
@@ -130,20 +131,21 @@ class ShapeImages(Inputs):
 
         What a CUDA graph needs that is replayed for other images; the kernel waits for nothing on the host.
         """
-        if self._backend(device) != "triton":
-            return None
         options = self._options(seed, self.table().to(device), dtype)
+        if self._backend(device, options) != "triton":
+            return None
         return partial(ops.get("shape_images_from", "triton"), **options)
 
     def _images(
         self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None, table: Tensor | None
     ) -> Tensor:
-        make = ops.get("shape_images", self._backend(device))
-        return make(start, stop, device=device, **self._options(seed, table, dtype))
+        options = self._options(seed, table, dtype)
+        return ops.get("shape_images", self._backend(device, options))(start, stop, device=device, **options)
 
     @staticmethod
-    def _backend(device: torch.device) -> str:
-        return "triton" if device.type == "cuda" and ops.has_triton() else "reference"
+    def _backend(device: torch.device, options: dict[str, Any]) -> str:
+        kernel = device.type == "cuda" and ops.has_triton() and ops.images_agree(device, options)
+        return "triton" if kernel else "reference"
 
     def _options(self, seed: int, table: Tensor | None, dtype: torch.dtype | None) -> dict[str, Any]:
         """What every op that makes these images takes by keyword."""

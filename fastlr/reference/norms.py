@@ -105,18 +105,21 @@ def embedding_sq_norms(ids: Tensor, g: Tensor) -> Tensor:
     return torch.stack(norms)
 
 
-def channel_sums(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over rows and positions of g x and of g, for each sample and channel (affine parameters of batch norm).
+def channel_sums(x: Tensor, g: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sums over rows and positions of g (x - mean) and of g, for each sample and channel (affine parameters of batch norm).
 
     Args:
         x: inputs ``[B, K, C, *spatial]``.
         g: output gradients, same shape.
+        mean: of the channels, [1, C] or [B, C]; None: zero.
 
     Returns:
-        (sum of g x, sum of g), both [B, C], float64.
+        (sum of g (x - mean), sum of g), both [B, C], float64.
     """
     x, g = x.double(), g.double()
     axes = [1, *range(3, x.ndim)]
+    if mean is not None:
+        x = x - mean.double().view(len(mean), 1, -1, *[1] * (x.ndim - 3))
     return (g * x).sum(axes), g.sum(axes)
 
 
