@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 _gathered: list[Tensor] | None = None
@@ -32,3 +33,12 @@ def gathered() -> Iterator[list[Tensor]]:
         yield _gathered
     finally:
         _gathered = before
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on any device."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlr.checks import out_of_memory
 from fastlr.ghost.adapt import trainable, unwrap
-from fastlr.runtime import free_bytes, out_of_memory
+from fastlr.runtime import free_bytes
 
 _CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 1024
 _WORK = 3  # a chunk's peak memory over the activations that its graph saves

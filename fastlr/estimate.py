@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fastlr import ops
+from fastlr.checks import out_of_memory
 from fastlr.chunking import chunk_for_memory
 from fastlr.distributed.sharding import ALONE, Team, fingerprint, team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
@@ -30,7 +31,6 @@ from fastlr.runtime import (
     describe,
     digest,
     move_samples,
-    out_of_memory,
     reporter,
     same_device,
     versions,

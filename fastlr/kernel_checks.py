@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from fastlr.checks import out_of_memory
 from fastlr.errors import FastlrWarning
-from fastlr.runtime import out_of_memory
 
 MOST = 8  # samples compared
 ELEMENTS = 1 << 24  # of their largest argument

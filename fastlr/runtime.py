@@ -101,15 +101,6 @@ def free_bytes(device: torch.device) -> int:
         return 4 << 30
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on any device."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        sign in str(error) for sign in ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-    )
-
-
 @contextmanager
 def reporter(progress: bool | Report, total: int) -> Iterator[Report | None]:
     """Yield a function to call as (done, total, value, stderr): a progress bar's, the user's, or None."""

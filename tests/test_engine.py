@@ -15,11 +15,11 @@ import fastlr
 from bench import cases
 from fastlr import runtime
 from fastlr.ghost import Engine, rules
+from fastlr.ghost.agreement import low_precision
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.graph import ALIASES
 from fastlr.ghost.layout import Marks, Ragged, Regular, explains, row_sums
 from fastlr.ghost.proof import Prover
-from fastlr.ghost.agreement import low_precision
 
 
 class Written(nn.Module):

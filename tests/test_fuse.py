@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import fastlr
 from bench import cases
 from fastlr.ghost import fuse
+from fastlr.ghost.agreement import same_output
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.folded import FoldedConv
-from fastlr.ghost.agreement import same_output
 from fastlr.reference.folded import ACTIVATIONS
 
 

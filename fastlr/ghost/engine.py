@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.checks import refuse_where
+from fastlr.checks import out_of_memory, refuse_where
 from fastlr.errors import FastlrWarning, HiddenParameterError, InputError, ModelError, NonFiniteError
 from fastlr.ghost import adapt, program
 from fastlr.ghost.agreement import agree, low_precision, norms_agree, rounding
@@ -30,7 +30,6 @@ from fastlr.ghost.plan import KEPT, Plan, Planner, ShapePlan, State
 from fastlr.ghost.proof import generic_cotangent
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.state import BufferKeeper, emptied, tensor_caches
-from fastlr.runtime import out_of_memory
 
 
 @dataclass
