@@ -47,6 +47,7 @@ __all__ = [
     "regression_memorization_bound",
 ]
 
+ROUNDS = 3  # times that a measurement is made where the one before turned out not to hold
 BATCH_PROBE_SIZE = 250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
 
 Progress = bool | Report
@@ -205,15 +206,13 @@ class LocalRedundancy:
             if members.size > 1:
                 self._agree(members)
             self._replays.begin()
-            values, sums, routes = self._values(members)
-            told = members.share([self._replays.clean(), ops.switched_off()])
-            differ = any(off != told[0][1] for _, off in told)
-            if differ:  # a kernel that one rank does not trust, none does
-                ops.switch_off([kernel for _, off in told for kernel in off])
-                self._replays.drop("ranks differed in the kernels that they trust")
-            if differ or not all(clean for clean, _ in told):
-                with self._replays.pause():
-                    values, sums, routes = self._values(members)
+            audited = self.engine.audits.passed
+            for _ in range(ROUNDS):
+                failed = self.engine.audits.failed
+                values, sums, routes = self._values(members)
+                if self._settled(members, failed):
+                    break
+            audits = sum(members.share(self.engine.audits.passed - audited))
             total = values.detach().to("cpu", torch.float64)
             if not total.isfinite().all():
                 bad = int((~total.isfinite()).nonzero()[0])
@@ -245,7 +244,33 @@ class LocalRedundancy:
             device=str(self.device),
             notes=notes,
             versions=versions(),
+            audits=audits,
         )
+
+    def _settled(self, members: Team, failed: int) -> bool:
+        """Whether what was measured holds; else all ranks change together what runs, and measure anew.
+
+        Args:
+            members: the ranks.
+            failed: how many audits had failed before.
+        """
+        engine = self.engine
+        own = [self._replays.clean(), ops.switched_off(), sorted(engine.ledger.loop), engine.audits.failed > failed]
+        told = members.share(own)
+        if all(mine == [True, *own[1:3], False] for mine in told):
+            return True
+        clean, off, loop, disproved = zip(*told, strict=True)
+        if any(disproved):  # of one rank's sample: what is known of the model is no longer true on any
+            note = "an audit found that the model had changed unseen: it was proven anew and measured again"
+            self._notes = list(dict.fromkeys([*self._notes, note]))
+            engine.distrust()
+        else:
+            engine.by_loop_from_now_on({name for names in loop for name in names})
+        ops.switch_off([kernel for kernels in off for kernel in kernels])  # a kernel that one rank does not trust, none does
+        if not all(clean) or any(kernels != off[0] for kernels in off):
+            self._replays.drop(self._replays.note or "ranks differed in the kernels that they trust")
+            self._replays.failures += all(clean)
+        return False
 
     def _agree(self, members: Team) -> None:
         """Raise InputError unless all ranks measure the same."""

@@ -131,6 +131,7 @@ class Replay:
             return table, output, x, bad
 
         self.table, self.output, self.x, self.bad = recorder.capture(chunk)
+        self.cotangent = lambda: cotangent(offsets + self.first, self.x)
         self.seen_bad = torch.zeros((), dtype=torch.bool, device=device)
 
     def current(self) -> bool:
@@ -158,6 +159,8 @@ class Replay:
         captured = self.output.narrow(self.engine.out_dim, 0, len(samples))
         with self.context():
             same = same_output(self.engine.model, few, captured, self.engine.output, self.engine.out_dim)
+            if same and self.engine.audits.due(fresh=False):
+                same = self.engine.audit(self.x, self.output, self.table, self.cotangent())
         bad = bool(self.seen_bad)
         self.seen_bad.zero_()
         return same and not bad

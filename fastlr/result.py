@@ -40,6 +40,8 @@ class Estimate:
         device: where the model was, as text.
         notes: what the user should know, such as chunks halved for lack of memory.
         versions: of fastlr, torch and Python.
+        audits: randomly drawn inputs whose output and gradient norms were held to those of the input beside a copy of
+            itself, and were right.
     """
 
     value: float
@@ -60,6 +62,7 @@ class Estimate:
     device: str = "cpu"
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    audits: int = 0
 
     @property
     def rel_stderr(self) -> float:
@@ -115,6 +118,7 @@ class Estimate:
             f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on {self.device}"
             + (f", autocast {self.dtype}" if self.dtype else ""),
             f"  inputs {self.inputs}, predictive {self.predictive}",
+            f"  {self.audits} audited: right" if self.audits else "  none audited: the plan was audited earlier",
         ]
         top = sorted(self.per_parameter.items(), key=lambda item: -item[1])[:3]
         if self.value > 0:

@@ -1,4 +1,4 @@
-"""Audits: randomly drawn samples of what is measured, held to their exact gradients; how many, at what price, with what outcome."""
+"""Audits: randomly drawn samples of what is measured, held to their exact gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Audits:
         self._again: int | None = None
 
     def due(self, *, fresh: bool) -> bool:
-        """Whether to audit: the first batch of every shape, then as long as it stays within its share, always after a failure."""
+        """Whether to audit: the first batch of every shape, more within their share of the time, all after a failure."""
         return fresh or self.failed > 0 or self._spent + self._last <= SHARE * self._measured
 
     def draw(self, count: int) -> int:

@@ -132,6 +132,18 @@ class Engine(Planner):
             self.folding.give_up([], reason)
             return result
 
+    def distrust(self) -> None:
+        """Prove the model anew, as another process has found it changed, and from now on look at every batch."""
+        self._forget(self._last)
+        self.audits.failed = max(1, self.audits.failed)
+
+    def by_loop_from_now_on(self, names: Iterable[str]) -> None:
+        """Measure these parameters by the loop, as another process does."""
+        for name in names:
+            proof = self.ledger.parameters.get(name)
+            if proof is None or proof.route != "loop":
+                self.ledger.parameters[name] = ParameterProof("loop", alive=True, reason="so on another rank")
+
     def _distrust(self, failure: Disproved) -> None:
         """A sample refutes what was proven earlier: prove anew, and from now on look at every batch."""
         self.audits.fail(failure)
@@ -304,6 +316,33 @@ class Engine(Planner):
         refuse_where(~table.isfinite(), lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, output
 
+    def audit(self, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent) -> bool:
+        """Whether a random sample of a batch that `run_planned` did has its own output and norms.
+
+        Args:
+            x: inputs.
+            output: the output for them.
+            table: squared norms [parameters, B].
+            cotangent: as then.
+        """
+        count = output.shape[self.out_dim]
+        with torch.inference_mode(False), self.audits.timed():
+            ((v, scale, _),) = passes(cotangent, output, self.out_dim)
+            j = self.audits.draw(count)
+            batch = adapt.Batch(x, count, self.in_dim)
+            row, exact = self._beside_copy(self._forward_of(batch), j, v)
+            close = rounding(row.dtype, low=low_precision(row.device, {p.dtype for p in self.parameters.values()}))
+            want = output.narrow(self.out_dim, j, 1)
+            right = agree(want, row, close, self._noise_of(batch, count), self.out_dim)
+            norms = dict(zip(self.parameters, exact, strict=True))
+            total = torch.stack(exact).sum()
+            found = dict(zip(self.parameters, table[:, j] / scale[j], strict=True))
+            wrong = [n for n in norms if not self._agrees(found[n], norms[n], total)]
+            noise = self._norm_noise(batch, v, j, norms) if wrong else {}
+            right = right and all(self._agrees(found[n], norms[n], total, noise.get(n)) for n in wrong)
+        self.audits.passed += right
+        return right
+
     def _forward(self, x: Any) -> Tensor:
         named = dict(self.model.named_parameters())
         given = adapt.copied(x) if self._writes_inputs is not False else x
@@ -460,7 +499,7 @@ class Engine(Planner):
         total = torch.stack(list(exact.values())).sum()
         wrong = [name for name, value in norms.items() if not self._agrees(value[j], exact[name], total)]
         if wrong:
-            rounding_of = self._norm_noise(x, z, v, count, j, exact)
+            rounding_of = self._norm_noise(self._batch(x, z, count), v, j, exact)
             wrong = [n for n in wrong if not self._agrees(norms[n][j], exact[n], total, rounding_of.get(n))]
         if not wrong:
             return {}
@@ -474,19 +513,17 @@ class Engine(Planner):
             proof.route, proof.reason = "loop", f"audit of a sample: off by {gaps[name]:.1e} of its total"
         return {name: self.parameters[name] for name in wrong}
 
-    def _norm_noise(
-        self, x: Any, z: Tensor, v: Tensor, count: int, j: int, exact: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _norm_noise(self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]) -> dict[str, Tensor]:
         """How far the exact squared norms of a sample are off by rounding, from float64; empty if nobody can tell."""
-        if z.dtype == torch.float64:
+        if v.dtype == torch.float64:
             return {}
-        batch = self._batch(x, z, count)
-        wide = {n: t.detach().double() if t.is_floating_point() else t for n, t in self.model.state_dict(keep_vars=True).items()}
+        held = (*self.model.named_parameters(), *self.model.named_buffers())
+        wide = {n: adapt.cast(t.detach(), torch.float64) for n, t in held}
         wide |= {n: wide[n].requires_grad_() for n in self.parameters}
 
         def forward(samples: Sequence[int]) -> Tensor:
             given = adapt.cast(batch.pick(samples), torch.float64)
-            with torch.autocast(z.device.type, enabled=False), torch.enable_grad():
+            with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
                 return adapt.select_output(adapt.call_with(self.model, wide, given, dtype=torch.float64), self.output)
 
         try:

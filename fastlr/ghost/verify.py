@@ -21,7 +21,9 @@ Place = tuple[int, int]  # node, output
 Options = Mapping[Place, list[Layout]]
 
 
-def explained(graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int, options: Options) -> dict[Place, list[Layout]]:
+def explained(
+    graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int, options: Options
+) -> dict[Place, list[Layout]]:
     """For every output of a use where a gradient arrives: the layouts among ``options`` that marked passes confirm.
 
     Args:
