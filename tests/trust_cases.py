@@ -1,0 +1,809 @@
+"""Models whose next batch, or whose next state, is not like the first, and what is true of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+# -- the truth ---------------------------------------------------------------------------------------------------------
+
+
+class Truth(NamedTuple):
+    """Squared norms [samples] by parameter, and whether samples interact, so that these norms mean nothing."""
+
+    norms: dict[str, Tensor]
+    interact: bool
+
+
+def output_of(model: nn.Module, xs: tuple) -> tuple[Tensor, dict[str, nn.Parameter]]:
+    """Output and trainable parameters of a fresh float64 copy of the model."""
+    model = copy.deepcopy(model).double()
+    doubled = (t.detach().double() if torch.is_tensor(t) and t.is_floating_point() else t for t in xs)
+    return model(*doubled), {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def sq_norms(z: Tensor, parameters: dict[str, nn.Parameter], v: Tensor, row: int) -> Tensor:
+    """Squared norm of each parameter's gradient [parameters], with the cotangent v in one row of z, zero in the others."""
+    cotangent = torch.zeros_like(z)
+    cotangent[row] = v
+    grads = torch.autograd.grad(z, list(parameters.values()), cotangent, retain_graph=True, allow_unused=True)
+    return torch.stack([z.new_zeros(()) if g is None else g.square().sum() for g in grads])
+
+
+def truth(model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), samples: Any = None) -> Truth:
+    """Each sample beside a copy of itself, the copy's cotangent zero; compared with the same sample within the batch.
+
+    Args:
+        model: any module; a float64 copy of it is used.
+        xs: positional inputs, samples along axis 0 of the tensors that are not shared.
+        v: cotangents, shaped like the output.
+        shared: which inputs have no samples.
+        samples: which of them are looked at; default all.
+    """
+    whole, own = output_of(model, xs)
+    chosen = range(len(v)) if samples is None else samples
+    columns, interact = [], False
+    for j in chosen:
+        twice = (t[[j, j]] if torch.is_tensor(t) and k not in shared else t for k, t in enumerate(xs))
+        z, parameters = output_of(model, tuple(twice))
+        columns.append(sq_norms(z, parameters, v[j], 0))
+        if len(v) > 1:
+            within = sq_norms(whole, own, v[j], j)
+            same = torch.allclose(within, columns[-1], rtol=1e-7, atol=1e-10 * float(columns[-1].sum()))
+            interact |= not (same and torch.allclose(z[0], whole[j], rtol=1e-9, atol=1e-11))
+    return Truth(dict(zip(own, torch.stack(columns, 1))), interact)
+
+
+# -- cases: calls on one model -----------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """One call: the model as it is now, its inputs, which of these have no samples, and whether it is to be refused."""
+
+    model: nn.Module
+    xs: tuple
+    refused: bool = False
+    shared: tuple[int, ...] = ()
+
+
+Calls = Callable[[], Iterator[Call]]
+CASES: dict[str, Calls] = {}  # each a generator, which changes the model's state between two calls
+
+
+def case(*parameters: Any) -> Callable[[Callable[..., Iterator[Call]]], Callable[..., Iterator[Call]]]:
+    """Enter a generator of calls, once for each of the parameters if there are any (names, or values with one)."""
+
+    def enter(function: Callable[..., Iterator[Call]]) -> Callable[..., Iterator[Call]]:
+        for parameter in parameters:
+            label = getattr(parameter, "__name__", str(parameter))
+            CASES[f"{function.__name__}-{label}"] = lambda parameter=parameter: function(parameter)  # type: ignore
+        if not parameters:
+            CASES[function.__name__] = function
+        return function
+
+    return enter
+
+
+class Net(nn.Module):
+    """Three linear layers and what else is given, used as ``how(self, *inputs)`` says, in eval mode."""
+
+    def __init__(self, how: Callable[..., Tensor], width: int = 5, **parts: Any) -> None:
+        super().__init__()
+        self.how, self.a, self.b, self.c = how, nn.Linear(width, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.eval()
+
+    def forward(self, *xs: Any) -> Tensor:
+        return self.how(self, *xs)
+
+
+# -- A: rows belong to samples by data ---------------------------------------------------------------------------------
+
+
+class Rows(Function):
+    """Rows of x by index, each at most once: a permutation, or what is left without padding."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.count = len(x)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.new_zeros(ctx.count, *g.shape[1:]).index_add(0, ctx.saved_tensors[0], g), None
+
+
+class SegmentSum(Function):
+    """Rows of x added up by index: segment sums, or padding put back."""
+
+    @staticmethod
+    def forward(ctx, x, index, count):
+        ctx.save_for_backward(index)
+        return x.new_zeros(count, *x.shape[1:]).index_add(0, index, x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g[ctx.saved_tensors[0]], None, None
+
+
+def unpadded(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    """Flash attention's way: padding taken away, layers on [tokens, width], padding put back."""
+    at = mask.flatten().nonzero()[:, 0]
+    rows = Rows.apply(net.a(x).tanh().flatten(0, 1), at)
+    return net.c(SegmentSum.apply(net.b(rows).tanh(), at, mask.numel()).view(*mask.shape, -1).sum(1))
+
+
+def segments(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net.c(SegmentSum.apply(net.b(net.a(x[mask]).tanh()).tanh(), mask.nonzero()[:, 0], len(x)))
+
+
+def by_index(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    rows = net.b(net.a(x[mask]).tanh()).tanh()
+    return net.c(rows.new_zeros(len(x), 6).index_add(0, mask.nonzero()[:, 0], rows))
+
+
+def tokens(lengths: list[int], size: int = 6, width: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randn(len(lengths), size, width), torch.arange(size)[None] < torch.tensor(lengths)[:, None]
+
+
+@case(unpadded, segments, by_index)
+def ragged(how):
+    model = Net(how)
+    for lengths in ([3, 3, 3, 3], [1, 5, 2, 4], [4, 2, 5, 1], [3, 3, 3, 3]):
+        yield Call(model, tokens(lengths))
+
+
+def sorted_by_function(net: Net, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    h = net.b(Rows.apply(net.a(x).tanh(), order)).tanh()
+    return net.c(Rows.apply(h, order.argsort()))
+
+
+def permutation(x: Tensor) -> Tensor:
+    return F.one_hot(x[:, 0].argsort(), len(x)).to(x)
+
+
+def by_mul_and_sum(net: Net, x: Tensor) -> Tensor:
+    """The [B, B] mask of a permutation, and its transpose afterwards."""
+    mask = permutation(x)
+    h = net.b((mask[:, :, None] * net.a(x).tanh()[None]).sum(1)).tanh()
+    return net.c((mask.T[:, :, None] * h[None]).sum(1))
+
+
+def by_where_and_sum(net: Net, x: Tensor) -> Tensor:
+    mask = permutation(x)[:, :, None] > 0
+    h = net.b(torch.where(mask, net.a(x).tanh()[None], 0.0).sum(1)).tanh()
+    return net.c(torch.where(mask.transpose(0, 1), h[None], 0.0).sum(1))
+
+
+def by_masked_fill(net: Net, x: Tensor) -> Tensor:
+    """Attention over the samples of a batch, in which each sees one only."""
+    mask = permutation(x)
+    h = net.a(x).tanh()
+    weights = (h @ h.T).masked_fill(mask == 0, -math.inf).softmax(-1)
+    return net.c(mask.T @ net.b(weights @ h).tanh())
+
+
+def by_matmul(net: Net, x: Tensor) -> Tensor:
+    mask = permutation(x)
+    return net.c(mask.T @ net.b(mask @ net.a(x).tanh()).tanh())
+
+
+@case(sorted_by_function, by_mul_and_sum, by_where_and_sum, by_masked_fill, by_matmul)
+def permuted(how):
+    model = Net(how)
+    for call in range(3):
+        x = torch.randn(6, 5)
+        x[:, 0] = torch.arange(6) if call == 0 else torch.randperm(6)
+        yield Call(model, (x,))
+
+
+@case()
+def bmm_of_as_many_heads_as_samples():
+    """B = heads = T = C = 4: the first axis of the product is heads, the samples are contracted by a permutation."""
+
+    def how(net, x):
+        mask = permutation(x[:, 0])
+        h = net.b(net.a(x).tanh())[..., :4].permute(2, 0, 1)  # [heads, B, T]
+        h = torch.bmm(mask.expand(4, 4, 4), h).permute(1, 2, 0)  # [B, T, heads]
+        h = F.pad(h, (0, 2)).tanh() @ net.b.weight
+        return net.c(torch.bmm(mask.T.expand(6, 4, 4), h.permute(2, 0, 1)).permute(1, 2, 0).sum(1))
+
+    model = Net(how, width=4)
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [1, 3, 2, 0]):
+        x = torch.randn(4, 4, 4)
+        x[:, 0, 0] = torch.tensor(order).argsort()
+        yield Call(model, (x,))
+
+
+class Switch(nn.Module):
+    """Top-1 mixture of experts by einsum: slots [experts, capacity], combine weights that have a gradient."""
+
+    def __init__(self, experts: int, capacity: Callable[[int], int], router: bool = True) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(5, 6), nn.Linear(6, 4)
+        self.router = nn.Linear(5, experts) if router else None
+        self.w1, self.w2 = nn.Parameter(torch.randn(experts, 6, 7)), nn.Parameter(torch.randn(experts, 7, 6))
+        self.capacity, self.experts = capacity, experts
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, : self.experts].argmax(-1)  # so that a test says who goes where
+        onehot = F.one_hot(chosen, self.experts).to(x)
+        position = (onehot.cumsum(0) * onehot).sum(-1).long() - 1
+        size = self.capacity(len(x))
+        fits = F.one_hot(position.clamp(max=size), size + 1)[:, :size].to(x)
+        dispatch = onehot[:, :, None] * fits[:, None]
+        weights = self.router(x).softmax(-1) if self.router is not None else onehot
+        slots = torch.einsum("bec,bd->ecd", dispatch, self.a(x).tanh())
+        slots = torch.bmm(torch.bmm(slots, self.w1).tanh(), self.w2)
+        return self.c(torch.einsum("bec,ecd->bd", dispatch * weights[:, :, None], slots))
+
+
+def routed(to: list[int]) -> Tensor:
+    x = torch.rand(len(to), 5)
+    x[torch.arange(len(to)), to] += 2
+    return x
+
+
+@case()
+def switch():
+    model = Switch(2, lambda count: max(2, count // 2))
+    for to in ([0, 0, 0, 1, 1, 1], [1, 0, 1, 0, 0, 1], [1, 1, 1, 0, 0, 0]):
+        yield Call(model, (routed(to),))
+
+
+@case()
+def capacity_that_overflows_later():
+    """Sixteen samples, four experts of four places: at first all fit, then twelve are dropped because of others."""
+    model = Switch(4, lambda count: max(2, count // 4))
+    yield Call(model, (routed([0, 1, 2, 3] * 4),))
+    yield Call(model, (routed([2] * 16),), refused=True)
+    yield Call(model, (routed([3, 1, 2, 0] * 4),))
+
+
+def pack(x: Tensor, lengths: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
+    """Greedily, first fit: tokens [rows, size, width] and the sample of each, -1 where there is none."""
+    packed, owner, used = x.new_zeros(rows, size, x.shape[-1]), torch.full((rows, size), -1), [0] * rows
+    for j, length in enumerate(lengths.tolist()):
+        row = next(r for r in range(rows) if used[r] + length <= size)
+        at = slice(used[row], used[row] + length)
+        packed[row, at], owner[row, at] = x[j, :length], j
+        used[row] += length
+    return packed, owner
+
+
+def navit(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
+    """Attention within packed rows by a block mask, then attention pooling by sample."""
+    packed, owner = pack(x, lengths, math.ceil(len(x) * x.shape[1] / 8), 8)
+    h = net.a(packed).tanh()
+    other = owner[:, :, None] != owner[:, None]
+    h = h + net.b((h @ h.transpose(1, 2)).masked_fill(other, -math.inf).softmax(-1) @ h).tanh()
+    h, own = h.flatten(0, 1), owner.flatten()[None] == torch.arange(len(x))[:, None]
+    return net.c((h @ net.b.weight[0])[None].masked_fill(~own, -math.inf).softmax(-1) @ h)
+
+
+def navit_calls(batches: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    for lengths in batches:
+        yield torch.randn(len(lengths), 4, 5), torch.tensor(lengths)
+
+
+REGULAR_THEN_NOT = [[4, 4, 4, 4], [3, 4, 2, 4], [1, 4, 3, 2], [4, 4, 1, 3], [2, 2, 2, 2]]  # two samples a row at first
+FULL_THEN_NOT = [[4] * 8, [1, 2, 3, 4, 1, 2, 3, 4], [4, 1, 4, 1, 4, 1, 4, 1], [2] * 8]
+
+
+@case(REGULAR_THEN_NOT, FULL_THEN_NOT)
+def packed_rows(batches):
+    model = Net(navit)
+    for xs in navit_calls(batches):
+        yield Call(model, xs)
+
+
+# -- B: the program changes where a fingerprint may not look -----------------------------------------------------------
+
+
+def with_grad(h: Tensor, alpha: Any) -> Tensor:
+    return h - alpha * h.mean(0)
+
+
+def detached(h: Tensor, alpha: Any) -> Tensor:
+    return h - alpha * h.mean(0).detach()
+
+
+def gradient_only(h: Tensor, alpha: Any) -> Tensor:
+    """Leaves every output as it is."""
+    mean = h.mean(0)
+    return h + alpha * (mean - mean.detach())
+
+
+@dataclasses.dataclass
+class Config:
+    alpha: float = 0.0
+
+
+class Mode(enum.Enum):
+    OFF = 0.0
+    ON = 1.0
+
+
+class Slotted:
+    __slots__ = ("alpha",)
+
+
+class Listed(nn.Module):
+    """A module without tensors that holds its value in a list."""
+
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        self.values = [alpha]
+
+
+class ByClass(Net):
+    """Reads an attribute of its class."""
+
+    alpha: Any = 0.0
+
+
+class Patched(Net):
+    """Its forward is replaced on the class."""
+
+
+ALPHA = 0.0
+THIS = sys.modules[__name__]
+Held = tuple[nn.Module, Callable[[float], Any]]  # a model, and what sets its alpha
+Mix = Callable[[Tensor, Any], Tensor]
+HOLDERS: dict[str, Callable[[Mix], Held]] = {}
+
+
+def holder(function: Callable[[Mix], Held]) -> Callable[[Mix], Held]:
+    HOLDERS[function.__name__] = function
+    return function
+
+
+def mixing(mix: Mix, read: Callable[[Any], Any], kind: type[Net] = Net, **parts: Any) -> Any:
+    return kind(lambda net, x: net.c(mix(net.a(x).tanh(), read(net))), **parts)
+
+
+def buffered(mix: Mix) -> Any:
+    model = mixing(mix, lambda net: net.alpha)
+    model.register_buffer("alpha", torch.zeros(()))
+    return model
+
+
+@holder
+def buffer_in_place(mix):
+    model = buffered(mix)
+    return model, lambda alpha: model.alpha.fill_(alpha)
+
+
+@holder
+def buffer_replaced(mix):
+    model = buffered(mix)
+    return model, lambda alpha: setattr(model, "alpha", torch.tensor(alpha))
+
+
+@holder
+def tensor_attribute_in_place(mix):
+    model = mixing(mix, lambda net: net.alpha, alpha=torch.zeros(()))
+    return model, lambda alpha: model.alpha.fill_(alpha)
+
+
+@holder
+def tensor_attribute_replaced(mix):
+    model = mixing(mix, lambda net: net.alpha, alpha=torch.zeros(()))
+    return model, lambda alpha: setattr(model, "alpha", torch.tensor(alpha))
+
+
+@holder
+def tensor_in_a_list(mix):
+    model = mixing(mix, lambda net: net.alpha[0], alpha=[torch.zeros(())])
+    return model, lambda alpha: model.alpha[0].fill_(alpha)
+
+
+@holder
+def frozen_parameter(mix):
+    model = mixing(mix, lambda net: net.alpha, alpha=nn.Parameter(torch.zeros(()), requires_grad=False))
+    return model, lambda alpha: model.alpha.data.fill_(alpha)
+
+
+@holder
+def dictionary(mix):
+    model = mixing(mix, lambda net: net.options["alpha"], options={"alpha": 0.0})
+    return model, lambda alpha: model.options.update(alpha=alpha)
+
+
+@holder
+def nested_list(mix):
+    model = mixing(mix, lambda net: net.options["all"][0][1], options={"all": [[1, 0.0]]})
+    return model, lambda alpha: model.options["all"][0].__setitem__(1, alpha)
+
+
+@holder
+def namespace(mix):
+    model = mixing(mix, lambda net: net.config.alpha, config=SimpleNamespace(alpha=0.0))
+    return model, lambda alpha: setattr(model.config, "alpha", alpha)
+
+
+@holder
+def data_class(mix):
+    model = mixing(mix, lambda net: net.config.alpha, config=Config())
+    return model, lambda alpha: setattr(model.config, "alpha", alpha)
+
+
+@holder
+def slotted_object(mix):
+    model = mixing(mix, lambda net: net.config.alpha, config=Slotted())
+    model.config.alpha = 0.0
+    return model, lambda alpha: setattr(model.config, "alpha", alpha)
+
+
+@holder
+def class_attribute(mix):
+    ByClass.alpha = 0.0
+    return mixing(mix, lambda net: net.alpha, ByClass), lambda alpha: setattr(ByClass, "alpha", alpha)
+
+
+@holder
+def enumeration(mix):
+    model = mixing(mix, lambda net: net.mode.value, mode=Mode.OFF)
+    return model, lambda alpha: setattr(model, "mode", Mode(alpha))
+
+
+@holder
+def numpy_scalar(mix):
+    model = mixing(mix, lambda net: float(net.alpha), alpha=np.float64(0.0))
+    return model, lambda alpha: setattr(model, "alpha", np.float64(alpha))
+
+
+@holder
+def numpy_array(mix):
+    model = mixing(mix, lambda net: float(net.alpha[0]), alpha=np.zeros(1))
+    return model, lambda alpha: model.alpha.fill(alpha)
+
+
+@holder
+def hook_closure(mix):
+    model, value = mixing(mix, lambda net: 0.0), 0.0
+
+    def hook(module, given, out):
+        return mix(out.tanh(), value)
+
+    def set_to(alpha):
+        nonlocal value
+        value = alpha
+
+    model.a.register_forward_hook(hook)
+    return model, set_to
+
+
+@holder
+def patched_forward(mix):
+    def forward_with(alpha):
+        Patched.forward = lambda self, x: self.c(mix(self.a(x).tanh(), alpha))
+
+    forward_with(0.0)
+    return Patched(lambda net, x: x), forward_with
+
+
+@holder
+def forward_of_the_instance(mix):
+    model = Net(lambda net, x: x)
+
+    def forward_with(alpha):
+        model.forward = MethodType(lambda self, x: self.c(mix(self.a(x).tanh(), alpha)), model)
+
+    forward_with(0.0)
+    return model, forward_with
+
+
+@holder
+def submodule_exchanged(mix):
+    model = mixing(mix, lambda net: net.inner.values[0], inner=Listed(0.0))
+    return model, lambda alpha: setattr(model, "inner", Listed(alpha))
+
+
+@holder
+def module_global(mix):
+    THIS.ALPHA = 0.0  # type: ignore
+    return mixing(mix, lambda net: ALPHA), lambda alpha: setattr(THIS, "ALPHA", alpha)
+
+
+def toggled(hold: Callable[[Mix], Held], mix: Mix) -> Iterator[Call]:
+    """Alpha 0, 1 (the samples interact) and 0 again."""
+    model, set_to = hold(mix)
+    for alpha in (0.0, 1.0, 0.0):
+        set_to(alpha)
+        yield Call(model, (torch.randn(6, 5),), refused=alpha != 0)
+
+
+for _hold in HOLDERS.values():
+    for _mix in (with_grad, detached):
+        CASES[f"toggled-{_hold.__name__}-{_mix.__name__}"] = lambda hold=_hold, mix=_mix: toggled(hold, mix)  # type: ignore
+CASES["toggled-dictionary-gradient_only"] = lambda: toggled(dictionary, gradient_only)
+CASES["toggled-buffer_in_place-gradient_only"] = lambda: toggled(buffer_in_place, gradient_only)
+
+
+@case(with_grad, detached)
+def zero_dim_input(mix):
+    model = Net(lambda net, x, alpha: net.c(mix(net.a(x).tanh(), alpha)))
+    for alpha in (0.0, 1.0, 0.0):
+        yield Call(model, (torch.randn(6, 5), torch.tensor(alpha)), refused=alpha != 0, shared=(1,))
+
+
+@case()
+def gradient_only_from_the_start():
+    yield Call(mixing(gradient_only, lambda net: 1.0), (torch.randn(6, 5),), refused=True)
+
+
+@case()
+def flipped_table():
+    """A parameter used twice, once flipped: which axis is not to be seen in shapes."""
+
+    def how(net, x):
+        return net.c(net.a(x @ (net.table + net.table.flip(net.axis["d"]))).tanh())
+
+    model = Net(how, table=nn.Parameter(torch.randn(5, 5)), axis={"d": 0})
+    for axis in (0, 1, 0):
+        model.axis["d"] = axis
+        yield Call(model, (torch.randn(4, 5),))
+
+
+@case()
+def flipped_samples():
+    """B = T: positions are flipped and flipped back, then samples are."""
+
+    def how(net, x):
+        return net.c(net.a(x.flip(net.axis["d"])).tanh().flip(net.axis["d"]))
+
+    model = Net(how, axis={"d": 1})
+    for axis in (1, 0, 1):
+        model.axis["d"] = axis
+        yield Call(model, (torch.randn(4, 4, 5),))
+
+
+@case()
+def flipped_between_layers():
+    def how(net, x):
+        h = net.b(net.a(x).tanh().flip(net.axis["d"])).tanh()
+        return net.c(h.flip(net.axis["d"]))
+
+    model = Net(how, axis={"d": 1})
+    for axis in (1, 0, 1):
+        model.axis["d"] = axis
+        yield Call(model, (torch.randn(4, 4, 5),))
+
+
+# -- C and D: what outputs are compared with, and which samples --------------------------------------------------------
+
+
+def masked_constantly(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return blended(net, x).masked_fill(torch.arange(4) == 2, net.value)
+
+
+def masked_by_sample(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return blended(net, x).masked_fill(mask, net.value)
+
+
+def scaled_column(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return blended(net, x) * torch.tensor([1.0, 1e10, 1.0, 1.0])
+
+
+def blended(net: Net, x: Tensor) -> Tensor:
+    z = net.c(net.a(x).tanh())
+    return z - 0.1 * z.detach().mean(0) if net.interact else z
+
+
+def actions(count: int) -> tuple[Tensor, Tensor]:
+    mask = torch.zeros(count, 4, dtype=torch.bool)
+    mask[torch.arange(count), torch.randint(0, 4, (count,))] = True
+    return torch.randn(count, 5), mask
+
+
+def large(how: Callable[..., Tensor], value: float, interact: bool) -> Iterator[Call]:
+    model = Net(how, value=value, interact=interact)
+    for count in (6, 6, 9):
+        yield Call(model, actions(count), refused=interact)
+
+
+LARGE: dict[str, Calls] = {}  # in both precisions
+for _how in (masked_constantly, masked_by_sample):
+    for _value in ("-1e4", "-1e9", "min"):
+        for _interact in (False, True):
+            LARGE[f"{_how.__name__}-{_value}-{'interacting' if _interact else 'right'}"] = (
+                lambda how=_how, value=_value, interact=_interact: large(
+                    how, torch.finfo(torch.get_default_dtype()).min if value == "min" else float(value), interact
+                )
+            )
+for _interact in (False, True):
+    LARGE[f"scaled_column-{'interacting' if _interact else 'right'}"] = lambda interact=_interact: large(
+        scaled_column, 0.0, interact
+    )
+
+
+def interacting_later(how: Callable[..., Tensor]) -> Iterator[Call]:
+    """One masked logit hides a detached mean that comes at the second call, unseen by a comparison with the largest."""
+    model = Net(how, value=-1e9, interact=False)
+    for interact in (False, True, False):
+        model.interact = interact
+        yield Call(model, actions(6), refused=interact)
+
+
+LARGE["masked_constantly-later"] = lambda: interacting_later(masked_constantly)
+LARGE["scaled_column-later"] = lambda: interacting_later(scaled_column)
+
+
+def cancelled() -> Iterator[Call]:
+    """One column is the difference of two equal sums, added up in another order."""
+
+    def how(net, x):
+        h = net.a(x)
+        other = F.linear(x.flip(-1), net.a.weight.flip(-1), net.a.bias)
+        return torch.cat([net.c(h.tanh()), (h - other)[:, :2]], 1)
+
+    model = Net(how, width=33)
+    for count in (8, 8, 5, 16):
+        yield Call(model, (10 * torch.randn(count, 33),))
+
+
+LARGE["cancellation_noise"] = cancelled
+
+
+@case()
+def exchanged_from_eight_on():
+    def how(net, x):
+        h = net.a(x).tanh()
+        if len(x) >= 8:
+            h = h[[0, 3, 2, 1, *range(4, len(x))]]
+        return net.c(h)
+
+    model = Net(how)
+    yield Call(model, (torch.randn(4, 5),))
+    yield Call(model, (torch.randn(8, 5),), refused=True)
+    yield Call(model, (torch.randn(6, 5),))
+    yield Call(model, (torch.randn(12, 5),), refused=True)
+
+
+# -- G: torch is wrong for a batch of one ------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Convolution, batch norm, and then positions [B, T, C]: as they are, or in attention (timm's iFormer)."""
+
+    def __init__(self, attention: bool, channels: int = 4) -> None:
+        super().__init__()
+        self.conv, self.norm, self.attention = nn.Conv2d(3, channels, 1), nn.BatchNorm2d(channels), attention
+        self.proj = nn.Linear(channels, channels)
+        nn.init.normal_(self.norm.running_mean)
+        nn.init.uniform_(self.norm.running_var, 0.5, 1.5)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x)).flatten(2).transpose(1, 2)
+        return self.proj((h @ h.transpose(1, 2)).softmax(-1) @ h) if self.attention else h
+
+
+def positions(attention: bool, sizes: tuple[int, ...]) -> Iterator[Call]:
+    model = Positions(attention)
+    for count in sizes:
+        yield Call(model, (torch.randn(count, 3, 2, 3),))
+
+
+for _attention in (False, True):
+    for _sizes in ((1, 2, 5, 1), (2, 1), (5, 1, 2)):
+        CASES[f"one_sample-{'attention' if _attention else 'plain'}-{'_'.join(map(str, _sizes))}"] = (
+            lambda attention=_attention, sizes=_sizes: positions(attention, sizes)
+        )
+
+
+# -- B, 5: state that forward writes -----------------------------------------------------------------------------------
+
+
+class CachedBias(nn.Module):
+    """Attention whose position biases are kept in eval mode, as timm's LeViT, TinyViT and EfficientFormer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(5, 15), nn.Linear(5, 4)
+        self.biases = nn.Parameter(torch.randn(1, 4))
+        self.register_buffer("index", (torch.arange(4)[:, None] - torch.arange(4)[None]).abs(), persistent=False)
+        self.cache: dict[str, Tensor] = {}
+        self.eval()
+
+    def train(self, mode: bool = True) -> CachedBias:
+        super().train(mode)
+        if mode:
+            self.cache = {}
+        return self
+
+    def bias(self, device: torch.device) -> Tensor:
+        if self.training:
+            return self.biases[:, self.index]
+        if str(device) not in self.cache:
+            self.cache[str(device)] = self.biases[:, self.index]
+        return self.cache[str(device)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.head((q @ k.transpose(1, 2) + self.bias(x.device)).softmax(-1) @ v).sum(1)
+
+
+@case()
+def cached_bias():
+    model = CachedBias()
+    for count in (3, 3, 5, 1):
+        yield Call(model, (torch.randn(count, 4, 5),))
+
+
+def keeps(net: Net, x: Tensor) -> Tensor:
+    h = net.a(x).tanh()
+    net.kv = h.detach()
+    net.log["last"] = h.detach().mean()
+    net.count += 1
+    return net.c(h)
+
+
+def keeping() -> Net:
+    return Net(keeps, log={}, count=0, kept=torch.zeros(2))
+
+
+@case()
+def attribute_kept():
+    model = keeping()
+    for count in (3, 3, 5, 1):
+        yield Call(model, (torch.randn(count, 5),))
+
+
+class Hard(nn.Module):
+    """A router whose choice, by argmax, is all that it gives."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.router, self.table = nn.Linear(5, experts), nn.Parameter(torch.randn(experts, 5, 4))
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = F.one_hot(self.router(x).argmax(-1), len(self.table)).to(x)
+        return torch.einsum("be,bi,eio->bo", chosen, x, self.table)
+
+
+class Equal(Net):
+    """Models of one name compare equal."""
+
+    name = "one"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class Experts(nn.Module):
+    """Two experts a sample, of four, by index_add; the choice is read off the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4)
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = x[:, :4].softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            sample, place = (chosen == e).nonzero(as_tuple=True)
+            out = out.index_add(0, sample, (expert(x[sample]) * weights[sample, place, None]).to(out.dtype))
+        return self.head(out.tanh())
