@@ -99,9 +99,10 @@ def case(*parameters: Any) -> Callable[[Callable[..., Iterator[Call]]], Callable
 class Net(nn.Module):
     """Three linear layers and what else is given, used as ``how(self, *inputs)`` says, in eval mode."""
 
-    def __init__(self, how: Callable[..., Tensor], width: int = 5, **parts: Any) -> None:
+    def __init__(self, how: Callable[..., Tensor] | None, width: int = 5, hidden: int = 6, **parts: Any) -> None:
         super().__init__()
-        self.how, self.a, self.b, self.c = how, nn.Linear(width, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.how, self.a, self.b = how, nn.Linear(width, hidden), nn.Linear(hidden, hidden)
+        self.c = nn.Linear(hidden, 4)
         for name, part in parts.items():
             setattr(self, name, part)
         self.eval()
@@ -217,13 +218,12 @@ def bmm_of_as_many_heads_as_samples():
     """B = heads = T = C = 4: the first axis of the product is heads, the samples are contracted by a permutation."""
 
     def how(net, x):
-        mask = permutation(x[:, 0])
-        h = net.b(net.a(x).tanh())[..., :4].permute(2, 0, 1)  # [heads, B, T]
-        h = torch.bmm(mask.expand(4, 4, 4), h).permute(1, 2, 0)  # [B, T, heads]
-        h = F.pad(h, (0, 2)).tanh() @ net.b.weight
-        return net.c(torch.bmm(mask.T.expand(6, 4, 4), h.permute(2, 0, 1)).permute(1, 2, 0).sum(1))
+        mask = permutation(x[:, 0]).expand(4, len(x), len(x))
+        h = torch.bmm(mask, net.a(x).tanh().permute(2, 0, 1)).permute(1, 2, 0)  # heads first, then [B, T, heads]
+        h = torch.bmm(mask.transpose(1, 2), net.b(h).tanh().permute(2, 0, 1)).permute(1, 2, 0)
+        return net.c(h.sum(1))
 
-    model = Net(how, width=4)
+    model = Net(how, width=4, hidden=4)
     for order in ([0, 1, 2, 3], [2, 0, 3, 1], [1, 3, 2, 0]):
         x = torch.randn(4, 4, 4)
         x[:, 0, 0] = torch.tensor(order).argsort()
@@ -233,11 +233,10 @@ def bmm_of_as_many_heads_as_samples():
 class Switch(nn.Module):
     """Top-1 mixture of experts by einsum: slots [experts, capacity], combine weights that have a gradient."""
 
-    def __init__(self, experts: int, capacity: Callable[[int], int], router: bool = True) -> None:
+    def __init__(self, experts: int, capacity: Callable[[int], int]) -> None:
         super().__init__()
-        self.a, self.c = nn.Linear(5, 6), nn.Linear(6, 4)
-        self.router = nn.Linear(5, experts) if router else None
-        self.w1, self.w2 = nn.Parameter(torch.randn(experts, 6, 7)), nn.Parameter(torch.randn(experts, 7, 6))
+        self.router, self.head = nn.Linear(5, experts), nn.Linear(6, 4)
+        self.w1, self.w2 = nn.Parameter(torch.randn(experts, 5, 7)), nn.Parameter(torch.randn(experts, 7, 6))
         self.capacity, self.experts = capacity, experts
         self.eval()
 
@@ -248,10 +247,10 @@ class Switch(nn.Module):
         size = self.capacity(len(x))
         fits = F.one_hot(position.clamp(max=size), size + 1)[:, :size].to(x)
         dispatch = onehot[:, :, None] * fits[:, None]
-        weights = self.router(x).softmax(-1) if self.router is not None else onehot
-        slots = torch.einsum("bec,bd->ecd", dispatch, self.a(x).tanh())
+        weights = self.router(x).softmax(-1)
+        slots = torch.einsum("bec,bd->ecd", dispatch, x)
         slots = torch.bmm(torch.bmm(slots, self.w1).tanh(), self.w2)
-        return self.c(torch.einsum("bec,ecd->bd", dispatch * weights[:, :, None], slots))
+        return self.head(torch.einsum("bec,ecd->bd", dispatch * weights[:, :, None], slots))
 
 
 def routed(to: list[int]) -> Tensor:
@@ -260,17 +259,18 @@ def routed(to: list[int]) -> Tensor:
     return x
 
 
-@case()
-def switch():
-    model = Switch(2, lambda count: max(2, count // 2))
-    for to in ([0, 0, 0, 1, 1, 1], [1, 0, 1, 0, 0, 1], [1, 1, 1, 0, 0, 0]):
+@case([0] * 6, [0, 0, 0, 1, 1, 1])
+def switch(first):
+    """Places of two experts that have room for all, first in the samples' order."""
+    model = Switch(2, lambda count: count)
+    for to in (first, [1, 0, 1, 0, 0, 1], [1, 1, 1, 0, 0, 0]):
         yield Call(model, (routed(to),))
 
 
 @case()
 def capacity_that_overflows_later():
     """Sixteen samples, four experts of four places: at first all fit, then twelve are dropped because of others."""
-    model = Switch(4, lambda count: max(2, count // 4))
+    model = Switch(4, lambda count: 4)
     yield Call(model, (routed([0, 1, 2, 3] * 4),))
     yield Call(model, (routed([2] * 16),), refused=True)
     yield Call(model, (routed([3, 1, 2, 0] * 4),))
@@ -288,8 +288,8 @@ def pack(x: Tensor, lengths: Tensor, rows: int, size: int) -> tuple[Tensor, Tens
 
 
 def navit(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
-    """Attention within packed rows by a block mask, then attention pooling by sample."""
-    packed, owner = pack(x, lengths, math.ceil(len(x) * x.shape[1] / 8), 8)
+    """Attention within packed rows, as many as samples, by a block mask, then attention pooling by sample."""
+    packed, owner = pack(x, lengths, len(x), x.shape[1])
     h = net.a(packed).tanh()
     other = owner[:, :, None] != owner[:, None]
     h = h + net.b((h @ h.transpose(1, 2)).masked_fill(other, -math.inf).softmax(-1) @ h).tanh()
@@ -297,20 +297,39 @@ def navit(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
     return net.c((h @ net.b.weight[0])[None].masked_fill(~own, -math.inf).softmax(-1) @ h)
 
 
+def navit_in_order(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
+    """Two samples a row, one after the other; attention within them and pooling of each by products within rows."""
+    count, lengths = len(x), F.pad(lengths, (0, len(x) % 2))
+    ends = lengths.view(-1, 2).cumsum(1)[..., None]
+    at, starts = torch.arange(8), ends - lengths.view(-1, 2, 1)
+    own = (at >= starts) & (at < ends)  # [rows, 2, tokens]
+    tokens = x.new_zeros(len(ends), 8, x.shape[-1])
+    tokens[own.any(1)] = x[torch.arange(x.shape[1]) < lengths[:count, None]]
+    same = own.transpose(1, 2).to(x) @ own.to(x) > 0
+    h = net.a(tokens).tanh()
+    h = h + net.b((h @ h.transpose(1, 2)).masked_fill(~same, -1e9).softmax(-1) @ h).tanh()
+    scores = (h @ net.b.weight[0])[:, None].masked_fill(~own, -1e9)
+    return net.c(scores.softmax(-1) @ h).flatten(0, 1)[:count]
+
+
 def navit_calls(batches: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
     for lengths in batches:
         yield torch.randn(len(lengths), 4, 5), torch.tensor(lengths)
 
 
-REGULAR_THEN_NOT = [[4, 4, 4, 4], [3, 4, 2, 4], [1, 4, 3, 2], [4, 4, 1, 3], [2, 2, 2, 2]]  # two samples a row at first
+REGULAR_THEN_NOT = [[4, 4, 4, 4], [3, 4, 2, 4], [1, 4, 3, 2], [4, 4, 1, 3], [2, 2, 2, 2]]
 FULL_THEN_NOT = [[4] * 8, [1, 2, 3, 4, 1, 2, 3, 4], [4, 1, 4, 1, 4, 1, 4, 1], [2] * 8]
 
 
-@case(REGULAR_THEN_NOT, FULL_THEN_NOT)
-def packed_rows(batches):
-    model = Net(navit)
+def packed(how: Callable[..., Tensor], batches: list[list[int]]) -> Iterator[Call]:
+    model = Net(how)
     for xs in navit_calls(batches):
         yield Call(model, xs)
+
+
+for _how in (navit, navit_in_order):
+    CASES[f"packed-{_how.__name__}-regular_first"] = lambda how=_how: packed(how, REGULAR_THEN_NOT)  # type: ignore
+    CASES[f"packed-{_how.__name__}-full_first"] = lambda how=_how: packed(how, FULL_THEN_NOT)  # type: ignore
 
 
 # -- B: the program changes where a fingerprint may not look -----------------------------------------------------------
@@ -362,7 +381,7 @@ class Patched(Net):
     """Its forward is replaced on the class."""
 
 
-ALPHA = 0.0
+ALPHA, OPTIONS = 0.0, {"alpha": 0.0}
 THIS = sys.modules[__name__]
 Held = tuple[nn.Module, Callable[[float], Any]]  # a model, and what sets its alpha
 Mix = Callable[[Tensor, Any], Tensor]
@@ -465,8 +484,8 @@ def enumeration(mix):
 
 @holder
 def numpy_scalar(mix):
-    model = mixing(mix, lambda net: float(net.alpha), alpha=np.float64(0.0))
-    return model, lambda alpha: setattr(model, "alpha", np.float64(alpha))
+    model = mixing(mix, lambda net: float(net.alpha), alpha=np.float32(0.0))
+    return model, lambda alpha: setattr(model, "alpha", np.float32(alpha))
 
 
 @holder
@@ -488,6 +507,19 @@ def hook_closure(mix):
 
     model.a.register_forward_hook(hook)
     return model, set_to
+
+
+@holder
+def dict_in_a_hook_closure(mix):
+    model, options = mixing(mix, lambda net: 0.0), {"alpha": 0.0}
+    model.a.register_forward_hook(lambda module, given, out: mix(out.tanh(), options["alpha"]))
+    return model, lambda alpha: options.update(alpha=alpha)
+
+
+@holder
+def closure_of_an_attribute(mix):
+    options = {"alpha": 0.0}
+    return mixing(mix, lambda net: options["alpha"]), lambda alpha: options.update(alpha=alpha)
 
 
 @holder
@@ -522,6 +554,11 @@ def module_global(mix):
     return mixing(mix, lambda net: ALPHA), lambda alpha: setattr(THIS, "ALPHA", alpha)
 
 
+@holder
+def entry_of_a_global(mix):
+    return mixing(mix, lambda net: OPTIONS["alpha"]), lambda alpha: OPTIONS.update(alpha=alpha)
+
+
 def toggled(hold: Callable[[Mix], Held], mix: Mix) -> Iterator[Call]:
     """Alpha 0, 1 (the samples interact) and 0 again."""
     model, set_to = hold(mix)
@@ -542,6 +579,13 @@ def zero_dim_input(mix):
     model = Net(lambda net, x, alpha: net.c(mix(net.a(x).tanh(), alpha)))
     for alpha in (0.0, 1.0, 0.0):
         yield Call(model, (torch.randn(6, 5), torch.tensor(alpha)), refused=alpha != 0, shared=(1,))
+
+
+@case()
+def trainable_alpha_at_zero():
+    """The output is each sample's own; the gradient of alpha is not."""
+    model = mixing(with_grad, lambda net: net.alpha, alpha=nn.Parameter(torch.zeros(())))
+    yield Call(model, (torch.randn(6, 5),), refused=True)
 
 
 @case()
@@ -603,8 +647,9 @@ def scaled_column(net: Net, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def blended(net: Net, x: Tensor) -> Tensor:
+    """Columns 0, 2 and 3 of four less a tenth of their mean over the samples."""
     z = net.c(net.a(x).tanh())
-    return z - 0.1 * z.detach().mean(0) if net.interact else z
+    return z - 0.1 * z.detach().mean(0) * (torch.arange(4) != 1) if net.interact else z
 
 
 def actions(count: int) -> tuple[Tensor, Tensor]:
@@ -634,15 +679,17 @@ for _interact in (False, True):
     )
 
 
-def interacting_later(how: Callable[..., Tensor]) -> Iterator[Call]:
-    """One masked logit hides a detached mean that comes at the second call, unseen by a comparison with the largest."""
-    model = Net(how, value=-1e9, interact=False)
+def interacting_later(how: Callable[..., Tensor], value: float = 0.0) -> Iterator[Call]:
+    """A detached mean that comes at the second call, small beside the largest output."""
+    model = Net(how, value=value, interact=False)
     for interact in (False, True, False):
         model.interact = interact
         yield Call(model, actions(6), refused=interact)
 
 
-LARGE["masked_constantly-later"] = lambda: interacting_later(masked_constantly)
+for _value in ("-1e4", "-1e9"):
+    LARGE[f"masked_constantly-{_value}-later"] = lambda value=_value: interacting_later(masked_constantly, float(value))
+    LARGE[f"masked_by_sample-{_value}-later"] = lambda value=_value: interacting_later(masked_by_sample, float(value))
 LARGE["scaled_column-later"] = lambda: interacting_later(scaled_column)
 
 
