@@ -126,8 +126,9 @@ def test_a_last_chunk_of_one_image(attention: bool) -> None:
 
 
 @pytest.mark.parametrize("mix", [cases.with_grad, cases.detached])
-def test_a_monitor_refuses_what_an_estimate_refuses(mix) -> None:
-    model, set_to = cases.buffer_in_place(mix)
+@pytest.mark.parametrize("hold", [cases.buffer_in_place, cases.buffer_replaced, cases.dictionary, cases.module_global])
+def test_a_monitor_refuses_what_an_estimate_refuses(hold, mix) -> None:
+    model, set_to = hold(mix)
     monitor = fastlr.LocalRedundancy(model, fastlr.TensorInputs(torch.randn(24, 5)), n=24, batch_size=8)
     before = monitor.measure().value
     set_to(1.0)

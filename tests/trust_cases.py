@@ -581,6 +581,15 @@ def zero_dim_input(mix):
         yield Call(model, (torch.randn(6, 5), torch.tensor(alpha)), refused=alpha != 0, shared=(1,))
 
 
+@case(with_grad, detached)
+def switched_by_data(mix):
+    model = Net(lambda net, x: net.c(mix(net.a(x).tanh(), (x.amax() > 10).to(x))))
+    for largest in (1.0, 20.0, 1.0):
+        x = torch.rand(6, 5)
+        x[2, 3] = largest
+        yield Call(model, (x,), refused=largest > 10)
+
+
 @case()
 def trainable_alpha_at_zero():
     """The output is each sample's own; the gradient of alpha is not."""
