@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import trust_cases as cases
+import trust_state as state
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -245,9 +246,9 @@ PLAIN = list(STAGES)
 
 GLOBAL = {"on": 0.0}
 TOGGLES: dict[str, Callable[..., Tensor]] = {
-    "with grad": cases.with_grad,
-    "detached": cases.detached,
-    "gradient only": cases.gradient_only,
+    "with grad": state.with_grad,
+    "detached": state.detached,
+    "gradient only": state.gradient_only,
     "flip features": lambda h, on: h.flip(int(1 + on)),
     "flip samples": lambda h, on: h.flip(int(1 - on)),
     "scale": lambda h, on: h * (1 + on),
