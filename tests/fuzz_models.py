@@ -319,8 +319,8 @@ def inputs_of(spec: Spec, batch: Batch) -> Inputs:
     """Inputs in the default dtype; regular: no padding, samples in order, one expert for all."""
     x, lengths = torch.randn(batch.count, spec.time, spec.width), torch.full((batch.count,), spec.time)
     if batch.regular:
-        x[:, 0, 0] = torch.arange(batch.count)
-        x[:, :, 1] += 10 + batch.count
+        x[:, 0, 0] = torch.arange(batch.count) / batch.count
+        x[:, :, 1] += 4
     else:
         lengths = torch.randint(1, spec.time + 1, (batch.count,))
     return Inputs(x, torch.arange(spec.time) < lengths[:, None])

@@ -50,7 +50,7 @@ def output_like(model: nn.Module, xs: tuple) -> Tensor:
 def check(call: Call) -> None:
     v = output_like(call.model, call.xs)
     want = truth(call.model, call.xs, v, call.shared)
-    assert want.interact == call.refused, "the case itself is not what it says"
+    assert want.apart > 1e-3 if call.refused else want.apart < 1e-9, "the case itself is not what it says"
     if call.refused:
         with pytest.raises(fastlr.InteractionError):
             norms(call.model, call.xs, v)
