@@ -1,13 +1,16 @@
 # Every target sets up its own environment on first use; later runs start at once.
 #   PYTHON=python3.12   the Python to build it with (3.11 or later)      VENV=folder   where it lives
+#   FUZZ=2000           how many random models make fuzz draws           FUZZ_SEED=n   draw those of an earlier run
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?=
+FUZZ ?= 2000
+FUZZ_SEED ?=
 DEPS = setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test test-long lint docs bench-peers clean
+.PHONY: demo test test-long fuzz lint docs bench-peers clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.stamp-demo
@@ -18,6 +21,9 @@ test: $(VENV)/.stamp-dev
 
 test-long: $(VENV)/.stamp-dev
 	$(VENV)/bin/python -m pytest -m long $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.stamp-dev
+	FASTLR_FUZZ=$(FUZZ) FASTLR_FUZZ_SEED=$(FUZZ_SEED) $(VENV)/bin/python -m pytest -m long tests/test_fuzz.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(VENV)/bin/ruff check .

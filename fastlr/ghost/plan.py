@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, InteractionError, ModelError
+from fastlr.checks import out_of_memory
+from fastlr.errors import FastlrError, InputError, InteractionError, ModelError
 from fastlr.ghost import adapt, ownership, program
 from fastlr.ghost.agreement import agree, low_precision, measured_noise, rounding
 from fastlr.ghost.execute import Structure
@@ -202,8 +203,10 @@ class Planner:
             trial = adapt.Batch(x, count, self.in_dim, option)
             try:
                 alike = self._alike(trial, z, count)
-            except (RuntimeError, ValueError, IndexError) as error:
-                failures.append(str(error).splitlines()[0])
+            except Exception as error:
+                if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
+                    raise
+                failures.append(f"{type(error).__name__}: {error}".splitlines()[0])  # a model may raise anything
                 continue
             if alike:
                 break
