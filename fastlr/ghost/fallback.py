@@ -61,6 +61,19 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
 def beside_copy(
     forward: Forward, sample: int, v: Tensor, out_dim: int, parameters: Mapping[str, Tensor], copies: int = 2
 ) -> tuple[Tensor, list[Tensor]]:
+    """`all_beside_copy` for one cotangent ``v``: the output row and squared norms."""
+    row, (norms,) = all_beside_copy(forward, sample, [v], out_dim, parameters, copies)
+    return row, norms
+
+
+def all_beside_copy(
+    forward: Forward,
+    sample: int,
+    cotangents: Sequence[Tensor],
+    out_dim: int,
+    parameters: Mapping[str, Tensor],
+    copies: int = 2,
+) -> tuple[Tensor, list[list[Tensor]]]:
     """Output row and exact squared norms (see `exact_grads`) of one sample, run beside copies whose cotangents are zero.
 
     Torch's backward formulas may be wrong for a batch of one, where the strides of a transposed view pass for another memory
@@ -69,24 +82,28 @@ def beside_copy(
     Args:
         forward: runs the model.
         sample: its number.
-        v: its cotangent, of size 1 along ``out_dim``.
+        cotangents: of the sample, each of size 1 along ``out_dim``; the norms come in their order.
         out_dim: the samples' axis of the output.
         parameters: by name.
         copies: how often it is run, itself included; 1 is alone.
     """
     z = forward([sample] * copies)
+    v, *_ = cotangents
     if z.shape[out_dim] != copies or z.narrow(out_dim, 0, 1).shape != v.shape:
         raise ModelError(
             f"sample {sample} gives an output of shape {tuple(z.shape)} where {copies} of it are run, in the batch "
             f"{tuple(v.shape)}; check in_dim= and out_dim="
         )
-    cotangent = torch.zeros_like(z, memory_format=torch.contiguous_format)
-    cotangent.narrow(out_dim, 0, 1).copy_(v)
     row = z.detach().narrow(out_dim, 0, 1)
     if not z.requires_grad:
         zero = torch.zeros((), dtype=torch.float64, device=z.device)
-        return row, [zero] * len(parameters)
-    return row, exact_grads(z, parameters, cotangent)
+        return row, [[zero] * len(parameters) for _ in cotangents]
+    norms = []
+    for k, v in enumerate(cotangents, 1):
+        beside = torch.zeros_like(z, memory_format=torch.contiguous_format)
+        beside.narrow(out_dim, 0, 1).copy_(v)
+        norms.append(exact_grads(z, parameters, beside, retain=k < len(cotangents)))
+    return row, norms
 
 
 class Singles:

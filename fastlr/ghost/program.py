@@ -203,8 +203,9 @@ def batch_norm_buffers(model: nn.Module, run: Callable[[], Any]) -> frozenset[in
         run: makes a forward pass of it.
     """
     uses = _Uses({id(b) for b in model.buffers()})
-    with uses:
-        run()
+    if any(b.is_floating_point() for b in model.buffers()):
+        with uses:
+            run()
     counters = {
         id(b)
         for m in model.modules()

@@ -28,7 +28,7 @@ from fastlr.errors import (
 from fastlr.ghost import adapt
 from fastlr.ghost.agreement import agree
 from fastlr.ghost.execute import Structure, sq_norms
-from fastlr.ghost.fallback import beside_copy
+from fastlr.ghost.fallback import all_beside_copy
 from fastlr.ghost.folded import FoldRefuted, parameters_of, weight_of
 from fastlr.ghost.fuse import OURS, Folding
 from fastlr.ghost.graph import CASTS, Graph, Use, walk
@@ -41,6 +41,7 @@ from fastlr.ghost.subjects import Subject, subjects, with_buffers_moved
 from fastlr.ghost.verify import every_layout, explained
 
 SAMPLES = 3
+SCALES = (-20, 20)  # powers of two of cotangents that gradients must follow
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
@@ -140,7 +141,6 @@ class Prover:
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = generic_cotangent(z)
         truth = self._truth(subject, batch, z, v, ledger)
-        self._linear(subject, batch, v, truth, ledger)
         if irregular:
             self._all_by_loop(ledger, irregular)
         else:
@@ -297,17 +297,17 @@ class Prover:
     # -- backward checks --------------------------------------------------------------------------------------------
 
     def _exact(
-        self, subject: Subject, batch: adapt.Batch, sample: int, v: Tensor, ledger: Ledger
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Output row and exact squared norms of one sample beside a copy of itself.
+        self, subject: Subject, batch: adapt.Batch, sample: int, cotangents: list[Tensor], ledger: Ledger
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """Output row and, for each cotangent, exact squared norms of one sample beside a copy of itself.
 
         A model that does not take two samples is run on the sample alone, one that does not take one on three copies.
         """
         failure: Exception | None = None
         for copies in (2, 1, SAMPLES):
             try:
-                own = v.narrow(self.out_dim, sample, 1)
-                row, norms = beside_copy(
+                own = [v.narrow(self.out_dim, sample, 1) for v in cotangents]
+                row, norms = all_beside_copy(
                     lambda s: self._forward(subject, batch, list(s)), sample, own, self.out_dim, subject.parameters, copies
                 )
             except (ModelError, RuntimeError, ValueError, IndexError) as error:
@@ -327,14 +327,18 @@ class Prover:
         """
         names = list(subject.parameters)
         truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=v.device) for name in names}
+        at_scales: list[list[Tensor]] = []
         for sample in range(SAMPLES):
-            row, norms = self._exact(subject, batch, sample, v, ledger)
+            scaled = [v * 2.0**e for e in SCALES] if sample == 0 and subject.dtype is not None else []
+            row, (norms, *others) = self._exact(subject, batch, sample, [v, *scaled], ledger)
             self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), row)
+            at_scales += others
             for name, norm in zip(names, norms, strict=True):
                 truth[name][sample] = norm
         if not torch.isfinite(torch.stack(list(truth.values()))).all():
             bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
             raise NonFiniteError(f"the gradient of parameter {bad} is not finite on three samples of the inputs")
+        self._linear(torch.stack([norms[0] for norms in truth.values()]), at_scales)
         return truth
 
     def _layouts(self, graph: Graph, structure: Structure, z: Tensor, v: Tensor) -> dict[Place, list[Layout]]:
@@ -424,15 +428,11 @@ class Prover:
                     route, 0.0 if name in lost else gap, alive, kinds, axes, reason
                 )
 
-    def _linear(
-        self, subject: Subject, batch: adapt.Batch, v: Tensor, truth: dict[str, Tensor], ledger: Ledger
-    ) -> None:
-        """Require of the first sample on a copy in float64 that its gradients scale as the cotangent does."""
-        if subject.dtype is None:
-            return
-        want = torch.stack([norms[0] for norms in truth.values()])
-        for exponent in (-20, 20):
-            scaled = torch.stack(self._exact(subject, batch, 0, v * 2.0**exponent, ledger)[1]) * 4.0**-exponent
+    @staticmethod
+    def _linear(want: Tensor, at_scales: list[list[Tensor]]) -> None:
+        """Require that a sample's gradients scale as the cotangent does: of squared norms at SCALES, if any were taken."""
+        for exponent, norms in zip(SCALES, at_scales, strict=False):
+            scaled = torch.stack(norms) * 4.0**-exponent
             if not bool(((scaled - want).abs() <= 1e-6 * want.sum()).all()):
                 raise NonlinearBackwardError(
                     f"gradients do not scale as the output's do: 2^{exponent} times the one does not give 2^{exponent} "

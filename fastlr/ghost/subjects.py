@@ -42,8 +42,13 @@ class Subject:
         return adapt.call_with(self.model, self.tensors, x, dtype=self.dtype)
 
 
+def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal noise like ``t``, in float64 of a float32's digits: drawn three times as fast."""
+    return torch.randn(t.shape, generator=generator).to(t.device, torch.float64)
+
+
 def _perturbed(t: Tensor, scale: float, generator: torch.Generator) -> Tensor:
-    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+    noise = _noise(t, generator)
     width = 0.3 / math.sqrt(max(1, t[0].numel())) if t.ndim > 1 else 0.1
     return (t.detach().double() + scale * width * noise) if t.is_floating_point() else t.detach().clone()
 
@@ -51,7 +56,7 @@ def _perturbed(t: Tensor, scale: float, generator: torch.Generator) -> Tensor:
 def _perturbed_buffer(t: Tensor, name: str, scale: float, generator: torch.Generator) -> Tensor:
     if not t.is_floating_point():
         return t.detach().clone()
-    noise = torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+    noise = _noise(t, generator)
     new = t.detach().double() * torch.exp(0.1 * scale * noise)  # keeps signs, zeros and infinities
     return new + 0.1 * scale * noise if name.endswith("running_mean") else new
 
@@ -86,8 +91,7 @@ def with_buffers_moved(
     tensors = {n: _moved(p, n, parameters, scale, generator) for n, p in model.named_parameters()}
     tensors |= {n: _perturbed_buffer(b, n, scale, generator) for n, b in model.named_buffers()}
     for n in zero:
-        noise = torch.randn(held[n].shape, generator=generator, dtype=torch.float64).to(held[n].device)
-        tensors[n] = noise.abs() + 0.1
+        tensors[n] = _noise(held[n], generator).abs() + 0.1
     return Subject("float64 copy with zero buffers moved", model, tensors, {n: tensors[n] for n in parameters}, torch.float64)
 
 
