@@ -189,6 +189,26 @@ def _line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+def repair_interpreter() -> None:
+    """Repair Triton 3.6's interpreter for NumPy 2.4, before kernels run in it.
+
+    ``range()`` over a run-time value makes a Python integer of an array of one element, which NumPy no longer allows.
+    Kernels need such loops: Triton pipelines the loads of ``range``, not of ``while``.
+    """
+    from triton.runtime import interpreter
+
+    plain: Any = interpreter._patch_lang_tensor
+    if getattr(plain, "repaired", False):
+        return
+
+    def patched(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patched.repaired = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patched
+
+
 def kernels(only: Collection[str] | None = None) -> list[Finding]:
     """Hold every kernel to plain torch on the small calls of `fastlr.kernel_cases`: a finding for each op and dtype.
 
@@ -207,6 +227,8 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
         why = "no GPU: the kernels run in Triton's interpreter only" if ops.has_triton() else "Triton is not installed"
         remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (float32 only, about a minute)"
         return [Finding("kernels", False, why, "they are not compared with plain torch", remedy)]
+    if not gpu:
+        repair_interpreter()
     device = torch.device("cuda" if gpu else "cpu")
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if gpu else (torch.float32,)
     names = [name for name in ops.TABLE if "triton" in ops.backends(name) and (only is None or name in only)]
