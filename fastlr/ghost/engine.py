@@ -202,7 +202,7 @@ class Engine(Planner):
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
-        self._last = self._flags()
+        self._compared, self._last = False, self._flags()
         program_now = program.fingerprint(self.model, self._free_buffers(x))
         sizes = self._slice_key(x, 1)
         with unfolded() if sizes in self._single else nullcontext():
@@ -274,7 +274,7 @@ class Engine(Planner):
             return plan or ShapePlan({}), plan is None
         fresh = plan is None
         if plan is None or plan.by_data or self.audits.failed:
-            self._batch(x, z, count, compare=not fresh)  # do samples interact that did not before?
+            self._batch(x, z, count, compare=not self._compared)  # do samples interact that did not before?
             plan = self._layouts(graph, state, z, fresh=fresh)
         if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up
             state.plans.clear()
@@ -419,6 +419,7 @@ class Engine(Planner):
             )
             for j in range(count)
         ]
+        self.ledger.notes += [note for note in self._singles.notes if note not in self.ledger.notes]
         return dict(zip(chosen, torch.stack([torch.stack(row) for row in rows], 1), strict=True))
 
     def _single_key(self, batch: adapt.Batch, chosen: Iterable[str]) -> tuple:

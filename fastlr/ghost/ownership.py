@@ -81,8 +81,8 @@ _list(
     "ClampMaxBackward1 ClampMin ClampMinBackward1 Clone Copysign CopyBackwards Cos Cosh Div DivBackward1 DivBackward2 Elu Erf "
     "Erfc Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu "
     "Lerp LerpBackward1 Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill MaskedFillBackward1 "
-    "Maximum Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 PowBackward2 PreluKernel Reciprocal Relu "
-    "Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu Sin Sinc Sinh Softplus Softshrink SpecialNdtri "
+    "Maximum Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 PowBackward2 PreluKernel Reciprocal "
+    "Relu Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu Sin Sinc Sinh Softplus Softshrink SpecialNdtri "
     "Sqrt Sub SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy GateBackward",
     _elementwise,
 )

@@ -76,6 +76,7 @@ class Planner:
         self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
         self.proofs = 0
         self.comparisons = 0
+        self._compared = False  # whether this batch's outputs were
 
     @property
     def model(self) -> nn.Module:
@@ -197,6 +198,7 @@ class Planner:
         if count == 1 or (known is not None and not compare):
             return batch
         self.comparisons += 1
+        self._compared = True
         failures = []
         options = [batch.batched] + [[i for i in batch.batched if i != drop] for drop in batch.batched if known is None]
         for option in filter(None, options):
@@ -273,7 +275,7 @@ class Planner:
         told = {place: held for place, held in options.items() if place in known}
         layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
         v = generic_cotangent(z)
-        if fresh:  # what the graph tells is held to the marks once
+        if fresh and not (by_data and state.plans):  # what the graph tells is held to the marks once
             confirmed = explained(graph, structure, z, v, self.out_dim, told)
             for place in [place for place, held in confirmed.items() if not held]:
                 options |= {place: every_layout(graph, structure, count)[place]}
@@ -295,4 +297,8 @@ class Planner:
             by_data = ""
         if any(graph.keys[use.child] in ledger.varying for use in structure.uses):
             by_data = by_data or "data among what is computed of parameters"
-        return ShapePlan(layouts, by_data or ledger.by_data)
+        by_data = by_data or ledger.by_data
+        note = f"rows are found and outputs compared anew in every batch: {by_data.removesuffix('Backward0')}"
+        if by_data and note not in ledger.notes:
+            ledger.notes.append(note)
+        return ShapePlan(layouts, by_data)
