@@ -116,7 +116,7 @@ class Engine(Planner):
                 self._distrust(failure)
                 continue
             except FoldRefuted as error:
-                self.folding.give_up(error.names, error.reason)
+                self.folding.give_up(error.names, error.reason) if error.names else self.folding.disable(error.reason)
                 continue
             except (InputError, NonFiniteError):
                 raise

@@ -173,8 +173,12 @@ class Folding(TorchFunctionMode):
         if not names and self.replaced:
             self.literal = reason
         elif not names:
-            self.disabled = reason
-            self._forget()
+            self.disable(reason)
+
+    def disable(self, reason: str) -> None:
+        """Run the model as it is from now on."""
+        self.disabled = reason
+        self._forget()
 
     def dtype_of(self, x: Tensor) -> torch.dtype:
         """Dtype of a convolution's result here and now."""

@@ -102,8 +102,8 @@ def candidates(shape: torch.Size, count: int) -> list[Regular]:
         if size % count:
             continue
         rest = size // count
-        divisors = [k for k in range(1, rest + 1) if rest % k == 0] if rest <= 1 << 16 else [1, rest]
-        found += [Regular(dim, k, rest // k) for k in divisors]
+        small = [k for k in range(1, math.isqrt(rest) + 1) if rest % k == 0] if rest <= 1 << 16 else [1]
+        found += [Regular(dim, k, rest // k) for k in sorted({*small, *(rest // k for k in small)})]
     return found
 
 

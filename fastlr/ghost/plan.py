@@ -15,7 +15,7 @@ from fastlr.errors import FastlrError, InputError, InteractionError, ModelError
 from fastlr.ghost import adapt, ownership, program
 from fastlr.ghost.agreement import agree, low_precision, measured_noise, rounding
 from fastlr.ghost.execute import Structure
-from fastlr.ghost.folded import FoldRefuted
+from fastlr.ghost.folded import FoldRefuted, refuse_parts_of_samples
 from fastlr.ghost.fuse import Folding, unfolded
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.layout import Layout
@@ -127,6 +127,7 @@ class Planner:
             return bool(unproven) or not any(absent <= tested for tested in [frozenset[str](), *ledger.absent])
 
         if fresh or open_questions():
+            refuse_parts_of_samples(graph, ownership.trace(graph, z, self.out_dim)[0])  # needs no proof
             batch = self._batch(x, z, count)
             generator = torch.Generator().manual_seed(5)
             prover = Prover(self.model, self.parameters, self.output, self.out_dim, self.folding)
@@ -135,8 +136,8 @@ class Planner:
                     break
                 samples = [(start + k) % count for k in range(min(count, SAMPLES))]
                 chosen = adapt.Batch(batch.pick(samples), len(samples), self.in_dim, batch.batched)
-                prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=start)
                 self.proofs += 1
+                prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=start)
                 unproven = self._unproven(graph, ledger)
             for name in unproven:
                 if count == 1 and name in ledger.parameters:
@@ -276,9 +277,10 @@ class Planner:
         layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
         v = generic_cotangent(z)
         if fresh and not (by_data and state.plans):  # what the graph tells is held to the marks once
-            confirmed = explained(graph, structure, z, v, self.out_dim, told)
-            for place in [place for place, held in confirmed.items() if not held]:
-                options |= {place: every_layout(graph, structure, count)[place]}
+            confirmed = explained(graph, structure, z, v, self.out_dim, {place: told.get(place, []) for place in options})
+            options = {place: options[place] for place in confirmed}  # no gradient arrives at the others
+            for place in [place for place, held in confirmed.items() if not held and place in told]:
+                options |= {place: every_layout(graph, place, count)}
                 by_data = by_data or "a hook of a gradient"
                 del told[place]
         open_ones = {place: held for place, held in options.items() if place not in told}

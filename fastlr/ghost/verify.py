@@ -32,7 +32,7 @@ def explained(
         z: the output.
         v: a dense cotangent: one with zeros would leave rows undecided.
         out_dim: the samples' axis of the output.
-        options: layouts by place, likelier ones first; places without are not looked at.
+        options: layouts by place, likelier ones first; an empty list asks only whether a gradient arrives.
     """
     count = z.shape[out_dim]
     regular = not any(isinstance(o, Ragged) for held in options.values() for o in held)
@@ -51,14 +51,10 @@ def explained(
     return found
 
 
-def every_layout(graph: Graph, structure: Structure, count: int) -> dict[Place, list[Layout]]:
-    """All layouts that the outputs of uses could have: regular ones, then rows in any order."""
-    found: dict[Place, list[Layout]] = {}
-    for node in structure.by_node:
-        for output in range(graph.outputs(node)):
-            shape = graph.shape(node, output)
-            found[node, output] = [*candidates(shape, count), *_any_order(shape)]
-    return found
+def every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
+    """All layouts that an output could have: regular ones, then rows in any order."""
+    shape = graph.shape(*place)
+    return [*candidates(shape, count), *_any_order(shape)]
 
 
 def likely_layouts(
