@@ -23,7 +23,7 @@ from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.execute import Rerouted, sq_norms
 from fastlr.ghost.fallback import Singles, beside_copy
 from fastlr.ghost.folded import FoldRefuted
-from fastlr.ghost.fuse import unfolded
+from fastlr.ghost.fuse import uncompiled, unfolded
 from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.plan import KEPT, Plan, Planner, ShapePlan, State
@@ -261,8 +261,10 @@ class Engine(Planner):
             if len(self._free) > KEPT:
                 self._free.clear()
             given = adapt.copied(x)
-            run = lambda: adapt.forward(self.model, given, self.output)  # noqa: E731
-            self._free[self._last] = program.batch_norm_buffers(self.model, run)
+            with uncompiled():
+                self._free[self._last] = program.batch_norm_buffers(
+                    self.model, lambda: adapt.forward(self.model, given, self.output)
+                )
         return self._free[self._last]
 
     def _shape_plan(
