@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class Engine(Planner):
         kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
         with torch.inference_mode(False), adapt.quiet_rng(device), kept:
             try:
-                with emptied(self._caches(x)):
+                with self.without_caches(x):
                     return self._attempt(x, cotangent)
             except Exception:
                 self.folding.literal = literal  # it was not the folding's fault
@@ -159,6 +159,10 @@ class Engine(Planner):
         """Plan and prove for these inputs, with a random cotangent, and return what was found."""
         self.run(x, generic_cotangent)
         return self.ledger
+
+    def without_caches(self, x: Any) -> AbstractContextManager[None]:
+        """Within this context the model runs without what earlier forward passes have left in it (see `_caches`)."""
+        return emptied(self._caches(x))
 
     def _caches(self, x: Any) -> list[tuple[nn.Module, str]]:
         """Dicts of tensors in the model that forward passes of ours run without: caches of what its parameters give.

@@ -97,11 +97,11 @@ class Planner:
         return self._ledgers[self._last] if self._last in self._ledgers else Ledger()
 
     def _flags(self) -> tuple:
-        model = self.model
+        model, kind = self.model, next(iter(self.parameters.values())).device.type
         return (
             tuple(m.training for m in model.modules()),
             tuple((n, p.dtype) for n, p in self.parameters.items()),
-            torch.is_autocast_enabled(next(iter(self.parameters.values())).device.type),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             program.hook_programs(model),
         )
 
