@@ -68,7 +68,6 @@ class Engine(Planner):
         self._writes_inputs: bool | None = None  # None: not known yet
         self._buffers = BufferKeeper()
         self._plan: Plan | None = None
-        self._free: dict[tuple, frozenset[int]] = {}
         self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
         self._singles = Singles()
         self.audits = Audits()
@@ -240,7 +239,7 @@ class Engine(Planner):
         key, state = self._state(graph, x, z, count)
         plan, fresh = self._shape_plan(graph, state, key, x, z, count)
         spot = None
-        if count > 1 and self.audits.due(fresh=fresh):
+        if count > 1 and self.audits.due(fresh=fresh or self._hooked):
             with self.audits.timed():
                 spot = self._exact_of_one(x, z, v, count, fresh=fresh)
         sums: dict[str, Tensor] = {}
@@ -261,15 +260,15 @@ class Engine(Planner):
     def _free_buffers(self, x: Any) -> frozenset[int]:
         """Buffers that the forward pass uses as running statistics only, so that their values change nothing of a plan."""
         assert self._last is not None
-        if self._last not in self._free:
-            if len(self._free) > KEPT:
-                self._free.clear()
+        if self._last not in self._observed:
+            if len(self._observed) > KEPT:
+                self._observed.clear()
             given = adapt.copied(x)
             with uncompiled():
-                self._free[self._last] = program.batch_norm_buffers(
+                self._observed[self._last] = program.observed(
                     self.model, lambda: adapt.forward(self.model, given, self.output)
                 )
-        return self._free[self._last]
+        return self._observed[self._last][0]
 
     def _shape_plan(
         self, graph: Graph, state: State, key: tuple, x: Any, z: Tensor, count: int
@@ -341,11 +340,8 @@ class Engine(Planner):
             want = output.narrow(self.out_dim, j, 1)
             right = agree(want, row, close, self._noise_of(batch, count), self.out_dim)
             norms = dict(zip(self.parameters, exact, strict=True))
-            total = torch.stack(exact).sum()
             found = dict(zip(self.parameters, table[:, j] / scale[j], strict=True))
-            wrong = [n for n in norms if not self._agrees(found[n], norms[n], total)]
-            noise = self._norm_noise(batch, v, j, norms) if wrong else {}
-            right = right and all(self._agrees(found[n], norms[n], total, noise.get(n)) for n in wrong)
+            right = right and not self._refuted(found, norms, x, batch, v, j)
         self.audits.passed += right
         return right
 
@@ -504,10 +500,8 @@ class Engine(Planner):
         j, exact = spot
         self.audits.passed += 1
         total = torch.stack(list(exact.values())).sum()
-        wrong = [name for name, value in norms.items() if not self._agrees(value[j], exact[name], total)]
-        if wrong:
-            rounding_of = self._norm_noise(self._batch(x, z, count), v, j, exact)
-            wrong = [n for n in wrong if not self._agrees(norms[n][j], exact[n], total, rounding_of.get(n))]
+        found = {name: value[j] for name, value in norms.items()}
+        wrong = self._refuted(found, exact, x, self._batch(x, z, count), v, j)
         if not wrong:
             return {}
         gaps = {name: float((norms[name][j] - exact[name]).abs() / total) for name in wrong}
@@ -519,6 +513,35 @@ class Engine(Planner):
             proof = self.ledger.parameters[name]
             proof.route, proof.reason = "loop", f"audit of a sample: off by {gaps[name]:.1e} of its total"
         return {name: self.parameters[name] for name in wrong}
+
+    def _refuted(
+        self, found: dict[str, Tensor], exact: dict[str, Tensor], x: Any, batch: adapt.Batch, v: Tensor, j: int
+    ) -> list[str]:
+        """Parameters whose squared norms for sample j are not the exact ones, by more than rounding explains."""
+        total = torch.stack(list(exact.values())).sum()
+        wrong = [name for name, value in found.items() if not self._agrees(value, exact[name], total)]
+        if wrong:
+            noise = self._norm_noise(batch, v, j, exact)
+            wrong = [n for n in wrong if not self._agrees(found[n], exact[n], total, noise.get(n))]
+        if wrong and v.dtype != torch.float64:
+            within = self._within(x, v, j)
+            loose = max(0.01, 2 * self._close(v))
+            wrong = [
+                n
+                for n in wrong
+                if not (self._agrees(found[n], within[n], total) and norms_agree(within[n], exact[n], total, loose))
+            ]
+        return wrong
+
+    def _within(self, x: Any, v: Tensor, j: int) -> dict[str, Tensor]:
+        """Exact squared norms of sample j within the batch as it is measured, the other cotangents zero.
+
+        In few digits an activation near a kink may fall on its other side where the sample is alone: outputs then agree
+        but for rounding, gradients less.
+        """
+        cotangent = torch.zeros_like(v)
+        cotangent.narrow(self.out_dim, j, 1).copy_(v.narrow(self.out_dim, j, 1))
+        return dict(zip(self.parameters, exact_grads(self._forward(x), self.parameters, cotangent), strict=True))
 
     def _norm_noise(self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]) -> dict[str, Tensor]:
         """How far the exact squared norms of a sample are off by rounding, from float64; empty if nobody can tell."""

@@ -161,7 +161,8 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Lay
 
     ``plain`` [size of the layout's axis] and ``marked`` [passes, size] are row sums.
     """
-    alive = plain > plain.max() * 1e-12 if plain.numel() else plain.bool()
+    noise = max(1e-12, marks.tolerance**3)  # sums that are nothing but rounding, in parts of the largest: they belong to nobody
+    alive = plain > plain.max() * noise if plain.numel() else plain.bool()
     if isinstance(layout, Regular):
         expected = plain * marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
         wrong = (marked - expected).abs() > marks.tolerance * expected

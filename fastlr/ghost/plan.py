@@ -73,6 +73,7 @@ class Planner:
         self._states: dict[tuple, State] = {}
         self._slices: dict[tuple, list[int]] = {}
         self._last: tuple | None = None
+        self._observed: dict[tuple, tuple[frozenset[int], bool]] = {}  # by flags, see program.observed
         self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
         self.proofs = 0
         self.comparisons = 0
@@ -95,6 +96,11 @@ class Planner:
     def ledger(self) -> Ledger:
         """What was proven for the model as the last call found it."""
         return self._ledgers[self._last] if self._last in self._ledgers else Ledger()
+
+    @property
+    def _hooked(self) -> bool:
+        """Whether hooks may move gradients between rows, which no graph shows."""
+        return self.ledger.hooked or (self._last in self._observed and self._observed[self._last][1])
 
     def _flags(self) -> tuple:
         model, kind = self.model, next(iter(self.parameters.values())).device.type
@@ -272,6 +278,8 @@ class Planner:
         """Layouts of all uses, told by the graph or found in this batch; parameters where none holds go to the loop."""
         ledger, structure, count = self.ledger, state.structure, z.shape[self.out_dim]
         known, by_data = ownership.trace(graph, z, self.out_dim)
+        if self._hooked:
+            known, by_data = {}, "a hook of a gradient"
         options = likely_layouts(graph, structure, ledger, count, known)
         told = {place: held for place, held in options.items() if place in known}
         layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
@@ -281,7 +289,7 @@ class Planner:
             options = {place: options[place] for place in confirmed}  # no gradient arrives at the others
             for place in [place for place, held in confirmed.items() if not held and place in told]:
                 options |= {place: every_layout(graph, place, count)}
-                by_data = by_data or "a hook of a gradient"
+                ledger.hooked, by_data = True, "a hook of a gradient"
                 del told[place]
         open_ones = {place: held for place, held in options.items() if place not in told}
         found = explained(graph, structure, z, v, self.out_dim, open_ones) if open_ones else {}
