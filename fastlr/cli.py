@@ -206,11 +206,13 @@ def estimate(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    kernels: Annotated[bool, typer.Option("--kernels", help="Also hold every GPU kernel to plain torch.")] = False,
+) -> None:
     """Say what fastlr finds on this machine, what is missing, what that costs and the remedy."""
     from fastlr.doctor import main as examine_and_print
 
-    examine_and_print()
+    examine_and_print(kernels)
 
 
 @app.command()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    import torch
 
 OPTIONAL = {
     "timm": ("timm/... model names are unknown", "pip install 'fastlr[models]'"),
@@ -185,9 +189,89 @@ def _line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def main() -> int:
-    """Print the findings; always 0, since fastlr runs without everything but torch."""
+def repair_interpreter() -> None:
+    """Repair Triton 3.6's interpreter for NumPy 2.4, before kernels run in it.
+
+    ``range()`` over a run-time value makes a Python integer of an array of one element, which NumPy no longer allows.
+    Kernels need such loops: Triton pipelines the loads of ``range``, not of ``while``.
+    """
+    from triton.runtime import interpreter
+
+    plain: Any = interpreter._patch_lang_tensor
+    if getattr(plain, "repaired", False):
+        return
+
+    def patched(tensor: Any, scope: Any) -> None:
+        plain(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patched.repaired = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patched
+
+
+def kernels(only: Collection[str] | None = None) -> list[Finding]:
+    """Hold every kernel to plain torch on the small calls of `fastlr.kernel_cases`: a finding for each op and dtype.
+
+    On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 and on one call in ten, as it
+    takes seconds for each. Otherwise the one finding says how.
+
+    Args:
+        only: these ops; default: all.
+    """
+    import torch
+
+    from fastlr import ops
+
+    gpu = torch.cuda.is_available()
+    if not ops.has_triton() or not (gpu or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")):
+        why = "no GPU: the kernels run in Triton's interpreter only" if ops.has_triton() else "Triton is not installed"
+        remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (float32 only, about a minute)"
+        return [Finding("kernels", False, why, "they are not compared with plain torch", remedy)]
+    if not gpu:
+        repair_interpreter()
+    device = torch.device("cuda" if gpu else "cpu")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) if gpu else (torch.float32,)
+    names = [name for name in ops.TABLE if "triton" in ops.backends(name) and (only is None or name in only)]
+    return [_kernel(name, device, dtype) for name in names for dtype in dtypes]
+
+
+def _kernel(name: str, device: torch.device, dtype: torch.dtype) -> Finding:
+    """One op in one dtype."""
+    from fastlr import kernel_cases, kernel_checks, ops
+
+    title = f"{name}, {str(dtype).removeprefix('torch.')}"
+    if name.startswith("shape_images"):
+        images = [{**options, "dtype": dtype} for options in kernel_cases.IMAGES]
+        wrong = [str(options["size"]) for options in images if not ops.images_agree(device, options)]
+        return _compared(title, len(images), wrong, 0.0)
+    calls = list(kernel_cases.CASES[name]().items())[:: 1 if device.type == "cuda" else 10]
+    wrong, worst, count = [], 0.0, 0
+    for case, args in calls:
+        given = kernel_cases.moved(name, args, device, dtype)
+        try:
+            result = ops.get(name, "triton")(*given)
+            if result is NotImplemented:
+                continue
+            found = kernel_checks.compared(ops.get(name, "triton"), ops.twin(name), given, ops.SAMPLES[name], result)
+        except Exception as error:  # a kernel that does not compile or run is a finding
+            wrong.append(f"{case} ({type(error).__name__}: {_line(error)})")
+            continue
+        count, worst = count + 1, max(worst, found.share)
+        if found.share > 1:
+            wrong.append(f"{case} (off by {found.relative:.2g})")
+    return _compared(title, count, wrong, worst)
+
+
+def _compared(title: str, count: int, wrong: list[str], worst: float) -> Finding:
+    if not wrong:
+        return Finding(title, True, f"{count} calls as plain torch, at most {worst:.2g} of the deviation allowed")
+    cost = "plain torch serves where a first call shows it, slower"
+    return Finding(title, False, f"wrong: {', '.join(wrong)}", cost, "please report this table")
+
+
+def main(with_kernels: bool = False) -> int:
+    """Print the findings, on request those of the kernels too; always 0, since fastlr runs without all but torch."""
     from rich.console import Console
 
-    Console(file=sys.stdout).print(as_table(examine()))
+    Console(file=sys.stdout).print(as_table(examine() + (kernels() if with_kernels else [])))
     return 0

@@ -1,6 +1,6 @@
 """Small calls of every op that has a kernel: odd sizes, memory formats and strides, each kind of tile and of split.
 
-What the tests, ``fastlr doctor --kernels`` and the benchmarks hold the kernels to plain torch and the definitions on.
+What the tests and ``fastlr doctor --kernels`` hold the kernels to their definitions and to plain torch on.
 """
 
 from __future__ import annotations

@@ -46,9 +46,9 @@ def sums_kernel(
     g += sample * g_sample + lead * g_outer_kept
     if x is not None:
         x += sample * x_sample + lead * x_outer_kept
-    out = sample * (outer_kept * kept) + lead * out_outer + k * out_kept
     if centre is not None:
-        middle = tl.load(centre + out, k < kept, 0.0).to(tl.float32)
+        own = sample * (outer_kept * kept) + lead * out_outer + k * out_kept
+        middle = tl.load(centre + own, k < kept, 0.0).to(tl.float32)
     if sum_g is not None:
         plain = tl.zeros([KEPT, SUMMED], tl.float32)
     if sum_gx is not None:
@@ -76,7 +76,7 @@ def sums_kernel(
                 other *= tl.load(factor + place, s < summed, 0.0).to(tl.float32)[None, :]
             product += value * other
         step += 1
-    out += split.to(tl.int64) * samples * (outer_kept * kept)
+    out = (split * samples + sample) * (outer_kept * kept) + lead * out_outer + k * out_kept
     if sum_g is not None:
         tl.store(sum_g + out, tl.sum(plain, 1), k < kept)
     if sum_gx is not None:

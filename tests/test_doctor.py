@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from fastlr import doctor
+from fastlr import doctor, kernel_cases, ops
 from fastlr.cli import main
 
 
@@ -106,3 +106,45 @@ def test_a_gpu_is_named(monkeypatch):
 @pytest.mark.parametrize("findings", [[doctor.Finding("torch", True, "2")]])
 def test_nothing_missing(findings):
     assert "Nothing is missing." in text(findings)
+
+
+# -- kernels -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_says_how_kernels_are_run(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert main(["doctor", "--kernels"]) == 0
+    assert "TRITON_INTERPRET=1 fastlr doctor --kernels" in " ".join(capsys.readouterr().out.split())
+
+
+def test_wrong_kernels_are_findings(monkeypatch):
+    """The twins in the kernels' place, one of them spoilt, one that does not run."""
+    plain = ops.get
+
+    def get(name, backend):
+        def kernel(*args):
+            if name == "gate_grad":
+                raise RuntimeError("PassManager::run failed")
+            result = plain(name, "torch")(*args)
+            return 1.01 * result if name == "embedding_sq_norms" else result
+
+        return kernel if backend == "triton" else plain(name, backend)
+
+    monkeypatch.setattr(ops, "get", get)
+    monkeypatch.setattr(ops, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = ("channel_sums", "embedding_sq_norms", "gate_grad", "activation_grad")
+    found = {finding.name.split(",")[0]: finding for finding in doctor.kernels(names)}
+    assert list(found) == [name for name in ops.TABLE if name in names]
+    assert found["channel_sums"].found and found["activation_grad"].found
+    assert "calls as plain torch" in found["channel_sums"].detail
+    assert not found["embedding_sq_norms"].found and "off by" in found["embedding_sq_norms"].detail
+    assert not found["gate_grad"].found and "PassManager" in found["gate_grad"].detail
+
+
+def test_every_kernel_has_cases():
+    assert {name for name in ops.TABLE if "triton" in ops.backends(name)} == {
+        *kernel_cases.CASES, "shape_images", "shape_images_from", "shape_images_at"
+    }  # fmt: skip

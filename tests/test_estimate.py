@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fastlr import kernel_checks, ops
+from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.estimate import (
     CHECK_EVERY,
@@ -484,3 +488,23 @@ def test_memorization_bounds():
     ):
         with pytest.raises(InputError):
             regression_memorization_bound(*bad)
+
+
+def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank tells of one that it does not trust: this one leaves it to plain torch too, and measures anew."""
+    monkeypatch.setattr(ops, "_held", kernel_checks.Held())
+    members, told, spans = Team(), [["gate_grad", "some kind"]], []
+
+    def share(message: Any) -> list[Any]:
+        asked = isinstance(message, list) and len(message) == 4
+        return [message, [True, told or message[1], *message[2:]]] if asked else [message]
+
+    monkeypatch.setattr(members, "share", share)
+    monkeypatch.setattr(sys.modules["fastlr.estimate"], "team", lambda: members)
+    estimator = LocalRedundancy(nn.Linear(12, 3), TensorInputs(torch.randn(4, 12)), 4)
+    measured = estimator._measure_span
+    monkeypatch.setattr(estimator, "_measure_span", lambda *span: (spans.append(span[:2]), measured(*span))[1])
+    first = estimator.measure()
+    assert spans == [(0, 4)] * 2 and ops.switched_off() == told
+    told = []
+    assert estimator.measure().value == first.value and len(spans) == 3

@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr import kernel_checks, ops, torch_conv, torch_folded
 from fastlr.checks import gathered
 from fastlr.errors import FastlrWarning
+from fastlr.ghost.fixed_norm import NODE, FixedNorm
+from fastlr.ghost.layout import Regular
+from fastlr.ghost.rules import RULES, Site
 from fastlr.kernel_cases import CONVOLUTIONS, convolution, draw
 from fastlr.reference.folded import ACTIVATIONS
 from fastlr.torch_ops import square_sum
@@ -250,6 +254,50 @@ def test_folded_backward_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_folded, "SLICE_BYTES", 1)
     for a, b in zip(whole, ops.run("folded_conv_backward", *args), strict=True):
         torch.testing.assert_close(a, b)
+
+
+# -- digits that are not lost ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_products_of_small_sums_are_not_zero(rows: int) -> None:
+    """In float32 the product of the two sums of squares would be."""
+    a, g = (1e-12 * draw(2, 1, rows, 80, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    got, want = (ops.get("linear_sq_norms", backend)(a, g) for backend in ("torch", "reference"))
+    assert float(want.max()) < 1e-42
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["group", "batch", "batch of vectors", "fixed"])
+def test_norm_layers_keep_their_digits_where_means_are_large(kind: str) -> None:
+    """Inputs around 1e4, which are the same numbers in float32 and float64; the rules alone, as torch's own are coarser."""
+    shape = (3, 8) if kind == "batch of vectors" else (3, 8, 6, 7)
+    x, v = draw(*shape, dtype=torch.float32, seed=1, offset=1e4), draw(*shape, dtype=torch.float32, seed=2)
+    weight, bias, mean, var = (1 + 0.1 * t for t in draw(4, 8, dtype=torch.float32, seed=3).abs())
+    mean = mean + 1e4
+
+    def output(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        given = [t.to(dtype) for t in (weight, bias, mean, var)]
+        parameters = [t.requires_grad_() for t in given[:2]]
+        inputs = x.to(dtype).requires_grad_()
+        if kind == "group":
+            return F.group_norm(inputs, 2, *parameters), parameters
+        if kind == "fixed":
+            return FixedNorm.apply(inputs, *given, 1e-5), parameters
+        return F.batch_norm(inputs, *given[2:], *parameters), parameters
+
+    made = output(torch.float32)[0]
+    node = made.grad_fn
+    slots = {1: torch.Size((8,)), 2: torch.Size((8,))}
+    site = Site(node, (v,), {0: Regular(0, 1, 1)}, 3, slots)
+    with torch.no_grad():
+        found = RULES[NODE if kind == "fixed" else node.name()](site, [1, 2])
+    z, parameters = output(torch.float64)
+    for b in range(3):
+        cotangent = torch.zeros_like(z)
+        cotangent[b] = v[b]
+        for slot, want in zip((1, 2), torch.autograd.grad(z, parameters, cotangent, retain_graph=True), strict=True):
+            assert float((found[slot].dense(b, b + 1)[0] - want).abs().max()) <= 2e-6 * float(want.abs().max())
 
 
 # -- kernels that cannot be compiled here -------------------------------------------------------------------------------

@@ -214,6 +214,29 @@ def test_attributes_are_as_before(dtype: torch.dtype, fails_at: int) -> None:
         same_contents(model, before)
 
 
+class Captures(Net):
+    """Gives itself a hook at its first forward pass, and notes that it has (as models of transformers do)."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            self.a.register_forward_hook(lambda module, given, out: 1.1 * out)
+        return self.c(self.a(x).tanh())
+
+
+def test_hooks_that_a_forward_pass_makes_are_not_made_twice() -> None:
+    model, x, v = Captures(None), torch.randn(4, 5), torch.randn(4, 4)
+    want = truth(model, (x,), v).norms
+    for _ in range(2):
+        right(model, (x,), v, want)
+        assert not model.a._forward_hooks and not model.ready
+    z = model(x)
+    right(model, (x,), v, want)
+    assert len(model.a._forward_hooks) == 1 and torch.equal(model(x), z)
+
+
 def test_biases_cached_in_eval_mode_are_left_alone() -> None:
     model = state.CachedBias()
     want = truth(model, (x := torch.randn(3, 4, 5),), v := torch.randn(3, 4)).norms

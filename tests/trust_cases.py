@@ -259,6 +259,22 @@ def routed(to: list[int]) -> Tensor:
     return x
 
 
+@case()
+def gradients_permuted_by_a_hook():
+    """A hook on a tensor, which no graph shows, sends gradients from sample to sample; at first each to its own."""
+
+    def how(net, x):
+        h = net.a(x).tanh()
+        h.register_hook(lambda g: g[x[:, 0].argsort()])
+        return net.c(net.b(h).tanh())
+
+    model = Net(how)
+    for call in range(4):
+        x = torch.randn(6, 5)
+        x[:, 0] = torch.arange(6) if call == 0 else torch.randperm(6).roll(1)
+        yield Call(model, (x,), refused=call > 0)
+
+
 @case([0] * 6, [0, 0, 0, 1, 1, 1])
 def switch(first):
     """Places of two experts that have room for all, first in the samples' order."""

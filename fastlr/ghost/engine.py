@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.execute import Rerouted, sq_norms
 from fastlr.ghost.fallback import Singles, beside_copy
 from fastlr.ghost.folded import FoldRefuted
-from fastlr.ghost.fuse import unfolded
+from fastlr.ghost.fuse import uncompiled, unfolded
 from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.plan import KEPT, Plan, Planner, ShapePlan, State
@@ -68,7 +68,6 @@ class Engine(Planner):
         self._writes_inputs: bool | None = None  # None: not known yet
         self._buffers = BufferKeeper()
         self._plan: Plan | None = None
-        self._free: dict[tuple, frozenset[int]] = {}
         self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
         self._singles = Singles()
         self.audits = Audits()
@@ -93,7 +92,7 @@ class Engine(Planner):
         kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
         with torch.inference_mode(False), adapt.quiet_rng(device), kept:
             try:
-                with emptied(self._caches(x)):
+                with self.without_caches(x):
                     return self._attempt(x, cotangent)
             except Exception:
                 self.folding.literal = literal  # it was not the folding's fault
@@ -160,6 +159,10 @@ class Engine(Planner):
         self.run(x, generic_cotangent)
         return self.ledger
 
+    def without_caches(self, x: Any) -> AbstractContextManager[None]:
+        """Within this context the model runs without what earlier forward passes have left in it (see `_caches`)."""
+        return emptied(self._caches(x))
+
     def _caches(self, x: Any) -> list[tuple[nn.Module, str]]:
         """Dicts of tensors in the model that forward passes of ours run without: caches of what its parameters give.
 
@@ -202,7 +205,7 @@ class Engine(Planner):
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
-        self._last = self._flags()
+        self._compared, self._last = False, self._flags()
         program_now = program.fingerprint(self.model, self._free_buffers(x))
         sizes = self._slice_key(x, 1)
         with unfolded() if sizes in self._single else nullcontext():
@@ -236,7 +239,7 @@ class Engine(Planner):
         key, state = self._state(graph, x, z, count)
         plan, fresh = self._shape_plan(graph, state, key, x, z, count)
         spot = None
-        if count > 1 and self.audits.due(fresh=fresh):
+        if count > 1 and self.audits.due(fresh=fresh or self._hooked):
             with self.audits.timed():
                 spot = self._exact_of_one(x, z, v, count, fresh=fresh)
         sums: dict[str, Tensor] = {}
@@ -257,13 +260,15 @@ class Engine(Planner):
     def _free_buffers(self, x: Any) -> frozenset[int]:
         """Buffers that the forward pass uses as running statistics only, so that their values change nothing of a plan."""
         assert self._last is not None
-        if self._last not in self._free:
-            if len(self._free) > KEPT:
-                self._free.clear()
+        if self._last not in self._observed:
+            if len(self._observed) > KEPT:
+                self._observed.clear()
             given = adapt.copied(x)
-            run = lambda: adapt.forward(self.model, given, self.output)  # noqa: E731
-            self._free[self._last] = program.batch_norm_buffers(self.model, run)
-        return self._free[self._last]
+            with uncompiled():
+                self._observed[self._last] = program.observed(
+                    self.model, lambda: adapt.forward(self.model, given, self.output)
+                )
+        return self._observed[self._last][0]
 
     def _shape_plan(
         self, graph: Graph, state: State, key: tuple, x: Any, z: Tensor, count: int
@@ -274,7 +279,7 @@ class Engine(Planner):
             return plan or ShapePlan({}), plan is None
         fresh = plan is None
         if plan is None or plan.by_data or self.audits.failed:
-            self._batch(x, z, count, compare=not fresh)  # do samples interact that did not before?
+            self._batch(x, z, count, compare=not self._compared)  # do samples interact that did not before?
             plan = self._layouts(graph, state, z, fresh=fresh)
         if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up
             state.plans.clear()
@@ -335,11 +340,8 @@ class Engine(Planner):
             want = output.narrow(self.out_dim, j, 1)
             right = agree(want, row, close, self._noise_of(batch, count), self.out_dim)
             norms = dict(zip(self.parameters, exact, strict=True))
-            total = torch.stack(exact).sum()
             found = dict(zip(self.parameters, table[:, j] / scale[j], strict=True))
-            wrong = [n for n in norms if not self._agrees(found[n], norms[n], total)]
-            noise = self._norm_noise(batch, v, j, norms) if wrong else {}
-            right = right and all(self._agrees(found[n], norms[n], total, noise.get(n)) for n in wrong)
+            right = right and not self._refuted(found, norms, x, batch, v, j)
         self.audits.passed += right
         return right
 
@@ -419,6 +421,7 @@ class Engine(Planner):
             )
             for j in range(count)
         ]
+        self.ledger.notes += [note for note in self._singles.notes if note not in self.ledger.notes]
         return dict(zip(chosen, torch.stack([torch.stack(row) for row in rows], 1), strict=True))
 
     def _single_key(self, batch: adapt.Batch, chosen: Iterable[str]) -> tuple:
@@ -497,10 +500,8 @@ class Engine(Planner):
         j, exact = spot
         self.audits.passed += 1
         total = torch.stack(list(exact.values())).sum()
-        wrong = [name for name, value in norms.items() if not self._agrees(value[j], exact[name], total)]
-        if wrong:
-            rounding_of = self._norm_noise(self._batch(x, z, count), v, j, exact)
-            wrong = [n for n in wrong if not self._agrees(norms[n][j], exact[n], total, rounding_of.get(n))]
+        found = {name: value[j] for name, value in norms.items()}
+        wrong = self._refuted(found, exact, x, self._batch(x, z, count), v, j)
         if not wrong:
             return {}
         gaps = {name: float((norms[name][j] - exact[name]).abs() / total) for name in wrong}
@@ -512,6 +513,35 @@ class Engine(Planner):
             proof = self.ledger.parameters[name]
             proof.route, proof.reason = "loop", f"audit of a sample: off by {gaps[name]:.1e} of its total"
         return {name: self.parameters[name] for name in wrong}
+
+    def _refuted(
+        self, found: dict[str, Tensor], exact: dict[str, Tensor], x: Any, batch: adapt.Batch, v: Tensor, j: int
+    ) -> list[str]:
+        """Parameters whose squared norms for sample j are not the exact ones, by more than rounding explains."""
+        total = torch.stack(list(exact.values())).sum()
+        wrong = [name for name, value in found.items() if not self._agrees(value, exact[name], total)]
+        if wrong:
+            noise = self._norm_noise(batch, v, j, exact)
+            wrong = [n for n in wrong if not self._agrees(found[n], exact[n], total, noise.get(n))]
+        if wrong and v.dtype != torch.float64:
+            within = self._within(x, v, j)
+            loose = max(0.01, 2 * self._close(v))
+            wrong = [
+                n
+                for n in wrong
+                if not (self._agrees(found[n], within[n], total) and norms_agree(within[n], exact[n], total, loose))
+            ]
+        return wrong
+
+    def _within(self, x: Any, v: Tensor, j: int) -> dict[str, Tensor]:
+        """Exact squared norms of sample j within the batch as it is measured, the other cotangents zero.
+
+        In few digits an activation near a kink may fall on its other side where the sample is alone: outputs then agree
+        but for rounding, gradients less.
+        """
+        cotangent = torch.zeros_like(v)
+        cotangent.narrow(self.out_dim, j, 1).copy_(v.narrow(self.out_dim, j, 1))
+        return dict(zip(self.parameters, exact_grads(self._forward(x), self.parameters, cotangent), strict=True))
 
     def _norm_noise(self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]) -> dict[str, Tensor]:
         """How far the exact squared norms of a sample are off by rounding, from float64; empty if nobody can tell."""

@@ -49,7 +49,7 @@ def enabled() -> bool:
     return _enabled.get()
 
 
-def _uncompiled() -> AbstractContextManager:
+def uncompiled() -> AbstractContextManager:
     """Let compiled parts of the model run as they were written."""
     if "torch._dynamo" not in sys.modules:  # then there are none
         return nullcontext()
@@ -130,7 +130,7 @@ class Folding(TorchFunctionMode):
         self.names = {id(t): name for name, t in tensors.items()}
         for _ in range(3):
             self._forget()
-            with self, _uncompiled():
+            with self, uncompiled():
                 result = forward()
             result = computed(result)
             if self.disabled:

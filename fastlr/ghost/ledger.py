@@ -44,6 +44,7 @@ class Ledger:
     absent: list[frozenset[str]] = field(default_factory=list)  # sets of parameters found not to move the output
     varying: set[tuple] = field(default_factory=set)  # keys of what is computed of parameters and data
     by_data: str = ""  # why every batch must be looked at, whatever the graph tells
+    hooked: bool = False  # whether a hook moves gradients between rows, so that the graph does not tell whose they are
     others: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     subject: str = ""

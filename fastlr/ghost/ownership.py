@@ -78,12 +78,13 @@ def _elementwise(s: Step) -> Regular | None:
 
 _list(
     "Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Ceil Celu Clamp ClampBackward1 ClampMax "
-    "ClampMaxBackward1 ClampMin ClampMinBackward1 Clone Copysign CopyBackwards Cos Cosh Div DivBackward1 DivBackward2 Elu Erf "
-    "Erfc Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu "
-    "Lerp LerpBackward1 Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill MaskedFillBackward1 Maximum "
-    "Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 PowBackward2 PreluKernel Reciprocal Relu "
-    "Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu Sin Sinc Sinh Softplus Softshrink SpecialNdtri "
-    "Sqrt Sub SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy GateBackward",
+    "ClampMaxBackward1 ClampMin ClampMinBackward1 Clone Copysign Cos Cosh Div DivBackward1 DivBackward2 Elu Erf Erfc "
+    "Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu "
+    "Lerp LerpBackward1 Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill "
+    "MaskedFillBackward1 Maximum Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 "
+    "PowBackward2 PreluKernel Reciprocal Relu Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu "
+    "Sin Sinc Sinh Softplus Softshrink SpecialNdtri Sqrt Sub SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc "
+    "Where Xlogy GateBackward torch::autograd::CopyBackwards",
     _elementwise,
 )
 
@@ -206,7 +207,8 @@ for _k in (2, 3):
     _list(f"AdaptiveAvgPool{_k}D AdaptiveMaxPool{_k}D AvgPool{_k}D MaxPool{_k}DWithIndices", _leading(_k))
 _list("UpsampleLinear1D", _leading(1))
 _list("UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa", _leading(2))
-_list("UpsampleTrilinear3D ChannelShuffle PixelShuffle PixelUnshuffle", _leading(3))
+_list("UpsampleTrilinear3D PixelShuffle PixelUnshuffle", _leading(3))
+_list("ChannelShuffle", lambda s: s.at(s.layout.dim) if s.layout.dim != 1 else None)
 
 
 def _first_axis(s: Step) -> Regular | None:

@@ -73,9 +73,11 @@ class Planner:
         self._states: dict[tuple, State] = {}
         self._slices: dict[tuple, list[int]] = {}
         self._last: tuple | None = None
+        self._observed: dict[tuple, tuple[frozenset[int], bool]] = {}  # by flags, see program.observed
         self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
         self.proofs = 0
         self.comparisons = 0
+        self._compared = False  # whether this batch's outputs were
 
     @property
     def model(self) -> nn.Module:
@@ -95,12 +97,17 @@ class Planner:
         """What was proven for the model as the last call found it."""
         return self._ledgers[self._last] if self._last in self._ledgers else Ledger()
 
+    @property
+    def _hooked(self) -> bool:
+        """Whether hooks may move gradients between rows, which no graph shows."""
+        return self.ledger.hooked or (self._last in self._observed and self._observed[self._last][1])
+
     def _flags(self) -> tuple:
-        model = self.model
+        model, kind = self.model, next(iter(self.parameters.values())).device.type
         return (
             tuple(m.training for m in model.modules()),
             tuple((n, p.dtype) for n, p in self.parameters.items()),
-            torch.is_autocast_enabled(next(iter(self.parameters.values())).device.type),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             program.hook_programs(model),
         )
 
@@ -198,6 +205,7 @@ class Planner:
         if count == 1 or (known is not None and not compare):
             return batch
         self.comparisons += 1
+        self._compared = True
         failures = []
         options = [batch.batched] + [[i for i in batch.batched if i != drop] for drop in batch.batched if known is None]
         for option in filter(None, options):
@@ -270,16 +278,18 @@ class Planner:
         """Layouts of all uses, told by the graph or found in this batch; parameters where none holds go to the loop."""
         ledger, structure, count = self.ledger, state.structure, z.shape[self.out_dim]
         known, by_data = ownership.trace(graph, z, self.out_dim)
+        if self._hooked:
+            known, by_data = {}, "a hook of a gradient"
         options = likely_layouts(graph, structure, ledger, count, known)
         told = {place: held for place, held in options.items() if place in known}
         layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
         v = generic_cotangent(z)
-        if fresh:  # what the graph tells is held to the marks once
+        if fresh and not (by_data and state.plans):  # what the graph tells is held to the marks once
             confirmed = explained(graph, structure, z, v, self.out_dim, {place: told.get(place, []) for place in options})
             options = {place: options[place] for place in confirmed}  # no gradient arrives at the others
             for place in [place for place, held in confirmed.items() if not held and place in told]:
                 options |= {place: every_layout(graph, place, count)}
-                by_data = by_data or "a hook of a gradient"
+                ledger.hooked, by_data = True, "a hook of a gradient"
                 del told[place]
         open_ones = {place: held for place, held in options.items() if place not in told}
         found = explained(graph, structure, z, v, self.out_dim, open_ones) if open_ones else {}
@@ -297,4 +307,8 @@ class Planner:
             by_data = ""
         if any(graph.keys[use.child] in ledger.varying for use in structure.uses):
             by_data = by_data or "data among what is computed of parameters"
-        return ShapePlan(layouts, by_data or ledger.by_data)
+        by_data = by_data or ledger.by_data
+        note = f"rows are found and outputs compared anew in every batch: {by_data.removesuffix('Backward0')}"
+        if by_data and note not in ledger.notes:
+            ledger.notes.append(note)
+        return ShapePlan(layouts, by_data)

@@ -164,14 +164,16 @@ class _Program:
 
 
 class _Uses(TorchFunctionMode):
-    """Records which buffers enter batch norm as running statistics, and which enter anything else."""
+    """Records which buffers enter batch norm as running statistics, which enter anything else, and hooks of gradients."""
 
     def __init__(self, buffers: Collection[int]) -> None:
         super().__init__()
         self.buffers, self.statistics, self.others = frozenset(buffers), set[int](), set[int]()
+        self.hooked = False
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
+        self.hooked |= func is Tensor.register_hook
         if func not in METADATA:
             given = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.buffers
             fits = given and func is F.batch_norm and not self._training(*args, **kwargs)
@@ -193,14 +195,21 @@ class _Uses(TorchFunctionMode):
 
 
 def batch_norm_buffers(model: nn.Module, run: Callable[[], Any]) -> frozenset[int]:
-    """Ids of the buffers that enter `torch.nn.functional.batch_norm` as running statistics in eval mode and nothing else.
+    """The first part of `observed`."""
+    return observed(model, run)[0]
 
-    With them those that count batches for norm layers, where nothing reads them. These move at every training step and
-    change nothing of the program.
+
+def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], bool]:
+    """What a forward pass says of itself that its graph does not.
 
     Args:
         model: any module.
         run: makes a forward pass of it.
+
+    Returns:
+        Ids of the buffers that enter `torch.nn.functional.batch_norm` as running statistics in eval mode and nothing else,
+        with them those that count batches for norm layers, where nothing reads them: these move at every training step and
+        change nothing of the program. And whether tensors are given hooks, which may do anything to gradients.
     """
     uses = _Uses({id(b) for b in model.buffers()})
     if any(b.is_floating_point() for b in model.buffers()):
@@ -212,7 +221,7 @@ def batch_norm_buffers(model: nn.Module, run: Callable[[], Any]) -> frozenset[in
         for name, b in m._buffers.items()
         if name == "num_batches_tracked" and isinstance(m, _NormBase)
     }
-    return frozenset((uses.statistics | counters) - uses.others)
+    return frozenset((uses.statistics | counters) - uses.others), uses.hooked
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -280,19 +280,27 @@ def batch_norm_grads(site: Site, x: Tensor, mean: Tensor, var: Tensor, eps: floa
     return gx.to(wide) * torch.rsqrt(var.to(wide) + eps), g
 
 
+LARGE_MEAN = 64.0  # standard deviations from which the rounding of a saved mean shows in float32
+
+
 @rule("NativeGroupNormBackward0", about="group norm")
 def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum g (x - mean) / sigma with the sample's own group statistics; bias: sum g."""
     n = site.node
     site.need_dim(0)
-    x, g = n._saved_input, site.g
-    mean, rstd = (
-        t.reshape(len(x), n._saved_group, 1).expand(-1, -1, n._saved_C // n._saved_group).reshape(len(x), -1)
-        for t in (n._saved_result1, n._saved_result2)
-    )
+    x, g, channels = n._saved_input, site.g, n._saved_C
+
+    def wide(t: Tensor) -> Tensor:
+        return t.expand(-1, -1, channels // n._saved_group).reshape(len(x), channels)
+
+    mean, rstd = (t.reshape(len(x), n._saved_group, 1) for t in (n._saved_result1, n._saved_result2))
     # centred first: sum g x - mean sum g would lose the digits where the mean is large
-    gx, gs = ops.run("channel_sums", x.reshape(len(x), 1, n._saved_C, -1), g.reshape(len(x), 1, n._saved_C, -1), mean)
-    grads = {1: gx * rstd, 2: gs}
+    gx, gs = ops.run("channel_sums", x.reshape(len(x), 1, channels, -1), g.reshape(len(x), 1, channels, -1), wide(mean))
+    if x.device.type == "cpu" and float(torch.linalg.vector_norm(mean * rstd, torch.inf)) > LARGE_MEAN:
+        rest = (x.reshape(*mean.shape[:2], -1) - mean).to(gx.dtype)  # the statistics themselves have lost digits
+        var, off = torch.var_mean(rest, 2, correction=0, keepdim=True)
+        gx, rstd = gx - wide(off) * gs, torch.rsqrt(var + n._saved_eps)
+    grads = {1: gx * wide(rstd), 2: gs}
     return {slot: Dense(site.split(grads[slot], 0).sum(1)) for slot in slots}
 
 

@@ -18,6 +18,7 @@ from fastlr.ghost.tokens import version
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _CONTAINERS = _DICTS | {list, set, deque}
 _REGISTRIES = (dict, OrderedDict)  # of nn.Module; scripted modules have others
+_HOOKS = tuple(n for n in sorted(INTERNAL) if n.startswith(("_forward", "_backward")))
 
 
 def _same(a: Collection, b: Collection) -> bool:
@@ -27,7 +28,7 @@ def _same(a: Collection, b: Collection) -> bool:
 class _Kept:
     """What one module holds: its entries, the contents of those that are containers, and which buffers it has."""
 
-    __slots__ = ("buffers", "built", "contents", "entries", "held", "module")
+    __slots__ = ("buffers", "built", "contents", "entries", "held", "hooks", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.held = module, vars(module)
@@ -35,6 +36,8 @@ class _Kept:
         self.contents = [
             (v, v.copy()) for n, v in self.entries.items() if n not in INTERNAL and type(v) in _CONTAINERS
         ]
+        registries = [self.held[n] for n in _HOOKS if n in self.held]
+        self.hooks = [(r, r.copy() if r else {}) for r in registries]
         buffers = module._buffers
         self.buffers = buffers.copy() if buffers and isinstance(buffers, _REGISTRIES) else None
         self.built = (*module._modules.values(), *module._parameters.values())
@@ -48,6 +51,9 @@ class _Kept:
             self._entries()
         for value, before in self.contents:
             _refill(value, before)
+        for registry, before in self.hooks:
+            if registry or before:
+                _refill(registry, before)
         if self.buffers is not None and not _same(module._buffers.values(), self.buffers.values()):
             module._buffers.clear()
             module._buffers.update(self.buffers)
@@ -91,7 +97,7 @@ def emptied(caches: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
 
 @contextmanager
 def attributes_kept(model: Callable, *, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Put back the attributes of all modules, the contents of those that are containers, and which buffers they have.
+    """Put back the attributes of all modules, what is in those that are containers, their hooks, and which buffers they have.
 
     What is written into tensors stays. Entries are compared by identity, and only what differs is touched.
 

@@ -34,10 +34,9 @@ def explained(
         out_dim: the samples' axis of the output.
         options: layouts by place, likelier ones first; an empty list asks only whether a gradient arrives.
     """
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(graph.lowest_dtype(), 0.1)
     count = z.shape[out_dim]
     regular = not any(isinstance(o, Ragged) for held in options.values() for o in held)
-    marks = Marks.make(count, tolerance, v.device, regular=regular)
+    marks = Marks.make(count, graph.lowest_dtype(), v.device, regular=regular)
     broadcast = [1] * v.ndim
     broadcast[out_dim] = count
     plain = _row_sums(graph, structure, z, v, options)
@@ -45,7 +44,7 @@ def explained(
     found: dict[Place, list[Layout]] = {}
     for place, sums in plain.items():
         held = (
-            explains(o, sums[o.dim], torch.stack([p[place][o.dim] for p in passes]), marks, tolerance)
+            explains(o, sums[o.dim], torch.stack([p[place][o.dim] for p in passes]), marks)
             for o in options[place]
         )
         found[place] = [layout for layout in held if layout is not None]
