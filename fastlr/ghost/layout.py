@@ -171,9 +171,10 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, tolera
     """
     noise = max(1e-12, tolerance**3)  # sums that are nothing but rounding, in parts of the largest: they belong to nobody
     alive = plain > plain.max() * noise if plain.numel() else plain.bool()
+    size = plain.clamp_min(float(plain.max()) * 0.1) if tolerance >= 0.1 and plain.numel() else plain  # rounded by this much
     if isinstance(layout, Regular):
-        expected = plain * marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
-        wrong = (marked - expected).abs() > tolerance * expected
+        factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
+        wrong = (marked - plain * factors).abs() > tolerance * size * factors
         return None if bool((wrong & alive).any()) else layout
     if not len(marks.owner):
         return None
@@ -181,5 +182,5 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, tolera
     ids = marks.read(ratios[:-1])
     unknown = ids < 0
     ids = ids.clamp_min(0)
-    wrong = ((marks.factors[:, ids] / ratios - 1).abs() > tolerance).any(0) | unknown
+    wrong = ((marks.factors[:, ids] / ratios - 1).abs() * plain > tolerance * size).any(0) | unknown
     return None if bool((wrong & alive).any()) else Ragged(layout.dim, ids)
