@@ -206,6 +206,7 @@ class LocalRedundancy:
             if members.size > 1:
                 self._agree(members)
             self._replays.begin()
+            self._batch_proven = False
             audited = self.engine.audits.passed
             for _ in range(ROUNDS):
                 failed = self.engine.audits.failed
@@ -377,7 +378,7 @@ class LocalRedundancy:
                 two = self._batch(start, few)
                 self.engine.run(two, self._cotangent_at(range(start, few), two, "sampled"))
             self._batch_proven = True
-        with self._autocast():
+        with self._autocast(), self.engine.without_caches(x):
             z = select_output(call(unwrap(self.model), x), self.output)
         v = self._cotangent_at(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (stop - start)
         parts = batch_sq_norms(trainable(unwrap(self.model)), z, v, stop - start)

@@ -258,7 +258,7 @@ def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch: pytest.MonkeyPa
 def test_marks_tell_layouts_apart(right: Regular) -> None:
     count, shape = 5, [12, 12, 12]
     shape[right.dim] = right.outer * count * right.inner
-    plain, marks = draw(*shape), Marks.make(count, 1e-6, torch.device("cpu"), regular=False)
+    plain, marks = draw(*shape), Marks.make(count, torch.float64, torch.device("cpu"), regular=False)
     ids = right.samples(shape[right.dim], count, plain.device)
     along = [-1 if d == right.dim else 1 for d in range(3)]
     sums = row_sums(plain, right.dim), torch.stack([row_sums(plain * c[ids].view(along), right.dim) for c in marks.factors])
@@ -266,35 +266,37 @@ def test_marks_tell_layouts_apart(right: Regular) -> None:
         for inner in (1, 2, 3):
             if outer * count * inner == shape[right.dim]:
                 layout = Regular(right.dim, outer, inner)
-                assert (explains(layout, *sums, marks, 1e-6) is not None) == (layout == right)
-    found = explains(Ragged(right.dim), *sums, marks, 1e-6)
+                assert (explains(layout, *sums, marks) is not None) == (layout == right)
+    found = explains(Ragged(right.dim), *sums, marks)
     assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
 
 
-@pytest.mark.parametrize("tolerance", [1e-6, 1e-2, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [2, 3, 40, 512, 3000])
-def test_rows_of_any_number_of_samples_are_told_apart(count: int, tolerance: float) -> None:
-    marks = Marks.make(count, tolerance, torch.device("cpu"), regular=False)
-    assert len(marks.factors) <= 4
+def test_rows_of_any_number_of_samples_are_told_apart(count: int, dtype: torch.dtype) -> None:
+    marks = Marks.make(count, dtype, torch.device("cpu"), regular=False)
+    assert len(marks.factors) <= 5
     ids = torch.randint(count, (4 * count,), generator=torch.Generator().manual_seed(1))
     plain = draw(4 * count).abs()
-    noise = 1 + 0.3 * tolerance * draw(len(marks.factors), 4 * count).clamp(-1, 1)
-    marked = plain * marks.factors[:, ids] * noise
-    found = explains(Ragged(0), plain, marked, marks, tolerance)
+    marked = plain * marks.factors[:, ids] * (1 + 0.5 * marks.tolerance * draw(len(marks.factors), 4 * count).clamp(-1, 1))
+    found = explains(Ragged(0), plain, marked, marks)
     assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
-    for share in (0.5, 0.2):  # rows of two samples are those of neither, nor of a third
+    for share in (0.5, 0.25, 0.2):  # a row of two samples is that of neither, nor of a third
         others = torch.where(ids == 0, 1, 0)
         mixed = plain * ((1 - share) * marks.factors[:, ids] + share * marks.factors[:, others])
-        assert explains(Ragged(0), plain, mixed, marks, tolerance) is None
+        for row in range(0, len(ids), max(1, len(ids) // 50)):
+            one = marked.clone()
+            one[:, row] = mixed[:, row]
+            assert explains(Ragged(0), plain, one, marks) is None
 
 
 def test_rows_that_mix_samples_have_no_layout() -> None:
-    plain, marks = draw(6, 4), Marks.make(3, 1e-6, torch.device("cpu"), regular=False)
+    plain, marks = draw(6, 4), Marks.make(3, torch.float64, torch.device("cpu"), regular=False)
     marked = plain * marks.factors.repeat(1, 2)[..., None]
     marked[:, 0, 0] = plain[0, 0] * marks.factors[:, 1]
     sums = row_sums(plain, 0), torch.stack([row_sums(m, 0) for m in marked])
-    assert explains(Regular(0, 2, 1), *sums, marks, 1e-6) is None
-    assert explains(Ragged(0), *sums, marks, 1e-6) is None
+    assert explains(Regular(0, 2, 1), *sums, marks) is None
+    assert explains(Ragged(0), *sums, marks) is None
 
 
 def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> None:

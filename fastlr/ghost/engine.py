@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.execute import Rerouted, sq_norms
 from fastlr.ghost.fallback import Singles, beside_copy
 from fastlr.ghost.folded import FoldRefuted
-from fastlr.ghost.fuse import unfolded
+from fastlr.ghost.fuse import uncompiled, unfolded
 from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.plan import KEPT, Plan, Planner, ShapePlan, State
@@ -92,7 +92,7 @@ class Engine(Planner):
         kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
         with torch.inference_mode(False), adapt.quiet_rng(device), kept:
             try:
-                with emptied(self._caches(x)):
+                with self.without_caches(x):
                     return self._attempt(x, cotangent)
             except Exception:
                 self.folding.literal = literal  # it was not the folding's fault
@@ -115,7 +115,7 @@ class Engine(Planner):
                 self._distrust(failure)
                 continue
             except FoldRefuted as error:
-                self.folding.give_up(error.names, error.reason)
+                self.folding.give_up(error.names, error.reason) if error.names else self.folding.disable(error.reason)
                 continue
             except (InputError, NonFiniteError):
                 raise
@@ -159,6 +159,10 @@ class Engine(Planner):
         self.run(x, generic_cotangent)
         return self.ledger
 
+    def without_caches(self, x: Any) -> AbstractContextManager[None]:
+        """Within this context the model runs without what earlier forward passes have left in it (see `_caches`)."""
+        return emptied(self._caches(x))
+
     def _caches(self, x: Any) -> list[tuple[nn.Module, str]]:
         """Dicts of tensors in the model that forward passes of ours run without: caches of what its parameters give.
 
@@ -201,7 +205,7 @@ class Engine(Planner):
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
-        self._last = self._flags()
+        self._compared, self._last = False, self._flags()
         program_now = program.fingerprint(self.model, self._free_buffers(x))
         sizes = self._slice_key(x, 1)
         with unfolded() if sizes in self._single else nullcontext():
@@ -260,8 +264,10 @@ class Engine(Planner):
             if len(self._observed) > KEPT:
                 self._observed.clear()
             given = adapt.copied(x)
-            run = lambda: adapt.forward(self.model, given, self.output)  # noqa: E731
-            self._observed[self._last] = program.observed(self.model, run)
+            with uncompiled():
+                self._observed[self._last] = program.observed(
+                    self.model, lambda: adapt.forward(self.model, given, self.output)
+                )
         return self._observed[self._last][0]
 
     def _shape_plan(
@@ -273,7 +279,7 @@ class Engine(Planner):
             return plan or ShapePlan({}), plan is None
         fresh = plan is None
         if plan is None or plan.by_data or self.audits.failed:
-            self._batch(x, z, count, compare=not fresh)  # do samples interact that did not before?
+            self._batch(x, z, count, compare=not self._compared)  # do samples interact that did not before?
             plan = self._layouts(graph, state, z, fresh=fresh)
         if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up
             state.plans.clear()
@@ -415,6 +421,7 @@ class Engine(Planner):
             )
             for j in range(count)
         ]
+        self.ledger.notes += [note for note in self._singles.notes if note not in self.ledger.notes]
         return dict(zip(chosen, torch.stack([torch.stack(row) for row in rows], 1), strict=True))
 
     def _single_key(self, batch: adapt.Batch, chosen: Iterable[str]) -> tuple:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -60,14 +60,19 @@ class Structure:
             structure.by_node.setdefault(use.node, []).append(use)
         sources = list(dict.fromkeys(use.source for use in structure.uses))
         below = {s: graph.parameters_below(s[0]) for s in sources}
-        groups: list[tuple[set[int], list[Source]]] = []
+        group_of: dict[int, tuple[set[int], list[Source]]] = {}
         for s in sources:
-            touching = [g for g in groups if g[0] & set(below[s])]
+            touching = _distinct(group_of[p] for p in below[s] if p in group_of)
             joined = (set(below[s]).union(*(g[0] for g in touching)), [t for g in touching for t in g[1]] + [s])
-            groups = [g for g in groups if g not in touching] + [joined]
-        for parameters, members in groups:
+            group_of |= dict.fromkeys(joined[0], joined)
+        for parameters, members in _distinct(group_of.values()):
             structure.groups.append(_describe(graph, sorted(parameters), members))
         return structure
+
+
+def _distinct(groups: Iterable[tuple[set[int], list[Source]]]) -> list[tuple[set[int], list[Source]]]:
+    """Each group once."""
+    return list({id(g): g for g in groups}.values())
 
 
 def _describe(graph: Graph, parameters: list[int], sources: list[Source]) -> Group:

@@ -6,7 +6,7 @@ fastlr.ghost.fuse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from fastlr.ghost.rules import Site, Unsupported, rule
 from fastlr.torch_folded import conv_and_product, keeps_product
 
 NODE = "FoldedConvBackward"
+ONE_IMAGE = Regular(0, 1, 1)
+SEVERAL = "a sample owns several images"
 
 
 class FoldRefuted(Exception):
@@ -114,8 +116,8 @@ class FoldedConv(torch.autograd.Function):
 @rule(NODE, about="convolution folded with batch norm in eval mode and an activation")
 def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight, bias, gamma and beta from the moments; the input gradient comes with them and is kept for the node."""
-    if site.layout != Regular(0, 1, 1):
-        raise Unsupported("a sample owns several images")
+    if site.layout != ONE_IMAGE:
+        raise Unsupported(SEVERAL)
     node = site.node
     if any(node.roles[slot] == "residual" for slot in slots):
         raise Unsupported("what is added is computed of parameters alone")
@@ -135,3 +137,19 @@ def weight_of(graph: Graph, node: int) -> list[str]:
     """Name by which a node of ours is known to the folding, that of its first parameter; none if it is frozen."""
     child, _ = graph.children[node][1]  # after x
     return [graph.parameters[child]] if child in graph.parameters else []
+
+
+def parameters_of(graph: Graph, node: int) -> list[str]:
+    """Names of all parameters of a node of ours, first the one that the folding knows it by; none if that is frozen."""
+    return weight_of(graph, node) and [graph.parameters[c] for c, _ in graph.children[node][1:] if c in graph.parameters]
+
+
+def refuse_parts_of_samples(graph: Graph, layouts: Mapping[tuple[int, int], Regular]) -> None:
+    """Raise FoldRefuted with all folded convolutions of which a sample is known to own several images: they have no rule."""
+    names = [
+        weight_of(graph, i)
+        for i, kind in enumerate(graph.names)
+        if kind == NODE and layouts.get((i, 0), ONE_IMAGE) != ONE_IMAGE
+    ]
+    if names:
+        raise FoldRefuted([] if [] in names else [name for held in names for name in held], SEVERAL)

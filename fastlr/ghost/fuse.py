@@ -49,7 +49,7 @@ def enabled() -> bool:
     return _enabled.get()
 
 
-def _uncompiled() -> AbstractContextManager:
+def uncompiled() -> AbstractContextManager:
     """Let compiled parts of the model run as they were written."""
     if "torch._dynamo" not in sys.modules:  # then there are none
         return nullcontext()
@@ -130,7 +130,7 @@ class Folding(TorchFunctionMode):
         self.names = {id(t): name for name, t in tensors.items()}
         for _ in range(3):
             self._forget()
-            with self, _uncompiled():
+            with self, uncompiled():
                 result = forward()
             result = computed(result)
             if self.disabled:
@@ -173,8 +173,12 @@ class Folding(TorchFunctionMode):
         if not names and self.replaced:
             self.literal = reason
         elif not names:
-            self.disabled = reason
-            self._forget()
+            self.disable(reason)
+
+    def disable(self, reason: str) -> None:
+        """Run the model as it is from now on."""
+        self.disabled = reason
+        self._forget()
 
     def dtype_of(self, x: Tensor) -> torch.dtype:
         """Dtype of a convolution's result here and now."""

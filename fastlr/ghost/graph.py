@@ -79,6 +79,7 @@ class Graph:
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
     undecided: list[int] = field(default_factory=list)
+    _below: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def shape(self, node: int, output: int = 0) -> torch.Size:
         """Shape of an output of a node in the forward pass."""
@@ -208,6 +209,15 @@ class Graph:
 
     def parameters_below(self, node: int) -> tuple[int, ...]:
         """AccumulateGrad nodes of parameters at or below a parameter-side node."""
+        if node not in self._below:
+            self._below[node] = self._find_below(node)
+        return self._below[node]
+
+    def names_below(self, node: int) -> list[str]:
+        """Names of the parameters at or below a parameter-side node."""
+        return [self.parameters[p] for p in self.parameters_below(node)]
+
+    def _find_below(self, node: int) -> tuple[int, ...]:
         seen, stack, found = set(), [node], []
         while stack:
             i = stack.pop()

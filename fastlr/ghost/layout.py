@@ -102,79 +102,72 @@ def candidates(shape: torch.Size, count: int) -> list[Regular]:
         if size % count:
             continue
         rest = size // count
-        divisors = [k for k in range(1, rest + 1) if rest % k == 0] if rest <= 1 << 16 else [1, rest]
-        found += [Regular(dim, k, rest // k) for k in divisors]
+        small = [k for k in range(1, math.isqrt(rest) + 1) if rest % k == 0] if rest <= 1 << 16 else [1]
+        found += [Regular(dim, k, rest // k) for k in sorted({*small, *(rest // k for k in small)})]
     return found
 
 
-SPAN = 6.0  # marks lie between 2^-SPAN and 2^SPAN
+OCTAVES = {torch.float64: 18}  # that marks span, by the least precise dtype of the graph
+IN_SINGLE = 8
+TOLERANCE = {torch.float64: 1e-6}  # of a row's factor: less than what a share of 2^-OCTAVES of another sample makes
+SINGLE = 1e-3
 
 
 @dataclass(frozen=True)
 class Marks:
     """Known factors for the samples' cotangents, one row a marked backward pass, that tell the samples apart.
 
-    The last pass has a factor of its own for every sample. Those before it spell the samples' numbers, digit by digit, in
-    factors spaced so that a precision tells them apart: thousands of samples need two. A row that mixes samples has in each
-    pass a factor between theirs; to be taken for another's it would have to hit that one's in every pass.
+    All are powers of two: they change no rounding, so that a row of one sample is scaled by its factor to the last bit, be it
+    little else than rounding. The last pass is a check: each sample has a random factor. Those before it spell the samples'
+    numbers, digit by digit: thousands of samples need three or four. A row that mixes two samples differs from a power of
+    two wherever their factors differ, unless their shares conspire, and they would have to in every pass.
 
     Attributes:
         factors: [passes, B], float64.
-        alphabet: [K] increasing, the factors of a digit.
         owner: [K^digits] which sample a number stands for; those beyond B stand for none (-1).
+        size: K, the number of factors of a digit: 2^0 to 2^(K - 1).
+        tolerance: relative, of a row's factor.
     """
 
     factors: Tensor
-    alphabet: Tensor
     owner: Tensor
+    size: int
+    tolerance: float
 
     @staticmethod
-    def make(count: int, tolerance: float, device: torch.device, *, regular: bool) -> Marks:
-        """Marks for ``count`` samples and gradients of this relative tolerance.
-
-        ``regular``: for layouts that name the sample of every row. No digits are needed; and powers of two, which change
-        no rounding, hold where the gradient itself is little else.
-        """
+    def make(count: int, dtype: torch.dtype, device: torch.device, *, regular: bool) -> Marks:
+        """Marks for ``count`` samples in a graph of this dtype; ``regular``: no digits, for layouts that name owners."""
         generator = torch.Generator().manual_seed(count)
-        check = SPAN * (2 * torch.rand(count, generator=generator, dtype=torch.float64) - 1)
-        check = torch.exp2(check.round()) if regular else _exact(check)
-        if regular:
-            none = torch.empty(0, dtype=torch.float64)
-            return Marks(check[None].to(device), none, none.long())
-        most = int(2 * SPAN / math.log2(1 + 3 * tolerance)) + 1
-        size = min(max(2, count), 256, most)
-        alphabet = _exact(torch.linspace(-SPAN, SPAN, size, dtype=torch.float64))
-        digits = max(1, math.ceil(math.log(count, size) - 1e-9))
-        numbers = torch.randperm(size**digits, generator=generator)[:count]
-        owner = torch.full((size**digits,), -1, dtype=torch.long)
-        owner[numbers] = torch.arange(count)
-        places = [alphabet[numbers // size**place % size] for place in range(digits)]
-        return Marks(*(t.to(device) for t in (torch.stack([*places, check]), alphabet, owner)))
+        size = OCTAVES.get(dtype, IN_SINGLE) + 1
+        digits = 0 if regular else max(1, math.ceil(math.log(count, size) - 1e-9))
+        numbers = torch.randperm(size**digits, generator=generator)[:count] if digits else torch.zeros(count).long()
+        owner = torch.full((size**digits if digits else 0,), -1)
+        if digits:
+            owner[numbers] = torch.arange(count)
+        places = [numbers // size**place % size for place in range(digits)]
+        check = torch.randint(size, (count,), generator=generator)
+        factors = torch.exp2(torch.stack([*places, check]).double())
+        return Marks(factors.to(device), owner.to(device), size, TOLERANCE.get(dtype, SINGLE))
 
     def read(self, ratios: Tensor) -> Tensor:
         """Samples [rows] that factors [digits, rows] spell; -1 for a number of none."""
-        bounds = (self.alphabet[1:] * self.alphabet[:-1]).sqrt()
-        digits = torch.bucketize(ratios.contiguous(), bounds)
-        places = len(self.alphabet) ** torch.arange(len(digits), device=digits.device)
+        digits = ratios.clamp_min(0.5).log2().round().long().clamp(0, self.size - 1)
+        places = self.size ** torch.arange(len(digits), device=digits.device)
         return self.owner[(digits * places[:, None]).sum(0)]
 
 
-def _exact(exponents: Tensor) -> Tensor:
-    """Powers of two, rounded to values that every floating-point dtype holds."""
-    return torch.exp2(exponents).bfloat16().double()
-
-
-def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, tolerance: float) -> Layout | None:
+def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Layout | None:
     """Return the layout (a ragged one with its ids) if it explains how marking changed the row sums, else None.
 
     ``plain`` [size of the layout's axis] and ``marked`` [passes, size] are row sums.
     """
-    noise = max(1e-12, tolerance**3)  # sums that are nothing but rounding, in parts of the largest: they belong to nobody
+    noise = max(1e-12, marks.tolerance**3)  # in parts of the largest sum: what is nothing but rounding, and nobody's
     alive = plain > plain.max() * noise if plain.numel() else plain.bool()
-    size = plain.clamp_min(float(plain.max()) * 0.1) if tolerance >= 0.1 and plain.numel() else plain  # rounded by this much
+    low = marks.tolerance >= 0.1 and plain.numel() > 0
+    size = plain.clamp_min(float(plain.max()) * 0.1) if low else plain  # what a row's rounding is in parts of
     if isinstance(layout, Regular):
         factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
-        wrong = (marked - plain * factors).abs() > tolerance * size * factors
+        wrong = (marked - plain * factors).abs() > marks.tolerance * size * factors
         return None if bool((wrong & alive).any()) else layout
     if not len(marks.owner):
         return None
@@ -182,5 +175,5 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, tolera
     ids = marks.read(ratios[:-1])
     unknown = ids < 0
     ids = ids.clamp_min(0)
-    wrong = ((marks.factors[:, ids] / ratios - 1).abs() * plain > tolerance * size).any(0) | unknown
+    wrong = ((ratios / marks.factors[:, ids] - 1).abs() * plain > marks.tolerance * size).any(0) | unknown
     return None if bool((wrong & alive).any()) else Ragged(layout.dim, ids)

@@ -15,7 +15,7 @@ from fastlr.errors import FastlrError, InputError, InteractionError, ModelError
 from fastlr.ghost import adapt, ownership, program
 from fastlr.ghost.agreement import agree, low_precision, measured_noise, rounding
 from fastlr.ghost.execute import Structure
-from fastlr.ghost.folded import FoldRefuted
+from fastlr.ghost.folded import FoldRefuted, refuse_parts_of_samples
 from fastlr.ghost.fuse import Folding, unfolded
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.layout import Layout
@@ -77,6 +77,7 @@ class Planner:
         self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
         self.proofs = 0
         self.comparisons = 0
+        self._compared = False  # whether this batch's outputs were
 
     @property
     def model(self) -> nn.Module:
@@ -102,11 +103,11 @@ class Planner:
         return self.ledger.hooked or (self._last in self._observed and self._observed[self._last][1])
 
     def _flags(self) -> tuple:
-        model = self.model
+        model, kind = self.model, next(iter(self.parameters.values())).device.type
         return (
             tuple(m.training for m in model.modules()),
             tuple((n, p.dtype) for n, p in self.parameters.items()),
-            torch.is_autocast_enabled(next(iter(self.parameters.values())).device.type),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             program.hook_programs(model),
         )
 
@@ -132,6 +133,7 @@ class Planner:
             return bool(unproven) or not any(absent <= tested for tested in [frozenset[str](), *ledger.absent])
 
         if fresh or open_questions():
+            refuse_parts_of_samples(graph, ownership.trace(graph, z, self.out_dim)[0])  # needs no proof
             batch = self._batch(x, z, count)
             generator = torch.Generator().manual_seed(5)
             prover = Prover(self.model, self.parameters, self.output, self.out_dim, self.folding)
@@ -140,8 +142,8 @@ class Planner:
                     break
                 samples = [(start + k) % count for k in range(min(count, SAMPLES))]
                 chosen = adapt.Batch(batch.pick(samples), len(samples), self.in_dim, batch.batched)
-                prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=start)
                 self.proofs += 1
+                prover.prove(chosen.distinct(SAMPLES, generator), ledger, seed=start)
                 unproven = self._unproven(graph, ledger)
             for name in unproven:
                 if count == 1 and name in ledger.parameters:
@@ -203,6 +205,7 @@ class Planner:
         if count == 1 or (known is not None and not compare):
             return batch
         self.comparisons += 1
+        self._compared = True
         failures = []
         options = [batch.batched] + [[i for i in batch.batched if i != drop] for drop in batch.batched if known is None]
         for option in filter(None, options):
@@ -281,10 +284,11 @@ class Planner:
         told = {place: held for place, held in options.items() if place in known}
         layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
         v = generic_cotangent(z)
-        if fresh:  # what the graph tells is held to the marks once
-            confirmed = explained(graph, structure, z, v, self.out_dim, told)
-            for place in [place for place, held in confirmed.items() if not held]:
-                options |= {place: every_layout(graph, structure, count)[place]}
+        if fresh and not (by_data and state.plans):  # what the graph tells is held to the marks once
+            confirmed = explained(graph, structure, z, v, self.out_dim, {place: told.get(place, []) for place in options})
+            options = {place: options[place] for place in confirmed}  # no gradient arrives at the others
+            for place in [place for place, held in confirmed.items() if not held and place in told]:
+                options |= {place: every_layout(graph, place, count)}
                 ledger.hooked, by_data = True, "a hook of a gradient"
                 del told[place]
         open_ones = {place: held for place, held in options.items() if place not in told}
@@ -303,4 +307,8 @@ class Planner:
             by_data = ""
         if any(graph.keys[use.child] in ledger.varying for use in structure.uses):
             by_data = by_data or "data among what is computed of parameters"
-        return ShapePlan(layouts, by_data or ledger.by_data)
+        by_data = by_data or ledger.by_data
+        note = f"rows are found and outputs compared anew in every batch: {by_data.removesuffix('Backward0')}"
+        if by_data and note not in ledger.notes:
+            ledger.notes.append(note)
+        return ShapePlan(layouts, by_data)

@@ -29,9 +29,9 @@ from fastlr.ghost import adapt
 from fastlr.ghost.agreement import agree
 from fastlr.ghost.execute import Structure, sq_norms
 from fastlr.ghost.fallback import beside_copy
-from fastlr.ghost.folded import FoldRefuted, weight_of
+from fastlr.ghost.folded import FoldRefuted, parameters_of, weight_of
 from fastlr.ghost.fuse import OURS, Folding
-from fastlr.ghost.graph import CASTS, Graph, walk
+from fastlr.ghost.graph import CASTS, Graph, Use, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
 from fastlr.ghost.ownership import Place, trace
@@ -340,10 +340,10 @@ class Prover:
     def _layouts(self, graph: Graph, structure: Structure, z: Tensor, v: Tensor) -> dict[Place, list[Layout]]:
         """Layouts of every output of a use: what the graph tells and marks confirm, else what marks find."""
         known, _ = trace(graph, z, self.out_dim)
-        every = every_layout(graph, structure, SAMPLES)
-        told: dict[Place, list[Layout]] = {place: [known[place]] for place in every if place in known}
+        places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
+        told: dict[Place, list[Layout]] = {place: [known[place]] if place in known else [] for place in places}
         found = explained(graph, structure, z, v, self.out_dim, told)
-        open_ones = {place: options for place, options in every.items() if not found.get(place)}
+        open_ones = {place: every_layout(graph, place, SAMPLES) for place, held in found.items() if not held}
         return found | (explained(graph, structure, z, v, self.out_dim, open_ones) if open_ones else {})
 
     def _compare(
@@ -380,22 +380,23 @@ class Prover:
         lost: dict[str, str] = {}
         got = run()
         bad = wrong(got)
+        uses_of: dict[str, list[Use]] = {name: [] for name in got}
+        for use in structure.uses:
+            for name in graph.names_below(use.child):
+                uses_of[name].append(use)
         refuted: dict[tuple[str, ...], str] = {}
         for use in structure.uses:
-            if graph.names[use.node] in OURS and (
-                routes.get(use.key) == "node"
-                or any(graph.parameters[p] in bad for p in graph.parameters_below(use.child))
-            ):
-                why = reasons.get(use.key) or "its norms differ from the exact ones"
-                refuted.setdefault(tuple(weight_of(graph, use.node)), why)
+            if graph.names[use.node] not in OURS:
+                continue
+            if routes.get(use.key) == "node":  # its batch norm alone may do
+                refuted.setdefault(tuple(weight_of(graph, use.node)), reasons[use.key])
+            elif any(name in bad for name in graph.names_below(use.child)):
+                refuted.setdefault(tuple(parameters_of(graph, use.node)), "its norms differ from the exact ones")
         if refuted:  # all of them at once: each refusal is another proof
             whole = () in refuted  # of a frozen weight, which has no name
             raise FoldRefuted([] if whole else [n for names in refuted for n in names], next(iter(refuted.values())))
         if bad:  # the nodes' own backward formulas instead of the rules, for these parameters
-            affected = [
-                u for u in structure.uses if any(graph.parameters[p] in bad for p in graph.parameters_below(u.child))
-            ]
-            for use in affected:
+            for use in (u for name in bad for u in uses_of[name]):
                 if routes.get(use.key, "rule") == "rule":
                     routes[use.key] = "node"
                     reasons[use.key] = "the rule's result differs from the truth"
@@ -404,16 +405,13 @@ class Prover:
             lost = {name: f"no route but the loop is right (off by {gap:.1e})" for name, gap in bad.items()}
         for use in structure.uses:
             if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):  # no sample's of its own in a batch
-                names = (graph.parameters[p] for p in graph.parameters_below(use.child))
-                lost |= dict.fromkeys(names, "scale_grad_by_freq counts the ids of the whole batch")
+                lost |= dict.fromkeys(graph.names_below(use.child), "scale_grad_by_freq counts the ids of the whole batch")
         for use in structure.uses:
             found = {o: alternatives.get((use.node, o), []) for o in range(graph.outputs(use.node))}
             route = routes.get(use.key, "rule")
             ledger.uses[use.key] = UseProof(found, route, graph.names[use.node], reasons.get(use.key, ""))
         for name, value in got.items():
-            uses = [
-                u for u in structure.uses if any(graph.parameters[p] == name for p in graph.parameters_below(u.child))
-            ]
+            uses = uses_of[name]
             gap = float(((value - truth[name]).abs() / total.clamp_min(1e-300)).max())
             kinds = tuple(dict.fromkeys(_kind(graph, u.node) for u in uses))
             axes = tuple(dict.fromkeys(str(layouts[u.node, 0]) if (u.node, 0) in layouts else "unknown" for u in uses))

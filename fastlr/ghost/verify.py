@@ -32,12 +32,11 @@ def explained(
         z: the output.
         v: a dense cotangent: one with zeros would leave rows undecided.
         out_dim: the samples' axis of the output.
-        options: layouts by place, likelier ones first; places without are not looked at.
+        options: layouts by place, likelier ones first; an empty list asks only whether a gradient arrives.
     """
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-2}.get(graph.lowest_dtype(), 0.1)
     count = z.shape[out_dim]
     regular = not any(isinstance(o, Ragged) for held in options.values() for o in held)
-    marks = Marks.make(count, tolerance, v.device, regular=regular)
+    marks = Marks.make(count, graph.lowest_dtype(), v.device, regular=regular)
     broadcast = [1] * v.ndim
     broadcast[out_dim] = count
     plain = _row_sums(graph, structure, z, v, options)
@@ -45,21 +44,17 @@ def explained(
     found: dict[Place, list[Layout]] = {}
     for place, sums in plain.items():
         held = (
-            explains(o, sums[o.dim], torch.stack([p[place][o.dim] for p in passes]), marks, tolerance)
+            explains(o, sums[o.dim], torch.stack([p[place][o.dim] for p in passes]), marks)
             for o in options[place]
         )
         found[place] = [layout for layout in held if layout is not None]
     return found
 
 
-def every_layout(graph: Graph, structure: Structure, count: int) -> dict[Place, list[Layout]]:
-    """All layouts that the outputs of uses could have: regular ones, then rows in any order."""
-    found: dict[Place, list[Layout]] = {}
-    for node in structure.by_node:
-        for output in range(graph.outputs(node)):
-            shape = graph.shape(node, output)
-            found[node, output] = [*candidates(shape, count), *_any_order(shape)]
-    return found
+def every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
+    """All layouts that an output could have: regular ones, then rows in any order."""
+    shape = graph.shape(*place)
+    return [*candidates(shape, count), *_any_order(shape)]
 
 
 def likely_layouts(
