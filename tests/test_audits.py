@@ -19,12 +19,8 @@ HIDDEN = {"alpha": 0.0, "scale": 1.0}
 
 
 def hidden(name: str) -> float:
-    """Two calls away from the forward pass: no fingerprint reads it."""
-    return (lambda: HIDDEN[name])()
-
-
-def far_away(name: str) -> float:
-    return hidden(name)
+    """Found by a text: no fingerprint reads it."""
+    return globals()["HIDDEN"][name]
 
 
 class Net(nn.Module):
@@ -35,8 +31,8 @@ class Net(nn.Module):
 
     def forward(self, x):
         h = self.a(x).tanh()
-        h = h - far_away("alpha") * h.detach().mean(0)
-        return self.b(h) * far_away("scale")
+        h = h - hidden("alpha") * h.detach().mean(0)
+        return self.b(h) * hidden("scale")
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
+from collections import ChainMap, UserDict
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -89,6 +90,10 @@ def holder(name: str, read: Callable, write: Callable, kind: type[Net] = Net, **
     HOLDERS[name] = hold
 
 
+def helper() -> float:
+    return (lambda: OPTIONS["alpha"])()
+
+
 def zero() -> Tensor:
     return torch.zeros(())
 
@@ -118,6 +123,11 @@ holder("numpy scalar", lambda net: float(net.alpha), lambda net, alpha: put(net,
 holder("numpy array", lambda net: float(net.alpha[0]), lambda net, alpha: net.alpha.fill(alpha), alpha=lambda: np.zeros(1))
 holder("submodule exchanged", lambda net: net.inner.values[0], lambda net, alpha: setattr(net, "inner", Listed(alpha)))
 holder("global", lambda net: ALPHA, lambda net, alpha: setattr(THIS, "ALPHA", alpha))
+holder("global class", lambda net: Config.alpha, lambda net, alpha: put(Config, alpha))
+holder("global of a helper", lambda net: helper(), lambda net, alpha: OPTIONS.update(alpha=alpha))
+holder("user dict", lambda net: net.all["alpha"], lambda net, alpha: net.all.update(alpha=alpha), all=UserDict)
+holder("chain map", lambda net: net.all["alpha"], lambda net, alpha: net.all.maps[1].update(alpha=alpha),
+       all=lambda: ChainMap({}, {}))
 holder("entry of a global", lambda net: OPTIONS["alpha"], lambda net, alpha: OPTIONS.update(alpha=alpha))
 # fmt: on
 

@@ -161,11 +161,13 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Lay
 
     ``plain`` [size of the layout's axis] and ``marked`` [passes, size] are row sums.
     """
-    noise = max(1e-12, marks.tolerance**3)  # sums that are nothing but rounding, in parts of the largest: they belong to nobody
+    noise = max(1e-12, marks.tolerance**3)  # in parts of the largest sum: what is nothing but rounding, and nobody's
     alive = plain > plain.max() * noise if plain.numel() else plain.bool()
+    low = marks.tolerance >= 0.1 and plain.numel() > 0
+    size = plain.clamp_min(float(plain.max()) * 0.1) if low else plain  # what a row's rounding is in parts of
     if isinstance(layout, Regular):
-        expected = plain * marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
-        wrong = (marked - expected).abs() > marks.tolerance * expected
+        factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
+        wrong = (marked - plain * factors).abs() > marks.tolerance * size * factors
         return None if bool((wrong & alive).any()) else layout
     if not len(marks.owner):
         return None
@@ -173,5 +175,5 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Lay
     ids = marks.read(ratios[:-1])
     unknown = ids < 0
     ids = ids.clamp_min(0)
-    wrong = ((ratios / marks.factors[:, ids] - 1).abs() > marks.tolerance).any(0) | unknown
+    wrong = ((ratios / marks.factors[:, ids] - 1).abs() * plain > marks.tolerance * size).any(0) | unknown
     return None if bool((wrong & alive).any()) else Ragged(layout.dim, ids)

@@ -13,7 +13,7 @@ import marshal
 import sys
 import sysconfig
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
@@ -27,11 +27,10 @@ PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(Ellip
 SMALL = 16  # elements of a tensor on the CPU that is read by value
 _SMALL_ARRAY = 1 << 16  # bytes of an array that is read by value
 _DEPTH = 5  # containers within containers
-_GLOBAL_DEPTH = 2  # of them below a global name
+_GLOBAL_DEPTH = 3  # of them below a global name
 _BREADTH = 256  # entries of one container
 _VALUES = 2000  # values below one attribute
 _TEXTS = (range, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_NOT_READ = frozenset((ModuleType, FunctionType, BuiltinFunctionType, type))  # of what a function finds by a global name
 _CLOSED = frozenset((*sys.stdlib_module_names, "torch", "numpy", "lightning", "pytorch_lightning"))  # not looked into
 _INSTALLED = tuple({sysconfig.get_path(where) for where in ("stdlib", "purelib", "platlib")})
 _TENSORS = frozenset((Tensor, nn.Parameter))
@@ -189,16 +188,24 @@ class Reader:
         """Code, what the closure holds, defaults, and the values of the global names that the code has."""
         which, names = code(value.__code__)
         token: list[Any] = ["function", which]
-        for cell in value.__closure__ or ():
-            token.append(self.of(_contents(cell), depth))
+        for held in map(_contents, value.__closure__ or ()):
+            parts = self._parts(held, names) if type(held) is ModuleType else [held]
+            token += [self.of(part, depth) for part in parts]
         for given in (value.__defaults__, value.__kwdefaults__, value.__dict__):
             token.append(self.of(given, depth) if given else None)
         find, depth = value.__globals__.get, min(depth, _GLOBAL_DEPTH)
         for name in names:
             found = find(name)
-            if found is not None and type(found) not in _NOT_READ:
-                token += name, self.of(found, depth)
+            for part in self._parts(found, names) if type(found) is ModuleType else [found]:
+                if part is not None and not _installed(part):
+                    token += name, self.of(part, depth)
         return tuple(token)
+
+    @staticmethod
+    def _parts(module: ModuleType, names: tuple[str, ...]) -> list[Any]:
+        """What code that has these names may read of a module; nothing of an installed one."""
+        own = str(getattr(module, "__file__", None) or "")
+        return [] if own.startswith(_INSTALLED) else [vars(module)[n] for n in names if n in vars(module)]
 
     def _method(self, value: Any, depth: int) -> tuple:
         return "method", self.of(value.__func__, depth), self.of(value.__self__, depth)
@@ -237,6 +244,15 @@ class Reader:
             parts.append(self._dict(held, depth))
         parts += [(n, self.of(getattr(value, n, None), depth)) for n in slots]
         return "object", *parts
+
+
+def _installed(value: Any) -> bool:
+    """Whether a value found by a global name is of a package that does not change: a function, a class, a module."""
+    if type(value) is FunctionType:
+        return value.__code__.co_filename.startswith(_INSTALLED)
+    if isinstance(value, type):
+        return closed(value) or issubclass(value, nn.Module)
+    return type(value) in (ModuleType, BuiltinFunctionType)
 
 
 def own(kind: type) -> list[tuple[str, Any]]:
@@ -290,6 +306,8 @@ _READERS: dict[type, Callable[[Reader, Any, int], Any]] = {
     MethodType: Reader._method,
     MappingProxyType: Reader._mapping,
     BuiltinFunctionType: _builtin,
+    ChainMap: lambda reader, value, depth: reader._entries("maps", value.maps, depth),
+    **dict.fromkeys((UserDict, UserList), lambda reader, value, depth: ("user", reader.of(value.data, depth + 1))),
     functools.partial: Reader._partial,
     property: Reader._property,
     np.ndarray: Reader._array,
