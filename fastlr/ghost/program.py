@@ -212,9 +212,8 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
         change nothing of the program. And whether tensors are given hooks, which may do anything to gradients.
     """
     uses = _Uses({id(b) for b in model.buffers()})
-    if any(b.is_floating_point() for b in model.buffers()):
-        with uses:
-            run()
+    with uses:
+        run()
     counters = {
         id(b)
         for m in model.modules()
