@@ -275,6 +275,28 @@ def gradients_permuted_by_a_hook():
         yield Call(model, (x,), refused=call > 0)
 
 
+@case()
+def scaled_by_the_largest_of_the_batch():
+    """Without a gradient, and only where values are large."""
+    model = Net(lambda net, x: net.c(net.a(x).tanh() * x.abs().max().clamp(min=10.0)))
+    for size in (1.0, 30.0, 1.0):
+        yield Call(model, (size * torch.randn(6, 5),), refused=size > 1)
+
+
+@case()
+def dropped_for_lack_of_places():
+    """A rank among those that go the same way, without a gradient; at first nobody is dropped."""
+
+    def how(net, x):
+        way = F.one_hot(x.argmax(-1), 5)
+        place = (way.cumsum(0) * way).sum(-1)
+        return net.c(net.a(x).tanh() * (place <= 2).to(x)[:, None])
+
+    model = Net(how)
+    for to in ([0, 1, 2, 3, 4, 0], [1, 1, 1, 1, 1, 0], [4, 3, 2, 1, 0, 0]):
+        yield Call(model, (routed(to),), refused=to[2] == 1)
+
+
 @case([0] * 6, [0, 0, 0, 1, 1, 1])
 def switch(first):
     """Places of two experts that have room for all, first in the samples' order."""

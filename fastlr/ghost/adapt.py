@@ -246,6 +246,12 @@ class Batch:
             leaves[i] = _ordered_like(self.leaves[i], self.leaves[i].index_select(self.in_dim, index))
         return cast(tree_unflatten(leaves, self.spec), dtype)
 
+    def scaled(self, factor: float) -> Batch:
+        """Return the batch with its floating-point inputs times a factor."""
+        batched = set(self.batched)
+        leaves = [t * factor if i in batched and t.is_floating_point() else t for i, t in enumerate(self.leaves)]
+        return Batch(tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched)
+
     def distinct(self, need: int, generator: torch.Generator) -> Batch:
         """Return a batch of at least ``need`` samples that differ, made by jittering copies where there are too few."""
         picked = list(range(min(self.count, need)))

@@ -71,7 +71,7 @@ class Prover:
                 try:
                     with self._precision(subject):
                         if self._prove_on(subject, batch, ledger):
-                            self._zeros_moved(batch, scale, seed, ledger)
+                            self._otherwise(subject, batch, scale, seed, ledger)
                             return
                 except (InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError):
                     raise
@@ -149,19 +149,31 @@ class Prover:
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
         return True
 
-    def _zeros_moved(self, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger) -> None:
-        """With buffers that are zero moved, samples may interact: then the model is looked at in every batch."""
-        subject = with_buffers_moved(self.model, self.parameters, scale, seed)
-        if subject is None:
-            return
+    def _otherwise(self, subject: Subject, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger) -> None:
+        """Where samples would interact if something were otherwise, the model is looked at in every batch.
+
+        Tried are buffers that are zero, moved; inputs of large values; and several copies of one sample, which go the same
+        way and may be too many for it.
+        """
+        moved = with_buffers_moved(self.model, self.parameters, scale, seed)
+        if moved is not None and not self._separate(moved, batch, on_error=False):
+            ledger.by_data = "a buffer that is zero now"
+        elif subject.dtype is not None and not self._separate(subject, batch.scaled(30.0), on_error=True):
+            ledger.by_data = "samples that would interact with other values"
+
+    def _separate(self, subject: Subject, batch: adapt.Batch, *, on_error: bool) -> bool:
+        """Whether samples give in other company what they give in the batch of three."""
         try:
             with self._precision(subject), torch.no_grad():
                 z = self._forward(subject, batch, list(range(SAMPLES)))
-                for sample in range(SAMPLES):
-                    row = self._forward(subject, batch, [sample] * 2).narrow(self.out_dim, 0, 1)
-                    self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), row)
+                for samples in ([0] * 2, [1] * 2, [2] * 2 * SAMPLES):
+                    got = self._forward(subject, batch, samples)
+                    want = z.narrow(self.out_dim, samples[0], 1).expand_as(got)
+                    if not agree(want, got, 1e-9, lambda: self._noise(subject, batch), self.out_dim):
+                        return False
         except (ModelError, FoldRefuted, RuntimeError, TypeError, ValueError, IndexError):
-            ledger.by_data = "a buffer that is zero now"
+            return on_error
+        return True
 
     # -- forward checks ---------------------------------------------------------------------------------------------
 
