@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +15,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.checks import out_of_memory, refuse_where
-from fastlr.errors import FastlrWarning, HiddenParameterError, InputError, ModelError, NonFiniteError
+from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.ghost import adapt, program
-from fastlr.ghost.agreement import agree, low_precision, norms_agree, rounding
-from fastlr.ghost.audit import Audits, Disproved
+from fastlr.ghost.audit import Disproved
+from fastlr.ghost.auditor import Auditor
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.execute import Rerouted, sq_norms
-from fastlr.ghost.fallback import Singles, beside_copy
+from fastlr.ghost.fallback import Singles
 from fastlr.ghost.folded import FoldRefuted
 from fastlr.ghost.fuse import uncompiled, unfolded
 from fastlr.ghost.graph import Graph, exact_grads, walk
 from fastlr.ghost.ledger import Ledger, ParameterProof
-from fastlr.ghost.plan import KEPT, Plan, Planner, ShapePlan, State
+from fastlr.ghost.plan import KEPT, Plan, ShapePlan, State
 from fastlr.ghost.proof import generic_cotangent
-from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.state import BufferKeeper, emptied, tensor_caches
+from fastlr.ghost.state import BufferKeeper
 
 
 @dataclass
@@ -46,7 +45,7 @@ class ChunkNorms:
     output: Tensor
 
 
-class Engine(Planner):
+class Engine(Auditor):
     """Per-sample squared gradient norms of a model, planned and proven once.
 
     Args:
@@ -65,12 +64,9 @@ class Engine(Planner):
         super().__init__(adapt.unwrap(model), output, in_dim, out_dim)
         self._warned: set[str] = set()
         self._single: set[tuple] = set()  # shapes of inputs that are one sample
-        self._writes_inputs: bool | None = None  # None: not known yet
         self._buffers = BufferKeeper()
         self._plan: Plan | None = None
-        self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
         self._singles = Singles()
-        self.audits = Audits()
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Per-sample squared norms of the gradient of <cotangent, output> for each sample.
@@ -158,48 +154,6 @@ class Engine(Planner):
         """Plan and prove for these inputs, with a random cotangent, and return what was found."""
         self.run(x, generic_cotangent)
         return self.ledger
-
-    def without_caches(self, x: Any) -> AbstractContextManager[None]:
-        """Within this context the model runs without what earlier forward passes have left in it (see `_caches`)."""
-        return emptied(self._caches(x))
-
-    def _caches(self, x: Any) -> list[tuple[nn.Module, str]]:
-        """Dicts of tensors in the model that forward passes of ours run without: caches of what its parameters give.
-
-        A forward pass without a graph may have filled them (LeViT's attention biases): then parameters would seem unused.
-
-        Raises:
-            HiddenParameterError: one holds something else than what its parameters give now.
-        """
-        caches = tensor_caches(self.model)
-        if not caches:
-            return []
-        key = (self._flags(), *(id(t) for module, name in caches for t in vars(module)[name].values()))
-        if key not in self._known_caches:
-            self._known_caches.clear()
-            self._known_caches[key] = caches if self._are_caches(caches, x) else []
-        return self._known_caches[key]
-
-    def _are_caches(self, caches: list[tuple[nn.Module, str]], x: Any) -> bool:
-        own = adapt.forward(self.model, adapt.copied(x), self.output)
-        try:
-            with emptied(caches):
-                anew = adapt.forward(self.model, adapt.copied(x), self.output)
-        except Exception:  # whatever a model raises that misses what it needs
-            return False
-        used, more = (
-            set(walk(z, self.parameters).parameters.values()) if z.requires_grad else set() for z in (own, anew)
-        )
-        close = rounding(own.dtype, low=low_precision(own.device, {p.dtype for p in self.parameters.values()}))
-        same = agree(own, anew, close, None, self.out_dim)
-        if not same and more - used:
-            module, name = caches[0]
-            raise HiddenParameterError(
-                f"parameter {min(more - used)} moves the output only through what an earlier forward pass left in {name} of "
-                f"{type(module).__name__}, and that is no longer what it gives: clear it (model.train() and model.eval() does "
-                "so in timm's models)"
-            )
-        return same
 
     # -- one call ---------------------------------------------------------------------------------------------------
 
@@ -321,42 +275,6 @@ class Engine(Planner):
         refuse_where(~table.isfinite(), lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, output
 
-    def audit(self, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent) -> bool:
-        """Whether a random sample of a batch that `run_planned` did has its own output and norms.
-
-        Args:
-            x: inputs.
-            output: the output for them.
-            table: squared norms [parameters, B].
-            cotangent: as then.
-        """
-        count = output.shape[self.out_dim]
-        with torch.inference_mode(False), self.audits.timed():
-            ((v, scale, _),) = passes(cotangent, output, self.out_dim)
-            j = self.audits.draw(count)
-            batch = adapt.Batch(x, count, self.in_dim)
-            row, exact = self._beside_copy(self._forward_of(batch), j, v)
-            close = rounding(row.dtype, low=low_precision(row.device, {p.dtype for p in self.parameters.values()}))
-            want = output.narrow(self.out_dim, j, 1)
-            right = agree(want, row, close, self._noise_of(batch, count), self.out_dim)
-            norms = dict(zip(self.parameters, exact, strict=True))
-            found = dict(zip(self.parameters, table[:, j] / scale[j], strict=True))
-            right = right and not self._refuted(found, norms, x, batch, v, j)
-        self.audits.passed += right
-        return right
-
-    def _forward(self, x: Any) -> Tensor:
-        named = dict(self.model.named_parameters())
-        given = adapt.copied(x) if self._writes_inputs is not False else x
-        before = adapt.versions(given)
-        z = self.folding.run(named, lambda: adapt.forward(self.model, given, self.output))
-        written = adapt.versions(given) != before
-        if written and self._writes_inputs is False:
-            self._writes_inputs = True
-            raise InputError("the model has written to its inputs, as it had not before: they are changed; pass them again")
-        self._writes_inputs = written or bool(self._writes_inputs)
-        return z
-
     def _pass(
         self,
         graph: Graph,
@@ -430,13 +348,6 @@ class Engine(Planner):
         strides = tuple((t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided)
         return strides, self._last, self._seen, tuple(chosen)
 
-    def _forward_of(self, batch: adapt.Batch) -> Callable[[Sequence[int]], Tensor]:
-        def forward(samples: Sequence[int]) -> Tensor:
-            with Unfused():
-                return adapt.forward(self.model, batch.pick(samples), self.output)
-
-        return forward
-
     def _result(self, sums: dict[str, Tensor], output: Tensor, count: int) -> ChunkNorms:
         zero = torch.zeros(count, dtype=torch.float64, device=output.device)
         norms = {name: sums.get(name, zero) for name in self.parameters}
@@ -447,131 +358,6 @@ class Engine(Planner):
             raise NonFiniteError(f"the gradient of parameter {bad} is not finite for sample {sample} of the batch")
         proofs = self.ledger.parameters
         return ChunkNorms(total, norms, {n: proofs[n].route if n in proofs else "zero" for n in norms}, output)
-
-    # -- checks on the real batch -----------------------------------------------------------------------------------
-
-    def _exact_of_one(
-        self, x: Any, z: Tensor, v: Tensor, count: int, *, fresh: bool
-    ) -> tuple[int, dict[str, Tensor]]:
-        """Exact squared norms of one random sample beside a copy of itself; its output must be its row of the batch.
-
-        Raises:
-            Disproved: it is another, and not ``fresh``: so what is known of the model is no longer true.
-            FoldRefuted: it is another because of the folding.
-            InteractionError: it is another.
-        """
-        j = self.audits.draw(count)
-        batch = self._batch(x, z, count)
-        row, exact = self._beside_copy(self._forward_of(batch), j, v)
-        want = z.detach().narrow(self.out_dim, j, 1)
-        close = rounding(z.dtype, low=low_precision(z.device, {p.dtype for p in self.parameters.values()}))
-
-        if not agree(want, row, close, self._noise_of(batch, count), self.out_dim):
-            if not fresh:
-                raise Disproved(j, f"sample {j} alone gives another output than within its batch of {count}")
-            self._batch(x, z, count, compare=True)
-            self._blame(batch, z, count, alike=True)
-        return j, dict(zip(self.parameters, exact, strict=True))
-
-    def _beside_copy(
-        self, forward: Callable[[Sequence[int]], Tensor], j: int, v: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        own = v.narrow(self.out_dim, j, 1)
-        try:
-            return beside_copy(forward, j, own, self.out_dim, self.parameters)
-        except (ModelError, RuntimeError, ValueError, IndexError):  # it may take one sample only
-            return beside_copy(forward, j, own, self.out_dim, self.parameters, 1)
-
-    def _disproved(
-        self,
-        norms: dict[str, Tensor],
-        spot: tuple[int, dict[str, Tensor]],
-        x: Any,
-        z: Tensor,
-        v: Tensor,
-        count: int,
-        *,
-        fresh: bool,
-    ) -> dict[str, Tensor]:
-        """Parameters whose norm of the audited sample is not its exact norm: from now on done by the loop.
-
-        Raises Disproved instead where the plan is an earlier batch's: it is proven anew first.
-        """
-        j, exact = spot
-        self.audits.passed += 1
-        total = torch.stack(list(exact.values())).sum()
-        found = {name: value[j] for name, value in norms.items()}
-        wrong = self._refuted(found, exact, x, self._batch(x, z, count), v, j)
-        if not wrong:
-            return {}
-        gaps = {name: float((norms[name][j] - exact[name]).abs() / total) for name in wrong}
-        self.audits.passed -= 1
-        if not fresh:
-            name = max(gaps, key=lambda n: gaps[n])
-            raise Disproved(j, f"the norm of {name} for sample {j} is off by {gaps[name]:.1e} of its total")
-        for name in wrong:
-            proof = self.ledger.parameters[name]
-            proof.route, proof.reason = "loop", f"audit of a sample: off by {gaps[name]:.1e} of its total"
-        return {name: self.parameters[name] for name in wrong}
-
-    def _refuted(
-        self, found: dict[str, Tensor], exact: dict[str, Tensor], x: Any, batch: adapt.Batch, v: Tensor, j: int
-    ) -> list[str]:
-        """Parameters whose squared norms for sample j are not the exact ones, by more than rounding explains."""
-        total = torch.stack(list(exact.values())).sum()
-        wrong = [name for name, value in found.items() if not self._agrees(value, exact[name], total)]
-        if wrong:
-            noise = self._norm_noise(batch, v, j, exact)
-            wrong = [n for n in wrong if not self._agrees(found[n], exact[n], total, noise.get(n))]
-        if wrong and v.dtype != torch.float64:
-            within = self._within(x, v, j)
-            loose = max(0.01, 2 * self._close(v))
-            wrong = [
-                n
-                for n in wrong
-                if not (self._agrees(found[n], within[n], total) and norms_agree(within[n], exact[n], total, loose))
-            ]
-        return wrong
-
-    def _within(self, x: Any, v: Tensor, j: int) -> dict[str, Tensor]:
-        """Exact squared norms of sample j within the batch as it is measured, the other cotangents zero.
-
-        In few digits an activation near a kink may fall on its other side where the sample is alone: outputs then agree
-        but for rounding, gradients less.
-        """
-        cotangent = torch.zeros_like(v)
-        cotangent.narrow(self.out_dim, j, 1).copy_(v.narrow(self.out_dim, j, 1))
-        return dict(zip(self.parameters, exact_grads(self._forward(x), self.parameters, cotangent), strict=True))
-
-    def _norm_noise(self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]) -> dict[str, Tensor]:
-        """How far the exact squared norms of a sample are off by rounding, from float64; empty if nobody can tell."""
-        if v.dtype == torch.float64:
-            return {}
-        held = (*self.model.named_parameters(), *self.model.named_buffers())
-        wide = {n: adapt.cast(t.detach(), torch.float64) for n, t in held}
-        wide |= {n: wide[n].requires_grad_() for n in self.parameters}
-
-        def forward(samples: Sequence[int]) -> Tensor:
-            given = adapt.cast(batch.pick(samples), torch.float64)
-            with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
-                return adapt.select_output(adapt.call_with(self.model, wide, given, dtype=torch.float64), self.output)
-
-        try:
-            own = v.narrow(self.out_dim, j, 1).double()
-            _, truth = beside_copy(forward, j, own, self.out_dim, {n: wide[n] for n in self.parameters})
-        except (ModelError, RuntimeError, TypeError, ValueError, NotImplementedError):
-            return {}
-        return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True)}
-
-    def _agrees(self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None) -> bool:
-        """Whether squared norms agree within the model's own precision, or within some times the measured rounding."""
-        if norms_agree(value, exact, total, self._close(value)):
-            return True
-        return noise is not None and bool(((value - exact).abs() <= 8 * noise).all())
-
-    def _close(self, value: Tensor) -> float:
-        dtypes = {p.dtype for p in self.parameters.values()}
-        return 0.1 if low_precision(value.device, dtypes) else 1e-8 if dtypes == {torch.float64} else 1e-3
 
     def _warn_loop(self, slow: dict[str, Tensor]) -> None:
         fresh = [name for name in slow if name not in self._warned]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.checks import out_of_memory
-from fastlr.errors import FastlrError, InputError, InteractionError, ModelError
+from fastlr.errors import FastlrError, HiddenParameterError, InputError, InteractionError, ModelError
 from fastlr.ghost import adapt, ownership, program
 from fastlr.ghost.agreement import agree, low_precision, measured_noise, rounding
 from fastlr.ghost.execute import Structure
 from fastlr.ghost.folded import FoldRefuted, refuse_parts_of_samples
 from fastlr.ghost.fuse import Folding, unfolded
-from fastlr.ghost.graph import Graph
+from fastlr.ghost.graph import Graph, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof
 from fastlr.ghost.ownership import Place
 from fastlr.ghost.proof import SAMPLES, Prover, generic_cotangent
+from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.verify import every_layout, explained, likely_layouts
 
 KEPT = 256  # plans of shapes kept for one structure
@@ -75,6 +77,7 @@ class Planner:
         self._last: tuple | None = None
         self._observed: dict[tuple, tuple[frozenset[int], bool]] = {}  # by flags, see program.observed
         self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
+        self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
         self.proofs = 0
         self.comparisons = 0
         self._compared = False  # whether this batch's outputs were
@@ -110,6 +113,48 @@ class Planner:
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             program.hook_programs(model),
         )
+
+    def without_caches(self, x: Any) -> AbstractContextManager[None]:
+        """Within this context the model runs without what earlier forward passes have left in it (see `_caches`)."""
+        return emptied(self._caches(x))
+
+    def _caches(self, x: Any) -> list[tuple[nn.Module, str]]:
+        """Dicts of tensors in the model that forward passes of ours run without: caches of what its parameters give.
+
+        A forward pass without a graph may have filled them (LeViT's attention biases): then parameters would seem unused.
+
+        Raises:
+            HiddenParameterError: one holds something else than what its parameters give now.
+        """
+        caches = tensor_caches(self.model)
+        if not caches:
+            return []
+        key = (self._flags(), *(id(t) for module, name in caches for t in vars(module)[name].values()))
+        if key not in self._known_caches:
+            self._known_caches.clear()
+            self._known_caches[key] = caches if self._are_caches(caches, x) else []
+        return self._known_caches[key]
+
+    def _are_caches(self, caches: list[tuple[nn.Module, str]], x: Any) -> bool:
+        own = adapt.forward(self.model, adapt.copied(x), self.output)
+        try:
+            with emptied(caches):
+                anew = adapt.forward(self.model, adapt.copied(x), self.output)
+        except Exception:  # whatever a model raises that misses what it needs
+            return False
+        used, more = (
+            set(walk(z, self.parameters).parameters.values()) if z.requires_grad else set() for z in (own, anew)
+        )
+        close = rounding(own.dtype, low=low_precision(own.device, {p.dtype for p in self.parameters.values()}))
+        same = agree(own, anew, close, None, self.out_dim)
+        if not same and more - used:
+            module, name = caches[0]
+            raise HiddenParameterError(
+                f"parameter {min(more - used)} moves the output only through what an earlier forward pass left in {name} of "
+                f"{type(module).__name__}, and that is no longer what it gives: clear it (model.train() and model.eval() does "
+                "so in timm's models)"
+            )
+        return same
 
     def _state(self, graph: Graph, x: Any, z: Tensor, count: int) -> tuple[tuple, State]:
         """Find or make the plan for this structure; prove what is not proven yet."""

@@ -8,12 +8,8 @@ larger batch, whose graph has the same uses, needs no new proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
@@ -26,21 +22,19 @@ from fastlr.errors import (
     RandomForwardError,
 )
 from fastlr.ghost import adapt
-from fastlr.ghost.agreement import agree
 from fastlr.ghost.execute import Structure, sq_norms
 from fastlr.ghost.fallback import all_beside_copy
 from fastlr.ghost.folded import FoldRefuted, parameters_of, weight_of
-from fastlr.ghost.fuse import OURS, Folding
+from fastlr.ghost.forward_checks import SAMPLES, ForwardChecks
+from fastlr.ghost.fuse import OURS
 from fastlr.ghost.graph import CASTS, Graph, Use, walk
 from fastlr.ghost.layout import Layout
 from fastlr.ghost.ledger import Ledger, ParameterProof, UseProof
 from fastlr.ghost.ownership import Place, trace
-from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.rules import Unsupported
-from fastlr.ghost.subjects import Subject, subjects, with_buffers_moved
+from fastlr.ghost.subjects import Subject, subjects
 from fastlr.ghost.verify import every_layout, explained
 
-SAMPLES = 3
 SCALES = (-20, 20)  # powers of two of cotangents that gradients must follow
 
 
@@ -49,19 +43,8 @@ def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
 
 
-class Prover:
+class Prover(ForwardChecks):
     """Proves the uses of a model on three samples; `prove` adds what it finds to a ledger."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        output: adapt.OutputSelector,
-        out_dim: int,
-        folding: Folding | None = None,
-    ):
-        self.model, self.parameters, self.output, self.out_dim = model, parameters, output, out_dim
-        self.folding = folding
 
     def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
         """Prove on the first three samples of ``batch``; raises what makes per-sample gradients meaningless."""
@@ -98,29 +81,9 @@ class Prover:
             raise failure
         raise ModelError(f"the model could not be proven on three samples: {'; '.join(ledger.notes)}") from failure
 
-    @contextmanager
-    def _precision(self, subject: Subject) -> Iterator[None]:
-        device = next(iter(self.parameters.values())).device.type
-        with torch.autocast(device, enabled=False) if subject.dtype is not None else nullcontext():
-            yield
-
     def _all_by_loop(self, ledger: Ledger, reason: str) -> None:
         for name in self.parameters:
             ledger.parameters[name] = ParameterProof("loop", alive=True, reason=reason)
-
-    def _forward(self, subject: Subject, batch: adapt.Batch, samples: list[int], *, fold: bool = False) -> Tensor:
-        """The output for some samples; ``fold``: as it will be measured, otherwise as the model is."""
-        with torch.enable_grad():
-            x = batch.pick(samples)
-            with nullcontext() if fold else Unfused():
-                result = self.folding.run(subject.named, lambda: subject(x)) if fold and self.folding else subject(x)
-            z = adapt.select_output(result, self.output)
-        if adapt.sample_count(z, self.out_dim) != len(samples):
-            raise ModelError(
-                f"{len(samples)} samples give an output of shape {tuple(z.shape)}, which does not have that size along "
-                f"out_dim={self.out_dim}: pass in_dim= and out_dim="
-            )
-        return z
 
     def _prove_on(self, subject: Subject, batch: adapt.Batch, ledger: Ledger) -> bool:
         z = self._forward(subject, batch, list(range(SAMPLES)), fold=True)
@@ -149,108 +112,7 @@ class Prover:
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
         return True
 
-    def _otherwise(self, subject: Subject, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger) -> None:
-        """Where samples would interact if something were otherwise, the model is looked at in every batch.
-
-        Tried are buffers that are zero, moved; inputs of large values; and several copies of one sample, which go the same
-        way and may be too many for it.
-        """
-        moved = with_buffers_moved(self.model, self.parameters, scale, seed)
-        if moved is not None and not self._separate(moved, batch, on_error=False):
-            ledger.by_data = "a buffer that is zero now"
-        elif subject.dtype is not None and not self._separate(subject, batch.scaled(30.0), on_error=True):
-            ledger.by_data = "samples that would interact with other values"
-
-    def _separate(self, subject: Subject, batch: adapt.Batch, *, on_error: bool) -> bool:
-        """Whether samples give in other company what they give in the batch of three."""
-        try:
-            with self._precision(subject), torch.no_grad():
-                z = self._forward(subject, batch, list(range(SAMPLES)))
-                for samples in ([0] * 2, [1] * 2, [2] * 2 * SAMPLES):
-                    got = self._forward(subject, batch, samples)
-                    want = z.narrow(self.out_dim, samples[0], 1).expand_as(got)
-                    if not agree(want, got, 1e-9, lambda: self._noise(subject, batch), self.out_dim):
-                        return False
-        except (ModelError, FoldRefuted, RuntimeError, TypeError, ValueError, IndexError):
-            return on_error
-        return True
-
     # -- forward checks ---------------------------------------------------------------------------------------------
-
-    def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
-        """Require that samples give what they gave in the batch of three; say what is wrong if they do not."""
-        close = 1e-9 if z.dtype == torch.float64 else 1e-3 if z.dtype == torch.float32 else 5e-2
-
-        def noise() -> Tensor | None:
-            return self._noise(subject, batch)
-
-        if agree(want, got, close, noise, self.out_dim):
-            return
-        three = list(range(SAMPLES))
-        with torch.no_grad():
-            plain = self._forward(subject, batch, three)
-            if not agree(plain, self._forward(subject, batch, three), close, noise, self.out_dim):
-                raise RandomForwardError(self._random_message())
-            if not agree(z, plain, close, noise, self.out_dim):
-                if self.folding is not None and self.folding.active:
-                    raise FoldRefuted([], "the folded model gives another output")
-                raise RandomForwardError(self._random_message())
-        raise InteractionError(self._interaction_message(subject, batch, close))
-
-    def _noise(self, subject: Subject, batch: adapt.Batch) -> Tensor | None:
-        """How far float64 outputs of the three samples may be off by rounding, from what float32 gives."""
-        if subject.dtype != torch.float64:
-            return None
-        tensors = {n: adapt.cast(t.detach(), torch.float32) for n, t in subject.state.items()}
-        three = list(range(SAMPLES))
-        try:
-            own = self._forward(subject, batch, three).detach()
-            x = adapt.cast(batch.pick(three), torch.float32)
-            single = adapt.select_output(adapt.call_with(subject.model, tensors, x, dtype=torch.float32), self.output).detach()
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
-            return None
-        return (own - single.double()).abs().nan_to_num() * 2.0**-26
-
-    def _random_message(self) -> str:
-        active = [n for n, m in self.model.named_modules() if m.training and "dropout" in type(m).__name__.lower()]
-        where = f"; in train mode: {', '.join(active[:5])}" if active else ""
-        return f"two forward passes on the same inputs differ (dropout, sampling){where}: call model.eval()"
-
-    def _interaction_message(self, subject: Subject, batch: adapt.Batch, close: float) -> str:
-        """Name the first module whose output for sample 0 changes when the other samples do."""
-        records: list[list[tuple[str, Tensor]]] = []
-        handles = []
-
-        def hook_for(name: str) -> Callable:
-            def hook(_module: nn.Module, _inputs: Any, result: Any) -> None:
-                if isinstance(result, Tensor) and result.ndim and result.shape[0] % SAMPLES == 0:
-                    records[-1].append((name, result.detach()[: len(result) // SAMPLES].clone()))
-
-            return hook
-
-        modules = dict(subject.model.named_modules())
-        for name, module in modules.items():
-            if name:
-                handles.append(module.register_forward_hook(hook_for(name)))
-        try:
-            for samples in (list(range(SAMPLES)), [0] * SAMPLES):
-                records.append([])
-                with torch.no_grad():
-                    self._forward(subject, batch, samples)
-        finally:
-            for handle in handles:
-                handle.remove()
-        first = next(
-            (n for (n, a), (_, b) in zip(*records, strict=False) if a.shape == b.shape and not agree(a, b, close)), None
-        )
-        message = "samples of the batch interact: what one gives depends on the others"
-        if first is None:
-            return f"{message}. Make the forward pass work on each sample alone"
-        module = modules[first]
-        message += f", first seen in module {first} ({type(module).__name__})"
-        if module.training and "Norm" in type(module).__name__:
-            return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
-        return f"{message}. Make it work on each sample alone"
 
     def _sides(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> str:
         """Tell parameter side from sample side: with every sample twice, the sample side doubles, the other does not.
@@ -451,55 +313,6 @@ class Prover:
                     "times the others. Something changes them on the way, such as a hook that clips them or adds to "
                     "them; remove it for the measurement"
                 )
-
-    def _absent(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
-        """Parameters that are not in the graph: zero if they do not move the output, otherwise an error."""
-        present = set(graph.parameters.values())
-        absent = [n for n in self.parameters if n not in present]
-        if not absent or any(set(absent) <= tested for tested in ledger.absent):
-            return
-        moved = self._moves(subject, batch, z, absent)
-        if moved:
-            culprits = [n for n in absent if self._moves(subject, batch, z, [n])] or absent
-            module = culprits[0].rpartition(".")[0]
-            while module and "checkpoint" not in repr(type(self.model.get_submodule(module))).lower() and "." in module:
-                if sum(n.startswith(module + ".") for n in culprits) == len(culprits):
-                    break
-                module = module.rpartition(".")[0]
-            kind = type(self.model.get_submodule(module)).__name__
-            raise HiddenParameterError(
-                f"parameter {culprits[0]}"
-                + (f" and {len(culprits) - 1} more" if len(culprits) > 1 else "")
-                + f" of module {module or '(root)'} ({kind}) change the output but are not in its autograd graph: "
-                "reentrant activation checkpointing (use use_reentrant=False or switch it off), no_grad, detach or .data in "
-                "the forward pass; or freeze them with requires_grad_(False) if they should not count"
-            )
-        ledger.absent.append(frozenset(absent))
-        for n in absent:
-            ledger.parameters.setdefault(n, ParameterProof("zero", reason="not used by the output", alive=True))
-
-    def _moves(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str]) -> bool:
-        """Whether parameters move the output, and not by a choice alone, as the scores of hard routing do.
-
-        Such a choice has no gradient: it does not move with the least of changes.
-        """
-        double = z.dtype == torch.float64
-        return all(self._moved(subject, batch, z, names, size) for size in (0.5, 1e-6 if double else 1e-3))
-
-    def _moved(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str], size: float) -> bool:
-        generator = torch.Generator().manual_seed(2)
-        saved = {n: subject.parameters[n].detach().clone() for n in names}
-        with torch.no_grad():
-            try:
-                for n in names:
-                    p = subject.parameters[n]
-                    noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
-                    p.add_(noise * size * (p.abs().mean() + 0.2))
-                again = self._forward(subject, batch, list(range(SAMPLES)), fold=True)
-            finally:
-                for n in names:
-                    subject.parameters[n].copy_(saved[n])
-        return not agree(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6, None, self.out_dim)
 
 
 def _kind(graph: Graph, node: int) -> str:
