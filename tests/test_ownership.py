@@ -107,6 +107,8 @@ UNARY: list[Op] = [
     lambda x: torch.channel_shuffle(x, 2),
     lambda x: aten.alias(x),
     lambda x: x.permute(*range(1, x.ndim), 0),
+    lambda x: x.as_strided(x.shape, x.stride()),
+    lambda x: F.adaptive_avg_pool2d(x.to(memory_format=torch.channels_last), 1),
     lambda x: x.transpose(0, -1).reshape(x.shape),
     lambda x: x.transpose(0, -1).reshape(-1),
     lambda x: x.unflatten(0, (-1, 2)),

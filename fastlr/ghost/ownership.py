@@ -123,7 +123,21 @@ def _permuted(s: Step) -> Regular | None:
     return s.at(axis(s.node._saved_dims[s.layout.dim], len(s.outer)))
 
 
+def _restrided(s: Step) -> Regular | None:
+    """What torch's adaptive pooling does to its result in channels_last: other strides for axes of one element only.
+
+    The input's own strides are not to be seen; marks hold this to the first batch.
+    """
+    stride = 1
+    for size, step in reversed(list(zip(s.outer, s.node._saved_stride, strict=True))):
+        if size > 1 and step != stride:
+            return None
+        stride *= size
+    return s.at(s.layout.dim) if s.inner == s.outer and s.node._saved_storage_offset is None else None
+
+
 _list("T", _transposed)
+_list("AsStrided AsStridedBackward1", _restrided, "size", "stride", "storage_offset")
 _list("Transpose", _transposed, "dim0", "dim1")
 _list("Permute", _permuted, "dims")
 

@@ -140,7 +140,8 @@ class Stage:
 
 
 def stages(measured: Measured, n: int, chunk: int) -> dict[str, Callable[[], Stage]]:
-    """Makers of the stages, each including the one before; ``measured`` has measured before, in chunks of this size."""
+    """Makers of the stages, each including the one before; ``measured`` measures in chunks of this size."""
+    measured()  # other modes have used the model's engine since
     network, engine = measured.network, measured.estimator.engine
     device = network.device
     plan = engine.plan(chunk)
