@@ -284,6 +284,17 @@ def scaled_by_the_largest_of_the_batch():
 
 
 @case()
+def chosen_by_the_mean_of_the_batch():
+    """One of two branches for all samples, both in the graph."""
+    model = Net(lambda net, x: net.c(torch.where(x.mean() > 0, net.a(x).tanh(), net.b(net.a(x)).tanh())))
+    for shift in (3.0, 0.0, -3.0):
+        x = torch.randn(6, 5)
+        x[:3] += shift
+        x[3:] += 2 if shift else -0.2
+        yield Call(model, (x,), refused=shift == 0 or shift < 0)
+
+
+@case()
 def dropped_for_lack_of_places():
     """A rank among those that go the same way, without a gradient; at first nobody is dropped."""
 

@@ -246,10 +246,14 @@ class Batch:
             leaves[i] = _ordered_like(self.leaves[i], self.leaves[i].index_select(self.in_dim, index))
         return cast(tree_unflatten(leaves, self.spec), dtype)
 
-    def scaled(self, factor: float) -> Batch:
-        """Return the batch with its floating-point inputs times a factor."""
-        batched = set(self.batched)
-        leaves = [t * factor if i in batched and t.is_floating_point() else t for i, t in enumerate(self.leaves)]
+    def scaled(self, factors: Sequence[float]) -> Batch:
+        """Return the batch with each sample's floating-point inputs times a factor of its own."""
+        leaves = list(self.leaves)
+        for i in self.batched:
+            if leaves[i].is_floating_point():
+                shape = [1] * leaves[i].ndim
+                shape[self.in_dim] = self.count
+                leaves[i] = leaves[i] * torch.tensor(factors, device=leaves[i].device).view(shape).to(leaves[i].dtype)
         return Batch(tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched)
 
     def distinct(self, need: int, generator: torch.Generator) -> Batch:

@@ -20,6 +20,7 @@ from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.subjects import Subject, with_buffers_moved
 
 SAMPLES = 3
+OTHER_VALUES = (30.0, -1 / 30, 1.0)  # factors of the samples' inputs, to see whether they interact where values differ
 
 
 class ForwardChecks:
@@ -67,13 +68,13 @@ class ForwardChecks:
     def _otherwise(self, subject: Subject, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger) -> None:
         """Where samples would interact if something were otherwise, the model is looked at in every batch.
 
-        Tried are buffers that are zero, moved; inputs of large values; and several copies of one sample, which go the same
-        way and may be too many for it.
+        Tried are buffers that are zero, moved; samples whose values are far apart; and several copies of one sample, which
+        go the same way and may be too many for it.
         """
         moved = with_buffers_moved(self.model, self.parameters, scale, seed)
         if moved is not None and not self._separate(moved, batch, on_error=False):
             ledger.by_data = "a buffer that is zero now"
-        elif subject.dtype is not None and not self._separate(subject, batch.scaled(30.0), on_error=True):
+        elif subject.dtype is not None and not self._separate(subject, batch.scaled(OTHER_VALUES), on_error=True):
             ledger.by_data = "samples that would interact with other values"
 
     def _separate(self, subject: Subject, batch: adapt.Batch, *, on_error: bool) -> bool:

@@ -26,6 +26,7 @@ from fastlr.ghost.proof import SAMPLES, Prover, generic_cotangent
 from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.verify import every_layout, explained, likely_layouts
 
+ALONE = 32  # samples run alone where a batch is looked at that may well interact
 KEPT = 256  # plans of shapes kept for one structure
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
 
@@ -278,16 +279,20 @@ class Planner:
         return trial
 
     def _alike(self, batch: adapt.Batch, z: Tensor, count: int) -> bool:
-        """Whether random halves of the batch, shuffled, give what they gave in it (few samples: each beside a copy)."""
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.comparisons))
-        halves = [order[: count // 2].tolist(), order[count // 2 :].tolist()]
+        """Whether random halves of the batch, shuffled, give what they gave in it (few samples: each beside a copy).
+
+        Where samples are known to interact under other conditions, as many as ALONE also each beside a copy.
+        """
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.comparisons)).tolist()
+        groups = [order[: count // 2], order[count // 2 :]] if count > SAMPLES else []
+        groups += [[j, j] for j in (order[:ALONE] if self.ledger.by_data or not groups else [])]
         close = rounding(z.dtype, low=low_precision(z.device, {p.dtype for p in self.parameters.values()}))
 
         def run(samples: list[int]) -> Tensor:
             return adapt.forward(self.model, batch.pick(samples), self.output).detach()
 
         noise = self._noise_of(batch, count)
-        for samples in halves if count > SAMPLES else [[j, j] for j in range(count)]:
+        for samples in groups:
             got = run(samples)
             index = torch.tensor(samples, device=z.device)
             want = z.detach().index_select(self.out_dim, index)
