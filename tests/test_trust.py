@@ -458,3 +458,25 @@ def test_a_copy_of_a_model_has_its_own_engine() -> None:
     other.alpha.fill_(1.0)
     check(Call(other, (torch.randn(4, 5),), refused=True))
     check(Call(model, (torch.randn(4, 5),)))
+
+
+class ByDtype(nn.Module):
+    """Cannot run in float64, and says so by an exception of its own kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.scales = {torch.float32: 2.0}
+
+    def forward(self, x):
+        assert x.dtype == torch.float32
+        return self.layer(x).tanh() * self.scales[x.dtype]
+
+
+def test_a_model_that_cannot_run_in_float64_is_proven_in_its_own_dtype() -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x, v = ByDtype().eval(), torch.randn(6, 5), torch.randn(6, 4)
+    got = norms(model, x, v)
+    slopes = 2 * (1 - torch.tanh(model.layer(x)) ** 2) * v
+    torch.testing.assert_close(got, (slopes.square().sum(1) * (1 + x.square().sum(1))).double(), rtol=1e-4, atol=0)
+    assert "own dtype" in fastlr.support_report(model, x).subject

@@ -16,6 +16,10 @@ from fastlr.ghost.program import is_plain, own_attributes, version
 from fastlr.ghost.state import attributes_kept
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
+# What models raise for a dtype, values or a number of samples that they cannot take.
+FAILURES = (
+    RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError, AttributeError, StopIteration
+)  # fmt: skip
 _OUTPUT_FIELDS = ("logits", "prediction_outputs")
 
 

@@ -96,7 +96,7 @@ def precise_output(model: nn.Module, x: object, output: adapt.OutputSelector, dt
     try:
         with torch.autocast(device, enabled=False), torch.enable_grad():
             return adapt.select_output(adapt.call_with(model, tensors, adapt.cast(x, dtype), dtype=dtype), output).detach()
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+    except adapt.FAILURES:
         return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, ModelError
+from fastlr.errors import InputError
 from fastlr.ghost import adapt
 from fastlr.ghost.agreement import agree, low_precision, norms_agree, rounding
 from fastlr.ghost.audit import Audits, Disproved
@@ -103,7 +103,7 @@ class Auditor(Planner):
         own = v.narrow(self.out_dim, j, 1)
         try:
             return beside_copy(forward, j, own, self.out_dim, self.parameters)
-        except (ModelError, RuntimeError, ValueError, IndexError):  # it may take one sample only
+        except adapt.FAILURES:  # it may take one sample only
             return beside_copy(forward, j, own, self.out_dim, self.parameters, 1)
 
     def _disproved(
@@ -183,7 +183,7 @@ class Auditor(Planner):
         try:
             own = v.narrow(self.out_dim, j, 1).double()
             _, truth = beside_copy(forward, j, own, self.out_dim, {n: wide[n] for n in self.parameters})
-        except (ModelError, RuntimeError, TypeError, ValueError, NotImplementedError):
+        except adapt.FAILURES:
             return {}
         return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True)}
 

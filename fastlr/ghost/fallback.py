@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import ModelError
+from fastlr.ghost.adapt import FAILURES
 from fastlr.ghost.agreement import norms_agree
 from fastlr.ghost.factors import Dense
 from fastlr.ghost.graph import call_node, dense, exact_grads
@@ -20,7 +21,6 @@ from fastlr.ghost.layout import Ragged
 from fastlr.ghost.rules import Site, Unsupported
 
 Forward = Callable[[Sequence[int]], Tensor]  # numbers of samples -> their outputs
-_UNFIT = (RuntimeError, ValueError, IndexError)  # what models raise for a number of samples that they cannot take
 
 
 def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
@@ -150,7 +150,7 @@ class Singles:
                 break
             try:
                 tried[copies] = beside_copy(forward, sample, v, out_dim, parameters, copies)[1]
-            except (ModelError, *_UNFIT) as error:
+            except FAILURES as error:
                 failure = error
         if not tried:
             assert failure is not None

@@ -87,7 +87,7 @@ class ForwardChecks:
                     want = z.narrow(self.out_dim, samples[0], 1).expand_as(got)
                     if not agree(want, got, 1e-9, lambda: self._noise(subject, batch), self.out_dim):
                         return False
-        except (ModelError, FoldRefuted, RuntimeError, TypeError, ValueError, IndexError):
+        except (FoldRefuted, *adapt.FAILURES):
             return on_error
         return True
 
@@ -121,7 +121,7 @@ class ForwardChecks:
             own = self._forward(subject, batch, three).detach()
             x = adapt.cast(batch.pick(three), torch.float32)
             single = adapt.select_output(adapt.call_with(subject.model, tensors, x, dtype=torch.float32), self.output).detach()
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        except adapt.FAILURES:
             return None
         return (own - single.double()).abs().nan_to_num() * 2.0**-26
 

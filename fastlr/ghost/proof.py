@@ -69,7 +69,7 @@ class Prover(ForwardChecks):
                         raise FoldRefuted([], str(error)) from error
                     self._all_by_loop(ledger, str(error))
                     return
-                except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                except adapt.FAILURES as error:
                     if self.folding is not None and self.folding.active:
                         raise FoldRefuted([], f"{type(error).__name__}: {str(error).splitlines()[0][:200]}") from error
                     if isinstance(error, torch.OutOfMemoryError) and subject.dtype is None:
@@ -184,7 +184,7 @@ class Prover(ForwardChecks):
                 row, norms = all_beside_copy(
                     lambda s: self._forward(subject, batch, list(s)), sample, own, self.out_dim, subject.parameters, copies
                 )
-            except (ModelError, RuntimeError, ValueError, IndexError) as error:
+            except adapt.FAILURES as error:
                 failure = failure or error
                 continue
             if copies == 1:

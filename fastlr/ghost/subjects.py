@@ -104,7 +104,7 @@ def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float
     yield Subject("perturbed float64 copy", model, {**held, **buffers}, own, torch.float64)
     try:
         clone = copy.deepcopy(model).double()
-    except (RuntimeError, TypeError, ValueError):
+    except adapt.FAILURES:
         clone = None
     if clone is not None:
         with torch.no_grad():
