@@ -424,6 +424,7 @@ def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
             assert all(close(got[n], want[f"model.{n}"], total, dtype) for n in got)
             report = fastlr.support_report(model, x, in_dim=axis, out_dim=axis)
             assert {report.routes[n] for n in got if want[f"model.{n}"].any()} == {"rule"}, report
+            assert any("every batch" in note for note in report.notes) == (name == "shuffled"), report  # by an index
 
 
 class Front(nn.Module):

@@ -124,16 +124,16 @@ def _permuted(s: Step) -> Regular | None:
 
 
 def _restrided(s: Step) -> Regular | None:
-    """What torch's adaptive pooling does to its result in channels_last: other strides for axes of one element only.
+    """All elements, in the order of the memory.
 
-    The input's own strides are not to be seen; marks hold this to the first batch.
+    So are views of a tensor that was written to, and what adaptive pooling gives the strides of channels_last. The input's own strides are not to be seen; marks hold this to the first batch.
     """
     stride = 1
     for size, step in reversed(list(zip(s.outer, s.node._saved_stride, strict=True))):
         if size > 1 and step != stride:
             return None
         stride *= size
-    return s.at(s.layout.dim) if s.inner == s.outer and s.node._saved_storage_offset is None else None
+    return _reshaped(s) if stride == prod(s.inner) and not s.node._saved_storage_offset else None
 
 
 _list("T", _transposed)
