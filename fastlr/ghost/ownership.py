@@ -126,7 +126,8 @@ def _permuted(s: Step) -> Regular | None:
 def _restrided(s: Step) -> Regular | None:
     """All elements, in the order of the memory.
 
-    So are views of a tensor that was written to, and what adaptive pooling gives the strides of channels_last. The input's own strides are not to be seen; marks hold this to the first batch.
+    So are views of a tensor that was written to, and what adaptive pooling gives the strides of channels_last. The input's
+    own strides are not to be seen; marks hold this to the first batch.
     """
     stride = 1
     for size, step in reversed(list(zip(s.outer, s.node._saved_stride, strict=True))):
