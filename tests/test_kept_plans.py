@@ -192,7 +192,7 @@ def test_hooks_that_come_and_go():
         norms(model, x, v)
     clip.remove()
     right(model, (x,), v)
-    assert program.hooks(model) == ()
+    assert program.hook_programs(model) == ()
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastlr.ghost import program, tokens
-from fastlr.ghost.program import batch_norm_buffers, fingerprint, function_key, inputs_token
+from fastlr.ghost.program import fingerprint, function_key, inputs_token, observed
 
 ALPHA = 0.0
 SETTINGS = types.SimpleNamespace(alpha=0.0)
@@ -276,7 +276,7 @@ class OwnNorm(nn.BatchNorm2d):
 
 def test_buffers_that_are_only_statistics():
     model = nn.Sequential(nn.BatchNorm2d(3), OwnNorm(3)).eval()
-    free = batch_norm_buffers(model, lambda: model(torch.randn(2, 3, 4, 4)))
+    free, _ = observed(model, lambda: model(torch.randn(2, 3, 4, 4)))
     assert free == {id(b) for b in model.buffers()}
     before, seen = fingerprint(model, free), fingerprint(model)
     model[1].running_mean.add_(1)
@@ -296,18 +296,18 @@ def test_statistics_that_enter_something_else():
             return h - self.alpha * h.mean(0) * self.norm.running_var[:, None, None]
 
     model = Reads().eval()
-    free = batch_norm_buffers(model, lambda: model(torch.randn(2, 3, 4, 4)))
+    free, _ = observed(model, lambda: model(torch.randn(2, 3, 4, 4)))
     counters = {id(model.norm.num_batches_tracked), id(model.idle.num_batches_tracked)}
     assert free == {id(model.norm.running_mean)} | counters
     model.train()
-    assert batch_norm_buffers(model, lambda: model(torch.randn(2, 3, 4, 4))) <= counters
+    assert observed(model, lambda: model(torch.randn(2, 3, 4, 4)))[0] <= counters
 
 
 @pytest.mark.long
 def test_batch_norms_of_timm():
     timm = pytest.importorskip("timm")
     model = timm.create_model("mobilenetv3_small_050", num_classes=3).eval()
-    free = batch_norm_buffers(model, lambda: model(torch.randn(1, 3, 32, 32)))
+    free, _ = observed(model, lambda: model(torch.randn(1, 3, 32, 32)))
     assert free == {id(b) for b in model.buffers()}
 
 

@@ -12,8 +12,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
-from fastlr.ghost.program import is_plain, own_attributes, version
+from fastlr.ghost.program import own_attributes
 from fastlr.ghost.state import attributes_kept
+from fastlr.ghost.tokens import version
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 # What models raise for a dtype, values or a number of samples that they cannot take.
@@ -78,11 +79,6 @@ def as_inputs(x: Any) -> Any:
 
     with torch.inference_mode(False):
         return tree_map(clean, x)
-
-
-def plain_leaves(x: Any) -> tuple:
-    """The inputs that are no tensors but numbers or strings: a forward pass may branch on them."""
-    return tuple(leaf for leaf in tree_flatten(x)[0] if is_plain(leaf))
 
 
 def versions(x: Any) -> list[int]:

@@ -19,18 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from fastlr.ghost.pending import METADATA
-from fastlr.ghost.tokens import PLAIN, SMALL, Reader, code, digest, dtype_name, number, of_tensor, own, version
-
-__all__ = [
-    "INTERNAL",
-    "all_modules",
-    "batch_norm_buffers",
-    "fingerprint",
-    "function_key",
-    "hook_programs",
-    "inputs_token",
-    "version",
-]
+from fastlr.ghost.tokens import PLAIN, SMALL, Reader, code, digest, dtype_name, number, of_tensor, own
 
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}  # nn.Module's own entries
 _PLAIN = (bool, int, float, str, type(None))
@@ -62,7 +51,7 @@ def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool 
 
     Args:
         model: any module.
-        free: ids of buffers and frozen parameters whose values do not matter (see `batch_norm_buffers`).
+        free: ids of buffers and frozen parameters whose values do not matter (see `observed`).
         versions: how often large tensors were written to counts; otherwise where they are in memory, as for a captured
             graph, which reads them there.
 
@@ -194,11 +183,6 @@ class _Uses(TorchFunctionMode):
         return training
 
 
-def batch_norm_buffers(model: nn.Module, run: Callable[[], Any]) -> frozenset[int]:
-    """The first part of `observed`."""
-    return observed(model, run)[0]
-
-
 def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], bool]:
     """What a forward pass says of itself that its graph does not.
 
@@ -231,11 +215,6 @@ def hook_programs(model: nn.Module) -> tuple:
     return tuple((whose, kind, tuple(map(_program, held.values()))) for whose, kind, held in _held(model))
 
 
-def hooks(model: nn.Module) -> tuple:
-    """Which hooks modules and parameters have: (whose, of which kind, the handles' numbers, which no two hooks share)."""
-    return tuple((whose, kind, tuple(held)) for whose, kind, held in _held(model))
-
-
 def _held(model: nn.Module) -> Iterator[tuple[Any, str, dict]]:
     for module in model.modules():
         held = vars(module)
@@ -250,12 +229,7 @@ def _program(hook: Any) -> Any:
     return code(function.__code__)[0] if hasattr(function, "__code__") else number(type(hook))
 
 
-# -- thin versions of what was here before -----------------------------------------------------------------------------
-
-
-def attributes(model: nn.Module) -> bytes:
-    """`fingerprint`."""
-    return fingerprint(model)
+# -- numbers that modules hold -----------------------------------------------------------------------------------------
 
 
 def own_attributes(module: nn.Module) -> tuple:
