@@ -32,20 +32,6 @@ VIEWS = (
 # One operation, whose node is another by library and dtype: in a proof in float64 it must have the key of the real run.
 ALIASES = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
 CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
-# Row numbers that depend on the data: the sample of a row must be looked up on every chunk.
-DATA_DEPENDENT = frozenset(
-    f"{name}Backward{i}"
-    for name in (
-        "Index IndexPut IndexPutImpl IndexAdd IndexCopy IndexSelect IndexFill IndexReduce MaskedSelect MaskedScatter Take "
-        "Gather Scatter ScatterAdd ScatterReduce NestedTensorFromTensorList NestedTensorFromMask ToPaddedTensor "
-        "PackPaddedSequence PadPackedSequence GroupedMm"
-    ).split()
-    for i in range(3)
-)
-
-# The last two inputs are factors: what has no gradient on the left, or beside a transposed one, may mix the samples' rows.
-_PRODUCTS = frozenset(f"{name}Backward0" for name in "Mm Addmm Bmm Baddbmm Addbmm Mv Addmv SparseAddmm".split())
-_PICKS = frozenset(("EmbeddingBackward0", "EmbeddingBagBackward0", "SegmentReduceBackward0", "UnsafeSegmentReduceBackward0"))
 _SHOWN = ("start", "end", "step", "index", "dim", "dims", "shifts", "split_size", "split_sizes", "dim0", "dim1")
 
 NEITHER, PARAMETER, SAMPLE = range(3)
@@ -101,32 +87,6 @@ class Graph:
         """Least precise floating-point dtype in the graph."""
         found = {m.dtype for n in self.nodes for m in n._input_metadata if m.dtype.is_floating_point}
         return max(found, key=lambda d: torch.finfo(d).eps, default=torch.float64)
-
-    def mixes_by_data(self, count: int) -> bool:
-        """Whether a product with something that is not learnt may send rows from sample to sample (one-hot pooling).
-
-        Batched products whose batch can hold the ``count`` samples do not: eager attention, a graph's adjacency.
-        """
-        return any(self.side[i] == SAMPLE and self._mixes(i, count) for i in range(len(self.nodes)))
-
-    def _mixes(self, i: int, count: int) -> bool:
-        name = self.names[i]
-        below = [c if c >= 0 and self.side[c] != NEITHER else None for c, _ in self.children[i]]
-        if name in _PICKS:
-            return below[0] is not None and self.side[below[0]] == SAMPLE
-        if name not in _PRODUCTS or len(below) < 2 or (name == "BmmBackward0" and self.shape(i)[0] % count == 0):
-            return False
-        left, right = below[-2:]
-        if left is None:
-            return right is not None and self.side[right] == SAMPLE
-        return right is None and self.names[left] in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
-
-    @property
-    def data_dependent(self) -> bool:
-        """Whether a sample-side node picks or moves rows by data."""
-        return any(
-            name in DATA_DEPENDENT and self.side[i] == SAMPLE for i, name in enumerate(self.names) if i < len(self.side)
-        )
 
     def signature(self) -> tuple:
         """Structure of the graph: kinds, edges, parameters, train flags of batch norms, and what views of parameters show.
