@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError
 from fastlr.ghost import adapt
-from fastlr.ghost.agreement import agree, low_precision, norms_agree, rounding
+from fastlr.ghost.agreement import low_precision, norms_agree
 from fastlr.ghost.audit import Audits, Disproved
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.fallback import beside_copy
@@ -62,15 +62,10 @@ class Auditor(Planner):
         count = output.shape[self.out_dim]
         with torch.inference_mode(False), self.audits.timed():
             ((v, scale, _),) = passes(cotangent, output, self.out_dim)
-            j = self.audits.draw(count)
             batch = adapt.Batch(x, count, self.in_dim)
-            row, exact = self._beside_copy(self._forward_of(batch), j, v)
-            close = rounding(row.dtype, low=low_precision(row.device, {p.dtype for p in self.parameters.values()}))
-            want = output.narrow(self.out_dim, j, 1)
-            right = agree(want, row, close, self._noise_of(batch, count), self.out_dim)
-            norms = dict(zip(self.parameters, exact, strict=True))
+            j, same, exact = self._draw_and_run(batch, output, v)
             found = dict(zip(self.parameters, table[:, j] / scale[j], strict=True))
-            right = right and not self._refuted(found, norms, x, batch, v, j)
+            right = same and not self._refuted(found, exact, x, batch, v, j)
         self.audits.passed += right
         return right
 
@@ -84,27 +79,25 @@ class Auditor(Planner):
             FoldRefuted: it is another because of the folding.
             InteractionError: it is another.
         """
-        j = self.audits.draw(count)
         batch = self._batch(x, z, count)
-        row, exact = self._beside_copy(self._forward_of(batch), j, v)
-        want = z.detach().narrow(self.out_dim, j, 1)
-        close = rounding(z.dtype, low=low_precision(z.device, {p.dtype for p in self.parameters.values()}))
-
-        if not agree(want, row, close, self._noise_of(batch, count), self.out_dim):
+        j, same, exact = self._draw_and_run(batch, z.detach(), v)
+        if not same:
             if not fresh:
                 raise Disproved(j, f"sample {j} alone gives another output than within its batch of {count}")
             self._batch(x, z, count, compare=True)
             self._blame(batch, z, count, alike=True)
-        return j, dict(zip(self.parameters, exact, strict=True))
+        return j, exact
 
-    def _beside_copy(
-        self, forward: Callable[[Sequence[int]], Tensor], j: int, v: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        own = v.narrow(self.out_dim, j, 1)
+    def _draw_and_run(self, batch: adapt.Batch, output: Tensor, v: Tensor) -> tuple[int, bool, dict[str, Tensor]]:
+        """A random sample, whether beside a copy it has its row of the output, and its exact squared norms there."""
+        j = self.audits.draw(batch.count)
+        given = self._forward_of(batch), j, v.narrow(self.out_dim, j, 1), self.out_dim, self.parameters
         try:
-            return beside_copy(forward, j, own, self.out_dim, self.parameters)
+            row, exact = beside_copy(*given)
         except adapt.FAILURES:  # it may take one sample only
-            return beside_copy(forward, j, own, self.out_dim, self.parameters, 1)
+            row, exact = beside_copy(*given, copies=1)
+        same = self._same_outputs(output.narrow(self.out_dim, j, 1), row, self._noise_of(batch, batch.count))
+        return j, same, dict(zip(self.parameters, exact, strict=True))
 
     def _disproved(
         self,
@@ -122,14 +115,13 @@ class Auditor(Planner):
         Raises Disproved instead where the plan is an earlier batch's: it is proven anew first.
         """
         j, exact = spot
-        self.audits.passed += 1
-        total = torch.stack(list(exact.values())).sum()
         found = {name: value[j] for name, value in norms.items()}
         wrong = self._refuted(found, exact, x, self._batch(x, z, count), v, j)
         if not wrong:
+            self.audits.passed += 1
             return {}
+        total = torch.stack(list(exact.values())).sum()
         gaps = {name: float((norms[name][j] - exact[name]).abs() / total) for name in wrong}
-        self.audits.passed -= 1
         if not fresh:
             name = max(gaps, key=lambda n: gaps[n])
             raise Disproved(j, f"the norm of {name} for sample {j} is off by {gaps[name]:.1e} of its total")

@@ -146,8 +146,7 @@ class Planner:
         used, more = (
             set(walk(z, self.parameters).parameters.values()) if z.requires_grad else set() for z in (own, anew)
         )
-        close = rounding(own.dtype, low=low_precision(own.device, {p.dtype for p in self.parameters.values()}))
-        same = agree(own, anew, close, None, self.out_dim)
+        same = self._same_outputs(own, anew)
         if not same and more - used:
             module, name = caches[0]
             raise HiddenParameterError(
@@ -173,13 +172,14 @@ class Planner:
         unproven = self._unproven(graph, ledger)
         absent = frozenset(self.parameters) - frozenset(graph.parameters.values())
         # a new structure is proven anew, but one that the data choose goes by what is proven of its uses
-        fresh = not ledger.parameters or not ownership.trace(graph, z, self.out_dim)[1]
+        known, by_data = ownership.trace(graph, z, self.out_dim)
+        fresh = not ledger.parameters or not by_data
 
         def open_questions() -> bool:
             return bool(unproven) or not any(absent <= tested for tested in [frozenset[str](), *ledger.absent])
 
         if fresh or open_questions():
-            refuse_parts_of_samples(graph, ownership.trace(graph, z, self.out_dim)[0])  # needs no proof
+            refuse_parts_of_samples(graph, known)  # needs no proof
             batch = self._batch(x, z, count)
             generator = torch.Generator().manual_seed(5)
             prover = Prover(self.model, self.parameters, self.output, self.out_dim, self.folding)
@@ -286,7 +286,6 @@ class Planner:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.comparisons)).tolist()
         groups = [order[: count // 2], order[count // 2 :]] if count > SAMPLES else []
         groups += [[j, j] for j in (order[:ALONE] if self.ledger.by_data or not groups else [])]
-        close = rounding(z.dtype, low=low_precision(z.device, {p.dtype for p in self.parameters.values()}))
 
         def run(samples: list[int]) -> Tensor:
             return adapt.forward(self.model, batch.pick(samples), self.output).detach()
@@ -296,16 +295,20 @@ class Planner:
             got = run(samples)
             index = torch.tensor(samples, device=z.device)
             want = z.detach().index_select(self.out_dim, index)
-
-            if agree(want, got, close, noise, self.out_dim):
+            if self._same_outputs(want, got, noise):
                 continue
             if self.folding.active:
                 with unfolded():
                     own = run(list(range(count))).index_select(self.out_dim, index)
-                if agree(own, got, close, noise, self.out_dim):
+                if self._same_outputs(own, got, noise):
                     raise FoldRefuted([], "the folded model gives another output")
             return False
         return True
+
+    def _same_outputs(self, want: Tensor, got: Tensor, noise: Callable[[], Tensor | None] | None = None) -> bool:
+        """Whether outputs of the same samples agree within the model's own precision (see `agree`)."""
+        low = low_precision(want.device, {p.dtype for p in self.parameters.values()})
+        return agree(want, got, rounding(want.dtype, low=low), noise, self.out_dim)
 
     def _noise_of(self, batch: adapt.Batch, count: int) -> Callable[[], Tensor | None]:
         few = list(range(min(count, 8)))
