@@ -213,6 +213,8 @@ class LocalRedundancy:
                 values, sums, routes = self._values(members)
                 if self._settled(members, failed):
                     break
+            else:
+                self._unsettled()
             audits = sum(members.share(self.engine.audits.passed - audited))
             total = values.detach().to("cpu", torch.float64)
             if not total.isfinite().all():
@@ -247,6 +249,12 @@ class LocalRedundancy:
             versions=versions(),
             audits=audits,
         )
+
+    def _unsettled(self) -> None:
+        """Say, in a warning and in the notes, that the last of several measurements did not hold either."""
+        text = f"audits or replays failed in each of {ROUNDS} measurements: values of the last one may be wrong"
+        self._notes = list(dict.fromkeys([*self._notes, text]))
+        warnings.warn(text, FastlrWarning, stacklevel=4)
 
     def _settled(self, members: Team, failed: int) -> bool:
         """Whether what was measured holds; else all ranks change together what runs, and measure anew.

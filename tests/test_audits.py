@@ -136,3 +136,12 @@ def test_what_one_rank_finds_changes_what_all_run() -> None:
         after = estimator.measure()
     assert after.routes["a.weight"] == "loop" and estimator._settled(Two(), 0)
     torch.testing.assert_close(after.per_sample, before.per_sample, rtol=1e-9, atol=0)
+
+
+def test_measurements_that_never_hold_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimator = fastlr.LocalRedundancy(Net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian())
+    assert not estimator.measure().notes
+    monkeypatch.setattr(estimator, "_settled", lambda members, failed: False)
+    with pytest.warns(fastlr.FastlrWarning, match="may be wrong"):
+        found = estimator.measure()
+    assert any("may be wrong" in note for note in found.notes)
