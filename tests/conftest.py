@@ -18,3 +18,12 @@ def fastlr_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("FASTLR_DATA is not set to a folder")
     return Path(folder)
+
+
+@pytest.fixture
+def double():
+    """Tensors are float64, and drawn alike in every test."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)

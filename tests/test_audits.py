@@ -36,12 +36,8 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
+def nothing_hidden(double):
     HIDDEN.update(alpha=0.0, scale=1.0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

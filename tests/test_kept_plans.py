@@ -12,14 +12,7 @@ from fastlr.ghost import program
 from fastlr.ghost.proof import Prover
 
 norms = fastlr.per_sample_grad_sq_norms
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def truth(model, xs, v, shared=()):

@@ -17,14 +17,7 @@ import fastlr
 from fastlr.models.patchtst import PatchTST
 
 norms = fastlr.per_sample_grad_sq_norms
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def close(got: Tensor, want: Tensor, total: Tensor, dtype: torch.dtype) -> bool:
