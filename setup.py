@@ -1,9 +1,9 @@
 """Build fastlr: the Python packages always, the C++/CUDA extension (csrc/) where a compiler is found.
 
-Everything else is in pyproject.toml. The extension is optional: without torch at build time (build isolation) or a
-compiler, or when it does not compile, fastlr installs without it and ``fastlr doctor`` says so; without nvcc it has
-no GPU part. Build it with ``pip install --no-build-isolation .``, or in place with ``python setup.py build_ext
---inplace``. TORCH_CUDA_ARCH_LIST chooses the GPUs (default "8.0 9.0 10.0+PTX"); FASTLR_NO_EXT=1 skips it all.
+Everything else is in pyproject.toml. The extension is optional: without a compiler, or when it does not compile, fastlr
+installs without it, and its first use and ``fastlr doctor`` say so; without nvcc, or without torch at build time (build
+isolation), it has no GPU part. Build it with ``pip install --no-build-isolation .``, or in place with ``python setup.py
+build_ext --inplace``. TORCH_CUDA_ARCH_LIST chooses the GPUs (default "8.0 9.0 10.0+PTX"); FASTLR_NO_EXT=1 skips it all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from setuptools import find_packages, setup
+import setuptools
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # PEP 639
+    sys.exit(f"fastlr: setuptools {setuptools.__version__} is too old, 77 is needed: pip install -U setuptools wheel")
 
 HERE = Path(__file__).parent.resolve()
 
@@ -56,31 +61,43 @@ def extension() -> dict:
     root = cuda_root() if shutil.which("nvcc") else None
     if root:
         os.environ["CUDA_HOME"] = root  # read by torch.utils.cpp_extension when it is imported
+    builder, headers, gpu = build_ext, [], False
     try:
         import torch
         from torch.utils import cpp_extension
+
+        builder, headers = cpp_extension.BuildExtension, cpp_extension.include_paths()
+        gpu = bool(root and torch.version.cuda)
     except ImportError:
-        print("fastlr: torch is not importable here (use --no-build-isolation); no extension", file=sys.stderr)
-        return {}
+        print("fastlr: torch is not importable here (use --no-build-isolation): no GPU part", file=sys.stderr)
+    try:
+        import pybind11
+
+        headers = [pybind11.get_include()]
+    except ImportError:
+        if not headers:  # torch has those of pybind11 too
+            print("fastlr: pybind11 is not importable here: no extension", file=sys.stderr)
+            return {}
 
     def sources(suffix: str) -> list[str]:
         return sorted(str(p.relative_to(HERE)) for p in HERE.glob(f"csrc/*{suffix}"))
 
     def described(make: type | Callable, files: list[str], **options: Any) -> Any:
-        flags = ["-O3", "-g0", "-Wall"]
+        flags = ["-O3", "-g0", "-Wall", "-std=c++17", "-fvisibility=hidden"]
         made = make(
             "fastlr._C",
             files,
-            include_dirs=["csrc", *options.pop("include_dirs", [])],
+            include_dirs=["csrc", *headers, *options.pop("include_dirs", [])],
             depends=sources(".h"),
-            extra_compile_args={"cxx": flags, "nvcc": ["-O3"]} if options else {"cxx": flags},
+            language="c++",
+            extra_compile_args={"cxx": flags, "nvcc": ["-O3"]} if options else flags,
             **options,
         )
         made.libraries = [name for name in made.libraries if name == "cudart"]  # nothing of torch's is called
         return made
 
     def on_cpu() -> Any:
-        return described(cpp_extension.CppExtension, sources(".cpp"))
+        return described(Extension, sources(".cpp"))
 
     def on_gpu() -> Any:
         os.environ["TORCH_CUDA_ARCH_LIST"] = architectures()
@@ -88,11 +105,11 @@ def extension() -> dict:
             ("FASTLR_WITH_CUDA", None),
             ("FASTLR_ARCHITECTURES", '"' + os.environ["TORCH_CUDA_ARCH_LIST"] + '"'),
         ]
-        headers = [str(p) for folder in sys.path for p in Path(folder).glob("nvidia/cu*/include")]
+        toolkit = [str(p) for folder in sys.path for p in Path(folder).glob("nvidia/cu*/include")]
         files = sources(".cpp") + sources(".cu")
-        return described(cpp_extension.CUDAExtension, files, include_dirs=headers, define_macros=define)
+        return described(cpp_extension.CUDAExtension, files, include_dirs=toolkit, define_macros=define)
 
-    class OptionalBuild(cpp_extension.BuildExtension):
+    class OptionalBuild(builder):
         """With the GPU's part if there is nvcc, else without, else not at all: a failure leaves a working install."""
 
         def build_extensions(self) -> None:
@@ -107,13 +124,13 @@ def extension() -> dict:
                 vars(self.extensions[0]).update(vars(attempts.pop()()))
             self.extensions = self.distribution.ext_modules = []
 
-    attempts = [on_cpu, on_gpu] if root and torch.version.cuda else [on_cpu]
+    attempts = [on_cpu, on_gpu] if gpu else [on_cpu]
     return {"ext_modules": [attempts.pop()()], "cmdclass": {"build_ext": OptionalBuild}}
 
 
 setup(
     packages=["fastlr", "fastlr.kernels", *find_packages(str(HERE), include=["fastlr.*"])],
     package_dir={"fastlr": "fastlr", "fastlr.kernels": "kernels"},
-    package_data={"fastlr": ["py.typed"]},
+    package_data={"fastlr": ["py.typed", "__init__.pyi", "ops/tuned.json"]},
     **extension(),
 )

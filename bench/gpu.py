@@ -1,196 +1,149 @@
-"""The full benchmark on a GPU, in one command of at most eight minutes: see fastlr/speed.
+"""The full benchmark on a GPU, in one command of at most eight minutes, the most telling part first.
 
-    python -m bench.gpu [--quick] [--budget 480] [--commit HASH]
+    python -m bench.gpu [--quick] [--budget 480] [--device cuda]
 
-Everything of ``fastlr bench``, then other tools for per-sample norms on a batch that they can hold: torch.func's vmap, and
-Opacus if it is installed; then training steps (bench/training.py). Writes gpu.json, roofline.png, roofline-stages.png and
-report.txt to $OUT (default bench/results/<name of the GPU>/). Exits with 1 if anything is wrong or failed, 2 where there is
-no GPU.
+Kernels are compiled ahead, in parallel; then the doctor, the headline (the whole estimate of MobileNetV3-Large, n = 5000),
+every op (after the small calls of ``fastlr doctor --kernels``: an op that is wrong there is not timed), the GPU tests,
+training steps, other tools, other networks, and a roofline of the ops. A part that does not fit in the budget any more is
+left out, and said to be; the headline always runs. Writes a record of each part, report.txt and roofline.png to $OUT (default
+bench/results/<name of the GPU>/). Exits with 1 if anything is wrong or failed, 2 where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 
-from bench import cases, peer_autograd, peers, training
-from fastlr.speed import figures, tables
-from fastlr.speed.clock import first_line, interleaved, peak_bytes, release, spread, waiter
-from fastlr.speed.front import say_on
-from fastlr.speed.machine import ROOT
-from fastlr.speed.networks import CLASSES, MAIN, Network, exact_float32
-from fastlr.speed.record import Record, Section
-from fastlr.speed.run import Bench, exit_code, settings_for
+from bench.cases import CLASSES, MAIN
+from fastlr import ops
+from fastlr.display.figures import COLOURS, GRID, INK, MUTED, new_figure, save_figure, style
 
-SECTION = "other tools"
-BATCHES = (64, 16, 4)  # tried in turn until all of a tool fits
-CHECKED = 4
+ROOT = Path(__file__).resolve().parents[1]
+HEADLINE_SECONDS = 120.0  # that it may always take
+LEAST_INTENSITY = 0.05  # where kernels without floating-point arithmetic are drawn
 
 
-def contenders() -> dict[str, Callable[[cases.Case, torch.Tensor], peer_autograd.Contender]]:
-    """Plain, fastlr, torch.func and, if it is installed, Opacus."""
-    names = ["plain", "fastlr", "vmap", *(["opacus", "opacus-ghost"] if importlib.util.find_spec("opacus") else [])]
-    return {name: peers.PEERS[name] for name in names}
+class Part(NamedTuple):
+    """A command of ``python -m``: its name, its words, and the seconds without which it is not begun."""
+
+    name: str
+    words: tuple[str, ...]
+    least: float = 60
 
 
-def other_tools(record: Record, network: Network, batches: tuple[int, ...] = BATCHES, rounds: int = 5) -> None:
-    """Per-sample norms by other tools and by fastlr, float32 without TF32: held to float64, then timed in rounds.
+DOCTOR = Part("doctor", ("fastlr", "doctor"), 0)
+HEADLINE = Part("headline", ("pytest", "bench/test_estimate.py", "-k", f"{MAIN}-bfloat16-default"), 0)
+OPS = Part("ops", ("pytest", "bench/test_norms.py"), 30)
+FURTHER = (
+    Part("tests", ("pytest", "tests/ops", "tests/estimator/test_replay.py")),
+    Part("modes", ("pytest", "bench/test_estimate.py", "-k", f"{MAIN} and not bfloat16-default or test_plain")),
+    Part("training", ("pytest", "bench/test_training.py", "-k", "graph"), 40),
+    Part("peers", ("pytest", "bench/test_peers.py", "-k", MAIN), 40),
+    Part("networks", ("pytest", "bench/test_estimate.py", "-k", "resnet50 or vit_b_16")),
+    Part("reductions", ("pytest", "bench/test_reductions.py")),
+)
 
-    Args:
-        record: where rows go, in section "other tools".
-        network: whose model and images are taken; its dtype does not count.
-        batches: sizes to try; the largest at which every tool that works at all fits is taken for all of them.
-        rounds: timed rounds.
+
+def compile_ahead(networks: Sequence[str], limit: float) -> None:
+    """Let processes launch the kernels of each network and precision, and the kernels' small calls, all at the same time.
+
+    They leave what they compiled in Triton's cache on disk: one after the other, most of the budget would go into compiling.
+    What is not done after ``limit`` seconds is compiled later.
     """
-    with exact_float32():
-        for batch in batches:
-            try:
-                _tools(record, network, batch, rounds)
-                return
-            except torch.OutOfMemoryError as error:
-                record.note(f"{SECTION}: batch {batch} does not fit ({first_line(error)[:80]})")
-            release(network.device)
-    record.add(SECTION, "all", "error", error=f"out of memory at every batch of {batches}")
+    estimate = [sys.executable, "-m", "fastlr", "estimate", "-n", "64", "--batch-size", "32"]
+    commands = []
+    for name in networks:
+        classes = ["--classes", str(CLASSES[name])] if name in CLASSES else []
+        commands += [[*estimate, name, *classes, "--dtype", dtype] for dtype in ("bf16", "fp32")]
+    names = [name for name in ops.TABLE if "triton" in ops.backends(name)]
+    count = min(8, max(1, (os.cpu_count() or 2) // 2))
+    for i in range(count):
+        commands.append([sys.executable, "-c", f"from fastlr.cli import doctor; doctor.kernels({names[i::count]})"])
+    with ThreadPoolExecutor(len(commands)) as threads:  # what is not done in time is killed
+        for command in commands:
+            threads.submit(subprocess.run, command, cwd=ROOT, capture_output=True, timeout=limit)
 
 
-def _tools(record: Record, network: Network, batch: int, rounds: int) -> None:
-    # Opacus is wrong on channels_last (its depthwise rule), so that everyone gets rows of one channel.
-    model = copy.deepcopy(network.model).to(memory_format=torch.contiguous_format)
-    case = cases.Case(model, network.batch(batch).contiguous(), name=network.name)
-    with torch.no_grad():
-        z = model(case.x)
-    cotangent = torch.randn(z.shape, generator=torch.Generator().manual_seed(1)).to(z)
-    samples = peers.checked_samples(batch, CHECKED)
-    truth = {"samples": samples, "norms": cases.loop_norms(cases.as_double(case), cotangent, samples)}
-    runs: dict[str, Callable[[], Any]] = {}
-    facts: dict[str, dict[str, Any]] = {}
-    failed: list[tuple[str, str, str, dict[str, Any]]] = []
-    for name, make in contenders().items():
-        title = peers.TITLES[name]
+def run(part: Part, out: Path, device: str, quick: bool, limit: float) -> str:
+    """Run one part of at most ``limit`` seconds; return "ok", or what went wrong."""
+    command = [sys.executable, "-m", *part.words]
+    if part.words[0] == "pytest":
+        command += ["-v", "-rxXs", "-p", "no:cacheprovider"]
+    if part.words[1].startswith("bench"):
+        command += ["--device", device, f"--benchmark-json={out / part.name}.json", *(["--quick"] if quick else [])]
+    with open(out / f"{part.name}.txt", "w", encoding="utf-8") as log:
         try:
-            contender = make(case, cotangent)
-            found, peak = peak_bytes(contender.run, network.device)
-            verdict = {} if found is None else peers.gate(found, truth)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            failed.append((title, "error" if name in ("plain", "fastlr") else "cannot run", first_line(error), {}))
-            continue
-        if verdict and not verdict["correct"]:
-            status = "wrong" if name == "fastlr" else "not right"
-            failed.append((title, status, peers.wrong(verdict), verdict))
-            continue
-        runs[title] = contender.run
-        facts[title] = {
-            "kind": "plain" if name == "plain" else "tool",
-            "peak_bytes": peak,
-            "notes": contender.notes,
-        } | verdict
-    seconds = interleaved(runs, rounds, synchronize=waiter(network.device))
-    base = peers.TITLES["plain"]
-    common = {"n": batch, "size": network.images.size[1], "precision": "float32, no TF32, contiguous"}
-    for title, times in seconds.items():
-        row = common | facts[title] | spread(times)
-        if base in seconds:
-            ratios = spread([a / b for a, b in zip(times, seconds[base], strict=True)], "ratio")
-            row |= {**ratios, "against": base}
-        record.add(SECTION, title, **row)
-    for title, status, error, values in failed:  # another tool's failure is its own; fastlr's is ours
-        record.add(SECTION, title, status, error=error, kind="tool", **values)
-
-
-def compile_ahead(networks: Sequence[str], options: Sequence[str] = (), limit: float = 150.0) -> float:
-    """Let a process for each network and precision launch its kernels once, all at the same time; return the seconds.
-
-    They leave what they compiled in Triton's cache on disk, where this process finds it: one after the other, most of the
-    budget would go into compiling.
-
-    Args:
-        networks: torchvision's names.
-        options: more of ``fastlr estimate``.
-        limit: seconds; what is not done then is compiled later.
-    """
-    began = time.monotonic()
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-m", "fastlr", "estimate", "-n", "64", "--batch-size", "32", *options]
-    classes = {name: ["--classes", str(CLASSES[name])] if name in CLASSES else [] for name in networks}
-    running = [
-        subprocess.Popen([*command, name, *classes[name], "--dtype", dtype], cwd=ROOT, **quiet)  # type: ignore[call-overload]
-        for name in networks
-        for dtype in ("bf16", "fp32")
-    ]
-    for process in running:
-        try:
-            process.wait(max(0.0, began + limit - time.monotonic()))
+            code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=limit).returncode
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    return time.monotonic() - began
+            return f"not done within the {limit:.0f} s that were left"
+    return "ok" if code == 0 else f"failed (exit code {code}): see {part.name}.txt"
 
 
-def folder(name: str) -> Path:
-    """Where results go: $OUT, or bench/results/<name of the GPU>."""
-    short = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
-    return Path(os.environ.get("OUT") or ROOT / "bench" / "results" / short)
+def roofline(record: dict[str, Any], path: Path) -> None:
+    """Draw the bytes a second of every op over its arithmetic intensity, under the bandwidth of a large copy."""
+    rows = [row["extra_info"] for row in record["benchmarks"] if "bytes_per_second" in row["extra_info"]]
+    bandwidth = max(row["copy_bandwidth"] for row in rows) / 1e9
+    figure, axes = new_figure((9.0, 6.0), 1, 1)
+    style(axes, "GB/s", f"Every op against its memory: {record['machine_info'].get('gpu', 'CPU')}")
+    axes.axhline(bandwidth, color=INK)
+    axes.axhline(0.7 * bandwidth, color=MUTED, linestyle="--")  # the share that large layers are to reach
+    axes.text(LEAST_INTENSITY, 1.02 * bandwidth, f"copy {bandwidth:,.0f} GB/s", fontsize=8, color=MUTED)
+    for place, name in enumerate(dict.fromkeys(row["op"] for row in rows)):
+        mine = [row for row in rows if row["op"] == name]
+        x = [max(LEAST_INTENSITY, row["operations"] / row["bytes"]) for row in mine]
+        y = [row["bytes_per_second"] / 1e9 for row in mine]
+        marker = "os^D"[place // len(COLOURS) % 4]
+        axes.scatter(x, y, s=26, color=COLOURS[place % len(COLOURS)], marker=marker, label=name)
+    axes.set(xscale="log", yscale="log")
+    axes.grid(True, which="major", color=GRID, linewidth=0.8)
+    axes.set_xlabel("floating-point operations per byte that must be moved (left edge: none)", color=INK)
+    figure.legend(loc="outside right center", fontsize=7.5, frameon=False)
+    save_figure(figure, path)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run everything; see the module."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="only the main cases, no torch.compile, about two minutes")
-    parser.add_argument(
-        "--budget", type=float, help="seconds (480; 180 with --quick): the last sections are dropped first"
-    )
-    parser.add_argument("--commit", help="commit of these files, for the record, where there is no .git")
+    parser.add_argument("--quick", action="store_true", help="doctor, headline and main ops, about two minutes")
+    parser.add_argument("--budget", type=float, help="seconds (480; 180 with --quick)")
+    parser.add_argument("--device", default="cuda", help="cuda or cuda:1")
     args = parser.parse_args(arguments)
-    if args.budget is not None and not args.budget > 0:
-        parser.error("--budget must be a positive number of seconds")
     if not torch.cuda.is_available():
-        print("error: torch finds no GPU here; `fastlr bench` runs the CPU cases", file=sys.stderr)
+        print("error: torch finds no GPU here; `make bench` runs the CPU cases", file=sys.stderr)
         return 2
     if importlib.util.find_spec("fastlr.kernels") is None:
-        print(
-            "error: fastlr.kernels is not importable: install the package first "
-            "(pip install --no-build-isolation --no-deps -e .)",
-            file=sys.stderr,
-        )
+        print("error: install fastlr first: pip install --no-build-isolation --no-deps -e .", file=sys.stderr)
         return 2
-    device = torch.device("cuda", torch.cuda.current_device())
-    out = folder(torch.cuda.get_device_name(device))
+    short = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(torch.device(args.device)).lower()).strip("-")
+    out = Path(os.environ.get("OUT") or ROOT / "bench" / "results" / short.removeprefix("nvidia-"))
     out.mkdir(parents=True, exist_ok=True)
-    settings, say = settings_for(device, quick=args.quick, budget=args.budget), say_on(Console(stderr=True))
-    say("compiling kernels ahead")
-    spent = compile_ahead([MAIN, *settings.others])
-    bench = Bench(dataclasses.replace(settings, budget=max(1.0, settings.budget - spent)), say)
-    bench.record.note(f"kernels were compiled ahead, in {spent:.0f} s of the budget of {settings.budget:.0f} s")
-    if args.commit:
-        bench.record.environment["commit"] = args.commit
-    extra = [] if args.quick else [Section(SECTION, 40, lambda: other_tools(bench.record, bench.network()))]
-    extra += training.sections(bench.record, device, ("eager", "graph"))
-    record = bench.run(extra, after=lambda: bench.record.save(out / "gpu.json"))
-    try:
-        figures.draw(record, out / "roofline.png")
-    except Exception as error:
-        record.sections.append({"name": "figures", "status": "error", "seconds": 0.0, "error": first_line(error)})
-    record.save(out / "gpu.json")
-    text = Console(width=100, record=True)
-    text.print(tables.report(record), highlight=False)
-    (out / "report.txt").write_text(text.export_text(), encoding="utf-8")
+    end, lines = time.monotonic() + (args.budget or (180.0 if args.quick else 480.0)), []
+    compile_ahead([MAIN] if args.quick else [MAIN, "resnet50", "vit_b_16"], 60 if args.quick else 150)
+    for part in (DOCTOR, HEADLINE, OPS, *(() if args.quick else FURTHER)):
+        left, outcome = end - time.monotonic(), "left out: the budget is spent"
+        if part in (DOCTOR, HEADLINE):
+            left = max(left, HEADLINE_SECONDS)
+        if part.least <= left:
+            outcome = run(part, out, args.device, args.quick, left)
+        lines.append(f"{part.name}: {outcome}")
+        print(lines[-1], flush=True)
+        (out / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if (out / "ops.json").exists():
+        roofline(json.loads((out / "ops.json").read_text()), out / "roofline.png")
     print(f"written to {out}")
-    return exit_code(record)
+    return int(any("failed" in line or "not done" in line for line in lines))
 
 
 if __name__ == "__main__":

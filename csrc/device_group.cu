@@ -1,4 +1,5 @@
 #include <cuda_runtime.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,6 +16,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int64_t kOneShotBytes = 256 << 10;  // as in vLLM and TensorRT-LLM for 8 GPUs; not measured here
+constexpr int kAskEvery = 1024;               // polls between two looks at the host's memory
 constexpr int64_t kSegmentUnit = 2 << 20;     // a share of its own of the driver's memory, so that only it is opened
 
 void ok(cudaError_t error, const std::string& what) {
@@ -34,6 +36,9 @@ struct OnDevice {
 };
 
 struct Block : VectorLoops<Block> {
+  const uint64_t* ended;
+  int polls = 0;
+  __device__ explicit Block(const Call& c) : ended(c.ended) {}
   __device__ int thread() const { return threadIdx.x; }
   __device__ int threads() const { return blockDim.x; }
   __device__ int block() const { return blockIdx.x; }
@@ -54,9 +59,9 @@ struct Block : VectorLoops<Block> {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
     return t;
   }
-  __device__ uint32_t relax(int) const {
+  __device__ uint32_t relax(int peer) {
     __nanosleep(40);
-    return kFine;
+    return ++polls % kAskEvery == 0 && (load_acquire(ended) >> peer & 1) != 0 ? kGone : kFine;
   }
   __device__ double total(double own) const {
     __shared__ double warps[kThreads / 32];
@@ -76,19 +81,19 @@ struct Block : VectorLoops<Block> {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) one_shot_kernel(const __grid_constant__ Call c) {
-  Block m;
+  Block m(c);
   one_shot<T>(m, c);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) two_shot_kernel(const __grid_constant__ Call c) {
-  Block m;
+  Block m(c);
   two_shot<T>(m, c);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1) norm_kernel(const __grid_constant__ Call c) {
-  Block m;
+  Block m(c);
   sum_squared_norm<T>(m, c);
 }
 
@@ -135,9 +140,9 @@ DeviceGroup::DeviceGroup(int rank, int size, int device, int64_t half_bytes, dou
     ok(cudaMemset(segments_[rank], 0, kHeaderBytes), "cannot clear the header");
     ok(cudaMalloc(reinterpret_cast<void**>(&sums_), kMaxBlocks * sizeof(double)), "no memory for sums");
     void* status = nullptr;
-    ok(cudaHostAlloc(&status, sizeof(uint64_t), cudaHostAllocMapped), "no pinned memory");
+    ok(cudaHostAlloc(&status, 2 * sizeof(uint64_t), cudaHostAllocMapped), "no pinned memory");
     status_ = static_cast<uint64_t*>(status);
-    *status_ = 0;
+    status_[0] = status_[1] = 0;
     ok(cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_status_), status, 0), "pinned memory is not mapped");
     cudaEvent_t event;
     ok(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "no event");
@@ -157,6 +162,7 @@ void DeviceGroup::disconnect() {
   cudaGetDevice(&before);
   cudaSetDevice(device_);
   cudaDeviceSynchronize();
+  watch_.stop();
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || segments_[r] == nullptr) continue;
     cudaIpcCloseMemHandle(segments_[r]);
@@ -183,20 +189,25 @@ std::string DeviceGroup::address() const {
   OnDevice on(device_);
   cudaIpcMemHandle_t handle;
   ok(cudaIpcGetMemHandle(&handle, segments_[rank_]), "the device cannot share memory between processes");
-  return std::string(reinterpret_cast<const char*>(&handle), sizeof handle);
+  const pid_t process = getpid();
+  return std::string(reinterpret_cast<const char*>(&handle), sizeof handle) +
+         std::string(reinterpret_cast<const char*>(&process), sizeof process);
 }
 
 void DeviceGroup::open(const std::vector<std::string>& addresses) {
   if (int(addresses.size()) != size_) throw ArgumentError("one address for each rank is needed");
   OnDevice on(device_);
+  std::vector<pid_t> processes(size_, getpid());
   for (int r = 0; r < size_; ++r) {
-    if (segments_[r] != nullptr) continue;
     cudaIpcMemHandle_t handle;
-    if (addresses[r].size() != sizeof handle) throw ArgumentError("not a CUDA IPC handle");
+    if (addresses[r].size() != sizeof handle + sizeof(pid_t)) throw ArgumentError("not a CUDA IPC handle and a process");
     std::memcpy(&handle, addresses[r].data(), sizeof handle);
+    std::memcpy(&processes[r], addresses[r].data() + sizeof handle, sizeof(pid_t));
+    if (segments_[r] != nullptr) continue;
     ok(cudaIpcOpenMemHandle(reinterpret_cast<void**>(&segments_[r]), handle, cudaIpcMemLazyEnablePeerAccess),
        "cannot reach the memory of rank " + std::to_string(r));
   }
+  watch_.start(processes, const_cast<uint64_t*>(status_) + 1);
 }
 
 void DeviceGroup::limit_blocks(int blocks) {
@@ -215,6 +226,9 @@ void DeviceGroup::run(const Job& job, Algorithm algorithm, double* norm, void* s
   for (const unsigned char* segment : segments_) {
     if (segment == nullptr) throw GroupError("open() has not been called");
   }
+  if (const uint64_t ended = status_[1]; ended != 0) {  // their memory may be gone with them
+    throw GroupError(explain(report(kGone, rank_, __builtin_ctzll(ended)), rank_, timeout_));
+  }
   OnDevice on(device_);
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   const auto last = static_cast<cudaEvent_t>(last_);
@@ -232,6 +246,7 @@ void DeviceGroup::run(const Job& job, Algorithm algorithm, double* norm, void* s
   for (int64_t begin = 0; begin < job.count; begin += capacity(half_bytes_, size_, sizeof(T))) {
     Call c = next_call<T>(job, begin, segments_.data(), half_bytes_, rank_, size_, ++number_, timeout_);
     c.status = device_status_;
+    c.ended = device_status_ + 1;
     c.sums = sums_;
     const int64_t vectors = (c.count + T::kLanes - 1) / T::kLanes;
     const int64_t each = squares || algorithm == Algorithm::kTwoShot ? (vectors + size_ - 1) / size_ : vectors;

@@ -6,6 +6,7 @@
 
 #include "errors.h"
 #include "protocol.h"
+#include "watch.h"
 
 namespace fastlr {
 
@@ -16,7 +17,7 @@ class DeviceGroup {
   DeviceGroup(const DeviceGroup&) = delete;
   DeviceGroup& operator=(const DeviceGroup&) = delete;
 
-  std::string address() const;  // the bytes of a cudaIpcMemHandle_t
+  std::string address() const;  // the bytes of a cudaIpcMemHandle_t and of the process's id
   void open(const std::vector<std::string>& addresses);
   int blocks() const { return blocks_; }  // that fit this GPU at once
   void limit_blocks(int blocks);          // to the least of all ranks
@@ -44,8 +45,9 @@ class DeviceGroup {
   int blocks_ = 0;
   std::vector<unsigned char*> segments_;
   double* sums_ = nullptr;
-  volatile uint64_t* status_ = nullptr;  // pinned memory of the host
+  volatile uint64_t* status_ = nullptr;  // pinned memory of the host: Call's status, and its `ended`
   uint64_t* device_status_ = nullptr;
+  Watch watch_;
   void* last_ = nullptr;  // event: the end of the call before
   uint32_t number_ = 0;
 };

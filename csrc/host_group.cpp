@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -15,6 +14,8 @@
 #include <cstring>
 #include <limits>
 #include <random>
+
+#include "watch.h"
 
 namespace fastlr {
 namespace {
@@ -82,7 +83,7 @@ struct Process {
     const uint64_t t = nanoseconds();
     if (t - asked < kIdleEvery) return kFine;
     asked = t;
-    if (kill(process[peer], 0) != 0 && errno == ESRCH) return kGone;
+    if (has_ended(process[peer])) return kGone;
     return idle() ? kFine : kInterrupted;
   }
 

@@ -30,7 +30,7 @@
 
 namespace fastlr {
 
-constexpr int kProtocol = 1;    // ranks work together only if they have the same
+constexpr int kProtocol = 2;    // ranks work together only if they have the same
 constexpr int kMaxRanks = 8;
 constexpr int kMaxBlocks = 128;  // thread blocks of a call
 constexpr int kVectorBytes = 16;
@@ -71,6 +71,7 @@ struct Call {
   uint64_t limit;  // nanoseconds to wait for a peer
   uint64_t* status;  // 0 or report()
   double* sums;      // [thread blocks], results of squared norms
+  const uint64_t* ended;  // bit r: the process of rank r has ended; for machines that cannot ask
 };
 
 FASTLR_BOTH Header* header(const Call& c, int rank) { return reinterpret_cast<Header*>(c.segment[rank]); }
@@ -208,7 +209,8 @@ FASTLR_DEVICE bool give_up(M& m, const Call& c, uint32_t failure, int about) {
   const uint64_t what = report(failure, c.rank, about);
   if (m.load_acquire(c.status) == 0) m.store_release(c.status, what);
   for (int peer = 0; peer < c.size; ++peer) {
-    if (peer != c.rank) m.store_release(&header(c, peer)->aborted, what);
+    const bool ended = failure == kGone && peer == about;  // its memory may be gone with it
+    if (peer != c.rank && !ended) m.store_release(&header(c, peer)->aborted, what);
   }
   return false;
 }
@@ -230,7 +232,9 @@ FASTLR_DEVICE bool wait_for(M& m, const Call& c, int stage, int peer) {
     }
     if (m.now() - began > c.limit) return give_up(m, c, kTimeout, peer);
     const uint32_t failure = m.relax(peer);
-    if (failure != kFine) return give_up(m, c, failure, failure == kGone ? peer : c.rank);
+    if (failure == kFine) continue;
+    if (failure == kGone && uint32_t(m.load_acquire(flag) >> 32) == c.number) continue;  // it came, then ended
+    return give_up(m, c, failure, failure == kGone ? peer : c.rank);
   }
 }
 

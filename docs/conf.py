@@ -62,7 +62,7 @@ class CommandHelp(Directive):
         """Ask the command line."""
         from typer.main import get_command
 
-        from fastlr.cli import app
+        from fastlr.cli.main import app
 
         sections: list[nodes.Node] = [self.help([])]
         for name, command in sorted(get_command(app).commands.items()):
@@ -77,7 +77,7 @@ class CommandHelp(Directive):
         """The help of one command."""
         from typer.testing import CliRunner
 
-        from fastlr.cli import app
+        from fastlr.cli.main import app
 
         plain = {"COLUMNS": "82", "NO_COLOR": "1", "TERM": "dumb"}
         found = CliRunner().invoke(app, [*words, "--help"], prog_name="fastlr", env=plain)

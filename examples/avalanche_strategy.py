@@ -1,6 +1,6 @@
 """Avalanche: local redundancy as one more metric of the evaluation plugin, over a stream of tasks.
 
-Install ``'fastlr[avalanche]'`` and run ``python examples/avalanche_strategy.py``.
+Install ``'.[avalanche]'`` and run ``python examples/avalanche_strategy.py``.
 """
 
 import warnings

@@ -1,6 +1,6 @@
 """Hugging Face: watch a Trainer by a callback; the most plastic checkpoint is loaded at the end by the Trainer itself.
 
-Install ``'fastlr[huggingface]'`` and run ``python examples/huggingface_trainer.py``.
+Install ``'.[huggingface]'`` and run ``python examples/huggingface_trainer.py``.
 
 A tiny BERT, made here, learns whether a sentence of random tokens holds token 5.
 """

@@ -1,6 +1,6 @@
 """Fine-tune a language model and watch its plasticity, on uniform tokens and on padded sentences of your own.
 
-Install ``'fastlr[huggingface]'`` and run ``python examples/language_model.py``.
+Install ``'.[huggingface]'`` and run ``python examples/language_model.py``.
 
 A tiny GPT-2, made here, and characters as tokens; with a pretrained model only ``model`` and ``sentences`` change.
 """

@@ -1,6 +1,6 @@
 """Lightning: watch a fit by a callback, keep the most plastic checkpoint by Lightning's own ModelCheckpoint.
 
-Install ``'fastlr[lightning]'`` and run ``python examples/lightning_trainer.py``.
+Install ``'.[lightning]'`` and run ``python examples/lightning_trainer.py``.
 """
 
 from tempfile import mkdtemp

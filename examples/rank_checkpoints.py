@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastlr
-from fastlr.cli import main as fastlr_command
+from fastlr.cli.main import main as fastlr_command
 
 
 def network(num_classes: int = 2) -> nn.Module:

@@ -14,7 +14,7 @@ from torch import nn
 
 import fastlr
 from fastlr.integrations import Monitor
-from fastlr.loggers import CsvLogger
+from fastlr.integrations.loggers import CsvLogger
 
 
 def data(n: int = 512) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from fastlr.cli import main
+from fastlr.cli.main import main
 
 code = main()
 if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:

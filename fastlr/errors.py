@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class FastlrError(Exception):
     """Base of every error that fastlr raises on purpose.
@@ -59,5 +62,44 @@ class FastlrWarning(UserWarning):
 
 def one_line(error: BaseException) -> str:
     """Return an error's text in one line, with its type where it is not fastlr's own."""
-    text = " ".join(str(error).split())
+    text = " ".join(_text(error).split())
     return text if text and type(error).__module__.startswith("fastlr") else f"{type(error).__name__}: {text}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if it has none."""
+    lines = _text(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's text, but for torch's advice to run the code that a file of tensors may contain."""
+    text = str(error)
+    return "it is no file of plain tensors, numbers and texts" if "weights_only" in text else text
+
+
+def install(extra: str) -> str:
+    """Return the command that installs one of fastlr's extras; no index has fastlr.
+
+    Example:
+        >>> install("models")
+        "pip install --no-build-isolation '.[models]' in a clone of fastlr"
+    """
+    return f"pip install --no-build-isolation '.[{extra}]' in a clone of fastlr"
+
+
+def did_you_mean(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:
+    """Return "did you mean ...?" with the known names nearest to a misspelt one, or nothing if none is near.
+
+    Args:
+        name: As given.
+        known: Those that there are.
+        count: The most to suggest.
+        cutoff: The least similarity, in [0, 1], by difflib.
+
+    Example:
+        >>> did_you_mean("epoch", ["tasks", "epochs"]), did_you_mean("x", ["tasks", "epochs"])
+        ('did you mean epochs?', '')
+    """
+    nearest = get_close_matches(name, list(known), n=count, cutoff=cutoff)
+    return f"did you mean {', '.join(nearest)}?" if nearest else ""

@@ -1,6 +1,6 @@
 """The activations of the folded path and their derivatives, for kernels to call on fp32 tiles in registers.
 
-ACT is a key of ``fastlr.reference.folded.ACTIVATIONS``, as a string constexpr. NaN stays NaN in the forward direction.
+ACT is a key of ``fastlr.ops.reference.folded.ACTIVATIONS``, as a string constexpr. NaN stays NaN in the forward direction.
 Nothing is launched from here: no traffic of its own.
 """
 
@@ -41,6 +41,28 @@ def act_forward(x, ACT: tl.constexpr):
     else:
         tl.static_assert(ACT == "none", "no such activation")
         return x
+
+
+@triton.jit
+def activated(x, ACT: tl.constexpr):
+    """The activation of what was loaded, in its dtype. Zero, as beyond the edge, stays zero."""
+    if ACT == "none":
+        return x
+    else:
+        return act_forward(x.to(tl.float32), ACT).to(x.dtype)
+
+
+@triton.jit
+def act_gradient(g, kept, ACT: tl.constexpr):
+    """``g`` (fp32) times the derivative; an infinite gradient does not pass where the activation is flat."""
+    if ACT == "none":
+        return g
+    else:
+        slope = act_derivative(kept.to(tl.float32), ACT)
+        if ACT == "relu" or ACT == "relu6" or ACT == "hardswish":
+            return tl.where(slope == 0.0, 0.0, g * slope)
+        else:
+            return g * slope
 
 
 @triton.jit

@@ -1,9 +1,23 @@
-"""Philox4x32-10 in Triton: the same words as ``fastlr.reference.counter``. Functions that kernels share."""
+"""Philox4x32-10 in Triton: the same words as ``fastlr.ops.philox``. Functions that kernels share."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+if hasattr(tl, "mul"):
+
+    @triton.jit
+    def product(x, y):
+        """Multiply modulo 2^32."""
+        return tl.mul(x, y, sanitize_overflow=False)
+
+else:  # Triton 3.3
+
+    @triton.jit
+    def product(x, y):
+        """Multiply modulo 2^32; TRITON_DEBUG=1 refuses what wraps around."""
+        return x * y
 
 
 @triton.jit
@@ -13,8 +27,8 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
         old_c0, old_c2 = c0, c2
         c0 = tl.umulhi(old_c2, tl.full(old_c2.shape, 0xCD9E8D57, tl.uint32)) ^ c1 ^ k0
         c2 = tl.umulhi(old_c0, tl.full(old_c0.shape, 0xD2511F53, tl.uint32)) ^ c3 ^ k1
-        c1 = tl.mul(old_c2, tl.full(old_c2.shape, 0xCD9E8D57, tl.uint32), sanitize_overflow=False)
-        c3 = tl.mul(old_c0, tl.full(old_c0.shape, 0xD2511F53, tl.uint32), sanitize_overflow=False)
+        c1 = product(old_c2, tl.full(old_c2.shape, 0xCD9E8D57, tl.uint32))
+        c3 = product(old_c0, tl.full(old_c0.shape, 0xD2511F53, tl.uint32))
         k0 = tl.add(k0, tl.full(k0.shape, 0x9E3779B9, tl.uint32), sanitize_overflow=False)
         k1 = tl.add(k1, tl.full(k1.shape, 0xBB67AE85, tl.uint32), sanitize_overflow=False)
     return c0, c1, c2, c3

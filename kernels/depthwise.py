@@ -13,6 +13,8 @@ between programs their parts (k k + 1 floats a channel) go through a workspace, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -20,17 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.activation_functions import act_derivative
-from fastlr.kernels.launching import DTYPES, multiple, on_device, workspace
-from fastlr.kernels.moments import (
-    alignment,
-    channels_last,
-    covered,
-    finish_moments,
-)
+from fastlr.kernels.activation_functions import act_gradient, activated
+from fastlr.kernels.launching import covered, multiple, on_device, tuned
+from fastlr.kernels.moments import alignment, channels_last, finish_norms, like, moments_space
+from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
 ENOUGH_PROGRAMS = 2048  # of four warps, to fill a GPU with
-STATE = 124  # registers of a thread for taps and windows
+STATE = 118  # registers of a thread for taps and windows
 STATE_HALF = 88  # the same for many of them in float16, whose conversions take registers of their own: 5x5, stride 2
 WARPS = 4
 
@@ -42,23 +41,15 @@ class Tile(NamedTuple):
     channels: int
 
 
-class Geometry(NamedTuple):
-    """Kernel and options of a convolution of two axes."""
+def window_rows(kernel: Sequence[int], geometry: ConvGeometry) -> int:
+    """Input rows that one output row can meet, or the step to the next if that is larger."""
+    return max((kernel[0] - 1) * geometry.dilation[0] + 1, geometry.stride[0])
 
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
 
-    @property
-    def window(self) -> int:
-        """Input rows that one output row can meet, or the step to the next if that is larger."""
-        return max((self.kernel[0] - 1) * self.dilation[0] + 1, self.stride[0])
-
-    def constants(self) -> dict[str, int]:
-        """As constants of a kernel."""
-        pairs = zip(("KERNEL", "STRIDE", "PADDING", "DILATION"), self, strict=True)
-        return {f"{name}_{axis}": pair[i] for name, pair in pairs for i, axis in enumerate("HW")}
+def constants(kernel: Sequence[int], geometry: ConvGeometry) -> dict[str, int]:
+    """Kernel and geometry of two axes as constants of a Triton kernel."""
+    pairs = zip(("KERNEL", "STRIDE", "PADDING", "DILATION"), (kernel, *geometry[:3]), strict=True)
+    return {f"{name}_{axis}": pair[i] for name, pair in pairs for i, axis in enumerate("HW")}
 
 
 @triton.jit
@@ -86,40 +77,49 @@ def load_row(base, y, z, channel, first_row, end_row, width, row_stride, column_
 
 @triton.jit
 def _column_of_taps(
-    taps, back, rows, g, folded, WANT_INPUT: tl.constexpr, TAP: tl.constexpr, INPUT: tl.constexpr,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STEP: tl.constexpr, CHANNELS: tl.constexpr,
+    taps, back, rows, g, folded, channel, has_channel, channels, WANT_INPUT: tl.constexpr, TAP: tl.constexpr,
+    INPUT: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Taps and input gradients with column TAP of the kernel added, which meets the windows at INPUT, INPUT + STEP, ..."""
     for r in tl.static_range(KERNEL_H):
         taps = added(taps, r * KERNEL_W + TAP, rows[r * STEP + INPUT] * g)
         if WANT_INPUT:
-            w = tl.load(folded + ((r * KERNEL_W + TAP) * CHANNELS + tl.arange(0, CHANNELS))).to(tl.float32)
-            back = added(back, r * STEP + INPUT, w[None, :] * g)
+            w = tl.load(folded + (r * KERNEL_W + TAP) * channels + channel, has_channel, other=0.0)
+            back = added(back, r * STEP + INPUT, w.to(tl.float32)[None, :] * g)
     return taps, back
 
 
 @triton.jit
 def _gradient(
-    grad, kept, y, z, channel, has_channel, height, width,
-    grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT: tl.constexpr,
+    grad, kept, spread, y, z, channel, has_channel, height, width,
+    grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """act'(kept) grad of row ``y`` at columns ``z``, rounded to the dtype of the inputs; zero outside."""
+    """act'(kept) grad of row ``y`` at columns ``z``, rounded to the dtype of the inputs; zero outside.
+
+    MEAN: grad + act'(kept) spread, ``spread`` being a number a channel.
+    """
     g = load_row(grad, y, z, channel, 0, height, width, grad_row, grad_column, grad_channel, has_channel)
     if ACT != "none":
         k = load_row(kept, y, z, channel, 0, height, width, kept_row, kept_column, kept_channel, has_channel)
-        g = (g.to(tl.float32) * act_derivative(k.to(tl.float32), ACT)).to(g.dtype)
+        if MEAN:
+            inside = ((z >= 0) & (z < width) & (y >= 0) & (y < height))[:, None] & has_channel[None, :]
+            part = act_gradient(tl.where(inside, spread[None, :], 0.0), k, ACT)
+            g = (g.to(tl.float32) + part).to(g.dtype)
+        else:
+            g = act_gradient(g.to(tl.float32), k, ACT).to(g.dtype)
     return g.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "strips", "segments", "steps"])
 def depthwise_backward_kernel(
-    x, grad, kept, folded, weight, scale, gx, squares, inner, sums, parts,
+    x, grad, kept, folded, weight, scale, more, of_mean, gx, squares, inner, sums, parts,
     x_sample, x_channel, x_row, x_column, gx_sample, gx_channel, gx_row, gx_column,
     grad_sample, grad_channel, grad_row, grad_column, kept_sample, kept_channel, kept_row, kept_column,
     channels, height, width, out_height, out_width, channel_tiles, strips, segments, steps,
     ACT: tl.constexpr, WANT_INPUT: tl.constexpr, SPLIT: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
+    BEFORE: tl.constexpr, SETTLED: tl.constexpr, MORE: tl.constexpr, MEAN: tl.constexpr,
     WINDOW: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """``steps`` rows of the output for one strip of columns and one block of channels of a sample.
@@ -145,9 +145,14 @@ def depthwise_backward_kernel(
     place = strip * COLUMNS + tl.arange(0, COLUMNS)
     x += sample * x_sample
     gx += sample * gx_sample
+    more += sample * gx_sample
     grad += sample * grad_sample
     kept += sample * kept_sample
-    folded += channel_tile * (KERNEL_H * KERNEL_W * CHANNELS)
+
+    spread = 0.0
+    if MEAN:
+        spread = tl.load(of_mean + sample * channels + channel, has_channel, other=0.0).to(tl.float32)
+        spread /= out_height * out_width
 
     first = segment * steps  # the rows of this program
     top, bottom = first * STRIDE_H - PADDING_H, tl.minimum(height, (first + steps) * STRIDE_H - PADDING_H)
@@ -163,7 +168,7 @@ def depthwise_backward_kernel(
                 x, begin * STRIDE_H - PADDING_H + i, place * STRIDE_W + b, channel, top, bottom, width,
                 x_row, x_column, x_channel, has_channel,
             )  # fmt: skip
-            rows = rows + (value.to(tl.float32),)
+            rows = rows + (activated(value, BEFORE).to(tl.float32),)
     for p in range(begin, first + steps):
         # Inputs are asked for before they are needed.
         y = p * STRIDE_H - PADDING_H
@@ -176,8 +181,8 @@ def depthwise_backward_kernel(
                 )  # fmt: skip
                 following = following + (value,)
         g = _gradient(
-            grad, kept, p, place, channel, has_channel, out_height, out_width,
-            grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT,
+            grad, kept, spread, p, place, channel, has_channel, out_height, out_width,
+            grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT, MEAN,
         )  # fmt: skip
         total += tl.where(p >= first, g, 0.0)
         for s in tl.static_range(KERNEL_W):
@@ -185,12 +190,12 @@ def depthwise_backward_kernel(
             # place, the gradient.
             away = ((s * DILATION_W - PADDING_W) % STRIDE_W + PADDING_W - s * DILATION_W) // STRIDE_W
             g = _gradient(
-                grad, kept, p, place + away, channel, has_channel, out_height, out_width,
-                grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT,
+                grad, kept, spread, p, place + away, channel, has_channel, out_height, out_width,
+                grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT, MEAN,
             )  # fmt: skip
             taps, back = _column_of_taps(
-                taps, back, rows, g, folded, WANT_INPUT, s, (s * DILATION_W - PADDING_W) % STRIDE_W,
-                KERNEL_H, KERNEL_W, DILATION_H * STRIDE_W, CHANNELS,
+                taps, back, rows, g, folded, channel, has_channel, channels, WANT_INPUT, s,
+                (s * DILATION_W - PADDING_W) % STRIDE_W, KERNEL_H, KERNEL_W, DILATION_H * STRIDE_W,
             )  # fmt: skip
         if WANT_INPUT:
             for i in tl.static_range(STRIDE_H):
@@ -198,11 +203,17 @@ def depthwise_backward_kernel(
                     z = place * STRIDE_W + b
                     mask = (z < width)[:, None] & has_channel[None, :] & (y + i >= top) & (y + i < bottom)
                     at = ((y + i) * gx_row + z * gx_column)[:, None] + (channel * gx_channel)[None, :]
-                    tl.store(gx + at, back[i * STRIDE_W + b].to(gx.dtype.element_ty), mask)
+                    g = back[i * STRIDE_W + b]
+                    if MORE:
+                        g += tl.load(more + at, mask, other=0.0).to(tl.float32)
+                    if BEFORE != "none" and not SETTLED:  # loaded a few rows ago: from the cache
+                        own = x + (((y + i) * x_row + z * x_column)[:, None] + (channel * x_channel)[None, :])
+                        g = act_gradient(g, tl.load(own, mask, other=0.0), BEFORE)
+                    tl.store(gx + at, g.to(gx.dtype.element_ty), mask)
             back = back[STRIDE_H * STRIDE_W :] + zeros(STRIDE_H * STRIDE_W, COLUMNS, CHANNELS)
         rows = rows[STRIDE_H * STRIDE_W :]
         for i in tl.static_range(STRIDE_H * STRIDE_W):
-            rows = rows + (following[i].to(tl.float32),)
+            rows = rows + (activated(following[i], BEFORE).to(tl.float32),)
 
     part = (sample * segments + segment) * strips + strip
     square = tl.zeros([CHANNELS], tl.float32)
@@ -235,33 +246,35 @@ def tile_of(elements: int, places: int, channels: int, last: bool) -> Tile:
     return Tile(columns, min(triton.next_power_of_2(channels), elements // columns))
 
 
-def packed(weight: Tensor, channels: int) -> Tensor:
-    """Weights [C, 1, h, w] as [blocks of channels, taps, channels of a block]: a tap is a constant away from the next."""
-    weight = weight.reshape(len(weight), -1)
-    missing = -len(weight) % channels
-    if missing:
-        weight = torch.nn.functional.pad(weight, (0, 0, 0, missing))
-    return weight.view(-1, channels, weight.shape[1]).mT.contiguous()
+def taps_first(weight: Tensor) -> Tensor:
+    """Weights [C, 1, h, w] as [taps, C]: no copy of those that fold_weights gives."""
+    return weight.flatten(1).mT.contiguous()
 
 
+@tuned("columns", "channels")
 def backward_tile(
-    dtype: torch.dtype, where: Geometry, places: int, channels: int, want: bool, last: bool
-) -> Tile | None:
-    """Block sizes of the backward kernel; None where the windows and taps are too many for the registers."""
-    tiles = where.kernel[0] * where.kernel[1] + where.window * where.stride[1] * (2 if want else 1)
+    dtype: torch.dtype, kernel: Sequence[int], geometry: ConvGeometry, places: int, channels: int, want: bool, last: bool,
+    bent: bool = False,
+) -> Tile | None:  # fmt: skip
+    """Block sizes of the backward kernel; None where the windows and taps are too many for the registers.
+
+    ``bent``: a smooth activation is applied as ``x`` is loaded, and columns are stepped over or the gradient of a mean added.
+    """
+    tiles = prod(kernel) + window_rows(kernel, geometry) * geometry.stride[1] * (2 if want else 1)
     if tiles > STATE:
         return None
-    state = STATE_HALF if dtype == torch.float16 and tiles > 40 else STATE
+    state = STATE_HALF if dtype == torch.float16 and tiles > 40 else STATE - 44 * bent
     return tile_of(32 * WARPS * lanes(dtype, tiles, state), places, channels, last)
 
 
 def depthwise_backward(
-    x: Tensor, grad: Tensor, kept: Tensor, act: str, folded: Tensor, weight: Tensor, scale: Tensor, where: Geometry,
-    want_input: bool,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`fastlr.reference.folded.folded_conv_backward` for one channel a group; x [B, C, H, W]."""
+    x: Tensor, grad: Tensor, kept: Tensor, act: str, folded: Tensor, weight: Tensor, statistics: Tensor,
+    geometry: ConvGeometry, want_input: bool, before: str = "none", settled: bool = False, gate: Tensor | None = None,
+    more: Tensor | None = None, of_mean: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`fastlr.ops.reference.folded.folded_conv_backward` for one channel a group."""
     kept = grad if act == "none" else kept
-    if not covered(x, grad, kept):
+    if gate is not None or not covered(x, grad, kept):
         return NotImplemented
     gx = torch.empty_like(x) if want_input else x
     if not covered(gx):
@@ -270,106 +283,53 @@ def depthwise_backward(
     out_height, out_width = grad.shape[2:]
     last = all(channels_last(t) for t in (x, gx, grad, kept))
     align = alignment(x.dtype, last, x, gx, grad, kept) if last else 1
-    places = max(triton.cdiv(width, where.stride[1]), out_width)
-    tile = backward_tile(x.dtype, where, places, channels, want_input, last)
+    kernel = weight.shape[2:]
+    places = max(triton.cdiv(width, geometry.stride[1]), out_width)
+    bent = before not in KEEPS_OUTPUT and (of_mean is not None or geometry.stride[1] > 1)
+    tile = backward_tile(x.dtype, kernel, geometry, places, channels, want_input, last, bent)
     if tile is None:
         return NotImplemented
-    folded = packed(folded, tile.channels) if want_input else x
-    weight, scale = weight.contiguous(), scale.contiguous()
+    folded = taps_first(folded) if want_input else x
+    more = x if more is None else like(more, gx)
+    weight, statistics = weight.contiguous(), statistics.contiguous()
     channel_tiles, strips = triton.cdiv(channels, tile.channels), triton.cdiv(places, tile.columns)
-    steps = max(triton.cdiv(height + where.padding[0], where.stride[0]), out_height)
+    steps = max(triton.cdiv(height + geometry.padding[0], geometry.stride[0]), out_height)
     segments = max(1, min(triton.cdiv(ENOUGH_PROGRAMS, count * channel_tiles * strips), steps // 8))
     steps = triton.cdiv(steps, segments)
-    splits = segments * strips
-    device = x.device
-    sums = workspace(count, splits, channels, device=device)
-    squares, inner, parts = sums, sums, sums  # not looked at
-    if splits > 1:
-        parts = workspace(count, splits, where.kernel[0] * where.kernel[1], channels, device=device)
-    else:
-        squares = workspace(count, channel_tiles, device=device)
-        inner = workspace(count, channels, device=device)
+    moments = moments_space(x, segments * strips, prod(kernel), channels, channel_tiles, 1)
     strides = [s for t in (x, gx, grad, kept) for s in t.stride()]
     with on_device(x):
         depthwise_backward_kernel[(count * segments * strips * channel_tiles,)](
-            x, grad, kept, folded, weight, scale, gx, squares, inner, sums, parts, *strides,
+            x, grad, kept, folded, weight, statistics, more, of_mean, gx, *moments, *strides,
             channels, height, width, out_height, out_width, channel_tiles, strips, segments, steps,
-            ACT=act, WANT_INPUT=want_input, SPLIT=splits > 1, LAST=last, ALIGN=align, **where.constants(),
-            WINDOW=where.window, COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
+            ACT=act, WANT_INPUT=want_input, SPLIT=segments * strips > 1, LAST=last, ALIGN=align, BEFORE=before, SETTLED=settled,
+            MORE=more is not x, MEAN=of_mean is not None, **constants(kernel, geometry), WINDOW=window_rows(kernel, geometry),
+            COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
         )  # fmt: skip
-    if splits > 1:
-        moments = finish_moments(parts, sums, weight, scale)
-    else:
-        moments = squares.sum(1, dtype=torch.float64), inner, sums[:, 0]
-    return gx if want_input else None, *moments
+    return gx if want_input else None, *finish_norms(*moments, weight, statistics)
 
 
-def depthwise_moments(
-    x: Tensor, g: Tensor, weight: Tensor, scale: Tensor,
-    stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`fastlr.reference.folded.folded_conv_moments` for one channel a group; x [B, C, H, W] and weight [C, 1, h, w]."""
-    kernel = (weight.shape[2], weight.shape[3])
-    where = Geometry(kernel, tuple(stride), tuple(padding), tuple(dilation))
-    found = depthwise_backward(x, g, g, "none", weight, weight, scale, where, False)
-    return found if found is NotImplemented else found[1:]
+def depthwise_norms(
+    x: Tensor,  # [B, C, H, W]
+    g: Tensor,  # [B, C, H', W']
+    weight: Tensor,  # [C, 1, h, w]
+    statistics: Tensor,  # [3, C]
+    geometry: ConvGeometry,
+) -> tuple[Tensor, ...]:
+    """`fastlr.ops.reference.folded.folded_conv_sq_norms` for one channel a group."""
+    result = depthwise_backward(x, g, g, "none", weight, weight, statistics, geometry, False)
+    return result if result is NotImplemented else result[1:]
 
 
 def depthwise_sq_norms(
-    x: Tensor, g: Tensor, kernel: tuple[int, int],
-    stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int],
-) -> Tensor:  # fmt: skip
-    """Squared norms [B] (float64) of each sample's weight gradient, one channel a group; x [B, C, H, W], g [B, C, H', W']."""
-    weight = torch.ones(x.shape[1], 1, *kernel, dtype=torch.float32, device=x.device)
-    found = depthwise_moments(x, g, weight, weight[:, 0, 0, 0].contiguous(), stride, padding, dilation)
-    return found if found is NotImplemented else found[0]
-
-
-SHAPES = (  # channels, input columns, kernel, stride: the layers of MobileNetV3-Large, and a few odd ones
-    (16, 112, 3, 1), (64, 112, 3, 2), (72, 56, 3, 1), (72, 56, 5, 2), (120, 28, 5, 1), (240, 28, 3, 2), (200, 14, 3, 1),
-    (672, 14, 5, 2), (960, 7, 5, 1), (512, 16, 7, 1), (5, 7, 3, 1), (3, 9, 2, 2),
-)  # fmt: skip
-
-
-def variants() -> list[tuple[str, str, bool, int, int, int, Geometry]]:
-    """(name, dtype, channels_last, vector, channels, columns, geometry) of what is compiled in the tests."""
-    found = []
-    for channels, columns, kernel, stride in SHAPES:
-        where = Geometry((kernel, kernel), (stride, stride), (kernel // 2, kernel // 2), (1, 1))
-        kinds = [("bf16", True)]
-        if channels in (5, 64, 120, 512):
-            kinds += [("bf16", False), ("fp32", True)]
-        for dtype, last in kinds + [("fp16", True)] * (channels in (72, 672)):
-            align = (4 if dtype == "fp32" else 8) if last and channels % 8 == 0 else 1
-            name = f"{dtype},{kernel}x{kernel}/{stride},{channels}x{columns}{',channels_last' * last}"
-            found.append((name, dtype, last, align, channels, columns, where))
-    return found
-
-
-def compile_cases() -> list[tuple]:
-    """Variants to compile ahead of time in the tests."""
-    cases = []
-    kinds = dict.fromkeys(("squares", "inner", "sums", "parts", "weight", "scale"), "*fp32")
-    names = {name: dtype for dtype, name in DTYPES.items()}
-    for name, dtype, last, align, channels, columns, where in variants():
-        calls = [("hardswish", True)]
-        if channels in (64, 120, 960):
-            calls += [("gelu", True), ("none", False)]
-        for act, want in calls:
-            places = triton.cdiv(columns, where.stride[1])
-            tile = backward_tile(names[dtype], where, places, channels, want, last)
-            constants = {"ACT": act, "WANT_INPUT": want, "SPLIT": channels == 16, "LAST": last, "ALIGN": align}
-            constants |= where.constants() | {
-                "WINDOW": where.window,
-                "COLUMNS": tile.columns,
-                "CHANNELS": tile.channels,
-            }
-            ones = "channel" if last else "column"
-            constants |= {f"{tensor}_{ones}": 1 for tensor in ("x", "gx", "grad", "kept")}
-            types = kinds | dict.fromkeys(("x", "grad", "kept", "folded", "gx"), f"*{dtype}")
-            arguments = [key for key in depthwise_backward_kernel.arg_names if key not in constants]
-            signature = {key: types.get(key, "i32") for key in arguments}
-            options = {"num_warps": WARPS, "divisible": "pointers"}
-            label = f"backward-{act}[{name},{tile.columns}x{tile.channels}]"
-            cases.append((label, depthwise_backward_kernel, signature, constants, options))
-    return cases
+    x: Tensor,  # [B, C, H, W]
+    g: Tensor,  # [B, C, H', W']
+    kernel: Sequence[int],
+    geometry: ConvGeometry,
+) -> Tensor:
+    """Squared norms [B] (float64) of each sample's weight gradient, one channel a group."""
+    channels = x.shape[1]
+    ones = torch.ones(channels * max(3, prod(kernel)), dtype=torch.float32, device=x.device)
+    weight = ones[: channels * prod(kernel)].view(channels, 1, *kernel)
+    result = depthwise_norms(x, g, weight, ones[: 3 * channels].view(3, channels), geometry)
+    return result if result is NotImplemented else result[0]

@@ -1,4 +1,4 @@
-"""Squared norms of a table's gradient in Triton, as ``fastlr.reference.norms.embedding_sq_norms``, without the table.
+"""Squared norms of a table's gradient in Triton, as ``fastlr.ops.reference.norms.embedding_sq_norms``, without the table.
 
 With g_t the gradient of row t, the squared norm is the sum of <g_t, g_s> over all t, s of one id. One program takes one
 sample and a tile of rows t, and goes through the tiles of rows s up to its own: those without an equal id are left out, so
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, on_device
+from fastlr.kernels.launching import INT32, covered, on_device
 
 IDS = {torch.int64: "i64", torch.int32: "i32"}
 ROWS = (16, 32)
@@ -59,15 +59,17 @@ def embedding_kernel(
     tl.store(out + tl.program_id(0) + tl.arange(0, 1), total)
 
 
-def embedding_sq_norms(ids: Tensor, g: Tensor) -> Tensor:
-    """See fastlr.reference.norms.embedding_sq_norms."""
+def embedding_sq_norms(
+    ids: Tensor,  # [B, T]
+    g: Tensor,  # [B, T, D]
+) -> Tensor:  # [B]
+    """See fastlr.ops.reference.norms.embedding_sq_norms."""
     count, rows, width = g.shape
-    span = sum((n - 1) * s for n, s in zip(g.shape[1:], g.stride()[1:], strict=True))  # offsets in a sample: 32-bit
-    if g.dtype not in DTYPES or ids.dtype not in IDS or g.numel() == 0 or span >= 1 << 31:
+    if ids.dtype not in IDS or not covered(g):
         return NotImplemented
     size = ROWS[0] if rows <= ROWS[0] else ROWS[1]
     tiles = triton.cdiv(rows, size)
-    if count * tiles >= 1 << 31:
+    if count * tiles >= INT32:
         return NotImplemented
     parts = g.new_empty(count, tiles, dtype=torch.float64)
     with on_device(g):
@@ -75,28 +77,3 @@ def embedding_sq_norms(ids: Tensor, g: Tensor) -> Tensor:
             parts, ids, g, rows, width, *ids.stride(), *g.stride(), ROWS=size, WIDTH=WIDTH, num_warps=WARPS
         )
     return parts.sum(1)
-
-
-def compile_cases() -> list[tuple]:
-    """Variants to compile ahead of time in the tests: dtypes, tiles, and rows that are contiguous and aligned or not."""
-    cases = []
-    strides = ("ids_sample", "ids_row", "g_sample", "g_row", "g_column")
-    for dtype in DTYPES.values():
-        for number in IDS.values():
-            for size in ROWS:
-                for contiguous in (True, False):
-                    name = f"embedding_sq_norms[{dtype}, ids {number}, {size}{', contiguous' * contiguous}]"
-                    constants: dict[str, object] = {"ROWS": size, "WIDTH": WIDTH}
-                    if contiguous:
-                        constants |= {"ids_row": 1, "g_column": 1}
-                    kinds = {"out": "*fp64", "ids": f"*{number}", "g": f"*{dtype}"}
-                    numbers = [key for key in ("rows", "width", *strides) if key not in constants]
-                    divisible = [*kinds, *(key for key in numbers if key != "rows")] if contiguous else list(kinds)
-                    options = {"num_warps": WARPS, "divisible": divisible}
-                    signature = {**kinds, **dict.fromkeys(numbers, "i32")}
-                    cases.append((name, embedding_kernel, signature, constants, options))
-    # Triton turns an argument of 1 into a constant.
-    name, kernel, signature, constants, options = cases[-1]
-    rest = {key: kind for key, kind in signature.items() if key != "width"}
-    cases.append((f"{name[:-1]}, one column]", kernel, rest, {**constants, "width": 1}, options))
-    return cases

@@ -1,4 +1,4 @@
-"""Rademacher cotangents of softmax outputs in Triton, as ``fastlr.reference.predictive.categorical_root_cotangent``.
+"""Rademacher cotangents of softmax outputs in Triton, as ``fastlr.ops.reference.fisher.categorical_root_cotangent``.
 
 One launch from the logits: log-softmax, the signs (Philox, the same bits as the reference) and the Householder root of the
 outputs' Fisher matrix. One program takes the classes of one position; all arithmetic on values is in float64, as a logit
@@ -17,7 +17,7 @@ from torch import Tensor
 from fastlr.kernels import launching
 from fastlr.kernels.counter import halves, philox4x32
 from fastlr.kernels.launching import on_device
-from fastlr.reference.counter import STREAMS, check_seed
+from fastlr.ops.philox import STREAMS, check_seed
 
 _STREAM = tl.constexpr(STREAMS["cotangent"])
 DTYPES = {torch.float64: "fp64"} | launching.DTYPES
@@ -58,8 +58,12 @@ def fisher_root_kernel(
     tl.store(out + row * classes + c, v, exists)
 
 
-def categorical_root_cotangent(z: Tensor, index: Tensor, seed: int) -> Tensor:
-    """See fastlr.reference.predictive.categorical_root_cotangent; up to 4096 classes."""
+def categorical_root_cotangent(
+    z: Tensor,  # [B, P, C]
+    index: Tensor,  # [B]
+    seed: int,
+) -> Tensor:  # [B, P, C]
+    """See fastlr.ops.reference.fisher.categorical_root_cotangent; up to 4096 classes."""
     count, positions, classes = z.shape
     block = next((block for block in BLOCKS if classes <= block), None)
     covered = z.dtype in DTYPES and index.dtype == torch.int64
@@ -74,23 +78,3 @@ def categorical_root_cotangent(z: Tensor, index: Tensor, seed: int) -> Tensor:
             BLOCK=block, num_warps=BLOCKS[block],
         )  # fmt: skip
     return out
-
-
-def compile_cases() -> list[tuple]:
-    """Variants to compile ahead of time in the tests: dtypes, blocks, contiguous and aligned or any strides."""
-    cases = []
-    strides = ("z_sample", "z_position", "z_class", "index_stride")
-    for dtype in DTYPES.values():
-        for block, warps in BLOCKS.items():
-            for contiguous in (True, False):
-                name = f"categorical_root_cotangent[{dtype}, {block}{', contiguous' * contiguous}]"
-                constants: dict[str, object] = {"BLOCK": block}
-                if contiguous:
-                    constants |= {"z_class": 1, "index_stride": 1}
-                kinds = {"out": "*fp64", "z": f"*{dtype}", "index": "*i64"}
-                numbers = ["positions", "classes", *strides, "seed_low", "seed_high"]
-                signature = {**kinds, **{key: "i32" for key in numbers if key not in constants}}
-                divisible = [*kinds, "z_sample", "z_position"] if contiguous else []
-                options = {"num_warps": warps, "divisible": divisible}
-                cases.append((name, fisher_root_kernel, signature, constants, options))
-    return cases

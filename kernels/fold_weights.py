@@ -1,99 +1,136 @@
-"""Folded weights in Triton: a convolution and the batch norm after it become one weight and one bias, in one launch.
+"""Folded weights in Triton: convolutions and the batch norms after them become one weight and one bias each, in one launch.
 
-See fastlr.reference.folded.fold_weights. A program makes one output channel. It reads the weight once and writes it once
-in the activations' dtype (MobileNetV3-Large: 12 MB in, 6 MB out); what counts is that it is one launch for each
-convolution, not eight, in a pass of a few hundred kernels.
+See fastlr.ops.reference.folded.fold_weights. A program makes one output channel of one convolution, which it finds in a
+table of addresses. It reads the weight once and writes it once in the activations' dtype (MobileNetV3-Large: 12 MB in, 6
+MB out); what counts is that it is one launch for all of them, not eight for each.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, on_device
+from fastlr.kernels.launching import DTYPES, INT32, on_device
 
-BLOCK = 1024
+BLOCK, WARPS = 256, 4
+ROLES = ("weight", "bias", "gamma", "beta", "mean", "var")
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+MOST_TABLES = 1 << 12
+# By what is in them. They stay: a captured CUDA graph reads its own at every replay.
+_tables: dict[tuple, Tensor] = {}
+
+
+@triton.jit
+def _number(entry, convolutions, o, FIELD: tl.constexpr, KIND: tl.constexpr, other):
+    """Number ``o`` at the address in one field of the table; ``other`` where there is none."""
+    address = tl.load(entry + FIELD * convolutions)
+    return tl.load(address.to(tl.pointer_type(KIND)) + o, address != 0, other).to(tl.float32)
 
 
 @triton.jit
 def fold_weights_kernel(
-    weight, bias, gamma, beta, mean, var, folded, channel, eps, channels, fan_in, taps,
-    HAS_BIAS: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_BETA: tl.constexpr, REORDER: tl.constexpr, BLOCK: tl.constexpr,
+    table, folded, numbers, convolutions, COUNT: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, MEAN: tl.constexpr, VAR: tl.constexpr,
 ):  # fmt: skip
-    """Write one output channel of ``folded``, and its four numbers to ``channel`` [4, O] (bias, scale, rstd, shift).
+    """Write one output channel to ``folded``, and its four numbers (bias, scale, rstd, shift) to ``numbers``.
 
-    ``REORDER``: the weight has its taps last, ``folded`` has its input channels last.
+    ``table`` [14, convolutions], COUNT of them at most: the first program, six addresses, outputs, places in ``folded``
+    and how far apart there are output channels and the inner and outer elements of a channel, the number of inner ones, eps.
     """
-    o = tl.program_id(0)
-    rstd = tl.rsqrt(tl.load(var + o).to(tl.float32) + eps)
-    scale, shift = rstd, -tl.load(mean + o).to(tl.float32)
-    if HAS_GAMMA:
-        scale *= tl.load(gamma + o).to(tl.float32)
-    if HAS_BIAS:
-        shift += tl.load(bias + o).to(tl.float32)
-    folded_bias = scale * shift
-    if HAS_BETA:
-        folded_bias += tl.load(beta + o).to(tl.float32)
-    tl.store(channel + o, folded_bias)
-    tl.store(channel + channels + o, scale)
-    tl.store(channel + 2 * channels + o, rstd)
-    tl.store(channel + 3 * channels + o, shift)
-    row = o.to(tl.int64) * fan_in
-    start = 0
-    while start < fan_in:
-        element = start + tl.arange(0, BLOCK)
-        inside = element < fan_in
-        value = tl.load(weight + row + element, inside).to(tl.float32) * scale
-        place = element
-        if REORDER:
-            place = element % taps * (fan_in // taps) + element // taps
-        tl.store(folded + row + place, value.to(folded.dtype.element_ty), inside)
-        start += BLOCK
+    program, which = tl.program_id(0), tl.arange(0, COUNT)
+    first = tl.load(table + which, which < convolutions, program + 1)
+    convolution = tl.sum((first <= program).to(tl.int32)) - 1
+    start = tl.load(table + convolution)
+    o = program - start
+    entry = table + convolution
+    outputs, place = (
+        tl.load(entry + 7 * convolutions),
+        tl.load(entry + 8 * convolutions) + o * tl.load(entry + 9 * convolutions),
+    )
+    inner_step, outer_step = tl.load(entry + 10 * convolutions), tl.load(entry + 11 * convolutions)
+    sizes = tl.load(entry + 12 * convolutions)
+    inner, fan_in = (sizes >> 32).to(tl.int32), (sizes & 0xFFFFFFFF).to(tl.int32)
+    eps = tl.load(entry + 13 * convolutions).to(tl.float64, bitcast=True).to(tl.float32)
+
+    rstd = tl.rsqrt(_number(entry, convolutions, o, 6, VAR, 0.0) + eps)
+    scale = rstd * _number(entry, convolutions, o, 3, GAMMA, 1.0)
+    shift = _number(entry, convolutions, o, 2, BIAS, 0.0) - _number(entry, convolutions, o, 5, MEAN, 0.0)
+    numbers += 4 * start + o
+    tl.store(numbers, scale * shift + _number(entry, convolutions, o, 4, BETA, 0.0))
+    tl.store(numbers + outputs, scale)
+    tl.store(numbers + 2 * outputs, rstd)
+    tl.store(numbers + 3 * outputs, shift)
+    weight = tl.load(entry + convolutions).to(tl.pointer_type(WEIGHT)) + o * fan_in
+    for begin in range(0, fan_in, BLOCK):
+        element = begin + tl.arange(0, BLOCK)
+        value = tl.load(weight + element, element < fan_in, 0.0).to(tl.float32) * scale
+        at = place + element % inner * inner_step + element // inner * outer_step
+        tl.store(folded + at, value.to(folded.dtype.element_ty), element < fan_in)
+
+
+def _laid_out(flat: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """``flat`` in the shape of a weight, its channels last or (one input) its taps first; steps of an output channel, of the
+    inner and of the outer elements of one in the weight's memory; how many inner ones there are.
+    """  # noqa: D205
+    outputs, inputs, *kernel = weight.shape
+    taps = weight[0, 0].numel()
+    if inputs == 1:
+        return flat.view(*kernel, outputs).movedim(-1, 0).unsqueeze(1), (1, outputs, 0, taps)
+    if weight.ndim != 4:
+        return flat.view(weight.shape), (inputs * taps, 1, 0, inputs * taps)
+    folded = flat.view(outputs, *kernel, inputs).movedim(-1, 1)
+    if weight.is_contiguous():
+        return folded, (inputs * taps, inputs, 1, taps)
+    return folded, (inputs * taps, 1, 0, inputs * taps)
 
 
 def fold_weights(
-    weight: Tensor,
-    bias: Tensor | None,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    eps: float,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See fastlr.reference.folded.fold_weights; the folded weight has its channels last, the numbers are float32."""
-    given = [t for t in (bias, gamma, beta, mean, var) if t is not None]
-    if dtype not in DTYPES or weight.dtype not in DTYPES or any(t.dtype not in DTYPES for t in given):
+    eps: tuple[float, ...],
+    *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
+) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
+    """See fastlr.ops.reference.folded.fold_weights; folded weights have channels last, or taps first where they have one
+    input; the numbers are float32. The tensors of one role must have one dtype.
+    """  # noqa: D205
+    calls = [tensors[i : i + 6] for i in range(0, len(tensors), 6)]
+    kinds = [{t.dtype for t in role if t is not None} or {torch.float32} for role in zip(*calls, strict=True)]
+    weights = [call[0] for call in calls]
+    fits = dtype in DTYPES and all(len(kind) == 1 and kind <= DTYPES.keys() for kind in kinds)
+    for weight, *rest in calls:
+        last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+        fits &= (last or weight.is_contiguous()) and all(t is None or t.is_contiguous() for t in rest)
+        fits &= 0 < weight.numel() < INT32
+    if not fits:
         return NotImplemented
-    last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-    if not (last or weight.is_contiguous()) or not all(t.is_contiguous() for t in given):
-        return NotImplemented
-    memory_format = torch.channels_last if weight.ndim == 4 else torch.contiguous_format
-    folded = torch.empty(weight.shape, dtype=dtype, device=weight.device, memory_format=memory_format)
-    outputs, fan_in = len(weight), weight[0].numel()
-    taps = weight[0, 0].numel()
-    channel = torch.empty(4, outputs, dtype=torch.float32, device=weight.device)
-    block = min(BLOCK, triton.next_power_of_2(fan_in))
-    optional = [weight if t is None else t for t in (bias, gamma, beta)]
-    with on_device(weight):
-        fold_weights_kernel[(outputs,)](
-            weight, *optional, mean, var, folded, channel, eps, outputs, fan_in, taps,
-            HAS_BIAS=bias is not None, HAS_GAMMA=gamma is not None, HAS_BETA=beta is not None,
-            REORDER=weight.ndim == 4 and not last and taps > 1, BLOCK=max(16, block),
+    places, programs = [0], [0]
+    for weight in weights:
+        places.append(places[-1] + -(-weight.numel() // 64) * 64)  # aligned
+        programs.append(programs[-1] + len(weight))
+    device = weights[0].device
+    folded = torch.empty(places[-1], dtype=dtype, device=device)
+    numbers = torch.empty(4 * programs[-1], dtype=torch.float32, device=device)
+    results, entries = [], []
+    for call, number, place, first in zip(calls, eps, places, programs, strict=False):
+        weight = call[0]
+        shaped, (step, inner_step, outer_step, inner) = _laid_out(folded[place : place + weight.numel()], weight)
+        results.append((shaped, numbers[4 * first : 4 * (first + len(weight))].view(4, len(weight))))
+        addresses = (0 if t is None else t.data_ptr() for t in call)
+        sizes = inner << 32 | weight[0].numel()
+        entries.append((first, *addresses, len(weight), place, step, inner_step, outer_step, sizes, number))
+    key = (device, *entries)
+    if key not in _tables:
+        if len(_tables) >= MOST_TABLES:
+            return NotImplemented
+        whole = torch.tensor([entry[:-1] for entry in entries], dtype=torch.int64)
+        bits = torch.tensor([entry[-1:] for entry in entries], dtype=torch.float64).view(torch.int64)
+        _tables[key] = torch.cat([whole, bits], 1).T.contiguous().to(device)
+    with on_device(folded):
+        fold_weights_kernel[(programs[-1],)](
+            _tables[key], folded, numbers, len(calls), COUNT=triton.next_power_of_2(len(calls)), BLOCK=BLOCK,
+            **{role.upper(): KINDS[min(kind, key=str)] for role, kind in zip(ROLES, kinds, strict=True)}, num_warps=WARPS,
         )  # fmt: skip
-    return folded, *channel.unbind(0)
-
-
-def compile_cases() -> list[tuple]:
-    """Variants to compile ahead of time in the tests: (name, kernel, signature, constexprs)."""
-    cases = []
-    for dtype in ("fp32", "bf16", "fp16"):
-        for block in (16, 64, BLOCK):
-            pointers = dict.fromkeys(("weight", "bias", "gamma", "beta", "mean", "var"), "*fp32")
-            numbers = {"eps": "fp32", "channels": "i32", "fan_in": "i32", "taps": "i32"}
-            signature = {**pointers, "folded": f"*{dtype}", "channel": "*fp32", **numbers}
-            flags = {"HAS_BIAS": True, "HAS_GAMMA": True, "HAS_BETA": True, "REORDER": True, "BLOCK": block}
-            cases.append((f"fold[{dtype},{block}]", fold_weights_kernel, signature, flags))
-    return cases
+    return results

@@ -1,105 +1,95 @@
-"""Folded convolutions in Triton: which kernel serves which call, of fastlr.reference.folded.
+"""Folded convolutions in Triton: which kernel serves which call, of fastlr.ops.reference.folded.
 
 Pointwise (folded_pointwise.py) and depthwise (folded_depthwise.py) convolutions of one and two axes have kernels; dense
 K x K and grouped ones are NotImplemented: cuDNN serves, through plain torch, whose parts are ops with kernels again. So
 are pointwise backward passes whose weight gradient is too large for the registers of a program.
 
-Traffic, counted by layer (not measured): MobileNetV3-Large at 224 x 224 in bf16, channels_last, moves 21.2 MB an image
-forward and 38.1 MB backward, what is left to plain torch included; each tensor moved once would be 20.8 and 34.2 MB.
+What is stored of an input may be before its activation, and its gate apart: kernels apply both on loading, and the
+derivative on storing the input's gradient, to which they add that of who else has read it. `python -m bench.traffic` counts
+launches and bytes of a network.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastlr.kernels import folded_depthwise, folded_pointwise
-from fastlr.kernels.moments import finish_cases
-from fastlr.reference.folded import ACTIVATIONS
-
-
-def kind_of(weight: Tensor, padding: Sequence[int], groups: int) -> str | None:
-    """``"pointwise"``, ``"depthwise"`` or None: which kernels serve a convolution with this weight."""
-    if not 3 <= weight.ndim <= 4:
-        return None
-    if groups == 1 and max(weight.shape[2:]) == 1 and max(padding) == 0:
-        return "pointwise"
-    return "depthwise" if groups == len(weight) and weight.shape[1] == 1 else None
+from fastlr.kernels.depthwise import depthwise_backward
+from fastlr.ops.geometry import ConvGeometry, kind_of
+from fastlr.ops.reference.folded import ACTIVATIONS
 
 
 def folded_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
+    x: Tensor,  # [B, C, *spatial]
+    weight: Tensor,  # [O, C / groups, *kernel]
+    bias: Tensor,  # [O]
     act: str,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """See fastlr.reference.folded.folded_conv."""
-    kind = kind_of(weight, padding, groups)
+    geometry: ConvGeometry,
+    residual: Tensor | None = None,  # [B, O, *spatial']
+    before: str = "none",
+    gate: Tensor | None = None,  # [B, C, 1, ...]
+    residual_before: str = "none",
+    mean: bool = False,
+) -> tuple[Tensor, Tensor]:  # [B, O, *spatial'], both; with ``mean`` the second [B, O, 1, ...]
+    """See fastlr.ops.reference.folded.folded_conv."""
+    kind = kind_of(weight, geometry)
     if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim or weight.dtype != x.dtype:
         return NotImplemented
     if residual is not None and residual.dtype != x.dtype:
         return NotImplemented
+    if gate is not None and (gate.dtype != x.dtype or gate.shape[:2] != x.shape[:2]):
+        return NotImplemented
     flat = x.ndim == 3
-    x, weight = (t[:, :, None] if flat else t for t in (x, weight))
-    residual = residual[:, :, None] if flat and residual is not None else residual
-    stride, padding, dilation = _two(stride, 1), _two(padding, 0), _two(dilation, 1)
-    if kind == "pointwise":
-        found = folded_pointwise.folded_conv(x, weight, bias, act, stride, residual)
-    else:
-        found = folded_depthwise.folded_conv(x, weight, bias, act, stride, padding, dilation, residual)
-    if found is NotImplemented or not flat:
-        return found
-    out, kept = found
+    x, weight, residual = (t[:, :, None] if flat and t is not None else t for t in (x, weight, residual))
+    kernels = folded_pointwise if kind == "pointwise" else folded_depthwise
+    gate, geometry = contiguous(gate), geometry.with_rows() if flat else geometry
+    result = kernels.folded_conv(x, weight, bias, act, geometry, residual, before, gate, residual_before, mean)
+    if result is NotImplemented or not flat:
+        return result
+    out, kept = result
     narrow = out.squeeze(2)
     return narrow, narrow if kept is out else kept.squeeze(2)
 
 
+def contiguous(t: Tensor | None) -> Tensor | None:
+    """The same numbers of channels [B, C, 1, ...], those of a sample next to each other."""
+    return None if t is None else t if t.stride()[:2] == (t.shape[1], 1) else t.contiguous()
+
+
 def folded_conv_backward(
-    x: Tensor,
-    grad: Tensor,
-    kept: Tensor,
+    x: Tensor,  # [B, C, *spatial]
+    grad: Tensor,  # [B, O, *spatial']
+    kept: Tensor,  # [B, O, *spatial']
     act: str,
-    folded: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    folded: Tensor,  # [O, C / groups, *kernel]
+    weight: Tensor,  # [O, C / groups, *kernel]
+    statistics: Tensor,  # [3, O]
+    geometry: ConvGeometry,
     want_input: bool,
-    product: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-    """See fastlr.reference.folded.folded_conv_backward; ``product`` is not needed."""
-    kind = kind_of(weight, padding, groups)
+    product: Tensor | None = None,  # [B, O, *spatial']
+    before: str = "none",
+    settled: bool = False,
+    gate: Tensor | None = None,  # [B, C, 1, ...]
+    more: Tensor | None = None,  # [B, C, *spatial]
+    of_mean: Tensor | None = None,  # [B, O, 1, ...]
+) -> tuple[Tensor | None, ...]:  # of the shape of x, four of [B], with a gate one of its shape
+    """See fastlr.ops.reference.folded.folded_conv_backward; ``product`` is not needed."""
+    kind = kind_of(weight, geometry)
     if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim:
         return NotImplemented
-    if torch.float64 in (weight.dtype, scale.dtype):
+    if torch.float64 in (weight.dtype, statistics.dtype) or {t.dtype for t in (gate, more) if t is not None} - {
+        x.dtype
+    }:
         return NotImplemented
     flat = x.ndim == 3
-    x, grad, kept, folded, weight = (t[:, :, None] if flat else t for t in (x, grad, kept, folded, weight))
-    stride, padding, dilation = _two(stride, 1), _two(padding, 0), _two(dilation, 1)
-    given = (x, grad, kept, act, folded, weight, scale, stride)
-    if kind == "pointwise":
-        found = folded_pointwise.folded_conv_backward(*given, want_input)
-    else:
-        found = folded_depthwise.folded_conv_backward(*given, padding, dilation, want_input)
-    if found is NotImplemented or not flat or found[0] is None:
-        return found
-    return found[0].squeeze(2), *found[1:]
-
-
-def _two(option: Sequence[int], missing: int) -> tuple[int, int]:
-    """An option of one or two axes for two: a single axis is the columns."""
-    return (missing, option[0]) if len(option) == 1 else (option[0], option[1])
-
-
-def compile_cases() -> list[tuple]:
-    """What both kinds of convolution launch, to compile ahead of time in the tests; their own is with them."""
-    return finish_cases()
+    tensors = (x, grad, kept, folded, weight, more)
+    x, grad, kept, folded, weight, more = (t[:, :, None] if flat and t is not None else t for t in tensors)
+    gate, of_mean = contiguous(gate), contiguous(of_mean)
+    backward = folded_pointwise.folded_conv_backward if kind == "pointwise" else depthwise_backward
+    geometry = geometry.with_rows() if flat else geometry
+    given = (x, grad, kept, act, folded, weight, statistics, geometry, want_input)
+    result = backward(*given, before, settled, gate, more, of_mean)
+    if result is NotImplemented or not flat or result[0] is None:
+        return result
+    return result[0].squeeze(2), *result[1:]

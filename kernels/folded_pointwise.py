@@ -8,6 +8,7 @@ gradient, what was kept and x, forms g = act'(kept) grad in registers, adds g^T 
 input gradient. M is squared at the end and never written, unless the sample was split. Traffic: 2 I + 2 O elements a
 position (I + 2 O without the input gradient; one O less without activation), the least possible. Inputs that
 do not fit one tile are done by several programs, each with all outputs: gradients are then read again, from L2.
+With few positions, and more weights than a program holds, it walks the outputs instead: x and its gradient stay.
 """
 
 from __future__ import annotations
@@ -19,19 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.activation_functions import act_derivative, act_forward
-from fastlr.kernels.launching import DTYPES, INT32, merged, multiple, on_device, workspace
-from fastlr.kernels.moments import (
-    alignment,
-    channels_last,
-    covered,
-    empty_output,
-    finish_moments,
-    like,
-)
-from fastlr.reference.folded import KEEPS_OUTPUT
+from fastlr.kernels.activation_functions import act_forward, act_gradient, activated
+from fastlr.kernels.launching import INT32, covered, merged, multiple, on_device, tuned
+from fastlr.kernels.moments import alignment, channels_last, empty_output, finish_norms, like, moments_space
+from fastlr.ops.folded import activation_grad
+from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
 ENOUGH_PROGRAMS = 512  # to fill a GPU with
+FEW = 256  # positions that may be one tile
 CHEAP = ("none", "relu", "relu6", "hardswish")  # activations whose derivative takes few registers
 
 
@@ -45,12 +42,13 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_width", "position_tiles", "output_tiles"])
 def folded_pointwise_kernel(
-    x, weight, bias, residual, out, kept, x_sample, x_channel, x_row, x_column, out_sample, out_channel, out_position,
-    positions, out_width, inputs, outputs, position_tiles, output_tiles, stride_h, stride_w,
+    x, weight, bias, residual, gate, out, kept, x_sample, x_channel, x_row, x_column, out_sample, out_channel,
+    out_position, positions, out_width, inputs, outputs, position_tiles, output_tiles, stride_h, stride_w,
     ACT: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, LAST: tl.constexpr,
-    ALIGN: tl.constexpr, POSITIONS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    BEFORE: tl.constexpr, GATE: tl.constexpr, OF_RESIDUAL: tl.constexpr, ALIGN: tl.constexpr,
+    POSITIONS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """One tile of positions x outputs. PLAIN: the inputs of position t are t columns further. LAST: channels_last.
 
@@ -87,6 +85,10 @@ def folded_pointwise_kernel(
         x_tile = tl.load(
             x + (x_at[:, None] + (channel * x_channel)[None, :]), exists[:, None] & has_channel[None, :], other=0.0
         )
+        x_tile = activated(x_tile, BEFORE)
+        if GATE:
+            factor = tl.load(gate + sample * inputs + channel, has_channel, other=0.0).to(tl.float32)
+            x_tile = (x_tile.to(tl.float32) * factor[None, :]).to(x_tile.dtype)
         w_tile = tl.load(
             weight + (output[None, :] * inputs + channel[:, None]),
             has_channel[:, None] & has_output[None, :],
@@ -99,7 +101,7 @@ def folded_pointwise_kernel(
     at = (tl.arange(0, POSITIONS) * out_position)[:, None] + (output * out_channel)[None, :]
     mask = exists[:, None] & has_output[None, :]
     if ADD:
-        product += tl.load(residual + base + at, mask, other=0.0).to(tl.float32)
+        product += activated(tl.load(residual + base + at, mask, other=0.0), OF_RESIDUAL).to(tl.float32)
     if KEEP:
         tl.store(kept + base + at, product.to(kept.dtype.element_ty), mask)
     tl.store(out + base + at, act_forward(product, ACT).to(out.dtype.element_ty), mask)
@@ -116,29 +118,45 @@ def _places(t, row, column, width, stride_h, stride_w, PLAIN: tl.constexpr):
 
 @triton.jit
 def _load_tile(
-    base, start, end, channel, has_channel, channel_stride, row, column, width, stride_h, stride_w,
-    PLAIN: tl.constexpr, POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """A tile of positions x channels, zero from position ``end`` on."""
+    base, strides, start, end, channel, has_channel, width, step_h, step_w, PLAIN: tl.constexpr, POSITIONS: tl.constexpr
+):
+    """A tile of positions x channels, zero from position ``end`` on; strides of channels, rows and columns."""
     t = start + tl.arange(0, POSITIONS)
-    at = _places(t, row, column, width, stride_h, stride_w, PLAIN)
+    at = _places(t, strides[1], strides[2], width, step_h, step_w, PLAIN)
     mask = (t < end)[:, None] & has_channel[None, :]
-    return tl.load(base + (at[:, None] + (channel * channel_stride)[None, :]), mask, other=0.0)
+    return tl.load(base + (at[:, None] + (channel * strides[0])[None, :]), mask, other=0.0)
+
+
+@triton.jit
+def _leave(
+    gx, more, g, x_tile, factor, at, mask, BEFORE: tl.constexpr, SETTLED: tl.constexpr, GATE: tl.constexpr,
+    MORE: tl.constexpr,
+):  # fmt: skip
+    """Store the input gradient of a tile, from that of what entered the product."""
+    if GATE:
+        g *= factor[None, :]
+    if MORE:
+        g += tl.load(more + at, mask, other=0.0).to(tl.float32)
+    if not SETTLED:
+        g = act_gradient(g, x_tile, BEFORE)
+    tl.store(gx + at, g.to(gx.dtype.element_ty), mask)
 
 
 @triton.jit
 def folded_pointwise_backward_kernel(
-    x, grad, kept, folded, weight, scale, gx, squares, inner, sums, parts,
+    x, grad, kept, folded, weight, scale, gate, more, gx, of_gate, squares, inner, sums, parts,
     x_sample, x_channel, x_row, x_column, gx_sample, gx_channel, gx_row, gx_column,
     grad_sample, grad_channel, grad_row, grad_column, kept_sample, kept_channel, kept_row, kept_column,
     positions, out_width, inputs, outputs, input_tiles, splits, stride_h, stride_w, steps,
-    ACT: tl.constexpr, WANT_INPUT: tl.constexpr, SPLIT: tl.constexpr, PLAIN: tl.constexpr, X_LAST: tl.constexpr,
-    G_LAST: tl.constexpr, ALIGN: tl.constexpr,
-    POSITIONS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ACT: tl.constexpr, WANT_INPUT: tl.constexpr, SPLIT: tl.constexpr, FEW: tl.constexpr, PLAIN: tl.constexpr,
+    X_LAST: tl.constexpr, G_LAST: tl.constexpr, BEFORE: tl.constexpr, SETTLED: tl.constexpr, GATE: tl.constexpr,
+    MORE: tl.constexpr, ALIGN: tl.constexpr, POSITIONS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """All positions of a sample, or ``steps`` tiles of them if SPLIT, for all outputs and one tile of the inputs.
 
+    FEW: all positions are one tile, and the outputs several; else the other way about.
     PLAIN: position t is t columns further in every tensor. X_LAST: x and gx are channels_last; G_LAST: grad and kept.
+    M is first of ``before(x)`` without the gate: with the folded weight it gives the gate's gradient too.
     """
     if ALIGN > 1:
         if X_LAST:
@@ -170,71 +188,109 @@ def folded_pointwise_backward_kernel(
     weights_at = output[:, None] * inputs + channel[None, :]
     x += sample * x_sample
     gx += sample * gx_sample
+    more += sample * gx_sample
     grad += sample * grad_sample
     kept += sample * kept_sample
-    if WANT_INPUT:
-        forward = tl.load(folded + weights_at, both, other=0.0)
-
-    product = tl.zeros([OUTPUTS, INPUTS], tl.float32)
-    total = tl.zeros([OUTPUTS, 16], tl.float32)
-    ones = tl.full([POSITIONS, 16], 1.0, x.dtype.element_ty)
-    begin, end = 0, positions
-    if SPLIT:
-        begin = split * steps * POSITIONS
-        end = tl.minimum(positions, begin + steps * POSITIONS)
-    g_next = _load_tile(
-        grad, begin, end, output, has_output, grad_channel, grad_row, grad_column, out_width, 1, 1, PLAIN, POSITIONS
-    )
-    if ACT != "none":
-        kept_next = _load_tile(
-            kept, begin, end, output, has_output, kept_channel, kept_row, kept_column, out_width, 1, 1, PLAIN, POSITIONS
-        )
-    x_next = _load_tile(
-        x, begin, end, channel, has_channel, x_channel, x_row, x_column, out_width, stride_h, stride_w, PLAIN, POSITIONS
-    )
-    for start in tl.range(begin, end, POSITIONS):
-        # Gradients are loaded a tile ahead: Triton would not do that by itself for what is changed before a product, and
-        # would form g anew for each of the products.
-        g = g_next
-        after = start + POSITIONS
-        g_next = _load_tile(
-            grad, after, end, output, has_output, grad_channel, grad_row, grad_column, out_width, 1, 1, PLAIN, POSITIONS
-        )
-        if ACT != "none":
-            g = (g.to(tl.float32) * act_derivative(kept_next.to(tl.float32), ACT)).to(g.dtype)
-            kept_next = _load_tile(
-                kept, after, end, output, has_output, kept_channel, kept_row, kept_column, out_width, 1, 1, PLAIN,
-                POSITIONS,
-            )  # fmt: skip
-        x_tile = x_next
-        x_next = _load_tile(
-            x, after, end, channel, has_channel, x_channel, x_row, x_column, out_width, stride_h, stride_w, PLAIN,
-            POSITIONS,
-        )  # fmt: skip
-        across = tl.trans(g)
-        product = tl.dot(across, x_tile, product, input_precision="ieee")
-        total = tl.dot(across, ones, total, input_precision="ieee")  # the sum over positions, without a reduction
+    x_at, grad_at = (x_channel, x_row, x_column), (grad_channel, grad_row, grad_column)
+    kept_at, factor = (kept_channel, kept_row, kept_column), 0.0
+    if GATE:
+        factor = tl.load(gate + sample * inputs + channel, has_channel, other=0.0).to(tl.float32)
+    if FEW:
+        entered = _load_tile(x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS)
+        entered = activated(entered, BEFORE)
+        square = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+        of_factor = tl.zeros([INPUTS], tl.float32)
+        back = tl.zeros([POSITIONS, INPUTS], tl.float32)
+        for first in range(0, outputs, OUTPUTS):
+            output = first + tl.arange(0, OUTPUTS)
+            has_output = output < outputs
+            both = has_output[:, None] & has_channel[None, :]
+            weights_at = output[:, None] * inputs + channel[None, :]
+            g = _load_tile(grad, grad_at, 0, positions, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+            if ACT != "none":
+                own = _load_tile(kept, kept_at, 0, positions, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+                g = act_gradient(g.to(tl.float32), own, ACT).to(g.dtype)
+            product = tl.dot(tl.trans(g), entered, input_precision="ieee")
+            if WANT_INPUT:
+                forward = tl.load(folded + weights_at, both, other=0.0)
+                back = tl.dot(g, forward, back, input_precision="ieee")
+            if GATE:
+                of_factor += tl.sum(forward.to(tl.float32) * product, 0)
+                product *= factor[None, :]
+            w = tl.load(weight + weights_at, both, other=0.0).to(tl.float32)
+            at = (sample * input_tiles + input_tile) * outputs + output
+            tl.store(inner + at, tl.sum(w * product, 1), has_output)
+            if input_tile == 0:
+                tl.store(sums + sample * outputs + output, tl.sum(g.to(tl.float32), 0), has_output)
+            product *= tl.load(scale + output, has_output, other=0.0).to(tl.float32)[:, None]
+            square += product * product
+        tl.store(squares + program, tl.sum(square))
+        if GATE:
+            place = of_gate + sample * inputs + channel
+            tl.store(place, of_factor.to(of_gate.dtype.element_ty), has_channel)
         if WANT_INPUT:
-            g_in = tl.dot(g, forward, input_precision="ieee").to(gx.dtype.element_ty)
-            t = start + tl.arange(0, POSITIONS)
-            gx_at = _places(t, gx_row, gx_column, out_width, stride_h, stride_w, PLAIN)
-            mask = (t < end)[:, None] & has_channel[None, :]
-            tl.store(gx + (gx_at[:, None] + (channel * gx_channel)[None, :]), g_in, mask)
-
-    total_g = tl.max(total, 1)  # its columns are equal
-    if SPLIT:
-        at = sample * splits + split
-        tl.store(parts + at * inputs * outputs + (channel[None, :] * outputs + output[:, None]), product, both)
-        if input_tile == 0:
-            tl.store(sums + at * outputs + output, total_g, has_output)
+            t = tl.arange(0, POSITIONS)
+            at = (t * gx_column)[:, None] + (channel * gx_channel)[None, :]
+            mask = (t < positions)[:, None] & has_channel[None, :]
+            # x is loaded again, from the cache: it would take many registers
+            x_tile = _load_tile(x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS)
+            _leave(gx, more, back, x_tile, factor, at, mask, BEFORE, SETTLED, GATE, MORE)
     else:
-        w = tl.load(weight + weights_at, both, other=0.0).to(tl.float32)
-        tl.store(inner + (sample * input_tiles + input_tile) * outputs + output, tl.sum(w * product, 1), has_output)
-        if input_tile == 0:
-            tl.store(sums + sample * outputs + output, total_g, has_output)
-        s = tl.load(scale + output, has_output, other=0.0).to(tl.float32)
-        product *= s[:, None]
-        tl.store(squares + program, tl.sum(product * product))
+        if WANT_INPUT:
+            forward = tl.load(folded + weights_at, both, other=0.0)
+        product = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+        total = tl.zeros([OUTPUTS, 16], tl.float32)
+        ones = tl.full([POSITIONS, 16], 1.0, x.dtype.element_ty)
+        begin, end = 0, positions
+        if SPLIT:
+            begin = split * steps * POSITIONS
+            end = tl.minimum(positions, begin + steps * POSITIONS)
+        g_next = _load_tile(grad, grad_at, begin, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+        if ACT != "none":
+            kept_next = _load_tile(kept, kept_at, begin, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+        x_next = _load_tile(x, x_at, begin, end, channel, has_channel, out_width, stride_h, stride_w, PLAIN, POSITIONS)
+        for start in tl.range(begin, end, POSITIONS):
+            # Gradients are loaded a tile ahead: Triton would not do that by itself for what is changed before a product,
+            # and would form g anew for each of the products.
+            g = g_next
+            after = start + POSITIONS
+            g_next = _load_tile(grad, grad_at, after, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+            if ACT != "none":
+                g = act_gradient(g.to(tl.float32), kept_next, ACT).to(g.dtype)
+                kept_next = _load_tile(kept, kept_at, after, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+            x_tile = x_next
+            x_next = _load_tile(
+                x, x_at, after, end, channel, has_channel, out_width, stride_h, stride_w, PLAIN, POSITIONS
+            )
+            across = tl.trans(g)
+            product = tl.dot(across, activated(x_tile, BEFORE), product, input_precision="ieee")
+            total = tl.dot(across, ones, total, input_precision="ieee")  # the sum over positions, without a reduction
+            if WANT_INPUT:
+                g_in = tl.dot(g, forward, input_precision="ieee")
+                t = start + tl.arange(0, POSITIONS)
+                gx_at = _places(t, gx_row, gx_column, out_width, stride_h, stride_w, PLAIN)
+                mask = (t < end)[:, None] & has_channel[None, :]
+                at = gx_at[:, None] + (channel * gx_channel)[None, :]
+                _leave(gx, more, g_in, x_tile, factor, at, mask, BEFORE, SETTLED, GATE, MORE)
+
+        if GATE:
+            at = of_gate + sample * inputs + channel
+            tl.store(at, tl.sum(forward.to(tl.float32) * product, 0).to(of_gate.dtype.element_ty), has_channel)
+            product *= factor[None, :]
+        total_g = tl.max(total, 1)  # its columns are equal
+        if SPLIT:
+            at = sample * splits + split
+            tl.store(parts + at * inputs * outputs + (channel[None, :] * outputs + output[:, None]), product, both)
+            if input_tile == 0:
+                tl.store(sums + at * outputs + output, total_g, has_output)
+        else:
+            w = tl.load(weight + weights_at, both, other=0.0).to(tl.float32)
+            tl.store(inner + (sample * input_tiles + input_tile) * outputs + output, tl.sum(w * product, 1), has_output)
+            if input_tile == 0:
+                tl.store(sums + sample * outputs + output, total_g, has_output)
+            s = tl.load(scale + output, has_output, other=0.0).to(tl.float32)
+            product *= s[:, None]
+            tl.store(squares + program, tl.sum(product * product))
 
 
 def block(n: int) -> int:
@@ -242,34 +298,58 @@ def block(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def forward_tile(dtype: torch.dtype, outputs: int, inputs: int, align: int) -> Tile:
-    """Block sizes of the forward kernel."""
+@tuned("positions", "outputs", "inputs", "num_warps", "num_stages")
+def forward_tile(dtype: torch.dtype, outputs: int, inputs: int, align: int, *, changed: bool = False) -> Tile:
+    """Block sizes of the forward kernel; ``changed``: the inputs are before they are multiplied."""
     if dtype == torch.float32 or align == 1:
         return Tile(32, min(64, block(outputs)), 16, 4, 1 if align == 1 else 2)
     across = min(128, block(outputs))
-    return Tile(128, across, min(64, block(inputs)), 8 if across == 128 else 4, 3)
+    return Tile(128, across, min(32 if changed else 64, block(inputs)), 8 if across == 128 else 4, 3)
 
 
-def backward_tile(dtype: torch.dtype, outputs: int, inputs: int, act: str, last: bool, align: int) -> Tile | None:
+@tuned("positions", "inputs", "num_warps")
+def backward_tile(
+    dtype: torch.dtype, outputs: int, inputs: int, act: str, last: bool, align: int, more: bool = False,
+    gated: bool = False,
+) -> Tile | None:  # fmt: skip
     """Block sizes of the backward kernel; None where it would spill or there are too many inputs: plain torch serves.
 
-    ``last``: everything is channels_last. A stage only: Triton's own pipeline fails on three products in one loop for
+    ``last``: everything is channels_last. ``more``: the input is changed as it is loaded, or its gradient added to another.
+    ``gated``: it is multiplied by factors. A stage only: Triton's own pipeline fails on three products in one loop for
     compute capability 10.0 (3.6).
     """
     across, cheap = block(outputs), act in CHEAP
     if dtype == torch.float32 or align == 1:
-        along = min(16 if across == 128 and not last or align == 1 else 32, block(inputs))
-        fits = across <= (128 if dtype == torch.float32 else 64) and inputs <= 4 * along
+        along = min(16 if more or across == 128 and not last or align == 1 else 32, block(inputs))
+        fits = across <= (128 if dtype == torch.float32 and not more else 64) and inputs <= 4 * along
         return Tile(16, across, along, 8, 1) if fits else None
     if across > (256 if last else 128 if cheap else 64):
         return None
     along = min(128, (8192 if last else 4096) // across, max(block(inputs), 32 if across == 256 else 16))
+    along = min(along, 64) if gated and not cheap or more and across == 64 else along
+    along = 16 if gated and across == 256 else along
     if inputs > 4 * along:
         return None
-    if cheap and across <= 64 and along <= 32 and 512 <= across * along:
+    if cheap and across <= 64 and along <= 32 and 512 <= across * along and (last or not gated):
         return Tile(64, across, along, 4, 1)
-    high = across * along <= 1024 or across == 128 and act in KEEPS_OUTPUT and last
+    high = across * along <= 1024 and not gated or across == 128 and act in KEEPS_OUTPUT and last and not more
     return Tile(64 if high else 32, across, along, 8, 1)
+
+
+def most_registers(tile: Tile, few: bool, plain: bool, more: bool) -> int | None:
+    """Registers of a thread of the backward kernel where ptxas, left to itself, would spill for occupancy's sake."""
+    if few and tile.outputs < 64:
+        return {16: 128, 32: 192}.get(tile.positions)
+    return 255 if few or not plain or more and tile.outputs == 128 else None
+
+
+def few_tile(dtype: torch.dtype, positions: int, align: int) -> Tile | None:
+    """Block sizes of the backward kernel that walks the outputs; None for too many positions."""
+    across, narrow = block(positions), dtype == torch.float32 or align == 1
+    if across > (FEW // 2 if narrow else FEW):
+        return None
+    along, warps = 16 if narrow else 32, 4 if across < 64 or across == 64 and narrow else 8
+    return Tile(across, 64 if across <= 64 and not narrow else along, along, warps, 1 if narrow else 2)
 
 
 def splits_of(count: int, positions: int, inputs: int, outputs: int, programs: int, step: int) -> int:
@@ -279,13 +359,14 @@ def splits_of(count: int, positions: int, inputs: int, outputs: int, programs: i
 
 
 def folded_conv(
-    x: Tensor, weight: Tensor, bias: Tensor, act: str, stride: tuple[int, int], residual: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """`fastlr.reference.folded.folded_conv` for a 1x1 kernel without padding; x [B, C, H, W]."""
+    x: Tensor, weight: Tensor, bias: Tensor, act: str, geometry: ConvGeometry, residual: Tensor | None, before: str,
+    gate: Tensor | None, residual_before: str, mean: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`fastlr.ops.reference.folded.folded_conv` for a 1x1 kernel without padding."""
     count, inputs, height, width = x.shape
-    outputs = len(weight)
-    size = [(height - 1) // stride[0] + 1, (width - 1) // stride[1] + 1]
-    if not covered(x, weight) or outputs * size[0] * size[1] >= INT32:
+    outputs, stride = len(weight), geometry.stride
+    size = geometry.output_size((height, width), (1, 1))
+    if mean or not covered(x, weight) or outputs * size[0] * size[1] >= INT32:
         return NotImplemented
     out = empty_output(x, outputs, size)
     kept = out if act in KEEPS_OUTPUT else torch.empty_like(out)
@@ -296,19 +377,20 @@ def folded_conv(
     align = alignment(x.dtype, last, x, out)
     column = merged((height, x.stride(2)), (width, x.stride(3))) if max(stride) == 1 else None
     samples, x_sample = count, x.stride(0)
-    if column is not None and last:
+    if column is not None and last and gate is None:
         whole = merged((count, x.stride(0)), (height, x.stride(2)), (width, x.stride(3)))
         if whole is not None and count * positions < INT32:  # one long axis: no part-filled tile but the last
             samples, x_sample, positions, column = 1, 0, count * positions, whole
-    tile = forward_tile(x.dtype, outputs, inputs, align)
+    tile = forward_tile(x.dtype, outputs, inputs, align, changed=before != "none" or gate is not None)
     tiles = triton.cdiv(positions, tile.positions), triton.cdiv(outputs, tile.outputs)
     with on_device(x):
         folded_pointwise_kernel[(samples * tiles[0] * tiles[1],)](
-            x, weight, bias, residual, out, kept, x_sample, x.stride(1), x.stride(2),
+            x, weight, bias, residual, gate, out, kept, x_sample, x.stride(1), x.stride(2),
             x.stride(3) if column is None else column,
             out.stride(0), out.stride(1), outputs if last else 1,
             positions, size[1], inputs, outputs, *tiles, *stride,
-            ACT=act, KEEP=kept is not out, ADD=residual is not None, PLAIN=column is not None, LAST=last, ALIGN=align,
+            ACT=act, KEEP=kept is not out, ADD=residual is not None, PLAIN=column is not None, LAST=last,
+            BEFORE=before, GATE=gate is not None, OF_RESIDUAL=residual_before, ALIGN=align,
             POSITIONS=tile.positions, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
@@ -316,28 +398,28 @@ def folded_conv(
 
 
 def folded_conv_backward(
-    x: Tensor, grad: Tensor, kept: Tensor, act: str, folded: Tensor, weight: Tensor, scale: Tensor,
-    stride: tuple[int, int], want_input: bool,
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`fastlr.reference.folded.folded_conv_backward` for a 1x1 kernel without padding; x [B, C, H, W]."""
+    x: Tensor, grad: Tensor, kept: Tensor, act: str, folded: Tensor, weight: Tensor, statistics: Tensor,
+    geometry: ConvGeometry, want_input: bool, before: str = "none", settled: bool = False, gate: Tensor | None = None,
+    more: Tensor | None = None, of_mean: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`fastlr.ops.reference.folded.folded_conv_backward` for a 1x1 kernel without padding."""
     kept = grad if act == "none" else kept
-    if not covered(x, grad, kept, folded):
+    apart = max(geometry.stride) > 1 and more is not None  # what is added has all positions
+    if of_mean is not None or apart or not covered(x, grad, kept, folded) or (gate is not None and not want_input):
         return NotImplemented
     count, inputs, height, width = x.shape
     _, outputs, *size = grad.shape
+    stride = geometry.stride
     gx = x
     if want_input:
         gx = torch.empty_like(x) if max(stride) == 1 else torch.zeros_like(x)  # between strides nothing is written
         if not covered(gx):
             return NotImplemented
-    folded, weight, scale = folded.contiguous(), weight.contiguous(), scale.contiguous()
+    folded, weight, statistics = folded.contiguous(), weight.contiguous(), statistics.contiguous()
     positions = size[0] * size[1]
     tensors = (x, gx, grad, kept)
     x_last, g_last = channels_last(x) and channels_last(gx), channels_last(grad) and channels_last(kept)
     align = min(alignment(x.dtype, x_last, x, gx), alignment(x.dtype, g_last, grad, kept))
-    tile = backward_tile(x.dtype, outputs, inputs, act, x_last and g_last, align)
-    if tile is None:
-        return NotImplemented
     columns = [merged((t.shape[2], t.stride(2)), (t.shape[3], t.stride(3))) for t in tensors]
     plain = max(stride) == 1 and None not in columns
     strides = [
@@ -345,99 +427,37 @@ def folded_conv_backward(
         for t, column in zip(tensors, columns, strict=True)
         for s in (*t.stride()[:3], column if plain else t.stride(3))
     ]
+    more = x if more is None else like(more, gx)
+    of_gate = None if gate is None else torch.empty_like(gate)
+    flags = {"WANT_INPUT": want_input, "X_LAST": x_last, "G_LAST": g_last, "ALIGN": align}
+    flags |= {"BEFORE": before, "SETTLED": settled, "GATE": gate is not None, "MORE": more is not x}
+    changed = {"more": more is not x or before != "none", "gated": gate is not None}
+    tile = backward_tile(
+        x.dtype, outputs, inputs, before if act == "none" else act, x_last and g_last, align, **changed
+    )
+    few = tile is None
+    if tile is None:
+        tile = few_tile(x.dtype, positions, align) if plain else None
+        if tile is None:
+            return NotImplemented
+        if act != "none" and tile.positions > 64:  # too many registers: the gradient is written first
+            g = activation_grad(grad, kept, act)
+            given = (x, g, g, "none", folded, weight, statistics, geometry, want_input, before, settled, gate)
+            return folded_conv_backward(*given, None if more is x else more)
     input_tiles = triton.cdiv(inputs, tile.inputs)
     splits = splits_of(count, positions, inputs, outputs, count * input_tiles, tile.positions)
+    splits = 1 if few or gate is not None else splits
     steps = triton.cdiv(triton.cdiv(positions, tile.positions), splits)
     splits = triton.cdiv(positions, steps * tile.positions)
-    device = x.device
-    sums = workspace(count, splits, outputs, device=device)
-    squares, inner, parts = sums, sums, sums  # not looked at
-    if splits > 1:
-        parts = workspace(count, splits, inputs, outputs, device=device)
-    else:
-        squares = workspace(count, input_tiles, device=device)
-        inner = workspace(count, input_tiles, outputs, device=device)
+    moments = moments_space(x, splits, inputs, outputs, input_tiles, input_tiles)
     with on_device(x):
         folded_pointwise_backward_kernel[(count * splits * input_tiles,)](
-            x, grad, kept, folded, weight, scale, gx, squares, inner, sums, parts, *strides,
+            x, grad, kept, folded, weight, statistics, gate, more, gx, of_gate, *moments, *strides,
             positions, size[1], inputs, outputs, input_tiles, splits, *stride, steps,
-            ACT=act, WANT_INPUT=want_input, SPLIT=splits > 1, PLAIN=plain, X_LAST=x_last, G_LAST=g_last, ALIGN=align,
+            **flags, ACT=act, SPLIT=splits > 1, FEW=few, PLAIN=plain,
             POSITIONS=tile.positions, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
+            maxnreg=most_registers(tile, few, plain, changed["more"]),
         )  # fmt: skip
-    if splits > 1:
-        moments = finish_moments(parts, sums, weight, scale)
-    else:
-        moments = squares.sum(1, dtype=torch.float64), inner.sum(1) if input_tiles > 1 else inner[:, 0], sums[:, 0]
-    return gx if want_input else None, *moments
-
-
-def _case(name: str, dtype: str, kernel: triton.JITFunction, tile: Tile, last: bool, constants: dict) -> tuple:
-    """A variant to compile: what is no constant has the dtype of its name or is an int32."""
-    kinds = dict.fromkeys(("x", "gx", "grad", "kept", "out", "residual", "folded"), f"*{dtype}")
-    kinds |= dict.fromkeys(("weight", "bias", "scale", "squares", "inner", "sums", "parts"), "*fp32")
-    if kernel is folded_pointwise_kernel:
-        kinds["weight"] = f"*{dtype}"
-    one = ("x_channel", "gx_channel", "grad_channel", "kept_channel", "out_channel")
-    if not last:
-        one = ("x_column", "gx_column", "grad_column", "kept_column", "out_position")
-    blocks = {"POSITIONS": tile.positions, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs}
-    constants = {**blocks, **constants} | {key: 1 for key in one if key in kernel.arg_names}
-    if constants["PLAIN"]:
-        constants |= {"stride_h": 1, "stride_w": 1}
-    signature = {key: kinds.get(key, "i32") for key in kernel.arg_names if key not in constants}
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "divisible": "pointers"}
-    name = f"{name}[{dtype},{tile.positions}x{tile.outputs}x{tile.inputs}{',channels_last' * last}]"
-    return name, kernel, signature, constants, options
-
-
-def compile_cases() -> list[tuple]:
-    """Variants to compile ahead of time in the tests: every tile, with the activations that take most registers."""
-    cases, seen = {}, set()
-
-    def add(
-        name: str, dtype: str, kernel: triton.JITFunction, tile: Tile | None, last: bool, **constants: object
-    ) -> None:
-        if tile is not None:
-            layout = {"LAST": last} if kernel is folded_pointwise_kernel else {"X_LAST": last, "G_LAST": last}
-            case = _case(name, dtype, kernel, tile, last, {**layout, **constants})
-            cases.setdefault(case[0], case)
-
-    names = {name: dtype for dtype, name in DTYPES.items()}
-    for dtype, sizes in (("bf16", (16, 32, 64, 128, 256)), ("fp16", (64, 256)), ("fp32", (16, 32, 64, 128))):
-        wide = 4 if dtype == "fp32" else 8
-        for outputs in sizes:
-            for inputs in sizes:
-                for last, align in ((True, wide), (False, wide), (True, 1), (False, 1)):
-                    how = {"PLAIN": True, "ALIGN": align}
-                    odd = "-odd" * (align == 1)
-                    tile = forward_tile(names[dtype], outputs, inputs, align)
-                    add(
-                        "forward" + odd,
-                        dtype,
-                        folded_pointwise_kernel,
-                        tile,
-                        last,
-                        ACT="gelu",
-                        KEEP=True,
-                        ADD=True,
-                        **how,
-                    )
-                    for act in ("gelu", "hardswish", "relu"):
-                        tile = backward_tile(names[dtype], outputs, inputs, act, last, align)
-                        key = (dtype, tile, last, odd)
-                        main = act == "hardswish" and dtype == "bf16" and last and not odd
-                        if main or key not in seen:
-                            seen.add(key)
-                            how |= {"ACT": act, "WANT_INPUT": True, "SPLIT": False}
-                            name = f"backward-{act}{odd}"
-                            add(name, dtype, folded_pointwise_backward_kernel, tile, last, **how)
-    for outputs, inputs in ((64, 16), (32, 128), (128, 64), (256, 32)):
-        tile = backward_tile(torch.bfloat16, outputs, inputs, "hardswish", True, 8)
-        how = {"ACT": "hardswish", "WANT_INPUT": True, "SPLIT": True, "PLAIN": True, "ALIGN": 8}
-        add("backward-split", "bf16", folded_pointwise_backward_kernel, tile, True, **how)
-        add("backward-strided", "bf16", folded_pointwise_backward_kernel, tile, True, **(how | {"PLAIN": False}))
-        add("backward-norms", "bf16", folded_pointwise_backward_kernel, tile, True, **(how | {"WANT_INPUT": False}))
-    add("forward-strided", "bf16", folded_pointwise_kernel, forward_tile(torch.bfloat16, 128, 64, 8), True,
-        ACT="gelu", KEEP=True, ADD=True, PLAIN=False, ALIGN=8)  # fmt: skip
-    return list(cases.values())
+    norms = finish_norms(*moments, weight, statistics)
+    return gx if want_input else None, *norms, *(() if gate is None else (of_gate,))

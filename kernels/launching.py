@@ -1,4 +1,4 @@
-"""What launches have in common: dtypes, the device, workspaces, strides, and what the compiler may know of sizes."""
+"""Shared by all launches: dtypes, the device, workspaces, strides, and what the compiler may know of sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from fastlr.ops.tuning import tuned as tuned
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT32 = 1 << 31
@@ -27,6 +29,17 @@ def workspace(*shape: int, device: torch.device) -> Tensor:
 def on_device(t: Tensor) -> AbstractContextManager:
     """The context in which kernels on ``t`` are launched."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+
+
+def covered(*tensors: Tensor) -> bool:
+    """Return True if the kernels take these inputs: one dtype of theirs, no empty ones, a sample within int32 offsets."""
+    x = tensors[0]
+    return x.dtype in DTYPES and all(
+        t.dtype == x.dtype
+        and t.numel() > 0
+        and sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) < INT32
+        for t in tensors
+    )
 
 
 def merged(*axes: tuple[int, int]) -> int | None:

@@ -1,4 +1,4 @@
-"""Per-sample squared norms of matrix products in Triton: the op of ``fastlr.reference.norms.linear_sq_norms``.
+"""Per-sample squared norms of matrix products in Triton: the op of ``fastlr.ops.reference.norms.linear_sq_norms``.
 
 Three forms, by shape alone. One row: the product of two squared lengths. Otherwise the weight gradient's tiles
 (product_norms) or, where rows are few, Gram matrices: <A A^T, G G^T> = ||G^T A||^2, one program for a pair of blocks of
@@ -15,16 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, multiple, on_device, workspace
-from fastlr.kernels.product_norms import (
-    Operand,
-    Sizes,
-    alignment,
-    choose_tile,
-    covered,
-    product_cases,
-    product_norms,
-)
+from fastlr.kernels.launching import covered, multiple, on_device, workspace
+from fastlr.kernels.product_norms import Operand, Sizes, alignment, choose_tile, product_norms
+from fastlr.kernels.row_norms import row_norms
 
 _SIZES = ("a_sample", "a_group", "g_sample", "g_group", "groups", "rows", "inputs", "outputs", "blocks")
 _UNIT = ("a_row", "a_column", "g_row", "g_column")
@@ -111,7 +104,7 @@ def gram_block(dtype: torch.dtype, rows: int, align: int) -> tuple[int, int, int
 
 
 def gram_pays(dtype: torch.dtype, rows: int, inputs: int, outputs: int, align: int) -> bool:
-    """Whether the Gram form takes fewer products than the direct one, both filled up to whole tiles.
+    """Return True if the Gram form takes fewer products than the direct one, both filled up to whole tiles.
 
     Activations after a ReLU have a large common part that the weight gradient hardly sees and that Gram matrices square.
     In float32 both sides are centred. bf16 inputs are not: with a ratio r of the common part's square to the rest's, the
@@ -127,21 +120,23 @@ def gram_pays(dtype: torch.dtype, rows: int, inputs: int, outputs: int, align: i
     return blocks * (blocks + 1) // 2 * block * block * (inputs + outputs) < rows * across * along
 
 
-def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
-    """See fastlr.reference.norms.linear_sq_norms."""
+def linear_sq_norms(
+    a: Tensor,  # [B, N, T, I]
+    g: Tensor,  # [B, N, T, O]
+) -> Tensor:  # [B]
+    """See fastlr.ops.reference.norms.linear_sq_norms."""
     if not covered(a, g):
         return NotImplemented
     count, groups, rows, inputs = a.shape
     outputs = g.shape[-1]
     if rows == 1:
-        lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).square() for t in (a, g))
-        return torch.mul(*lengths).sum((1, 2))
+        return row_norms(a[:, :, 0], g[:, :, 0])
     # An operand's columns are positions, its channels the inputs or outputs: what convolutions need.
     x, y = (Operand(t, *t.stride()[:2], t.stride(3), 0, 0, t.stride(2)) for t in (a, g))
     sizes = Sizes(count, groups, rows, inputs, outputs)
     align = alignment(x, y, sizes, window=False, g_plain=True)
     if not gram_pays(a.dtype, rows, inputs, outputs, align):
-        return product_norms(x, y, sizes)[0]
+        return product_norms(x, y, sizes)[0].sum(1, dtype=torch.float64)
     block, chunk, num_warps, num_stages = gram_block(a.dtype, rows, align)
     blocks = triton.cdiv(rows, block)
     squares = workspace(count * groups * blocks * blocks, device=a.device)
@@ -158,32 +153,3 @@ def linear_sq_norms(a: Tensor, g: Tensor) -> Tensor:
         mean_a, mean_g = (m.double().square().sum(-1) for m in means)
         total += rows**2 * (mean_a * mean_g).sum(1)
     return total
-
-
-def compile_cases() -> list[tuple]:
-    """Variants to compile ahead of time in the tests: (name, kernel, signature, constexprs, options)."""
-    cases = product_cases(window=False, folded=False)
-    layouts = {  # A_LAST and G_LAST, strides that are 1, bytes of a load
-        "last": (True, ("a_column", "g_column"), 16),
-        "last,1": (True, ("a_column", "g_column"), 1),
-        "first": (False, ("a_row", "g_row"), 16),
-        "first,8": (False, ("a_row", "g_row"), 8),
-        "first,1": (False, ("a_row", "g_row"), 1),
-        "strided": (False, (), 1),
-    }
-    for dtype, centred in CENTRED.items():
-        short = DTYPES[dtype]
-        for layout, (last, ones, size) in layouts.items():
-            if size == 8 and short == "fp32":
-                continue
-            signature = {"a": f"*{short}", "g": f"*{short}", "a_mean": "*fp32", "g_mean": "*fp32", "squares": "*fp32"}
-            signature |= {name: "i32" for name in (*_SIZES, *_UNIT) if name not in ones}
-            align = max(1, size // dtype.itemsize)
-            for block, chunk, num_warps, num_stages in sorted({gram_block(dtype, rows, align) for rows in (64, 65)}):
-                flags = {
-                    "A_LAST": last, "G_LAST": last, "ALIGN": align, "CENTRED": centred,
-                    "BLOCK": block, "CHUNK": chunk, **dict.fromkeys(ones, 1),
-                }  # fmt: skip
-                options = {"num_warps": num_warps, "num_stages": num_stages, "divisible": "pointers"}
-                cases.append((f"gram[{short},{layout},{block}]", gram_norms_kernel, signature, flags, options))
-    return cases

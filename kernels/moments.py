@@ -1,8 +1,9 @@
-"""What the kernels of the folded path share: checks, memory formats, and the end of sums that were split.
+"""Shared by the kernels of the folded path: checks, memory formats, the end of sums that were split, and the norms.
 
 Where a sample's weight gradient M is added up by several programs, each writes its part to a workspace [B, S, K, O]
 (fp32; K weights an output channel); ``finish_moments_kernel`` adds the parts in order and squares. Traffic: the parts are
 written and read once, 8 S K O bytes a sample; the launchers split only where that is small against the activations.
+``finish_norms_kernel`` makes the squared norms of all parameters from the moments, in float64: one launch a convolution.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, INT32, on_device, workspace
+from fastlr.kernels.launching import on_device, workspace
 
 CHANNELS_A_PROGRAM, WEIGHTS_A_STEP = 32, 32
+NORMS_BLOCK = 256  # channels that the norms are made of at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "weights"])
 def finish_moments_kernel(
-    parts, weight, scale, squares, inner, parts_sums, sums, splits, outputs, weights, weight_output,
+    parts, weight, scale, squares, inner, parts_sums, sums, splits, outputs, weights,
     CHANNELS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
     """Moments of CHANNELS channels of one sample from parts [B, S, K, O] of M and parts [B, S, O] of the sums of g."""
@@ -40,7 +42,7 @@ def finish_moments_kernel(
         for part in range(0, splits):
             at = (part * weights + k)[:, None] * outputs + output[None, :]
             product += tl.load(parts + at, mask, other=0.0)
-        w = tl.load(weight + output[None, :] * weight_output + k[:, None], mask, other=0.0).to(tl.float32)
+        w = tl.load(weight + output[None, :] * weights + k[:, None], mask, other=0.0).to(tl.float32)
         along += w * product
         square += product * product
     total = tl.zeros([CHANNELS], tl.float32)
@@ -52,35 +54,81 @@ def finish_moments_kernel(
     tl.store(sums + sample * outputs + output, total, exists)
 
 
-def finish_moments(parts: Tensor, parts_sums: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(squared norms [B] float64, <W, M> [B, O], sums [B, O]) from parts [B, S, K, O] and [B, S, O]."""
-    count, splits, weights, outputs = parts.shape
-    tiles = triton.cdiv(outputs, CHANNELS_A_PROGRAM)
-    squares = workspace(count, tiles, device=parts.device)
-    inner, sums = (workspace(count, outputs, device=parts.device) for _ in range(2))
-    with on_device(parts):
-        finish_moments_kernel[(count * tiles,)](
-            parts, weight, scale, squares, inner, parts_sums, sums, splits, outputs, weights, weights,
-            CHANNELS=CHANNELS_A_PROGRAM, WEIGHTS=WEIGHTS_A_STEP, num_warps=4,
+@triton.jit(do_not_specialize=["samples", "tiles", "inner_tiles", "outputs"])
+def finish_norms_kernel(
+    norms, squares, inner, sums, statistics, samples, tiles, inner_tiles, outputs, BLOCK: tl.constexpr
+):
+    """Squared norms [4, B] of one sample: of weight, bias, gamma and beta."""
+    sample = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    weight = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, tiles, BLOCK):
+        weight += tl.load(squares + sample * tiles + start + place, start + place < tiles, 0.0).to(tl.float64)
+    bias, gamma, beta = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+    for start in range(0, outputs, BLOCK):
+        output = start + place
+        exists = output < outputs
+        along = tl.zeros([BLOCK], tl.float64)
+        for tile in range(0, inner_tiles):
+            along += tl.load(inner + (sample * inner_tiles + tile) * outputs + output, exists, 0.0).to(tl.float64)
+        total = tl.load(sums + sample * outputs + output, exists, 0.0).to(tl.float64)
+        scale = tl.load(statistics + output, exists, 0.0).to(tl.float64)
+        rstd = tl.load(statistics + outputs + output, exists, 0.0).to(tl.float64)
+        shift = tl.load(statistics + 2 * outputs + output, exists, 0.0).to(tl.float64)
+        of_gamma = (along + shift * total) * rstd
+        bias += scale * total * scale * total
+        gamma += of_gamma * of_gamma
+        beta += total * total
+    tl.store(norms + sample, tl.sum(weight))
+    tl.store(norms + samples + sample, tl.sum(bias))
+    tl.store(norms + 2 * samples + sample, tl.sum(gamma))
+    tl.store(norms + 3 * samples + sample, tl.sum(beta))
+
+
+def moments_space(
+    x: Tensor, splits: int, weights: int, outputs: int, tiles: int, inner_tiles: int
+) -> tuple[Tensor, ...]:
+    """Space for the (squares, inner, sums, parts) of `finish_norms`; the sums in place of what is not looked at."""
+    sums = workspace(len(x), splits, outputs, device=x.device)
+    if splits > 1:
+        return sums, sums, sums, workspace(len(x), splits, weights, outputs, device=x.device)
+    inner = workspace(len(x), inner_tiles, outputs, device=x.device)
+    return workspace(len(x), tiles, device=x.device), inner, sums, sums
+
+
+def finish_norms(
+    squares: Tensor, inner: Tensor, sums: Tensor, parts: Tensor, weight: Tensor, statistics: Tensor
+) -> tuple[Tensor, ...]:
+    """Four squared norms [B], float64, as of fastlr.ops.reference.folded.folded_conv_sq_norms.
+
+    Args:
+        squares: parts of the weight's squared norms, [B, tiles].
+        inner: parts of <W, M>, [B, tiles, O].
+        sums: of g, [B, O]; where samples were split its parts, [B, S, O].
+        parts: of M, [B, S, K, O], where samples were split: the first two are not looked at then. Else the sums.
+        weight: contiguous; looked at where samples were split.
+        statistics: contiguous [3, O].
+    """
+    count, outputs, device = len(sums), sums.shape[-1], sums.device
+    with on_device(sums):
+        if parts is not sums:
+            tiles, splits, weights = triton.cdiv(outputs, CHANNELS_A_PROGRAM), *parts.shape[1:3]
+            squares, inner, added = (workspace(count, n, device=device) for n in (tiles, outputs, outputs))
+            finish_moments_kernel[(count * tiles,)](
+                parts, weight, statistics, squares, inner, sums, added, splits, outputs, weights,
+                CHANNELS=CHANNELS_A_PROGRAM, WEIGHTS=WEIGHTS_A_STEP, num_warps=4,
+            )  # fmt: skip
+            inner, sums = inner[:, None], added
+        norms = torch.empty(4, count, dtype=torch.float64, device=device)
+        finish_norms_kernel[(count,)](
+            norms, squares, inner, sums, statistics, count, squares.shape[1], inner.shape[1], outputs,
+            BLOCK=NORMS_BLOCK, num_warps=4,
         )  # fmt: skip
-    return squares.sum(1, dtype=torch.float64), inner, sums
-
-
-def covered(*tensors: Tensor) -> bool:
-    """Whether the kernels take these: one dtype of theirs, 4 axes, not empty, offsets within a sample below 2^31."""
-    dtype = tensors[0].dtype
-    return dtype in DTYPES and all(
-        t.dtype == dtype
-        and t.ndim == 4
-        and t.numel() > 0
-        and min(t.stride()) >= 0
-        and sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) < INT32
-        for t in tensors
-    )
+    return norms.unbind(0)
 
 
 def channels_last(t: Tensor) -> bool:
-    """Whether the channels of [B, C, H, W] are next to each other in memory (and not the columns)."""
+    """Return True if the channels of [B, C, H, W] are next to each other in memory (and not the columns)."""
     return t.stride(1) == 1 and t.shape[1] > 1
 
 
@@ -107,16 +155,3 @@ def alignment(dtype: torch.dtype, last: bool, *tensors: Tensor) -> int:
         if any(s % wide for s in others):
             return 1
     return wide
-
-
-def finish_cases() -> list[tuple]:
-    """Variants of the kernel of this file to compile ahead of time in the tests."""
-    kinds = dict.fromkeys(("parts", "scale", "squares", "inner", "parts_sums", "sums"), "*fp32")
-    blocks = {"CHANNELS": CHANNELS_A_PROGRAM, "WEIGHTS": WEIGHTS_A_STEP}
-    names = [name for name in finish_moments_kernel.arg_names if name not in blocks]
-    cases = []
-    for dtype in ("fp32", "bf16"):
-        signature = {name: kinds.get(name, "i32") for name in names} | {"weight": f"*{dtype}"}
-        options = {"num_warps": 4, "divisible": "pointers"}
-        cases.append((f"finish[{dtype}]", finish_moments_kernel, signature, blocks, options))
-    return cases

@@ -6,12 +6,11 @@ and adds <W_c, M_c> for each channel and tile of inputs and S_c = sum_t g_ct for
 
 The limit is reading x and g once: rows (inputs + outputs) elements a sample, and nothing of that size is written. A side
 wider than a tile makes the other side be read again for each of its tiles, by programs next to each other, so from L2.
-Partial sums go to a workspace, every element of which is written, and torch adds them up in a fixed order.
+Partial sums go to a workspace, every element of which is written, and are added up in a fixed order (torch, finish_norms).
 """
 
 from __future__ import annotations
 
-from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, INT32, merged, multiple, on_device, workspace
+from fastlr.kernels.launching import merged, multiple, on_device, workspace
 
 
 class Tile(NamedTuple):
@@ -73,7 +72,7 @@ _SIZES = (
     "x_sample", "x_group", "x_image", "x_row", "g_sample", "g_group", "g_image", "g_row",
     "groups", "rows", "inputs", "outputs", "output_tiles", "column_tiles",
     "height", "width", "positions", "out_width", "kernel_width", "taps",
-    "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
+    "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w", "weight_channel", "weight_tap",
 )  # fmt: skip
 
 
@@ -83,7 +82,7 @@ def product_norms_kernel(
     x_sample, x_group, x_channel, x_image, x_row, x_column, g_sample, g_group, g_channel, g_image, g_row, g_column,
     groups, rows, inputs, outputs, output_tiles, column_tiles,
     height, width, positions, out_width, kernel_width, taps,
-    stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w,
+    stride_h, stride_w, padding_h, padding_w, dilation_h, dilation_w, weight_channel, weight_tap,
     X_PLAIN: tl.constexpr, G_PLAIN: tl.constexpr, X_LAST: tl.constexpr, G_LAST: tl.constexpr, PACKED: tl.constexpr,
     FOLDED: tl.constexpr, ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -160,11 +159,11 @@ def product_norms_kernel(
 
     if FOLDED:
         at = group * outputs + output  # the channel among all groups
-        weight += group * outputs * (inputs * taps)  # contiguous [O, C, kernel]
+        weight += group * outputs * (inputs * taps)  # [O, C, kernel] or, in memory, [O, kernel, C]
         if X_PLAIN:
             w = output[:, None] * inputs + channel[None, :]
         else:
-            w = output[:, None] * (inputs * taps) + (channel * taps + tap)[None, :]
+            w = output[:, None] * (inputs * taps) + (channel * weight_channel + tap * weight_tap)[None, :]
         w = tl.load(weight + w, has_output[:, None] & has_column[None, :], other=0.0).to(tl.float32)
         place = (sample * column_tiles + column_tile) * (groups * outputs) + at
         tl.store(inner + place, tl.sum(w * product, 1), has_output)
@@ -189,17 +188,6 @@ def choose_tile(dtype: torch.dtype, outputs: int, columns: int, *, vector: bool,
     if not vector:
         return Tile(max(across, 64), max(along, 64), 16 if folded else 32, 8, 3)
     return Tile(across, along, 64, 8 if across * along > (4096 if folded else 8192) else 4, 3)
-
-
-def covered(*tensors: Tensor) -> bool:
-    """Whether the kernels take these inputs: one dtype of theirs, no empty ones, a sample within int32 offsets."""
-    x = tensors[0]
-    return x.dtype in DTYPES and all(
-        t.dtype == x.dtype
-        and t.numel() > 0
-        and sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) < INT32
-        for t in tensors
-    )
 
 
 def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_plain: bool) -> int:
@@ -227,8 +215,8 @@ def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_pl
 
 def product_norms(
     x: Operand, g: Operand, sizes: Sizes, window: Window | None = None, folded: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Squared norms [B] in float64 and, of the folded form (weight, scale), <W, M> in float64 and sums [B, O].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Parts [B, tiles] of the squared norms and, of the folded form (weight, scale), of <W, M> [B, tiles, O]; sums [B, O].
 
     Without a window, row t of both operands is ``t * column``; positions that form one axis in memory are best given so.
     """
@@ -255,57 +243,20 @@ def product_norms(
     device = x.tensor.device
     squares = workspace(programs, device=device)
     weight = scale = inner = sums = squares  # not looked at
+    steps = taps, 1  # from channel to channel and from tap to tap of the weight
     if folded:
         weight, scale = folded
+        if not weight.is_contiguous():
+            last = weight.is_contiguous(memory_format=torch.channels_last)
+            weight, steps = (weight, (1, weight.shape[1])) if last else (weight.contiguous(), steps)
         inner = workspace(sizes.count, column_tiles, sizes.groups * sizes.outputs, device=device)
         sums = workspace(sizes.count, sizes.groups * sizes.outputs, device=device)
     with on_device(x.tensor):
         product_norms_kernel[(programs,)](
             x.tensor, g.tensor, weight, scale, squares, inner, sums, *x[1:], *g[1:],
-            *sizes[1:], output_tiles, column_tiles, *shape,
+            *sizes[1:], output_tiles, column_tiles, *shape, *steps,
             X_PLAIN=window is None, G_PLAIN=g_plain, X_LAST=x.channel == 1, G_LAST=g.channel == 1, PACKED=packed,
             FOLDED=folded is not None, ALIGN=align, OUTPUTS=tile.outputs, COLUMNS=tile.columns, ROWS=tile.rows,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-    total = squares.view(sizes.count, -1).sum(1, dtype=torch.float64)
-    return (total, inner.sum(1, dtype=torch.float64), sums) if folded else (total, None, None)
-
-
-WIDTHS = (32, 64, 128)  # every tile is chosen for one of these on each side
-LAYOUTS = {  # X_LAST and G_LAST, strides that are 1, bytes of a load
-    "last": (True, ("x_channel", "g_channel"), 16),
-    "last,1": (True, ("x_channel", "g_channel"), 1),
-    "first": (False, ("x_column", "g_column"), 16),
-    "first,8": (False, ("x_column", "g_column"), 8),
-    "first,1": (False, ("x_column", "g_column"), 1),
-    "strided": (False, (), 1),
-}
-
-
-def product_cases(*, window: bool, folded: bool) -> list[tuple]:
-    """Cases for compile_cases(): every tile in every layout, the same for both operands; fp16, which is as bf16, in one."""
-    cases = []
-    for (dtype, short), (layout, (last, ones, size)) in product(DTYPES.items(), LAYOUTS.items()):
-        if (short == "fp16" and layout != "last") or (size == 8 and (window or short == "fp32")):
-            continue
-        align = max(1, size // dtype.itemsize)
-        pointers = {"x": f"*{short}", "g": f"*{short}"}
-        pointers |= dict.fromkeys(("weight", "scale", "squares", "inner", "sums"), "*fp32")
-        numbers = {name: "i32" for name in (*_SIZES, *_UNIT) if name not in ones}
-        for packed in (False, True)[: 1 + window]:
-            vector = align > 1 and (not window or last) and not packed
-            tiles = {
-                choose_tile(dtype, outputs, columns, vector=vector, packed=packed, folded=folded)
-                for outputs, columns in product(WIDTHS, WIDTHS)
-            }
-            form = "packed" if packed else "window" if window else "plain"
-            for tile in sorted(tiles):
-                flags = {
-                    "X_PLAIN": not window, "G_PLAIN": not window or bool(ones), "X_LAST": last, "G_LAST": last,
-                    "PACKED": packed, "FOLDED": folded, "ALIGN": align, "OUTPUTS": tile.outputs,
-                    "COLUMNS": tile.columns, "ROWS": tile.rows, **dict.fromkeys(ones, 1),
-                }  # fmt: skip
-                options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "divisible": "pointers"}
-                name = f"{form}{'_folded' * folded}[{short},{layout},{tile.outputs}x{tile.columns}]"
-                cases.append((name, product_norms_kernel, pointers | numbers, flags, options))
-    return cases
+    return squares.view(sizes.count, -1), inner, sums

@@ -1,4 +1,4 @@
-"""Shape images in Triton: the same bits as ``fastlr.reference.images.shape_images``, written once and read never.
+"""Shape images in Triton: the same bits as ``fastlr.ops.shape_images.shape_images``, written once and read never.
 
 Two launches. ``draw_shapes_kernel`` runs Philox once an image (a lane an image) and stores each shape as eight int32.
 ``paint_kernel`` takes one tile of one image: it paints packed 8-bit colours in registers, looks up the output value of
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fastlr.kernels.counter import halves, philox4x32
 from fastlr.kernels.launching import on_device
-from fastlr.reference.counter import STREAMS, check_index, check_range, check_seed, signed64
-from fastlr.reference.images import check_images, resolve_table
+from fastlr.ops.philox import STREAMS, check_index, check_range, check_seed, signed64
+from fastlr.ops.shape_images import CIRCLE_RADII, RECTANGLE_SIDES, check_images, resolve_table, shape_bounds
 
 _STREAM = tl.constexpr(STREAMS["shapes"])
 # Larger than any squared distance inside an image of at most 2**14 pixels a side; _OUTSIDE twice still fits int32.
@@ -37,9 +37,17 @@ def _below(word, bound):
     return tl.umulhi(word, (tl.zeros(word.shape, tl.int32) + bound).to(tl.uint32)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n", "seed_low", "seed_high", "height", "width"])
+@triton.jit
+def _between(word, least, greatest):
+    """A uniform integer in [least, greatest]."""
+    return least + _below(word, greatest - least + 1)
+
+
+@triton.jit(do_not_specialize=[
+    "n", "seed_low", "seed_high", "height", "width", "low_h", "high_h", "low_w", "high_w", "low_r", "high_r",
+])  # fmt: skip
 def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value fails in the interpreter with NumPy 2.4
-    shapes, index, n, seed_low, seed_high, height, width,
+    shapes, index, n, seed_low, seed_high, height, width, low_h, high_h, low_w, high_w, low_r, high_r,
     EACH: tl.constexpr, RECTANGLES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the canvas and the shapes of ``n`` images, in painting order, to ``shapes`` ``[n, 1 + S, 8]`` int32.
@@ -65,10 +73,6 @@ def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value f
     _, colour, _, _ = philox4x32(tl.zeros([BLOCK], tl.uint32), stream, low, high, k0, k1)
     tl.store(out, colour.to(tl.int32, bitcast=True), exists)
 
-    low_h, high_h = tl.maximum(height // 8, 1), tl.maximum(height // 2, 1)
-    low_w, high_w = tl.maximum(width // 8, 1), tl.maximum(width // 2, 1)
-    short = tl.minimum(height, width)
-    low_r, high_r = short // 16, short // 4
     left_over = tl.full([BLOCK], RECTANGLES, tl.int32)
     for step in range(COUNT):
         block = tl.zeros([BLOCK], tl.uint32) + 2 * step + 2
@@ -77,8 +81,7 @@ def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value f
         is_rectangle = _below(kind, COUNT - step) < left_over
         left_over -= is_rectangle.to(tl.int32)
         y, x = _below(w2, height), _below(w3, width)
-        h, w = low_h + _below(w4, high_h - low_h + 1), low_w + _below(w5, high_w - low_w + 1)
-        radius = low_r + _below(w4, high_r - low_r + 1)
+        h, w, radius = _between(w4, low_h, high_h), _between(w5, low_w, high_w), _between(w4, low_r, high_r)
         top, left = tl.where(is_rectangle, y - h // 2, y - radius), tl.where(is_rectangle, x - w // 2, x - radius)
         out += _FIELDS
         tl.store(out, colour.to(tl.int32, bitcast=True), exists)
@@ -127,43 +130,28 @@ def paint_kernel(
             tl.store(out + channel * pixels + offset, value, exists)
 
 
-def shape_images(
-    start: int,
-    stop: int,
-    *,
-    size: tuple[int, int, int] = (3, 224, 224),
-    rectangles: int = 5,
-    circles: int = 5,
-    seed: int = 0,
-    table: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
-    device: torch.device | str | None = "cuda",
-) -> Tensor:
-    """Images ``start .. stop-1`` of overlapping random shapes; see :func:`fastlr.reference.images.shape_images`."""
+def shape_images(start: int, stop: int, *, device: torch.device | str | None = "cuda", **options: Any) -> Tensor:
+    """Images ``start .. stop-1`` of overlapping random shapes; see :func:`fastlr.ops.shape_images.shape_images`."""
     start, stop = check_range(start, stop)
     first = torch.full((1,), signed64(start), dtype=torch.int64, device=device)
-    return shape_images_from(
-        first, stop - start, size=size, rectangles=rectangles, circles=circles, seed=seed, table=table, dtype=dtype,
-        channels_last=channels_last,
-    )  # fmt: skip
+    return shape_images_from(first, stop - start, **options)
 
 
-def shape_images_from(first: Tensor, n: int, **how: Any) -> Tensor:
+def shape_images_from(first: Tensor, n: int, **options: Any) -> Tensor:
     """``n`` images from the number in ``first`` (``[1]`` int64, on the device) on, read when the kernel runs."""
-    return _draw_and_paint(first, n, each=False, **how)
+    return _draw_and_paint(first, n, each=False, **options)
 
 
-def shape_images_at(index: Tensor, **how: Any) -> Tensor:
+def shape_images_at(index: Tensor, **options: Any) -> Tensor:
     """The images with the numbers ``index`` (``[n]`` int64, on the device); see the function of this name in the reference."""
-    return _draw_and_paint(check_index(index), len(index), each=True, **how)
+    return _draw_and_paint(check_index(index), len(index), each=True, **options)
 
 
 def _draw_and_paint(
     index: Tensor,
     n: int,
     *,
-    each: bool,
+    each: bool,  # index has the number of each image; else of the first one
     size: tuple[int, int, int] = (3, 224, 224),
     rectangles: int = 5,
     circles: int = 5,
@@ -171,9 +159,12 @@ def _draw_and_paint(
     table: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
+    rectangle_sides: tuple[float, float] = RECTANGLE_SIDES,
+    circle_radii: tuple[float, float] = CIRCLE_RADII,
 ) -> Tensor:
     device = index.device
     size = channels, height, width = check_images(size, rectangles, circles)
+    bounds = shape_bounds(height, width, rectangle_sides, circle_radii)
     table = resolve_table(table, channels, dtype, device)
     count = rectangles + circles
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -182,7 +173,7 @@ def _draw_and_paint(
     tiles = triton.cdiv(height, TILE_ROWS) * triton.cdiv(width, TILE_COLUMNS)
     with on_device(out):
         draw_shapes_kernel[(triton.cdiv(n, IMAGES_PER_PROGRAM),)](
-            shapes, index.view(torch.int32), n, *halves(check_seed(seed)), height, width,
+            shapes, index.view(torch.int32), n, *halves(check_seed(seed)), height, width, *bounds,
             EACH=each, RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM,
         )  # fmt: skip
         paint_kernel[(n * tiles,)](
@@ -190,24 +181,3 @@ def _draw_and_paint(
             COUNT=count, CHANNELS=channels, CHANNELS_LAST=channels_last, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
         )  # fmt: skip
     return out
-
-
-def compile_cases() -> list[tuple[str, triton.JITFunction, dict[str, str], dict[str, object]]]:
-    """Variants to compile ahead of time in the tests: (name, kernel, signature, constexprs)."""
-    arguments = ("n", "seed_low", "seed_high", "height", "width")
-    counts = {"RECTANGLES": 5, "COUNT": 10, "BLOCK": IMAGES_PER_PROGRAM}
-    signature = {"shapes": "*i32", "index": "*i32", **dict.fromkeys(arguments, "i32")}
-    cases = [
-        ("draw_shapes", draw_shapes_kernel, signature, {**counts, "EACH": False}),
-        ("draw_shapes[each]", draw_shapes_kernel, signature, {**counts, "EACH": True}),
-    ]
-    tile = {"COUNT": 10, "CHANNELS": 3, "ROWS": TILE_ROWS, "COLUMNS": TILE_COLUMNS}
-    for dtype in ("fp32", "bf16", "fp16", "u8"):
-        pointers = {"out": f"*{dtype}", "shapes": "*i32", "table": f"*{dtype}"}
-        for last in (False, True):
-            name = f"paint[{dtype}{',channels_last' * last}]"
-            signature = {**pointers, "height": "i32", "width": "i32"}
-            cases.append((name, paint_kernel, signature, {**tile, "CHANNELS_LAST": last}))
-    # Triton turns an argument of 1 into a constant.
-    cases.append(("paint[1x1]", paint_kernel, pointers, {**tile, "CHANNELS_LAST": False, "height": 1, "width": 1}))
-    return cases

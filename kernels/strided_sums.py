@@ -25,7 +25,7 @@ from fastlr.kernels.launching import DTYPES, on_device
 
 STEPS = 16  # tiles that a program adds up
 TILES = {"kept": ((64, 32), (16, 128)), "summed": ((4, 512), (4, 256), (16, 64))}  # by the side contiguous in memory
-WARPS = 4
+WARPS = 8  # with 4, LLVM in Triton 3.9 crashes as it compiles some of the cases for sm_90
 
 
 @triton.jit(do_not_specialize=["samples", "outer_kept", "outer_summed", "steps", "splits"])
@@ -95,13 +95,13 @@ class Axis(NamedTuple):
 
 def merged(axes: Iterable[Axis]) -> list[Axis]:
     """Join axes that lie one inside the other in every tensor; leave out those of size 1. Order: largest stride first."""
-    found: list[Axis] = []
+    joined: list[Axis] = []
     for axis in sorted((a for a in axes if a.size != 1), key=lambda a: (a.g, a.x), reverse=True):
-        if found and all(outer == inner * axis.size for outer, inner in zip(found[-1][1:], axis[1:], strict=True)):
-            found[-1] = Axis(found[-1].size * axis.size, *axis[1:])
+        if joined and all(outer == inner * axis.size for outer, inner in zip(joined[-1][1:], axis[1:], strict=True)):
+            joined[-1] = Axis(joined[-1].size * axis.size, *axis[1:])
         else:
-            found.append(axis)
-    return found
+            joined.append(axis)
+    return joined
 
 
 def inner_last(axes: list[Axis]) -> list[Axis]:
@@ -136,7 +136,7 @@ def strided_sums(
         centre: of the shape of the result, contiguous.
         shift: of the shape of g, constant along the kept axes; ``factor`` has its shape and strides.
         factor: see ``shift``.
-        plain: whether the sum of g is wanted too.
+        plain: return the sum of g too.
 
     Returns:
         The wanted sums [B, *kept axes], float32: (of the product, of g), or NotImplemented.
@@ -177,47 +177,3 @@ def strided_sums(
             KEPT=tile, SUMMED=along, num_warps=WARPS,
         )  # fmt: skip
     return tuple(buffers[:, 0] if splits == 1 else buffers.sum(1))
-
-
-SIZES = ("samples", "outer_kept", "kept", "outer_summed", "summed", "steps", "splits")
-STRIDES = tuple(
-    f"{name}_{axis}" for name in ("g", "x") for axis in ("sample", "outer_kept", "kept", "outer_summed", "summed")
-) + ("row_sample", "row_outer", "row_summed", "out_outer", "out_kept")
-
-
-def sums_cases(
-    name: str, *, product: bool, plain: bool, centre: bool = False, shift: bool = False, factor: bool = False,
-    mixed: bool = False,
-) -> list[tuple]:
-    """What compile_cases() of an op returns: every dtype and tile, contiguous (either way) and aligned or not at all."""
-    cases = []
-    pairs = [(dtype, dtype) for dtype in DTYPES.values()] + [("bf16", "fp32"), ("fp16", "fp32")] * mixed
-    layouts = {
-        f"{side} contiguous{', aligned' * aligned}": tiles for side, tiles in TILES.items() for aligned in (True, False)
-    }
-    layouts["any strides"] = TILES["kept"] + TILES["summed"]
-    used = {"sum_g": plain, "sum_gx": product, "g": True, "x": product}
-    used |= {"centre": centre, "shift": shift, "factor": factor}
-    for dtype, other in pairs:
-        kinds = {"sum_g": "*fp32", "sum_gx": "*fp32", "g": f"*{dtype}", "x": f"*{other}"}
-        kinds |= {"centre": "*fp32", "shift": "*fp32", "factor": "*fp32"}
-        for layout, tiles in layouts.items():
-            constants = {key: None for key, use in used.items() if not use}
-            if layout != "any strides":
-                side = layout.split()[0]
-                constants |= {f"g_{side}": 1, "out_kept": 1} | ({f"x_{side}": 1} if product else {})
-            signature = {key: kinds[key] for key, use in used.items() if use}
-            signature |= {key: "i32" for key in (*SIZES, *STRIDES) if key not in constants}
-            divisible = [key for key, use in used.items() if use]
-            if "aligned" in layout:
-                divisible += [key for key in (*STRIDES, "kept", "summed") if key in signature]
-            for kept, summed in tiles:
-                what = f"{name}[{dtype}{f' x {other}' * (other != dtype)}, {layout}, {kept}x{summed}]"
-                sizes = {**constants, "KEPT": kept, "SUMMED": summed}
-                cases.append((what, sums_kernel, signature, sizes, {"num_warps": WARPS, "divisible": divisible}))
-    # Triton turns an argument of 1 into a constant: nothing to sum (vectors), or one number a sample.
-    what, kernel, signature, sizes, options = cases[-1]
-    for key in ("kept", "summed"):
-        rest = {name: kind for name, kind in signature.items() if name != key}
-        cases.append((f"{what[:-1]}, one {key}]", kernel, rest, {**sizes, key: 1}, options))
-    return cases

@@ -1,14 +1,54 @@
-"""Shared by all tests: few threads, so that parallel workers do not fight over cores, and the optional data folder."""
+"""Shared by all tests: few threads, so that parallel workers do not fight over cores, limits, and the data folder."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+END = time.monotonic() + float(os.environ.get("FASTLR_TEST_SECONDS") or "inf")
+FIRST = {  # of the long tests (True) the most telling; of the others the slow files, so that no worker ends with one
+    True: ("ghost/test_fuzz", "distributed", "ghost", "experiments", "integrations"),
+    False: (
+        "ops/test_kernels_",
+        "experiments/training/test_parallel",
+        "experiments/runs",
+        "distributed",
+        "ghost/test_zoo",
+        "bench",
+        "test_",
+    ),
+}
+torch.backends.cudnn.allow_tf32 = False  # float32 cases are held to float32's digits on a GPU too
 torch.set_num_threads(int(os.environ.get("FASTLR_TEST_THREADS", "1")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each of the long tests half an hour, if it says nothing else; order them and the others by FIRST."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+    def rank(item: pytest.Item) -> list[bool]:
+        return [not item.nodeid.startswith(f"tests/{place}") for place in FIRST[bool(item.get_closest_marker("long"))]]
+
+    items.sort(key=rank)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: some wait for the processes that their tests start."""
+    return min(8, (os.cpu_count() or 1) + 1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Begin no test once FASTLR_TEST_SECONDS have passed: ``-rs`` lists those that were not reached."""
+    if time.monotonic() > END:
+        pytest.skip(f"not reached in FASTLR_TEST_SECONDS: {item.nodeid}")
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +58,16 @@ def fastlr_data() -> Path:
     if not folder or not Path(folder).is_dir():
         pytest.skip("FASTLR_DATA is not set to a folder")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> str:
+    """The folder of a store of three classes, 11 training and 5 test images each."""
+    from fastlr.experiments.data import synthetic_store
+
+    path = tmp_path_factory.mktemp("data") / "store"
+    synthetic_store(path, classes=3, size=8, train=11, test=5)
+    return str(path)
 
 
 @pytest.fixture

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pkgutil
 import re
 import shlex
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -11,11 +16,13 @@ import pytest
 import torch
 
 import fastlr
-from fastlr.cli import main
+from fastlr.cli.main import main
+from fastlr.errors import MissingExtraError
 from fastlr.ghost.rules import DESCRIPTIONS
-from fastlr.reference.predictive import categorical_fisher, householder_root
+from fastlr.ops.reference.fisher import categorical_fisher, householder_root
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*.md"))]
 
 
@@ -31,8 +38,8 @@ def test_builds_without_a_warning_and_is_complete(tmp_path):
     assert build.build_main(["-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]) == 0
     found = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
     names = {line.split()[0] for line in zlib.decompress(found).decode().splitlines()}
-    modules = {"fastlr.predictive", "fastlr.inputs", "fastlr.errors", "fastlr.metrics"}
-    wanted = {name for name in fastlr.__all__ if name != "metrics"}
+    modules = {"fastlr.estimator.predictive", "fastlr.inputs", "fastlr.errors", "fastlr.metrics"}
+    wanted = {name for name in fastlr.__all__ if name not in ("errors", "metrics")}
     missing = {name for name in wanted if not {f"{place}.{name}" for place in ("fastlr", *modules)} & names}
     assert not missing
     assert {f"fastlr.metrics.{name}" for name in fastlr.metrics.__all__} <= names
@@ -77,6 +84,69 @@ def test_commands_that_take_long_exist(page, capsys):
             known = capsys.readouterr().out
             for option in (word for word in words if word.startswith("--")):
                 assert re.search(rf"{option}\b", known), f"{line}: no {option}"
+
+
+def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
+    """The script of the guide as Slurm starts it, with the command that it ends in noted, and then done in this process."""
+    script = next(text for kind, text in blocks("guides/many-runs") if kind == "sh" and "SLURM_ARRAY_TASK_ID" in text)
+    (tmp_path / "seeds.sh").write_text(script)
+    (tmp_path / "fastlr").write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "fastlr").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    slurm = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_CPUS_PER_TASK": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for tasks, kinds in (("1", ["start", "task"]), ("2", ["start", "task", "resume", "task"])):
+        command = ["bash", "seeds.sh", "demo", "--set", "epochs=1", "--tasks", tasks]
+        done = subprocess.run(command, env={**os.environ, **slurm}, capture_output=True, text=True, check=True)
+        assert not done.stderr and main(done.stdout.splitlines()) == 0
+        records = (tmp_path / "runs/seed-7/records.jsonl").read_text().splitlines()
+        assert [json.loads(line)["kind"] for line in records] == kinds
+    assert json.loads((tmp_path / "runs/seed-7/config.json").read_text())["options"]["seed"] == 7
+
+
+def test_contributions_run_as_shown(tmp_path):
+    """The rule, op, metric, intervention and experiment of CONTRIBUTING.md, in a process of their own."""
+    pytest.importorskip("triton")
+    helpers = ROOT / "tests" / "helpers"
+    path = os.pathsep.join([str(helpers), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(helpers / "run_contributions.py"), str(ROOT / "CONTRIBUTING.md"), str(tmp_path)]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_the_architecture_names_is_there():
+    """Files and folders of architecture.md and CONTRIBUTING.md, and the functions that are said to be in a file."""
+    text = (DOCS / "architecture.md").read_text()
+    tree = blocks("architecture")[0][1]
+    folders = re.findall(r"^  (?:  )?(\w+)/", tree, re.MULTILINE)
+    assert {path.name for path in (ROOT / "fastlr").iterdir() if (path / "__init__.py").exists()} - {
+        "speed",
+        "kernels",
+    } <= {*folders}
+    for page in (text, (ROOT / "CONTRIBUTING.md").read_text()):
+        for name in re.findall(r"`((?:fastlr|kernels|tests|csrc|docs)/[\w/.]+)`", page):
+            assert (ROOT / name).exists(), name
+    named = re.findall(r"`(\w+)`\s+(?:in|\()\s*`((?:fastlr|kernels)/[\w/.]+\.py)`", text)
+    assert len(named) > 10
+    for name, file in named:
+        assert re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(), re.MULTILINE), f"{name} is not in {file}"
+
+
+def test_names_that_are_used_exist():
+    """Every ``fastlr.module.name`` of the pages, the README and the examples."""
+    pages = [*DOCS.rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.py")]
+    for name in sorted(
+        {name for page in pages for name in re.findall(r"(?<![\w/])fastlr(?:\.\w+)+", page.read_text())}
+    ):
+        try:
+            pkgutil.resolve_name(name)
+        except MissingExtraError as error:  # of a framework
+            assert name.split(".")[2] in str(error)
 
 
 def test_variances_of_the_mathematics_page():

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from command_line import as_torchrun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SAYS = {
@@ -18,8 +19,10 @@ SAYS = {
     "avalanche_strategy": r"after 3 tasks \(step 72\): [\d.]+ \+- [\d.]+, weight norm [\d.]+",
     "rank_checkpoints": r"(?s)step\d+ is above step\d+ by [\d.]+ \+- [\d.]+.*step40.*step120|step120.*step40",
     "language_model": r"(?s)  40 .*local redundancy [\d.]+ \+- .*without padding",
+    "sharded_language_model": r"(?s)step 20: .*step 40: loss [\d.]+, local redundancy [\d.]+ \+- \S+\n.*since the first",
 }
 NEEDS = {"lightning_trainer": "lightning", "huggingface_trainer": "accelerate", "avalanche_strategy": "avalanche"}
+BY_TORCHRUN = {"sharded_language_model"}
 
 
 def test_all_are_here_and_short():
@@ -28,7 +31,7 @@ def test_all_are_here_and_short():
     assert all(len(lines) < 80 for lines in files.values()), {name: len(lines) for name, lines in files.items()}
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", [name for name in SAYS if name not in BY_TORCHRUN])
 def test_example(name, tmp_path, monkeypatch, capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -45,4 +48,12 @@ def test_example(name, tmp_path, monkeypatch, capfd):
         except SystemExit as end:
             assert not end.code
     said = capfd.readouterr().out
+    assert re.search(SAYS[name], said), said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BY_TORCHRUN)
+def test_example_by_torchrun(name, tmp_path):
+    (code, said, _), (other_code, nothing, _) = as_torchrun(2, tmp_path, [str(EXAMPLES / f"{name}.py")])
+    assert code == other_code == 0 and not nothing, "rank 0 prints"
     assert re.search(SAYS[name], said), said

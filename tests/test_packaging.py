@@ -17,7 +17,7 @@ import pytest
 import fastlr
 
 ROOT = Path(__file__).parents[1]
-LEFT_OUT = {".git", ".venv", "build", "dist", "__pycache__", "demo-output", "demo-network", "runs"}
+LEFT_OUT = {".git", ".venv", "build", "dist", "__pycache__", "demo-output", "runs"}
 # The extension has tests of its own, and takes a compiler a minute.
 ENVIRONMENT = os.environ | {"FASTLR_NO_EXT": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
@@ -37,7 +37,8 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
     source = folder / "source"
 
     def left_out(path: str, names: list[str]) -> set[str]:
-        return {n for n in names if n in LEFT_OUT or n.endswith((".egg-info", ".so", "_cache"))}
+        left = {n for n in names if n in LEFT_OUT or n.endswith((".egg-info", ".so", "_cache"))}
+        return left if Path(path) == ROOT else left - {"runs"}
 
     shutil.copytree(ROOT, source, ignore=left_out, symlinks=True)
     call = "from setuptools import build_meta; build_meta.build_{}('{}')"
@@ -53,8 +54,15 @@ def built(tmp_path_factory) -> tuple[Path, Path]:
 def test_sdist_holds_what_builds_and_tests_it(built):
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = [p for pattern in ("csrc/*", "kernels/*.py", "fastlr/**/*.py", "tests/*.py") for p in ROOT.glob(pattern)]
-    wanted = {str(p.relative_to(ROOT)) for p in sources if p.is_file()} | {"LICENSE", "README.md", "setup.py", "Makefile"}
+    sources = [
+        p for pattern in ("csrc/*", "kernels/*.py", "fastlr/**/*.py", "tests/**/*.py") for p in ROOT.glob(pattern)
+    ]
+    wanted = {str(p.relative_to(ROOT)) for p in sources if p.is_file()} | {
+        "LICENSE",
+        "README.md",
+        "setup.py",
+        "Makefile",
+    }
     assert wanted <= names, wanted - names
     assert not any("__pycache__" in name or name.endswith((".so", ".pyc")) for name in names)
 
@@ -67,13 +75,17 @@ def test_wheel_holds_the_packages_and_nothing_stray(built):
         scripts = archive.read(described.replace("METADATA", "entry_points.txt")).decode()
     tops = {name.split("/")[0] for name in names}
     assert tops == {"fastlr", described.split("/")[0]}
-    modules = {str(p.relative_to(ROOT)) for p in ROOT.glob("fastlr/**/*.py")} | {"fastlr/py.typed"}
+    modules = {str(p.relative_to(ROOT)) for p in ROOT.glob("fastlr/**/*.py")} | {
+        "fastlr/py.typed",
+        "fastlr/__init__.pyi",
+        "fastlr/ops/tuned.json",
+    }
     modules |= {f"fastlr/kernels/{p.name}" for p in ROOT.glob("kernels/*.py")}
     assert {name for name in names if name.startswith("fastlr/")} == modules
     assert metadata["Name"] == "fastlr" and metadata["License-Expression"] == "Apache-2.0"
     extras = set(metadata.get_all("Provides-Extra"))
     assert {"models", "logging", "lightning", "huggingface", "avalanche", "docs", "dev"} <= extras
-    assert "fastlr = fastlr.cli:main" in scripts
+    assert "fastlr = fastlr.cli.main:main" in scripts
 
 
 def test_installs_into_an_empty_environment(built, tmp_path):

@@ -1,8 +1,7 @@
-"""README.md: its Python runs, its commands exist, its links lead somewhere, its table is that of the record."""
+"""README.md and the pages it leads to: Python runs, commands exist, links lead somewhere, the table is the record."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -11,22 +10,22 @@ import pytest
 import torch
 import typer
 
-from bench import peers_figure
-from fastlr.cli import app
+from bench import table
+from fastlr.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-SMALLER = (("(3, 224, 224)", "(3, 32, 32)"), ("target_rel_stderr=0.05", "n=8"), ("n, total = 1000", "n, total = 4"))
+SMALLER = (("(3, 64, 64)", "(3, 32, 32)"), ("n=64", "n=8"), ("n, total = 1000", "n, total = 4"))
 
 
-def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return [text for name, text in found if name == language]
 
 
 def test_the_python_runs_as_printed():
     """One block after the other, with fewer and smaller images, and up to what torchrun would start."""
-    first, plain, *others = blocks("python")
+    first, plain = blocks("python")
     names: dict = {}
     for text in (first, plain):
         for large, small in SMALLER:
@@ -34,7 +33,9 @@ def test_the_python_runs_as_printed():
         exec(compile(text, "README.md", "exec"), names)
     assert names["lr"].n == 8 and names["lr"].value > 0 and names["total"] > 0
     assert all(large in first + plain for large, _ in SMALLER), "what this test makes smaller is there"
-    assert len(others) == 1 and "sharded()" in others[0]
+    printed = blocks("text")[0].splitlines()
+    shape = re.sub(r"\d[\d.]*", "#", printed[0])
+    assert shape == re.sub(r"\d[\d.]*", "#", str(names["lr"]).splitlines()[0])
 
 
 def test_the_plain_loop_is_the_same_quantity():
@@ -56,7 +57,14 @@ def test_the_plain_loop_is_the_same_quantity():
 
 
 def commands() -> list[list[str]]:
-    lines = [line for text in blocks("") for line in text.splitlines() if re.match(r"fastlr |torchrun .*-m fastlr ", line)]
+    pages = [(ROOT / "docs" / name).read_text() for name in ("commands.md", "several-gpus.md")]
+    lines = [
+        line
+        for page in pages
+        for text in blocks("", page)
+        for line in text.splitlines()
+        if re.match(r"fastlr |torchrun .*-m fastlr ", line)
+    ]
     return [shlex.split(re.sub(r"\.\.\.$", "MODEL", line.split("fastlr ", 1)[1]), comments=True) for line in lines]
 
 
@@ -77,11 +85,12 @@ def test_there_are_commands():
 
 
 def test_the_links_lead_somewhere():
-    headings = {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.MULTILINE)}
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+    }
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert target[1:] in headings if target.startswith("#") else (ROOT / target).exists(), target
 
 
 def test_the_table_is_that_of_the_record():
-    record = json.loads((ROOT / "bench/results/cpu/peers.json").read_text())
-    assert peers_figure.table(record) in README
+    assert table.markdown(table.read(ROOT / "bench/results/cpu/peers.json")) in README

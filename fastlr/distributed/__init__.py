@@ -1,10 +1,11 @@
-"""Many processes: estimates whose inputs are shared, and sums over ranks with a fixed order of additions."""
+"""Many processes: estimates whose inputs are shared, models that are sharded, sums over ranks in a fixed order."""
 
 from __future__ import annotations
 
 from fastlr.distributed.connection import connect
 from fastlr.distributed.ddp import ddp_comm_hook
+from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.reductions import all_reduce, reduce_sq_norm
 from fastlr.distributed.sharding import sharded
 
-__all__ = ["all_reduce", "connect", "ddp_comm_hook", "reduce_sq_norm", "sharded"]
+__all__ = ["all_reduce", "connect", "ddp_comm_hook", "full_params", "reduce_sq_norm", "sharded"]

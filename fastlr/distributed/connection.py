@@ -14,16 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastlr.distributed.board import Board, check_timeout
-from fastlr.distributed.routes import EXTENSION_DTYPES, DeviceRoute, HostRoute, Route, TorchRoute
-from fastlr.distributed.sharding import own_group
+from fastlr.distributed.backends import EXTENSION_DTYPES, DeviceRoute, HostRoute, Route, TorchRoute
+from fastlr.distributed.messaging import Board, check_timeout
+from fastlr.distributed.sharding import checked_group
 from fastlr.errors import DistributedError, FastlrWarning, InputError, one_line
-from fastlr.reference.reductions import fixed_order_sum
+from fastlr.ops.reference.reductions import fixed_order_sum
+from fastlr.ops.torch_private import group_store
 
 REDUCTION_TIMEOUT = 600.0
 BUFFER_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}  # of each rank: two halves, that calls alternate between
 TRIAL_TIMEOUT = 60.0  # of the trial sum: all ranks are there, so only memory that does not work takes long
 _TRIAL = 5000  # elements of it
+BUILD = "pip install --no-build-isolation -e . in a clone of fastlr"  # makes the extension
 _CHOSEN: WeakKeyDictionary[Any, dict[str, Route]] = WeakKeyDictionary()  # group -> device -> route
 _TRIED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> how often a connection was tried
 log = logging.getLogger("fastlr")
@@ -57,7 +59,7 @@ def connect(
         InputError: torch.distributed is not initialised, or arguments are wrong or differ between ranks.
         DistributedError: a rank failed or did not come in time.
     """
-    group, device = own_group(group), torch.device(device)
+    group, device = checked_group(group), torch.device(device)
     check_timeout(timeout)
     if device.type not in BUFFER_BYTES:
         raise InputError(f"reductions work on the CPU and on CUDA devices, not on {device}")
@@ -71,15 +73,15 @@ def connect(
     _TRIED[group] = _TRIED.get(group, 0) + 1
     what = "every rank of the group must call the same reductions"
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    board = Board(group.get_group_store(), f"connect/{_TRIED[group]}", rank, ranks, timeout, what)
-    made, why = _extension(device, board, size // 2, timeout, prefer)
-    route: Route = made if made is not None else TorchRoute(group, why)
+    board = Board(group_store(group), f"connect/{_TRIED[group]}", rank, ranks, timeout, what)
+    extension, why = _extension(device, board, size // 2, timeout, prefer)
+    route: Route = extension if extension is not None else TorchRoute(group, why)
     _retire(_CHOSEN.get(group, {}).get(str(device)), board)
     _CHOSEN.setdefault(group, {})[str(device)] = route
     if rank == 0:
         text = f"reductions on {device.type} over {ranks} ranks: {route.name} ({route.why})"
         log.info(text)
-        if made is None and prefer == "extension" and ranks > 1:
+        if extension is None and prefer == "extension" and ranks > 1:
             warnings.warn(text, FastlrWarning, stacklevel=3)
     return route
 
@@ -100,42 +102,53 @@ def load_extension() -> Any:
 
 
 def _extension(device: torch.device, board: Board, half: int, timeout: float, prefer: str) -> tuple[Route | None, str]:
-    """Agree with the other ranks on the extension's route: (it, or None; why)."""
-    made: Any = None
-    try:
-        native = load_extension()
-        facts = {"protocol": native.protocol, "reason": _refusal(native, device, board.size)}
-        if facts["reason"] is None and prefer == "extension":
-            made = _group(native, device, board, half, min(timeout, TRIAL_TIMEOUT))
-            facts |= {"address": base64.b64encode(made.address()).decode(), "blocks": getattr(made, "blocks", 0)}
-            facts["device"] = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-    except ImportError:
-        facts = {"reason": "fastlr._C is not built: `fastlr doctor` says how to"}
-    except (DistributedError, InputError) as error:
-        facts = {"reason": one_line(error)}
-    facts |= {"prefer": prefer, "machine": _machine(), "kind": device.type, "half": half}
+    """Agree with the other ranks on the extension's route: (the route, or None; why)."""
+    group, facts = _offer(device, board, half, timeout, prefer)
     everyone = board.share(facts)
     for name in ("prefer", "kind", "half"):
-        if len({str(each[name]) for each in everyone}) > 1:
-            raise InputError(f"ranks differ in {name}: {[each[name] for each in everyone]}; give every rank the same")
+        values = [facts_of_rank[name] for facts_of_rank in everyone]
+        if len(set(map(str, values))) > 1:
+            raise InputError(f"ranks differ in {name}: {values}; give every rank the same")
+    route: Route | None = None
+    if group is not None and device.type == "cpu":
+        route = HostRoute(group, f"{board.size} processes over shared memory")
+    elif group is not None:
+        is_shared = len({facts_of_rank.get("device") for facts_of_rank in everyone}) < board.size
+        route = DeviceRoute(group, f"CUDA IPC over {board.size} processes{' sharing GPUs' if is_shared else ''}")
     why = _common_refusal(everyone)
     if why is None:
-        why = _trial_of(made, device, board, everyone)
+        why = _trial(route, device, board, everyone)
     if why is not None:
-        _retire(None if made is None or device.type == "cpu" else DeviceRoute(made, ""), board)
+        _retire(route, board)
         return None, why
-    made.set_timeout(timeout)
-    if device.type == "cpu":
-        return HostRoute(made, f"{board.size} processes over shared memory"), ""
-    shared = len({each.get("device") for each in everyone}) < board.size
-    return DeviceRoute(made, f"CUDA IPC over {board.size} processes" + (" sharing GPUs" if shared else "")), ""
+    assert route is not None
+    route.set_timeout(timeout)
+    return route, ""
+
+
+def _offer(device: torch.device, board: Board, half: int, timeout: float, prefer: str) -> tuple[Any, dict[str, Any]]:
+    """Make this rank's part of the extension's group: (it, or None; the facts that the others must know)."""
+    group: Any = None
+    facts: dict[str, Any] = {"prefer": prefer, "machine": _machine(), "kind": device.type, "half": half, "reason": None}
+    try:
+        native = load_extension()
+        facts |= {"protocol": native.protocol, "reason": _refusal(native, device, board.size)}
+        if facts["reason"] is None and prefer == "extension":
+            group = _group(native, device, board, half, min(timeout, TRIAL_TIMEOUT))
+            facts |= {"address": base64.b64encode(group.address()).decode(), "blocks": getattr(group, "blocks", 0)}
+            facts["device"] = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+    except ImportError:
+        facts["reason"] = f"fastlr._C is not built: {BUILD}"
+    except (DistributedError, InputError) as error:
+        facts["reason"] = one_line(error)
+    return group, facts
 
 
 def _refusal(native: Any, device: torch.device, ranks: int) -> str | None:
     if not 2 <= ranks <= native.max_ranks:
         return f"the extension works with 2 to {native.max_ranks} ranks"
     if device.type == "cuda" and not native.cuda:
-        return "the extension was built without nvcc"
+        return f"the extension was built without nvcc: {BUILD}"
     return None
 
 
@@ -148,48 +161,46 @@ def _group(native: Any, device: torch.device, board: Board, half: int, timeout: 
 def _common_refusal(everyone: list[dict[str, Any]]) -> str | None:
     if everyone[0]["prefer"] != "extension":
         return "as asked for"
-    for rank, each in enumerate(everyone):
-        if each["reason"] is not None:
-            return f"rank {rank}: {each['reason']}"
-    if len({each["machine"] for each in everyone}) > 1:
+    for rank, facts in enumerate(everyone):
+        if facts["reason"] is not None:
+            return f"rank {rank}: {facts['reason']}"
+    if len({facts["machine"] for facts in everyone}) > 1:
         return "the ranks are on several machines"
-    if len({each["protocol"] for each in everyone}) > 1:
+    if len({facts["protocol"] for facts in everyone}) > 1:
         return "the ranks have different versions of fastlr._C"
     return None
 
 
-def _trial_of(made: Any, device: torch.device, board: Board, everyone: list[dict[str, Any]]) -> str | None:
+def _trial(route: Any, device: torch.device, board: Board, everyone: list[dict[str, Any]]) -> str | None:
     """Open the peers' memory and add up known numbers: None if all ranks get what they should, else why not."""
     reason = None
     try:
-        made.open([base64.b64decode(each["address"]) for each in everyone])
+        route.group.open([base64.b64decode(facts["address"]) for facts in everyone])
         if device.type == "cuda":
-            made.limit_blocks(min(each["blocks"] for each in everyone))
+            route.group.limit_blocks(min(facts["blocks"] for facts in everyone))
     except (DistributedError, InputError) as error:
         reason = one_line(error)
     reasons = board.share(reason)
     if device.type == "cpu":
-        made.seal()
+        route.group.seal()
     if not any(reasons):
-        reason = _wrong(made, device, board)
-        reasons = board.share(reason)
-    return next((f"rank {rank}: {said}" for rank, said in enumerate(reasons) if said), None)
+        reasons = board.share(_trial_sum(route, device, board))
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), None)
 
 
-def _wrong(made: Any, device: torch.device, board: Board) -> str | None:
-    """Peer memory that can be mapped but not read properly (some virtual machines) shows here."""
-    route = HostRoute(made, "") if device.type == "cpu" else DeviceRoute(made, "")
+def _trial_sum(route: Route, device: torch.device, board: Board) -> str | None:
+    """Peer memory that can be mapped but not read properly (some virtual machines) shows here: None if all is well."""
     parts = [torch.randn(_TRIAL, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(board.size)]
     total = fixed_order_sum(parts)
     try:
         for _ in range(4):  # both halves, twice
-            own = parts[board.rank].to(device, copy=True)
-            norm = float(route.sq_norm(own))
-            route.all_reduce(own, False)
-            found = own.cpu()
+            part = parts[board.rank].to(device, copy=True)
+            norm = float(route.sq_norm(part))
+            route.all_reduce(part, False)
+            reduced = part.cpu()
             route.check()
-            right = total.double().square().sum().item()
-            if not torch.equal(found, total.bfloat16()) or abs(norm - right) > 1e-9 * right:
+            expected = total.double().square().sum().item()
+            if not torch.equal(reduced, total.bfloat16()) or abs(norm - expected) > 1e-9 * expected:
                 return "a trial sum came out wrong: peer memory does not work here"
     except DistributedError as error:
         return one_line(error)
@@ -207,7 +218,7 @@ def _retire(route: Route | None, board: Board) -> None:
 
 
 def _machine() -> str:
-    """What processes share that can map each other's memory: the running kernel, and the view of processes."""
+    """Name of the running kernel and the view of processes: the same where processes can map each other's memory."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -1,6 +1,7 @@
 """Gradients of DistributedDataParallel, averaged in a fixed order."""
 
 # No "from __future__ import annotations": DistributedDataParallel compares the hook's annotations with the types.
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,10 +40,6 @@ def ddp_comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[T
     return later
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)

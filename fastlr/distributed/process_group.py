@@ -12,12 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastlr.distributed.board import Board
-from fastlr.distributed.sharding import ALONE, Team, by_torchrun, local_device, sharded, team
-from fastlr.errors import DistributedError, FastlrWarning, one_line
+from fastlr.distributed.sharding import ALONE, Team, by_torchrun, local_device, sharded, team, torchrun_board
+from fastlr.errors import FastlrWarning
 
 RUN_TIMEOUT = 1800.0
-_PIECE = 64 << 20  # bytes of a broadcast
 
 
 @contextmanager
@@ -37,17 +35,11 @@ def joined(timeout: float = RUN_TIMEOUT) -> Iterator[Team]:
     if team() is not ALONE or not by_torchrun():
         yield team()
         return
-    alone = "start this one without RANK and WORLD_SIZE in its environment to work alone"
-    try:
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
-        board = Board(store, "join", rank, size, timeout, f"all processes that torchrun starts work together ({alone})")
-        gpus = board.share(_own_gpu())
-        backend = "cpu:gloo,cuda:nccl" if None not in gpus and len(set(gpus)) == size else "gloo"
-        group_store = dist.PrefixStore("fastlr/group", store)
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=limit)
-    except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"cannot join the processes of torchrun ({one_line(error)}); {alone}") from error
+    with torchrun_board("join", "work", timeout) as board:
+        gpus = board.share(_take_gpu())
+        backend = "cpu:gloo,cuda:nccl" if None not in gpus and len(set(gpus)) == board.size else "gloo"
+        store, limit = dist.PrefixStore("group", board.store), timedelta(seconds=timeout)
+        dist.init_process_group(backend, store=store, rank=board.rank, world_size=board.size, timeout=limit)
     with warnings.catch_warnings():
         if dist.get_rank() > 0:
             warnings.simplefilter("ignore", FastlrWarning)
@@ -56,8 +48,8 @@ def joined(timeout: float = RUN_TIMEOUT) -> Iterator[Team]:
     dist.destroy_process_group()  # not after an error: it would wait for exchanges that do not come; the process ends
 
 
-def _own_gpu() -> str | None:
-    """The GPU that this process takes, made current; None if it sees none."""
+def _take_gpu() -> str | None:
+    """Make the GPU of this process current and return its name; None if it sees none."""
     if not torch.cuda.is_available():
         return None
     device = torch.device(local_device("cuda") or "cuda")
@@ -73,13 +65,7 @@ def broadcast(members: Team, content: Any) -> Any:
     buffer = io.BytesIO()
     if members.rank == 0:
         torch.save(content, buffer)
-    size = members.share(buffer.getbuffer().nbytes)[0]
-    device = torch.device("cpu" if "cpu:" in dist.get_backend_config(members.group) else "cuda")
-    data = bytearray(buffer.getbuffer()) if members.rank == 0 else bytearray(size)
-    whole = torch.frombuffer(data, dtype=torch.uint8)
-    source = dist.get_global_rank(members.group, 0)
-    for piece in whole.split(_PIECE):
-        sent = piece.to(device)
-        dist.broadcast(sent, source, group=members.group)
-        piece.copy_(sent)
-    return content if members.rank == 0 else torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    members.share(None)  # an error of rank 0 is raised here on all of them
+    box = [buffer.getvalue()]
+    dist.broadcast_object_list(box, dist.get_global_rank(members.group, 0), group=members.group)
+    return content if members.rank == 0 else torch.load(io.BytesIO(box[0]), weights_only=True, map_location="cpu")

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastlr.distributed.connection import route_for
-from fastlr.distributed.sharding import own_group
+from fastlr.distributed.sharding import checked_group
 from fastlr.errors import InputError
 
 BUCKET_BYTES = 8 << 20  # tensors are joined up to this size: one rendezvous of the ranks for each bucket
 
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, average: bool = False) -> Tensor:
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, average: bool = False) -> Tensor:  # [*shape]
     """Replace a tensor by its sum over the ranks of a group, and return it.
 
     Each element is ``round(((x_0 + x_1) + x_2) + ...)`` with x_r that of rank r: additions in float32 in the order of
@@ -38,7 +38,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, averag
             group.
         DistributedError: a rank failed, ended, did not come in time or called something else.
     """
-    group = own_group(group)
+    group = checked_group(group)
     _check(tensor)
     if dist.get_world_size(group) == 1 or not tensor.numel():
         return tensor
@@ -52,7 +52,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, averag
     return tensor
 
 
-def reduce_sq_norm(tensors: Tensor | Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+def reduce_sq_norm(tensors: Tensor | Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:  # []
     """Return ``sum over tensors of || sum over ranks of t_r ||^2`` without writing the sums.
 
     That is the squared norm of a gradient that was accumulated on several ranks, for half of an all-reduce's traffic.
@@ -69,19 +69,19 @@ def reduce_sq_norm(tensors: Tensor | Iterable[Tensor], group: dist.ProcessGroup 
     Raises:
         InputError, DistributedError: as :func:`all_reduce`; tensors on several devices.
     """
-    group = own_group(group)
-    each = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for t in each:
+    group = checked_group(group)
+    summands = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for t in summands:
         _check(t)
-    devices = {t.device for t in each}
+    devices = {t.device for t in summands}
     if len(devices) > 1:
         raise InputError(f"the tensors are on several devices, {sorted(map(str, devices))}: reduce those of each alone")
     total = torch.zeros((), dtype=torch.float64, device=devices.pop() if devices else None)
-    alone = dist.get_world_size(group) == 1
+    is_alone = dist.get_world_size(group) == 1
     with torch.no_grad():
-        for flat in _buckets(each):
+        for flat in _buckets(summands):
             wide = torch.promote_types(flat.dtype, torch.float32)
-            total += flat.to(wide).double().square().sum() if alone else route_for(flat, group).sq_norm(flat)
+            total += flat.to(wide).double().square().sum() if is_alone else route_for(flat, group).sq_norm(flat)
     return total
 
 
@@ -94,7 +94,7 @@ def _check(tensor: Any) -> None:
         raise InputError(f"{tensor.dtype} cannot hold sums: convert it to torch.bfloat16 or a wider dtype")
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:  # [*shape] -> [n]
     """The elements in row-major order, whatever the strides: those may differ between ranks."""
     return tensor.detach().resolve_neg().contiguous().view(-1)
 

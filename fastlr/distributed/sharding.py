@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastlr.distributed.board import Board, check_timeout
+from fastlr.distributed.messaging import Board, check_timeout
 from fastlr.errors import DistributedError, FastlrError, InputError, one_line
+from fastlr.ops.torch_private import group_store
 
 ESTIMATE_TIMEOUT = 600.0
 _ONE_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -65,12 +67,12 @@ class Team:
         """The least of the numbers of all ranks."""
         return min(self.share(number))
 
-    def notes(self, own: list[str]) -> tuple[str, ...]:
+    def notes(self, of_this_rank: list[str]) -> tuple[str, ...]:
         """Notes of all ranks, with the number of the rank where there are several."""
         if self.board is None:
-            return tuple(own)
-        said = [f"rank {rank}: {note}" for rank, notes in enumerate(self.share(own)) for note in notes]
-        return (f"the inputs were shared by {self.size} ranks", *said)
+            return tuple(of_this_rank)
+        notes = [f"rank {rank}: {note}" for rank, given in enumerate(self.share(of_this_rank)) for note in given]
+        return (f"the inputs were shared by {self.size} ranks", *notes)
 
     def span(self, done: int, step: int, total: int) -> tuple[int, int, int]:
         """The next inputs: (where this rank's begin, where they end, where those of all ranks end)."""
@@ -78,13 +80,17 @@ class Team:
         start = min(done + step * self.rank, stop)
         return start, min(start + step, stop), stop
 
-    def join(self, values: Tensor) -> tuple[Tensor, int]:
-        """Values [k] of all ranks in their order (float64 on the CPU where there are several), and where own ones begin."""
+    def join(self, values: Tensor, chunk: int) -> tuple[Tensor, int, int]:  # [k] -> [sum of k over ranks]
+        """Values [k] of all ranks in their order, where this rank's begin, and the least of the ranks' chunks, in one message.
+
+        The values are float64 on the CPU where there are several ranks.
+        """
         if self.board is None:
-            return values, 0
-        own = values.detach().to("cpu", torch.float64).contiguous().numpy().tobytes()
-        parts = [np.frombuffer(part, dtype=np.float64) for part in self.board.share_bytes(own)]
-        return torch.from_numpy(np.concatenate(parts)), sum(len(part) for part in parts[: self.rank])
+            return values, 0, chunk
+        message = np.append(values.detach().to("cpu", torch.float64).numpy(), float(chunk))
+        parts = [np.frombuffer(part, dtype=np.float64) for part in self.board.share_bytes(message.tobytes())]
+        everyone = torch.from_numpy(np.concatenate([part[:-1] for part in parts]))
+        return everyone, sum(len(part) - 1 for part in parts[: self.rank]), int(min(part[-1] for part in parts))
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -142,12 +148,12 @@ def sharded(group: dist.ProcessGroup | None = None, *, timeout: float = ESTIMATE
             lr = fastlr.estimate(model, images)
     """
     check_timeout(timeout)
-    group = own_group(group)
+    group = checked_group(group)
     if _current.get() is not ALONE:
         raise InputError("sharded() is entered twice: estimates inside are shared already")
     _entered[group] = _entered.get(group, 0) + 1
     board = Board(
-        group.get_group_store(),
+        group_store(group),
         f"estimate/{_entered[group]}",
         dist.get_rank(group),
         dist.get_world_size(group),
@@ -177,8 +183,24 @@ def apart() -> Iterator[Team]:
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started this process together with others."""
+    """Return True if torchrun has started this process together with others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(os.environ.get(name) for name in _ONE_LAUNCH)
+
+
+@contextmanager
+def torchrun_board(prefix: str, verb: str, timeout: float) -> Iterator[Board]:
+    """Meet the processes that torchrun has started, at their store.
+
+    Raises:
+        DistributedError: it cannot be reached, or torch.distributed fails inside the block.
+    """
+    alone = f"start this one without RANK and WORLD_SIZE in its environment to {verb} alone"
+    try:
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        what = f"all processes that torchrun starts {verb} together ({alone})"
+        yield Board(store, prefix, rank, size, timeout, what)
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(f"cannot join the processes of torchrun ({one_line(error)}); {alone}") from error
 
 
 @contextmanager
@@ -187,13 +209,9 @@ def launched(timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
     if not by_torchrun():
         yield ALONE
         return
-    alone = "start this one without RANK and WORLD_SIZE in its environment to measure alone"
-    try:
-        store, rank, size = next(iter(dist.rendezvous("env://")))
-    except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"cannot join the processes of torchrun ({one_line(error)}); {alone}") from error
-    what = f"all processes that torchrun starts measure together ({alone})"
-    with _shared(Board(store, "launched", rank, size, timeout, what)) as members:
+    with torchrun_board("launched", "measure", timeout) as board:
+        pass
+    with _shared(board) as members:
         yield members
 
 
@@ -217,7 +235,7 @@ def _shared(board: Board, group: Any = None) -> Iterator[Team]:
         _current.reset(token)
 
 
-def own_group(group: Any) -> Any:
+def checked_group(group: Any) -> Any:
     """The group itself, or the default one; InputError where there is none or this rank is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
@@ -233,14 +251,14 @@ def own_group(group: Any) -> Any:
 def fingerprint(model: nn.Module) -> dict[str, list[Any]]:
     """Name -> shape, dtype and sums of the bits of every parameter and buffer: other values, other sums."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    found: dict[torch.device, list[Tensor]] = {}
+    pairs_on: dict[torch.device, list[Tensor]] = {}
     for _, t in named:
-        found.setdefault(t.device, []).append(_bit_sums(t.detach()))
-    sums = {device: iter(torch.stack(pairs).tolist()) for device, pairs in found.items()}  # one wait for each device
+        pairs_on.setdefault(t.device, []).append(bit_sums(t.detach()))
+    sums = {device: iter(torch.stack(pairs).tolist()) for device, pairs in pairs_on.items()}  # one wait for each device
     return {name: [list(t.shape), str(t.dtype), *next(sums[t.device])] for name, t in named}
 
 
-def _bit_sums(t: Tensor) -> Tensor:
+def bit_sums(t: Tensor) -> Tensor:
     """Sums over the bits of a tensor as integers [2], the second over every third: wrapping, so in any order."""
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())

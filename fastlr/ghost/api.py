@@ -7,28 +7,33 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastlr.ghost import adapt, program
+from fastlr.distributed.fully_sharded import full_params
+from fastlr.ghost import program
 from fastlr.ghost.engine import Cotangent, Engine
-from fastlr.ghost.report import SupportReport
+from fastlr.ghost.model_io import ModelView, OutputSelector
+from fastlr.ghost.support_report import SupportReport
 
 _ENGINES = WeakIdKeyDictionary()  # model -> options -> engine; found by identity: models may compare equal
 
 
-def engine_for(
-    model: nn.Module, output: adapt.OutputSelector = None, in_dim: int = 0, out_dim: int = 0
-) -> Engine:
-    """Return the engine of this model and these options: made once, dropped with the model.
+def engine_of(view: ModelView) -> Engine:
+    """Return the engine of a model and its options: made once, dropped with the model.
 
     A function as ``output`` counts by its code and what it holds, so that one written anew finds the same engine.
     """
-    module = adapt.unwrap(model)
-    engines: dict[tuple, Engine] = _ENGINES.setdefault(module, {})
-    key = (program.function_key(output) if callable(output) else output, in_dim, out_dim)
+    engines: dict[tuple, Engine] = _ENGINES.setdefault(view.module, {})
+    output = program.function_key(view.output) if callable(view.output) else view.output
+    key = (output, view.in_dim, view.out_dim)
     if key not in engines:
         if len(engines) >= 8:  # a new function as ``output`` at every call must not pile up plans
             engines.clear()
-        engines[key] = Engine(module, output=output, in_dim=in_dim, out_dim=out_dim)
+        engines[key] = Engine(view)
     return engines[key]
+
+
+def engine_for(model: nn.Module, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0) -> Engine:
+    """Return the engine of a model and these options (see `engine_of`)."""
+    return engine_of(ModelView.of(model, output, in_dim, out_dim))
 
 
 def per_sample_grad_sq_norms(
@@ -36,7 +41,7 @@ def per_sample_grad_sq_norms(
     x: Any,
     cotangent: Cotangent,
     *,
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
     in_dim: int = 0,
     out_dim: int = 0,
     per_parameter: bool = False,
@@ -49,7 +54,8 @@ def per_sample_grad_sq_norms(
     float64 and keeps the plan; the model is taken as it is (call ``model.eval()`` yourself) and left as it was.
 
     Args:
-        model: any nn.Module; DDP and torch.compile wrappers are looked through.
+        model: any nn.Module; DDP and torch.compile wrappers are looked through. One under ``fully_shard`` on every rank at
+            once, each with inputs of its own (see `fastlr.distributed.full_params`).
         x: inputs: a tensor, a tuple (positional) or a dict (keywords).
         cotangent: v, shaped like the output, or a function of the detached output that returns it; any scale.
         output: picks the output tensor from what the model returns (a key, attribute, index or function); default the tensor
@@ -77,18 +83,20 @@ def per_sample_grad_sq_norms(
         >>> torch.allclose(norms, 2 * x.double().square().sum(1), rtol=1e-5)
         True
     """
-    result = engine_for(model, output, in_dim, out_dim).run(x, cotangent)
+    with full_params(model):
+        result = engine_for(model, output, in_dim, out_dim).run(x, cotangent)
     return result.per_parameter if per_parameter else result.total
 
 
 def support_report(
-    model: nn.Module, x: Any, *, output: adapt.OutputSelector = None, in_dim: int = 0, out_dim: int = 0
+    model: nn.Module, x: Any, *, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0
 ) -> SupportReport:
     """Plan and prove for these inputs and tell, for every trainable parameter, how it is measured.
 
     Args and errors as for `per_sample_grad_sq_norms`. Prints as a table (parameter, node kind, sample axis, route, largest
     deviation from the exact gradients of three samples); the rows are in ``.parameters``.
     """
-    engine = engine_for(model, output, in_dim, out_dim)
-    ledger = engine.prove(x)
-    return SupportReport.of(engine.names, ledger, engine.folding)
+    with full_params(model):
+        engine = engine_for(model, output, in_dim, out_dim)
+        ledger = engine.prove(x)
+    return SupportReport.of(list(engine.parameters), ledger, engine.folding)

@@ -6,17 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.ghost import adapt
-from fastlr.ghost.agreement import low_precision, norms_agree
-from fastlr.ghost.audit import Audits, Disproved
+from fastlr.ghost import model_io as adapt
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.fallback import beside_copy
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.plan import Planner
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.planner import Chunk, Planner
 from fastlr.ghost.recurrent import Unfused
+from fastlr.ghost.verification.agreement import low_precision, norms_agree
+from fastlr.ghost.verification.audit import Audits, Disproved
+
+Spot = tuple[int, dict[str, Tensor]]  # an audited sample and its exact squared norms
 
 
 class Auditor(Planner):
@@ -26,8 +29,8 @@ class Auditor(Planner):
         audits: how many were right, how many were not, and when the next is due.
     """
 
-    def __init__(self, module: nn.Module, output: adapt.OutputSelector, in_dim: int, out_dim: int) -> None:
-        super().__init__(module, output, in_dim, out_dim)
+    def __init__(self, view: ModelView) -> None:
+        super().__init__(view)
         self._writes_inputs: bool | None = None  # None: not known yet
         self.audits = Audits()
 
@@ -35,23 +38,25 @@ class Auditor(Planner):
         named = dict(self.model.named_parameters())
         given = adapt.copied(x) if self._writes_inputs is not False else x
         before = adapt.versions(given)
-        z = self.folding.run(named, lambda: adapt.forward(self.model, given, self.output))
+        z = self.folding.run(named, lambda: self.view.forward(given), given)
         written = adapt.versions(given) != before
         if written and self._writes_inputs is False:
             self._writes_inputs = True
-            raise InputError("the model has written to its inputs, as it had not before: they are changed; pass them again")
+            raise InputError(
+                "the model has written to its inputs, as it had not before: they are changed; pass them again"
+            )
         self._writes_inputs = written or bool(self._writes_inputs)
         return z
 
     def _forward_of(self, batch: adapt.Batch) -> Callable[[Sequence[int]], Tensor]:
         def forward(samples: Sequence[int]) -> Tensor:
             with Unfused():
-                return adapt.forward(self.model, batch.pick(samples), self.output)
+                return self.view.forward(batch.pick(samples))
 
         return forward
 
     def audit(self, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent) -> bool:
-        """Whether a random sample of a batch that `run_planned` did has its own output and norms.
+        """Return True if a random sample of a batch that `run_planned` did has its own output and norms.
 
         Args:
             x: inputs.
@@ -59,19 +64,16 @@ class Auditor(Planner):
             table: squared norms [parameters, B].
             cotangent: as then.
         """
-        count = output.shape[self.out_dim]
         with torch.inference_mode(False), self.audits.timed():
-            ((v, scale, _),) = passes(cotangent, output, self.out_dim)
-            batch = adapt.Batch(x, count, self.in_dim)
+            ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
+            batch = self.view.batch(x, self.view.sample_count(output))
             j, same, exact = self._draw_and_run(batch, output, v)
-            found = dict(zip(self.parameters, table[:, j] / scale[j], strict=True))
-            right = same and not self._refuted(found, exact, x, batch, v, j)
+            norms = dict(zip(self.parameters, table[:, j] / scale[j], strict=True))
+            right = same and not self._refuted(norms, exact, x, batch, v, j)
         self.audits.passed += right
         return right
 
-    def _exact_of_one(
-        self, x: Any, z: Tensor, v: Tensor, count: int, *, fresh: bool
-    ) -> tuple[int, dict[str, Tensor]]:
+    def _exact_of_one(self, chunk: Chunk, v: Tensor, *, fresh: bool) -> Spot:
         """Exact squared norms of one random sample beside a copy of itself; its output must be its row of the batch.
 
         Raises:
@@ -79,44 +81,36 @@ class Auditor(Planner):
             FoldRefuted: it is another because of the folding.
             InteractionError: it is another.
         """
-        batch = self._batch(x, z, count)
-        j, same, exact = self._draw_and_run(batch, z.detach(), v)
+        batch = self._batch(chunk)
+        j, same, exact = self._draw_and_run(batch, chunk.z.detach(), v)
         if not same:
             if not fresh:
-                raise Disproved(j, f"sample {j} alone gives another output than within its batch of {count}")
-            self._batch(x, z, count, compare=True)
-            self._blame(batch, z, count, alike=True)
+                raise Disproved(j, f"sample {j} alone gives another output than within its batch of {chunk.count}")
+            self._batch(chunk, compare=True)
+            self._blame(batch, alike=True)
         return j, exact
 
     def _draw_and_run(self, batch: adapt.Batch, output: Tensor, v: Tensor) -> tuple[int, bool, dict[str, Tensor]]:
-        """A random sample, whether beside a copy it has its row of the output, and its exact squared norms there."""
+        """Return a random sample, whether beside a copy it has its row of the output, and its exact squared norms there."""
         j = self.audits.draw(batch.count)
-        given = self._forward_of(batch), j, v.narrow(self.out_dim, j, 1), self.out_dim, self.parameters
+        sample = self._forward_of(batch), j, self.view.row(v, j), self.view.out_dim, self.parameters
         try:
-            row, exact = beside_copy(*given)
+            row, exact = beside_copy(*sample)
         except adapt.FAILURES:  # it may take one sample only
-            row, exact = beside_copy(*given, copies=1)
-        same = self._same_outputs(output.narrow(self.out_dim, j, 1), row, self._noise_of(batch, batch.count))
+            row, exact = beside_copy(*sample, copies=1)
+        same = self._same_outputs(self.view.row(output, j), row, self._noise_of(batch))
         return j, same, dict(zip(self.parameters, exact, strict=True))
 
     def _disproved(
-        self,
-        norms: dict[str, Tensor],
-        spot: tuple[int, dict[str, Tensor]],
-        x: Any,
-        z: Tensor,
-        v: Tensor,
-        count: int,
-        *,
-        fresh: bool,
+        self, norms: dict[str, Tensor], spot: Spot, chunk: Chunk, v: Tensor, *, fresh: bool
     ) -> dict[str, Tensor]:
-        """Parameters whose norm of the audited sample is not its exact norm: from now on done by the loop.
+        """Return the parameters whose norm of the audited sample is not its exact norm: from now on done by the loop.
 
         Raises Disproved instead where the plan is an earlier batch's: it is proven anew first.
         """
         j, exact = spot
-        found = {name: value[j] for name, value in norms.items()}
-        wrong = self._refuted(found, exact, x, self._batch(x, z, count), v, j)
+        norms_of_sample = {name: value[j] for name, value in norms.items()}
+        wrong = self._refuted(norms_of_sample, exact, chunk.x, self._batch(chunk), v, j)
         if not wrong:
             self.audits.passed += 1
             return {}
@@ -131,21 +125,21 @@ class Auditor(Planner):
         return {name: self.parameters[name] for name in wrong}
 
     def _refuted(
-        self, found: dict[str, Tensor], exact: dict[str, Tensor], x: Any, batch: adapt.Batch, v: Tensor, j: int
+        self, norms: dict[str, Tensor], exact: dict[str, Tensor], x: Any, batch: adapt.Batch, v: Tensor, j: int
     ) -> list[str]:
-        """Parameters whose squared norms for sample j are not the exact ones, by more than rounding explains."""
+        """Return the parameters whose squared norms for sample j are not the exact ones, by more than rounding explains."""
         total = torch.stack(list(exact.values())).sum()
-        wrong = [name for name, value in found.items() if not self._agrees(value, exact[name], total)]
+        wrong = [name for name, value in norms.items() if not self._agrees(value, exact[name], total)]
         if wrong:
             noise = self._norm_noise(batch, v, j, exact)
-            wrong = [n for n in wrong if not self._agrees(found[n], exact[n], total, noise.get(n))]
+            wrong = [n for n in wrong if not self._agrees(norms[n], exact[n], total, noise.get(n))]
         if wrong and v.dtype != torch.float64:
             within = self._within(x, v, j)
             loose = max(0.01, 2 * self._close(v))
             wrong = [
                 n
                 for n in wrong
-                if not (self._agrees(found[n], within[n], total) and norms_agree(within[n], exact[n], total, loose))
+                if not (self._agrees(norms[n], within[n], total) and norms_agree(within[n], exact[n], total, loose))
             ]
         return wrong
 
@@ -156,7 +150,7 @@ class Auditor(Planner):
         but for rounding, gradients less.
         """
         cotangent = torch.zeros_like(v)
-        cotangent.narrow(self.out_dim, j, 1).copy_(v.narrow(self.out_dim, j, 1))
+        self.view.row(cotangent, j).copy_(self.view.row(v, j))
         return dict(zip(self.parameters, exact_grads(self._forward(x), self.parameters, cotangent), strict=True))
 
     def _norm_noise(self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -170,17 +164,18 @@ class Auditor(Planner):
         def forward(samples: Sequence[int]) -> Tensor:
             given = adapt.cast(batch.pick(samples), torch.float64)
             with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
-                return adapt.select_output(adapt.call_with(self.model, wide, given, dtype=torch.float64), self.output)
+                result = adapt.call_with(self.model, wide, given, dtype=torch.float64)
+                return adapt.select_output(result, self.view.output)
 
         try:
-            own = v.narrow(self.out_dim, j, 1).double()
-            _, truth = beside_copy(forward, j, own, self.out_dim, {n: wide[n] for n in self.parameters})
+            row = self.view.row(v, j).double()
+            _, truth = beside_copy(forward, j, row, self.view.out_dim, {n: wide[n] for n in self.parameters})
         except adapt.FAILURES:
             return {}
         return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True)}
 
     def _agrees(self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None) -> bool:
-        """Whether squared norms agree within the model's own precision, or within some times the measured rounding."""
+        """Return True if squared norms agree within the model's own precision, or within some times the measured rounding."""
         if norms_agree(value, exact, total, self._close(value)):
             return True
         return noise is not None and bool(((value - exact).abs() <= 8 * noise).all())

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastlr.checks import refuse_where
+from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
+from fastlr.ops.deferred_checks import refuse_where
 
 
 class Scaled(NamedTuple):
@@ -52,8 +53,13 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     small = v.is_floating_point() and v.dtype != torch.float64  # float32 holds these values, and twice 2^75 scales any
     v = v.detach().to(output.device, torch.float32 if small else torch.float64)
     others = [axis for axis in range(v.ndim) if axis != out_dim % v.ndim]
-    largest = torch.maximum(v.amax(others, True), -v.amin(others, True)) if others else v.abs()
-    refuse_where(~largest.isfinite(), lambda: NonFiniteError("the cotangent has values that are not finite"))
+    if not others:
+        largest = v.abs()
+    elif ops.backend_for(v) == "triton":  # one launch
+        largest = torch.linalg.vector_norm(v, math.inf, others, True)
+    else:  # on a CPU up to 25 times as fast as that norm
+        largest = torch.maximum(v.amax(others, True), -v.amin(others, True))
+    refuse_where(~(largest < math.inf), lambda: NonFiniteError("the cotangent has values that are not finite"))
     exponent = torch.frexp(largest).exponent
     if small:
         half, one = exponent // 2, torch.ones_like(largest)
@@ -68,10 +74,10 @@ def _squared(exponent: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), 2 * exponent)
 
 
-def batch_sq_norms(parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, size: int) -> dict[str, Tensor]:
-    """Squared norm [1] of the gradient of ``<output, v>`` by each parameter, times ``size``, by one backward pass."""
+def batch_sq_norms(parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, size: int) -> Tensor:
+    """Squared norms [parameters, 1] of the gradients of ``<output, v>``, times ``size``, by one backward pass."""
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)  # unit size, as above: small cotangents keep their bits
     unit = (v * 2.0**-exponent).to(output.dtype)
     grads = torch.autograd.grad(output, list(parameters.values()), unit, materialize_grads=True)
     scale = 4.0**exponent * size
-    return {name: g.double().square().sum().mul(scale)[None] for name, g in zip(parameters, grads, strict=True)}
+    return torch.stack([g.double().square().sum().mul(scale) for g in grads])[:, None]

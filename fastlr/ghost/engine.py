@@ -14,57 +14,72 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.checks import out_of_memory, refuse_where
-from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
-from fastlr.ghost import adapt, program
-from fastlr.ghost.audit import Disproved
-from fastlr.ghost.auditor import Auditor
+from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError, first_line
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost import program
+from fastlr.ghost.auditor import Auditor, Spot
+from fastlr.ghost.backward import Rerouted, sq_norms
 from fastlr.ghost.cotangents import Cotangent, passes
-from fastlr.ghost.execute import Rerouted, sq_norms
 from fastlr.ghost.fallback import Singles
-from fastlr.ghost.folded import FoldRefuted
-from fastlr.ghost.fuse import uncompiled, unfolded
-from fastlr.ghost.graph import Graph, exact_grads, walk
-from fastlr.ghost.ledger import Ledger, ParameterProof
-from fastlr.ghost.plan import KEPT, Plan, ShapePlan, State
-from fastlr.ghost.proof import generic_cotangent
+from fastlr.ghost.fusion.conv_bn import FoldRefuted
+from fastlr.ghost.fusion.mode import uncompiled, unfolded
+from fastlr.ghost.graph import exact_grads, walk
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.planner import KEPT, Chunk, Plan, ShapePlan, State
+from fastlr.ghost.refusals import refusals
+from fastlr.ghost.runtime import quiet_rng
 from fastlr.ghost.state import BufferKeeper
+from fastlr.ghost.verification.audit import Disproved
+from fastlr.ghost.verification.prover import generic_cotangent
+from fastlr.ghost.verification.record import Ledger, ParameterProof
+from fastlr.ops.deferred_checks import out_of_memory, refuse_where
 
 
-@dataclass
+@dataclass(eq=False)
 class ChunkNorms:
     """Per-sample squared gradient norms of one call.
 
-    ``total`` [B] and each of ``per_parameter`` [B] are float64; ``routes`` says how each parameter was done ("rule": by
-    the walk; "node": by the node's own formula, sample by sample; "loop": one pass a sample; "zero": not used).
+    Attributes:
+        names: of the parameters.
+        table: squared norms [parameters, B], float64.
+        routes: how each parameter was done ("rule": by the walk; "node": by the node's own formula, sample by sample;
+            "loop": one pass a sample; "zero": not used).
     """
 
-    total: Tensor
-    per_parameter: dict[str, Tensor]
+    names: list[str]
+    table: Tensor
     routes: dict[str, str]
-    output: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        """Squared norms [B] by all parameters together."""
+        return self.table.sum(0)
+
+    @property
+    def per_parameter(self) -> dict[str, Tensor]:
+        """Name of each parameter -> its squared norms [B]."""
+        return dict(zip(self.names, self.table, strict=True))
 
 
 class Engine(Auditor):
     """Per-sample squared gradient norms of a model, planned and proven once.
 
     Args:
-        model: any nn.Module; DDP and torch.compile wrappers are looked through. Taken as it is (train or eval).
-        output: picks the output tensor (see `fastlr.ghost.adapt.select_output`).
-        in_dim: sample axis of the batched input tensors.
-        out_dim: sample axis of the output.
+        model: any nn.Module, taken as it is (train or eval), or a view of one that says where its samples are.
+
+    Attributes:
+        peaks: by kind of input and precision, the memory that one takes at a chunk's peak, and how many fitted; as measured.
 
     Raises:
         ModelError: no trainable parameters, or ones that cannot be measured.
     """
 
-    def __init__(
-        self, model: nn.Module, *, output: adapt.OutputSelector = None, in_dim: int = 0, out_dim: int = 0
-    ) -> None:
-        super().__init__(adapt.unwrap(model), output, in_dim, out_dim)
+    def __init__(self, model: nn.Module | ModelView) -> None:
+        super().__init__(model if isinstance(model, ModelView) else ModelView.of(model))
         self._warned: set[str] = set()
         self._single: set[tuple] = set()  # shapes of inputs that are one sample
         self._buffers = BufferKeeper()
+        self.peaks: dict[tuple, tuple[int, int]] = {}
         self._plan: Plan | None = None
         self._singles = Singles()
 
@@ -79,16 +94,15 @@ class Engine(Auditor):
         Raises:
             InputError, ModelError and its kinds: see fastlr.errors.
         """
-        self.parameters = adapt.trainable(self.model)
-        x = adapt.as_inputs(x)
-        adapt.check_inputs(self.model, x)
-        device = next(iter(self.parameters.values())).device
+        self.view = self.view.renewed()
+        device = self.view.device
+        x = self.view.inputs(x)
         literal = self.folding.literal
         modules = list(self.model.modules())
         kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
-        with torch.inference_mode(False), adapt.quiet_rng(device), kept:
+        with torch.inference_mode(False), quiet_rng(device), kept:
             try:
-                with self.without_caches(x):
+                with refusals(self.view, x), self.without_caches(x):
                     return self._attempt(x, cotangent)
             except Exception:
                 self.folding.literal = literal  # it was not the folding's fault
@@ -104,8 +118,10 @@ class Engine(Auditor):
             except CheckpointError as error:
                 if all(name in self.ledger.loop for name in self.parameters):
                     raise
-                reason = f"activation checkpointing: {str(error).splitlines()[0]}"
-                self.ledger.parameters |= {name: ParameterProof("loop", alive=True, reason=reason) for name in self.parameters}
+                reason = f"activation checkpointing: {first_line(error)}"
+                self.ledger.parameters |= {
+                    name: ParameterProof("loop", alive=True, reason=reason) for name in self.parameters
+                }
                 continue
             except Disproved as failure:
                 self._distrust(failure)
@@ -118,8 +134,8 @@ class Engine(Auditor):
             except Exception as error:
                 if not (self.folding.active or self.folding.seen) or out_of_memory(error):
                     raise
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            if self.folding.replaced:
+                reason = f"{type(error).__name__}: {first_line(error)[:200]}"
+            if self.folding.replaced and not self.folding.literal:  # they are an earlier call's, where literal
                 self.folding.give_up([], reason)
                 continue
             with unfolded():  # it is the folding's fault if it does not happen without
@@ -159,26 +175,50 @@ class Engine(Auditor):
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
+        chunk, output = self._chunk(x)
+        self._plan = None
+        several = passes(cotangent, output, self.view.out_dim)
+        v, scale, more = next(several)
+        key, state = self._state(chunk)
+        plan, fresh = self._shape_plan(chunk, state, key)
+        spot = None
+        if chunk.count > 1 and self.audits.due(fresh=fresh or self._hooked):
+            with self.audits.timed():
+                spot = self._exact_of_one(chunk, v, fresh=fresh)
+        table = torch.zeros((), dtype=torch.float64, device=output.device)
+        while True:
+            norms = self._pass(chunk, state, plan, v, spot, retain=more, fresh=fresh)
+            table = table + self._table(norms, output.device, chunk.count) * scale
+            if not more:
+                break
+            v, scale, more = next(several)
+            spot = None
+        self._plan = (state, plan, chunk.count)
+        result = self._result(table)
+        self.audits.measured(time.perf_counter() - begun)
+        return result
+
+    def _chunk(self, x: Any) -> tuple[Chunk, Tensor]:
+        """Run the model forward and walk the graph; return the chunk, and its output without the graph."""
         self._compared, self._last = False, self._flags()
         program_now = program.fingerprint(self.model, self._free_buffers(x))
         sizes = self._slice_key(x, 1)
         with unfolded() if sizes in self._single else nullcontext():
             z = self._forward(x)
-        count = adapt.sample_count(z, self.out_dim)
+        count = self.view.sample_count(z)
         if count == 1 and self.folding.active:  # its norms are not compared with anything: they are the model's own
             if len(self._single) > KEPT:
                 self._single.clear()
             self._single.add(sizes)
             with unfolded():
                 z = self._forward(x)
-        self._seen = program_now, program.inputs_token(x, adapt.along(x, count, self.in_dim))
+        self._seen = program_now, program.inputs_token(x, adapt.along(x, count, self.view.in_dim))
         output = _finite(z)
         if not z.requires_grad:
             raise ModelError(
-                "the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)"
+                "the output depends on no trainable parameter that autograd can see (no_grad, inference_mode, detach or .data?)"
             )
         graph = walk(z, self.parameters)
-        self._plan = None
         if graph.others and "others" not in self._warned:
             self._warned.add("others")
             shapes = ", ".join(str(tuple(graph.nodes[i].variable.shape)) for i in graph.others[:4])
@@ -186,30 +226,9 @@ class Engine(Auditor):
                 f"{len(graph.others)} tensors of shapes {shapes} require grad and move the output, but are not parameters of "
                 "the model: they are not counted. Register them as parameters if they should be",
                 FastlrWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
-        several = passes(cotangent, output, self.out_dim)
-        v, scale, more = next(several)
-        key, state = self._state(graph, x, z, count)
-        plan, fresh = self._shape_plan(graph, state, key, x, z, count)
-        spot = None
-        if count > 1 and self.audits.due(fresh=fresh or self._hooked):
-            with self.audits.timed():
-                spot = self._exact_of_one(x, z, v, count, fresh=fresh)
-        sums: dict[str, Tensor] = {}
-        while True:
-            norms = self._pass(graph, state, plan, x, z, v, count, spot, retain=more, fresh=fresh)
-            for name, value in norms.items():
-                value = value * scale
-                sums[name] = sums[name] + value if name in sums else value
-            if not more:
-                break
-            v, scale, more = next(several)
-            spot = None
-        self._plan = (state, plan, count)
-        result = self._result(sums, output, count)
-        self.audits.measured(time.perf_counter() - begun)
-        return result
+        return Chunk(x, z, count, graph), output
 
     def _free_buffers(self, x: Any) -> frozenset[int]:
         """Buffers that the forward pass uses as running statistics only, so that their values change nothing of a plan."""
@@ -219,29 +238,26 @@ class Engine(Auditor):
                 self._observed.clear()
             given = adapt.copied(x)
             with uncompiled():
-                self._observed[self._last] = program.observed(
-                    self.model, lambda: adapt.forward(self.model, given, self.output)
-                )
+                self._observed[self._last] = program.observed(self.model, lambda: self.view.forward(given))
         return self._observed[self._last][0]
 
-    def _shape_plan(
-        self, graph: Graph, state: State, key: tuple, x: Any, z: Tensor, count: int
-    ) -> tuple[ShapePlan, bool]:
-        """Where the samples are in this batch, and whether nothing was known of its shape."""
+    def _shape_plan(self, chunk: Chunk, state: State, key: tuple) -> tuple[ShapePlan, bool]:
+        """Return the plan for this batch's shapes, and whether nothing was known of them."""
         plan = state.plans.get(key)
-        if count == 1:  # there is nothing to find
+        if chunk.count == 1:  # there is nothing to find
             return plan or ShapePlan({}), plan is None
         fresh = plan is None
         if plan is None or plan.by_data or self.audits.failed:
-            self._batch(x, z, count, compare=not self._compared)  # do samples interact that did not before?
-            plan = self._layouts(graph, state, z, fresh=fresh)
+            self._batch(chunk, compare=not self._compared)  # do samples interact that did not before?
+            self._try_program(chunk)
+            plan = self._layouts(chunk, state, fresh=fresh)
         if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up
             state.plans.clear()
         state.plans[key] = plan
         return plan, fresh
 
     def plan(self, size: int) -> Plan | None:
-        """How the last call went, if it had ``size`` samples and went by rules alone, so that `run_planned` can repeat it."""
+        """Return the last call's plan, for `run_planned`, if it had ``size`` samples and went by rules alone."""
         if self._plan is None:
             return None
         state, plan, count = self._plan
@@ -254,7 +270,7 @@ class Engine(Auditor):
         """The passes of an earlier call, for inputs of the same shapes, without a check that waits for the device.
 
         Returns:
-            (squared norms [parameters, B] in the order of ``names``, float64; the output).
+            (squared norms [parameters, B] in the order of ``parameters``, float64; the output).
 
         Raises:
             Rerouted: the graph is not the planned one.
@@ -267,33 +283,30 @@ class Engine(Auditor):
             if graph.signature() != state.signature:
                 raise Rerouted
             graph.side, graph.keys = state.side, state.keys
-            ((v, scale, _),) = passes(cotangent, output, self.out_dim)
+            ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
             routes = {key: proof.route for key, proof in self.ledger.uses.items()}
             norms = sq_norms(graph, state.structure, z, v, shapes.layouts, count, routes)
-            zero = torch.zeros(count, dtype=torch.float64, device=z.device)
-            table = torch.stack([norms.get(name, zero) for name in self.parameters]) * scale
-        refuse_where(~table.isfinite(), lambda: NonFiniteError("the gradient of a parameter is not finite"))
+            table = self._table(norms, z.device, count) * scale
+        refuse_where(~(table < math.inf), lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, output
 
     def _pass(
         self,
-        graph: Graph,
+        chunk: Chunk,
         state: State,
         plan: ShapePlan,
-        x: Any,
-        z: Tensor,
         v: Tensor,
-        count: int,
-        spot: tuple[int, dict[str, Tensor]] | None,
+        spot: Spot | None,
         *,
         retain: bool,
         fresh: bool,
     ) -> dict[str, Tensor]:
+        graph, count = chunk.graph, chunk.count
         if count == 1:
-            if self._singles.alone(self._single_key(self._batch(x, z, count), self.parameters)):
-                exact = exact_grads(z, self.parameters, v, retain=retain)
+            if self._singles.alone(self._single_key(self._batch(chunk), self.parameters)):
+                exact = exact_grads(chunk.z, self.parameters, v, retain=retain)
                 return {name: value[None] for name, value in zip(self.parameters, exact, strict=True)}
-            return self._by_loop(x, z, v, count, dict(self.parameters))
+            return self._by_loop(chunk, v, dict(self.parameters))
         ledger = self.ledger
         routes = {use_key: proof.route for use_key, proof in ledger.uses.items()}
         before = dict(routes)
@@ -302,7 +315,7 @@ class Engine(Auditor):
         if not all(name in loop for name in graph.parameters.values()):
             try:
                 norms = sq_norms(
-                    graph, state.structure, z, v, plan.layouts, count, routes, retain=retain, skip=frozenset(loop)
+                    graph, state.structure, chunk.z, v, plan.layouts, count, routes, retain=retain, skip=frozenset(loop)
                 )
             finally:
                 for use_key, route in routes.items():
@@ -311,15 +324,15 @@ class Engine(Auditor):
         present = set(graph.parameters.values())
         slow: dict[str, Tensor] = {name: p for name, p in self.parameters.items() if name in loop and name in present}
         if spot is not None:
-            slow |= self._disproved(norms, spot, x, z, v, count, fresh=fresh)
+            slow |= self._disproved(norms, spot, chunk, v, fresh=fresh)
         if slow:
             self._warn_loop(slow)
-            norms |= self._by_loop(x, z, v, count, slow)
+            norms |= self._by_loop(chunk, v, slow)
         proofs = ledger.parameters
         unproven = [n for n in norms if n in proofs and not proofs[n].alive and proofs[n].route != "loop"]
         unsure: dict[str, Tensor] = {n: self.parameters[n] for n in unproven if bool(norms[n].any())}
         if unsure:  # zero in the proof, so nothing was proven of them
-            looped = self._by_loop(x, z, v, count, unsure)
+            looped = self._by_loop(chunk, v, unsure)
             total = torch.stack([*(norms | looped).values()]).sum(0)
             for name in unsure:
                 if self._agrees(norms[name], looped[name], total):
@@ -329,35 +342,38 @@ class Engine(Auditor):
                     norms[name] = looped[name]
         return norms
 
-    def _by_loop(self, x: Any, z: Tensor, v: Tensor, count: int, chosen: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _by_loop(self, chunk: Chunk, v: Tensor, chosen: dict[str, Tensor]) -> dict[str, Tensor]:
         """Squared norms [B] of some parameters' gradients, one forward and backward pass a sample."""
-        batch = self._batch(x, z, count)
+        batch, close, out_dim = self._batch(chunk), self._close(v), self.view.out_dim
         key = self._single_key(batch, chosen)
+        forward = self._forward_of(batch)
         rows = [
-            self._singles.sq_norms(
-                self._forward_of(batch), j, v.narrow(self.out_dim, j, 1), self.out_dim, chosen, key, self._close(v)
-            )
-            for j in range(count)
+            torch.stack(self._singles.sq_norms(forward, j, self.view.row(v, j), out_dim, chosen, key, close))
+            for j in range(chunk.count)
         ]
         self.ledger.notes += [note for note in self._singles.notes if note not in self.ledger.notes]
-        return dict(zip(chosen, torch.stack([torch.stack(row) for row in rows], 1), strict=True))
+        return dict(zip(chosen, torch.stack(rows, 1), strict=True))
 
     def _single_key(self, batch: adapt.Batch, chosen: Iterable[str]) -> tuple:
-        """What decides whether a sample alone has the gradients that it has beside a copy: shapes, strides, the program."""
+        """Return what decides if a sample alone has its gradients, or only beside a copy: shapes, strides, the program."""
         leaves = adapt.tree_flatten(batch.pick([0]))[0]
         strides = tuple((t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided)
         return strides, self._last, self._seen, tuple(chosen)
 
-    def _result(self, sums: dict[str, Tensor], output: Tensor, count: int) -> ChunkNorms:
-        zero = torch.zeros(count, dtype=torch.float64, device=output.device)
-        norms = {name: sums.get(name, zero) for name in self.parameters}
-        total = torch.stack(list(norms.values())).sum(0)
-        if not torch.isfinite(total).all():
-            bad = next(name for name, value in norms.items() if not torch.isfinite(value).all())
-            sample = int((~torch.isfinite(norms[bad])).nonzero()[0])
-            raise NonFiniteError(f"the gradient of parameter {bad} is not finite for sample {sample} of the batch")
+    def _table(self, norms: dict[str, Tensor], device: torch.device, count: int) -> Tensor:
+        """Squared norms [parameters, B], in the order of ``parameters``; zero where there are none."""
+        zero = torch.zeros(count, dtype=torch.float64, device=device)
+        return torch.stack([norms.get(name, zero) for name in self.parameters])
+
+    def _result(self, table: Tensor) -> ChunkNorms:
+        names = list(self.parameters)
+        if not torch.isfinite(table).all():
+            bad, sample = (~torch.isfinite(table)).nonzero()[0].tolist()
+            raise NonFiniteError(
+                f"the gradient of parameter {names[bad]} is not finite for sample {sample} of the batch"
+            )
         proofs = self.ledger.parameters
-        return ChunkNorms(total, norms, {n: proofs[n].route if n in proofs else "zero" for n in norms}, output)
+        return ChunkNorms(names, table, {n: proofs[n].route if n in proofs else "zero" for n in names})
 
     def _warn_loop(self, slow: dict[str, Tensor]) -> None:
         fresh = [name for name in slow if name not in self._warned]
@@ -370,6 +386,7 @@ class Engine(Auditor):
                 FastlrWarning,
                 stacklevel=4,
             )
+
 
 def _finite(z: Tensor) -> Tensor:
     """The output without its graph, refused if it is not finite; minus infinity is a logit that classes may have."""

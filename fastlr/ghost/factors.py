@@ -1,44 +1,68 @@
 """The gradient of each sample with respect to one tensor, in the form that makes its norm cheapest.
 
-Every factor answers `sq_norms()` ([B], float64), `dense(lo, hi)` ([hi-lo, *shape]) and `transpose()` where it can.
-`combine` adds the factors of several uses of one parameter: the gradient is the *sum* over uses, so norms do not add.
+In: what a rule found, such as the input and output gradient of a linear layer. Out: squared norms [B] in float64, or the
+gradients themselves for a range of samples. The gradient of a parameter is the *sum* over its uses, so norms do not add:
+`combined_sq_norms` joins factors of one form along their rows, takes the inner product of a tied embedding's two forms by
+itself, ||E + L||^2 = ||E||^2 + ||L||^2 + 2 <E, L>, and adds dense gradients otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.torch_ops import raised
+from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.linear import chunks, raised
 
 CHUNK_ELEMENTS = 1 << 24  # of dense per-sample gradients held at once
 
 
+class Factor:
+    """Gradients [B, *shape] of one tensor in some form."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        raise NotImplementedError
+
+    def sq_norms(self) -> Tensor:
+        """Squared norm of each sample's gradient: [B], float64."""
+        raise NotImplementedError
+
+    def dense(self, lo: int, hi: int) -> Tensor:
+        """Gradients of samples lo to hi: [hi - lo, *shape]."""
+        raise NotImplementedError
+
+    def transpose(self) -> Factor | None:
+        """Gradients of the transposed matrix; None where there is no cheap form."""
+        return None
+
+
 @dataclass
-class Dense:
+class Dense(Factor):
     """The gradients themselves: [B, *shape]."""
 
     grads: Tensor
 
-    def sq_norms(self) -> Tensor:
-        """Squared norm of each sample."""
-        return self.grads.reshape(len(self.grads), -1).double().square().sum(1)
+    def __len__(self) -> int:
+        return len(self.grads)
 
-    def dense(self, lo: int, hi: int) -> Tensor:
-        """Gradients of samples lo..hi."""
-        return self.grads[lo:hi]
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        return ops.run("dense_sq_norms", self.grads)
 
-    def transpose(self) -> Dense | None:
-        """Gradients of the transposed matrix."""
+    def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
+        return raised(self.grads[lo:hi])  # to be added to others
+
+    def transpose(self) -> Dense | None:  # noqa: D102
         return Dense(self.grads.mT) if self.grads.ndim == 3 else None
 
 
 @dataclass
-class Outer:
+class Outer(Factor):
     """sum_t g_t a_t^T for each of N groups: a [B, N, T, I], g [B, N, T, O].
 
     The tensor has shape ``shape``, that of (N, O, I), or of (N, I, O) if ``inputs_first``.
@@ -49,48 +73,45 @@ class Outer:
     shape: tuple[int, ...]
     inputs_first: bool = False
 
-    def sq_norms(self) -> Tensor:
-        """Squared norm of each sample."""
+    def __len__(self) -> int:
+        return len(self.g)
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
         return ops.run("linear_sq_norms", self.a, self.g)
 
-    def dense(self, lo: int, hi: int) -> Tensor:
-        """Gradients of samples lo..hi."""
+    def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         a, g = self.a[lo:hi], self.g[lo:hi]
         grads = a.mT @ g if self.inputs_first else g.mT @ a
         return grads.reshape(hi - lo, *self.shape)
 
-    def transpose(self) -> Outer | None:
-        """Gradients of the transposed matrix."""
+    def transpose(self) -> Outer | None:  # noqa: D102
         if len(self.shape) != 2:
             return None
         return replace(self, shape=self.shape[::-1], inputs_first=not self.inputs_first)
 
 
 @dataclass
-class Rows:
+class Rows(Factor):
     """Gradients of rows of a table: ids [B, T], g [B, T, D]; the table has ``shape`` (number of rows, ...)."""
 
     ids: Tensor
     g: Tensor
     shape: tuple[int, ...]
 
-    def sq_norms(self) -> Tensor:
-        """Squared norm of each sample."""
+    def __len__(self) -> int:
+        return len(self.g)
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
         return ops.run("embedding_sq_norms", self.ids, self.g)
 
-    def dense(self, lo: int, hi: int) -> Tensor:
-        """Gradients of samples lo..hi."""
+    def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         table = self.g.new_zeros(hi - lo, self.shape[0], self.g.shape[-1])
         index = self.ids[lo:hi, :, None].expand(-1, -1, self.g.shape[-1])
         return table.scatter_add_(1, index, self.g[lo:hi]).reshape(hi - lo, *self.shape)
 
-    def transpose(self) -> None:
-        """No cheap form."""
-        return None
-
 
 @dataclass
-class Bilinear:
+class Bilinear(Factor):
     """sum_t g_t (x_t y_t^T) for x [B, T, I], y [B, T, J], g [B, T, O]: a tensor of shape (O, I, J)."""
 
     x: Tensor
@@ -98,71 +119,79 @@ class Bilinear:
     g: Tensor
     shape: tuple[int, ...]
 
+    def __len__(self) -> int:
+        return len(self.g)
+
     def _outer(self, lo: int, hi: int) -> Outer:
         products = raised(self.x[lo:hi, :, :, None]) * raised(self.y[lo:hi, :, None])
         return Outer(products.flatten(2)[:, None], self.g[lo:hi, None], self.shape)
 
-    def sq_norms(self) -> Tensor:
-        """Squared norm of each sample."""
+    def sq_norms(self) -> Tensor:  # noqa: D102
         elements = self.x.shape[1] * self.x.shape[2] * self.y.shape[2]
-        return torch.cat([self._outer(lo, hi).sq_norms() for lo, hi in chunks(len(self.g), elements)])
+        return torch.cat([self._outer(lo, hi).sq_norms() for lo, hi in chunks(len(self), elements, CHUNK_ELEMENTS)])
 
-    def dense(self, lo: int, hi: int) -> Tensor:
-        """Gradients of samples lo..hi."""
+    def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         return self._outer(lo, hi).dense(0, hi - lo)
-
-    def transpose(self) -> None:
-        """No matrix."""
-        return None
 
 
 @dataclass
-class Conv:
-    """Weight gradients of a convolution: x [B, K, C, *], g [B, K, O, *], options as in reference.norms.conv_grads."""
+class Conv(Factor):
+    """Weight gradients of a convolution: x [B, K, C, *], g [B, K, O, *], geometry as in reference.norms.conv_grads."""
 
     x: Tensor
     g: Tensor
     weight: Tensor
-    options: tuple[Any, ...]
+    geometry: ConvGeometry
 
-    def sq_norms(self) -> Tensor:
-        """Squared norm of each sample."""
-        return ops.run("conv_sq_norms", self.x, self.g, self.weight, *self.options)
+    def __len__(self) -> int:
+        return len(self.g)
 
-    def dense(self, lo: int, hi: int) -> Tensor:
-        """Gradients of samples lo..hi."""
-        return ops.run("conv_grads", self.x[lo:hi], self.g[lo:hi], self.weight, *self.options)
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        return ops.run("conv_sq_norms", self.x, self.g, self.weight, self.geometry)
 
-    def transpose(self) -> None:
-        """No cheap form."""
-        return None
+    def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
+        return ops.run("conv_grads", self.x[lo:hi], self.g[lo:hi], self.weight, self.geometry)
 
 
 @dataclass
-class Norms:
-    """Squared norms [B] of gradients that were not kept, of a tensor that is used once."""
+class Norms(Factor):
+    """Squared norms [B] of gradients that were found with others': ``whole`` gives their factor, if it can be had at all."""
 
     values: Tensor
+    whole: Callable[[], Factor] | None = None
 
-    def sq_norms(self) -> Tensor:
-        """Squared norm of each sample."""
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
         return self.values
 
     def dense(self, lo: int, hi: int) -> Tensor:
         """Raise TypeError: the gradients are gone."""
         raise TypeError("only the norms of these gradients are known, so they cannot be added to others")
 
-    def transpose(self) -> None:
-        """No gradients to transpose."""
-        return None
 
+@dataclass
+class Sum(Factor):
+    """Sum of the gradients of several uses of one tensor of this shape."""
 
-Factor = Dense | Outer | Rows | Bilinear | Conv | Norms
+    factors: list[Factor]
+    shape: torch.Size
+
+    def __len__(self) -> int:
+        return len(self.factors[0])
+
+    def sq_norms(self) -> Tensor:  # noqa: D102
+        ranges = chunks(len(self), self.shape.numel(), CHUNK_ELEMENTS)
+        return torch.cat([Dense(self.dense(lo, hi)).sq_norms() for lo, hi in ranges])
+
+    def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
+        return reduce(torch.add, (f.dense(lo, hi).reshape(hi - lo, *self.shape) for f in self.factors))
 
 
 def _tied(rows: Rows, outer: Outer) -> Tensor:
     """Inner product of an embedding's and a linear layer's gradients of one table (tied weights): [B], float64."""
-    a, g = outer.a[:, 0], outer.g[:, 0]  # a [B, S, D], g [B, S, V]
+    a, g = outer.a[:, 0], outer.g[:, 0]  # [B, S, D], [B, S, V]
     if outer.inputs_first:
         a, g = g, a
     similar = raised(rows.g) @ raised(a).mT  # [B, T, S]
@@ -198,31 +227,6 @@ def combined_sq_norms(factors: list[Factor], shape: torch.Size) -> Tensor:
     if len(merged) == 2:
         outer = next((f for f in merged if isinstance(f, Outer)), None)
         rows = next((f for f in merged if isinstance(f, Rows)), None)
-        if outer and rows and len(outer.shape) == 2 and outer.shape == rows.shape:
+        if outer is not None and rows is not None and len(outer.shape) == 2 and outer.shape == rows.shape:
             return outer.sq_norms() + rows.sq_norms() + 2 * _tied(rows, outer)
-    parts = []
-    for lo, hi in chunks(batch_size(merged[0]), shape.numel()):
-        total = added([f.dense(lo, hi).reshape(hi - lo, *shape) for f in merged])
-        parts.append(total.reshape(hi - lo, -1).double().square().sum(1))
-    return torch.cat(parts)
-
-
-def chunks(count: int, elements: int) -> list[tuple[int, int]]:
-    """Ranges of samples such that dense gradients of ``elements`` each stay within CHUNK_ELEMENTS."""
-    step = max(1, min(count, CHUNK_ELEMENTS // max(1, elements)))
-    return [(lo, min(count, lo + step)) for lo in range(0, count, step)]
-
-
-def added(grads: list[Tensor]) -> Tensor:
-    """Sum of dense gradients, in order."""
-    total = grads[0]
-    for g in grads[1:]:
-        total = total + g
-    return total
-
-
-def batch_size(factor: Factor) -> int:
-    """Return the number of samples of a factor."""
-    if isinstance(factor, Norms):
-        return len(factor.values)
-    return len(factor.grads if isinstance(factor, Dense) else factor.g)
+    return Sum(merged, shape).sq_norms()

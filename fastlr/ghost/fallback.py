@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import ModelError
-from fastlr.ghost.adapt import FAILURES
-from fastlr.ghost.agreement import norms_agree
 from fastlr.ghost.factors import Dense
 from fastlr.ghost.graph import call_node, dense, exact_grads
-from fastlr.ghost.layout import Ragged
+from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.rules import Site, Unsupported
+from fastlr.ghost.sample_axis import Ragged
+from fastlr.ghost.verification.agreement import norms_agree
 
 Forward = Callable[[Sequence[int]], Tensor]  # numbers of samples -> their outputs
 
@@ -42,7 +42,7 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
         shape = [1] * gradient.ndim
         shape[layout.dim] = len(ids)
         masks.append(ids.view(shape))
-    found: dict[int, list[Tensor]] = {slot: [] for slot in slots}
+    gradients: dict[int, list[Tensor]] = {slot: [] for slot in slots}
     for j in range(site.count):
         only = tuple(
             None if g is None or m is None else torch.where(m == j, g, torch.zeros((), dtype=g.dtype, device=g.device))
@@ -54,8 +54,8 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
             grad = results[slot]
             if grad is None:
                 grad = torch.zeros(site.shapes[slot], device=next(g for g in only if g is not None).device)
-            found[slot].append(dense(grad).sum_to_size(site.shapes[slot]))  # the engine sums over broadcast axes
-    return {slot: Dense(torch.stack(grads)) for slot, grads in found.items()}
+            gradients[slot].append(dense(grad).sum_to_size(site.shapes[slot]))  # the engine sums over broadcast axes
+    return {slot: Dense(torch.stack(grads)) for slot, grads in gradients.items()}
 
 
 def beside_copy(
@@ -117,7 +117,7 @@ class Singles:
         self.notes: list[str] = []
 
     def alone(self, key: tuple) -> bool:
-        """Whether a sample's own gradients were found right for these shapes."""
+        """Return True if for these shapes a sample has its gradients where it is run alone."""
         return self._copies.get(key) == 1
 
     def sq_norms(

@@ -1,20 +1,22 @@
-"""Walk the autograd graph of an output once: every node, every use of every parameter.
+"""The autograd graph of an output, walked once: every node, every use of every parameter.
 
-Three kinds of nodes are told apart. *Parameter-side* nodes compute something of parameters alone (a transposed weight,
-W + B A, a normalised weight). *Sample-side* nodes have a sample axis. The others have no parameter below them. A *use*
-is a sample-side node with a parameter-side input: there the per-sample gradient can be had.
+In: an output ``z`` of a forward pass and the parameters by name (`walk`). Out: a `Graph`, nodes in post-order, which after
+`Graph.classify` tells three sides apart. *Parameter-side* nodes compute something of parameters alone (a transposed weight,
+W + B A, a normalised weight). *Sample-side* nodes have a sample axis. The others have no parameter below them. A `Use` is a
+parameter-side input of a sample-side node: there the gradient of each sample can be had, and nowhere below.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fastlr.ops.torch_private import output_metadata, own_function
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 # Each element of the output is one element of the input, none twice: the squared norm goes through unchanged.
@@ -22,19 +24,21 @@ VIEWS = (
     frozenset(
         f"{name}Backward0"
         for name in (
-            "T Transpose Permute View UnsafeView ReshapeAlias ReshapeCopy Alias Split SplitWithSizes Chunk Slice Select Unbind "
+            "T Transpose Permute View UnsafeView ReshapeCopy Alias Split SplitWithSizes Chunk Slice Select Unbind "
             "Unsqueeze Squeeze Narrow Flip Clone ToCopy Roll Detach"
         ).split()
     )
     | {f"SqueezeBackward{i}" for i in range(1, 4)}
     | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
 )
-# One operation, whose node is another by library and dtype: in a proof in float64 it must have the key of the real run.
+# One operation, whose node is another by library, dtype or mode: in a proof in float64 it must have the key of the real run.
 ALIASES = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
+ALIASES["ReshapeAliasBackward0"] = "ViewBackward0"  # what reshape is within a dispatch mode
 CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
 _SHOWN = ("start", "end", "step", "index", "dim", "dims", "shifts", "split_size", "split_sizes", "dim0", "dim1")
 
 NEITHER, PARAMETER, SAMPLE = range(3)
+Place = tuple[int, int]  # a node, and the number of one of its outputs
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class Use:
     key: tuple  # what a proof of one use transfers by: node kind, slot, the parameter side below
 
     @property
-    def source(self) -> tuple[int, int]:
-        """Where the parameter side ends: node and output number."""
+    def source(self) -> Place:
+        """The output at which the parameter side ends."""
         return self.child, self.child_output
 
 
@@ -59,7 +63,7 @@ class Graph:
 
     nodes: list
     names: list[str]
-    children: list[tuple[tuple[int, int], ...]]
+    children: list[tuple[Place, ...]]  # by slot; node -1 for an input that needs no gradient
     parameters: dict[int, str]  # AccumulateGrad node -> parameter name
     others: list[int]  # AccumulateGrad nodes of leaves that are not trainable parameters of the model
     side: list[int] = field(default_factory=list)
@@ -69,24 +73,24 @@ class Graph:
 
     def shape(self, node: int, output: int = 0) -> torch.Size:
         """Shape of an output of a node in the forward pass."""
-        return torch.Size(self.nodes[node]._input_metadata[output].shape)
+        return torch.Size(output_metadata(self.nodes[node])[output].shape)
 
     def dtype(self, node: int, output: int = 0) -> torch.dtype:
         """Dtype of an output of a node in the forward pass."""
-        return self.nodes[node]._input_metadata[output].dtype
+        return output_metadata(self.nodes[node])[output].dtype
 
     def outputs(self, node: int) -> int:
         """Return the number of outputs of a node."""
-        return len(self.nodes[node]._input_metadata)
+        return len(output_metadata(self.nodes[node]))
 
     def sizes(self, node: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of all outputs of a node."""
-        return tuple(tuple(m.shape) for m in self.nodes[node]._input_metadata)
+        return tuple(tuple(m.shape) for m in output_metadata(self.nodes[node]))
 
     def lowest_dtype(self) -> torch.dtype:
         """Least precise floating-point dtype in the graph."""
-        found = {m.dtype for n in self.nodes for m in n._input_metadata if m.dtype.is_floating_point}
-        return max(found, key=lambda d: torch.finfo(d).eps, default=torch.float64)
+        dtypes = {m.dtype for n in self.nodes for m in output_metadata(n) if m.dtype.is_floating_point}
+        return max(dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float64)
 
     def signature(self) -> tuple:
         """Structure of the graph: kinds, edges, parameters, train flags of batch norms, and what views of parameters show.
@@ -113,7 +117,7 @@ class Graph:
                 views.append((i, root[i]))
         for i, parameter in views:
             if parameter in several:
-                details += [getattr(self.nodes[i], f"_saved_{what}", None) for what in _SHOWN]
+                details += [getattr(self.nodes[i], f"_saved_{name}", None) for name in _SHOWN]
         return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), tuple(details)
 
     def classify(self, decide: Callable[[int, tuple], bool | None]) -> None:
@@ -123,35 +127,35 @@ class Graph:
         parameter-side too, False if it has a sample axis, None if unknown (listed in ``undecided``, taken for the latter).
         """
         self.side, self.keys, self.undecided = [], [], []
-        for i, name in enumerate(self.names):
-            if i in self.parameters:
-                self._append(PARAMETER, ("parameter", self.parameters[i]))
-                continue
-            below = [(c, o) for c, o in self.children[i] if c >= 0 and self.side[c] != NEITHER]
-            if not below:
-                self._append(NEITHER, None)
-            elif any(self.side[c] == SAMPLE for c, _ in below):
-                self._append(SAMPLE, self._key(i))
-            elif name in VIEWS:
-                self._append(PARAMETER, self.keys[below[0][0]] if name in CASTS else self._key(i))
-            else:
-                key = self._key(i)
-                answer = decide(i, key)
-                if answer is None:
-                    self.undecided.append(i)
-                self._append(PARAMETER if answer else SAMPLE, key)
+        for i in range(len(self.names)):
+            side, key = self._side(i, decide)
+            self.side.append(side)
+            self.keys.append(key)
 
-    def _append(self, side: int, key: tuple | None) -> None:
-        self.side.append(side)
-        self.keys.append(key)
+    def _side(self, i: int, decide: Callable[[int, tuple], bool | None]) -> tuple[int, tuple | None]:
+        """Side and key of a node whose inputs are classified."""
+        if i in self.parameters:
+            return PARAMETER, ("parameter", self.parameters[i])
+        below = [child for child, _ in self.children[i] if child >= 0 and self.side[child] != NEITHER]
+        if not below:
+            return NEITHER, None
+        key = self._key(i)
+        if any(self.side[child] == SAMPLE for child in below):
+            return SAMPLE, key
+        if self.names[i] in VIEWS:
+            return PARAMETER, self.keys[below[0]] if self.names[i] in CASTS else key
+        answer = decide(i, key)
+        if answer is None:
+            self.undecided.append(i)
+        return PARAMETER if answer else SAMPLE, key
 
     def _key(self, i: int) -> tuple:
-        def below(c: int, o: int) -> tuple | str | None:
-            if c < 0 or self.side[c] == NEITHER:
+        def below(child: int, output: int) -> tuple | str | None:
+            if child < 0 or self.side[child] == NEITHER:
                 return None
-            return "sample" if self.side[c] == SAMPLE else (self.keys[c], o)
+            return "sample" if self.side[child] == SAMPLE else (self.keys[child], output)
 
-        return (self.names[i], tuple(below(c, o) for c, o in self.children[i]))
+        return (self.names[i], tuple(below(*place) for place in self.children[i]))
 
     def uses(self) -> list[Use]:
         """Every parameter-side input of a sample-side node."""
@@ -164,32 +168,26 @@ class Graph:
         ]
 
     def is_root(self, node: int) -> bool:
-        """Whether nothing that has parameters lies on the sample side below: the engine captures its gradient."""
+        """Return True if no parameter lies on the sample side below: the engine then captures the node's gradient."""
         return not any(c >= 0 and self.side[c] == SAMPLE for c, _ in self.children[node])
 
     def parameters_below(self, node: int) -> tuple[int, ...]:
         """AccumulateGrad nodes of parameters at or below a parameter-side node."""
         if node not in self._below:
-            self._below[node] = self._find_below(node)
+            seen, stack = {-1}, [node]
+            while stack:
+                i = stack.pop()
+                if i not in seen:
+                    seen.add(i)
+                    stack.extend(child for child, _ in self.children[i])
+            self._below[node] = tuple(sorted(seen & self.parameters.keys()))
         return self._below[node]
 
     def names_below(self, node: int) -> list[str]:
         """Names of the parameters at or below a parameter-side node."""
         return [self.parameters[p] for p in self.parameters_below(node)]
 
-    def _find_below(self, node: int) -> tuple[int, ...]:
-        seen, stack, found = set(), [node], []
-        while stack:
-            i = stack.pop()
-            if i < 0 or i in seen:
-                continue
-            seen.add(i)
-            if i in self.parameters:
-                found.append(i)
-            stack.extend(c for c, _ in self.children[i])
-        return tuple(sorted(found))
-
-    def view_chain(self, node: int) -> list[tuple[int, int]] | None:
+    def view_chain(self, node: int) -> list[Place] | None:
         """Nodes from a source down to its one parameter if all are views (with the output number used), else None."""
         chain, output = [], 0
         while node not in self.parameters:
@@ -234,10 +232,10 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
 
 
 def _kind(node: Any) -> str:
-    """Kind of a node: its name, but that of a user's own Function never passes for one of fastlr's."""
+    """Kind of a node: its name, marked if it is a user's own Function, which must not pass for one of fastlr's."""
     name = node.name()
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        function = getattr(type(node), "_forward_cls", None)
+        function = own_function(node)
         return name if str(getattr(function, "__module__", "")).startswith("fastlr.") else f"own {name}"
     return ALIASES.get(name, name)
 
@@ -248,36 +246,34 @@ def call_node(node: object, gradients: tuple[Tensor | None, ...]) -> tuple[Tenso
     return result if isinstance(result, tuple) else (result,)
 
 
-def position_map(graph: Graph, chain: list[tuple[int, int]], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """For a chain of views from a parameter: for each parameter element, how often it is seen and at which position.
+def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """For each element of a parameter, how often a chain of views shows it and at which position of a result of ``shape``.
 
     Found by running the views' own backward formulas on ones and on 0, 1, 2, ...; float64 is exact to 2^53.
     """
     size = math.prod(shape)
-    device = graph.nodes[chain[0][0]]._input_metadata[0].device if chain else torch.device("cpu")
+    device = output_metadata(graph.nodes[chain[0][0]])[0].device if chain else torch.device("cpu")
     seen = torch.ones(shape, dtype=torch.float64, device=device)
     position = torch.arange(size, dtype=torch.float64, device=device).view(shape)
     for node, output in chain:
         if graph.names[node] in CASTS:
             continue
-        count = graph.outputs(node)
-        own = [tuple(t if k == output else None for k in range(count)) for t in (seen, position)]
-        seen, position = (dense(call_node(graph.nodes[node], gradients)[0]) for gradients in own)
+        before, after = [None] * output, [None] * (graph.outputs(node) - output - 1)
+        seen, position = (dense(call_node(graph.nodes[node], (*before, t, *after))[0]) for t in (seen, position))
     return seen, position
 
 
 def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retain: bool = False) -> list[Tensor]:
-    """Squared norms (float64) of the gradients of <v, z>, by plain autograd, in the order of ``parameters``."""
+    """Squared norms (float64 scalars) of the gradients of <v, z>, by plain autograd, in the order of ``parameters``."""
     with full_precision(z.device):
         grads = torch.autograd.grad(z, list(parameters.values()), v, retain_graph=retain, allow_unused=True)
     zero = torch.zeros((), dtype=torch.float64, device=z.device)
     return [zero if g is None else dense(g).double().square().sum() for g in grads]
 
 
-def full_precision(device: torch.device) -> AbstractContextManager:
+def full_precision(device: torch.device) -> torch.autocast:
     """No autocast: a backward pass has the precision of its forward pass, and norms are not for autocast to round."""
-    active = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if active else nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def dense(grad: Tensor | None) -> Tensor:

@@ -1,10 +1,11 @@
 """Which rows of a gradient belong to which sample, whatever the data: followed from the output down, node by node.
 
-A sample owns rows of the output. A node *keeps rows* if the gradient that it hands to an input has, in the rows of a sample,
+In: a classified graph and the samples' axis of the output. Out: a layout for every output whose rows are known (`trace`). A
+sample owns rows of the output. A node *keeps rows* if the gradient that it hands to an input has, in the rows of a sample,
 only what came from that sample's rows of the gradient at its output, for any values of its operands. That depends on the
 node's kind and on the axes that it works along, never on sizes that happen to equal the number of samples. Kinds that are not
 listed here, and listed ones that sum, contract or permute along the samples' axis, are not trusted: below them the rows are
-found anew in every batch (fastlr.ghost.verify).
+found anew in every batch (fastlr.ghost.verification.batch_checks).
 """
 
 from __future__ import annotations
@@ -17,10 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.ghost.graph import SAMPLE, Graph
-from fastlr.ghost.layout import Regular
-
-Place = tuple[int, int]  # node, output
+from fastlr.ghost.graph import SAMPLE, Graph, Place
+from fastlr.ghost.sample_axis import Regular
 
 
 @dataclass
@@ -52,20 +51,21 @@ def axis(dim: int, ndim: int) -> int:
 
 
 def details(graph: Graph) -> tuple:
-    """What the nodes on the sample side have saved of the axes they work along."""
+    """The axes along which nodes of the graph work, as far as they have saved them: part of what a plan is kept by."""
     return tuple(
-        tuple(getattr(graph.nodes[i], what, None) for what in READ[name])
+        tuple(getattr(graph.nodes[i], attribute, None) for attribute in READ[name])
         for i, name in enumerate(graph.names)
         if name in READ
     )
 
 
-def _list(names: str, keeps: Keeps, *read: str, suffix: str = "Backward0") -> None:
+def _list(names: str, keeps: Keeps, *read: str) -> None:
+    """Enter kinds of nodes that keep rows, with what they have saved of the axes along which they work."""
     for name in names.split():
-        kind = name if "Backward" in name else name + suffix
+        kind = name if "Backward" in name else f"{name}Backward0"
         KEEPS[kind] = keeps
         if read:
-            READ[kind] = tuple(f"_saved_{what}" for what in read)
+            READ[kind] = tuple(f"_saved_{attribute}" for attribute in read)
 
 
 # -- elementwise, with broadcasting ------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ _list(
     "MaskedFillBackward1 Maximum Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 "
     "PowBackward2 PreluKernel Reciprocal Relu Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu "
     "Sin Sinc Sinh Softplus Softshrink SpecialNdtri Sqrt Sub SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc "
-    "Where Xlogy GateBackward torch::autograd::CopyBackwards",
+    "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards",
     _elementwise,
 )
 
@@ -106,7 +106,7 @@ def _reshaped(s: Step) -> Regular | None:
     return None
 
 
-_list("View UnsafeView ReshapeAlias ReshapeCopy Squeeze Unsqueeze", _reshaped)
+_list("View UnsafeView ReshapeCopy Squeeze Unsqueeze", _reshaped)
 _list("SqueezeBackward1 SqueezeBackward2 SqueezeBackward3 UnsqueezeBackward1", _reshaped)
 
 
@@ -158,8 +158,8 @@ def _beside(s: Step) -> Regular | None:
     return s.at(s.layout.dim) if axes and s.layout.dim not in axes else None
 
 
-def _sliced(s: Step) -> Regular | None:
-    """As `_beside`; a slice of all samples is all of them."""
+def _same_axis(s: Step) -> Regular | None:
+    """Axes stay where they are; a slice of all samples is all of them."""
     return s.at(s.layout.dim)
 
 
@@ -187,17 +187,23 @@ def _stacked(s: Step) -> Regular | None:
 
 def _padded(s: Step) -> Regular | None:
     pad = s.node._saved_pad
-    first = 2 * (len(s.outer) - 1 - s.layout.dim)
-    return s.at(s.layout.dim) if not any(pad[first : first + 2]) else None
+    start = 2 * (len(s.outer) - 1 - s.layout.dim)  # from the last axis on, two numbers each
+    return s.at(s.layout.dim) if not any(pad[start : start + 2]) else None
 
 
 _list("Flip Roll", _beside, "dims")
-_list("Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax Scatter", _beside, "dim")
+_list(
+    "Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax Scatter",
+    _beside,
+    "dim",
+)
 _list("ScatterAdd ScatterBackward1 Softmax Sort SortBackward1 Split SplitWithSizes Topk UnsafeSplit", _beside, "dim")
 _list("UnsafeSplitWithSizes", _beside, "dim")
-_list("Slice", _sliced)
+_list("Slice", _same_axis)
 _list("Unfold", _unfolded, "dimension")
-_list("Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode Nansum", _without, "dim")
+_list(
+    "Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode Nansum", _without, "dim"
+)
 _list("NormBackward1 NormBackward3 ProdBackward1 Select Std StdMean SumBackward1 Unbind Var VarMean", _without, "dim")
 _list("Stack", _stacked, "dim")
 _list("ConstantPadNd", _padded, "pad")
@@ -206,12 +212,12 @@ _list("ConstantPadNd", _padded, "pad")
 # -- over the last axes, whose number is the kind's ---------------------------------------------------------------------
 
 
-def _leading(last: int) -> Keeps:
+def _leading(last: int, *, any_slot: bool = False) -> Keeps:
     """Works on the last axes, alike for every index of the others."""
 
     def keeps(s: Step) -> Regular | None:
         same = len(s.inner) == len(s.outer) and s.layout.dim < len(s.outer) - last
-        return s.at(s.layout.dim) if same and s.slot == 0 else None
+        return s.at(s.layout.dim) if same and s.output == 0 and (s.slot == 0 or any_slot) else None
 
     return keeps
 
@@ -223,7 +229,7 @@ for _k in (2, 3):
 _list("UpsampleLinear1D", _leading(1))
 _list("UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa", _leading(2))
 _list("UpsampleTrilinear3D PixelShuffle PixelUnshuffle", _leading(3))
-_list("ChannelShuffle", lambda s: s.at(s.layout.dim) if s.layout.dim != 1 else None)
+_list("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else None)
 
 
 def _first_axis(s: Step) -> Regular | None:
@@ -241,7 +247,7 @@ _list("Im2Col Col2Im", _columns)
 
 
 def _layer_norm(s: Step) -> Regular | None:
-    return _leading(len(s.node._saved_normalized_shape))(s) if s.output == 0 else None
+    return _leading(len(s.node._saved_normalized_shape))(s)
 
 
 def _batch_norm(s: Step) -> Regular | None:
@@ -285,13 +291,10 @@ _list("Mv", _matrix_vector(0))
 _list("Addmv", _matrix_vector(1))
 
 
-def _attention(s: Step) -> Regular | None:
-    """Queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample and head."""
-    return s.at(s.layout.dim) if s.output == 0 and s.layout.dim < len(s.outer) - 2 and len(s.inner) == len(s.outer) else None
-
-
-_list("ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention ScaledDotProductFlashAttentionForCpu", _attention)
-_list("ScaledDotProductFlashAttention", _attention)
+# queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample and head
+_attention = _leading(2, any_slot=True)
+for _kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention"):
+    _list(f"ScaledDotProduct{_kind}", _attention)
 
 
 # -- fastlr's own nodes -------------------------------------------------------------------------------------------------
@@ -299,18 +302,20 @@ _list("ScaledDotProductFlashAttention", _attention)
 
 def _folded_conv(s: Step) -> Regular | None:
     role = s.node.roles[s.slot] if s.slot < len(s.node.roles) else ""
-    return s.at(0) if role in ("x", "residual") and s.layout.dim == 0 else None
+    return s.at(0) if role in ("x", "residual", "gate") and s.layout.dim == 0 else None
 
 
 def _scan(s: Step) -> Regular | None:
-    """Sequences are [T, B, .], states [B, .]."""
-    return s.at(1 if len(s.inner) == 3 else 0) if s.layout.dim == (1 if len(s.outer) == 3 else 0) else None
+    """Sequences are [T, B, .], states [B, .]; weights are all samples'."""
+    role = s.node.roles[s.slot] if s.slot < len(s.node.roles) else ""
+    dim = {"x": 1, "h0": 0, "c0": 0}.get(role)
+    return s.at(dim) if dim is not None and s.layout.dim == (1 if len(s.outer) == 3 else 0) else None
 
 
 _list("FoldedConvBackward", _folded_conv)
 _list("ScanBackward", _scan)
-_list("FixedNormBackward", lambda s: s.at(s.layout.dim) if s.slot == 0 else None)
-_list("SqueezeBackward", lambda s: s.at(s.layout.dim) if s.layout.dim < 2 else None)
+_list("FixedNormBackward", lambda s: _same_axis(s) if s.slot == 0 else None)
+_list("SqueezeBackward", lambda s: _same_axis(s) if s.layout.dim < 2 else None)
 
 
 # -- the whole graph ----------------------------------------------------------------------------------------------------

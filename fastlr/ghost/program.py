@@ -1,4 +1,6 @@
-"""What a model does beside its tensors' values: a fingerprint of all that a forward pass may branch on.
+"""A fingerprint of all that a model's forward pass may branch on, beside the values of its trainable tensors.
+
+In: a model. Out: 32 bytes, equal for equal contents (fastlr.ghost.tokens says how values are read).
 
 Read are modules' attributes, buffers, frozen parameters, hooks, and the code and attributes of their classes. What cannot
 be seen (what the functions called by a forward pass read, state in C, `.data` written to large tensors) is the audit's.
@@ -6,41 +8,45 @@ be seen (what the functions called by a forward pass read, state in C, `.data` w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves
 
-from fastlr.ghost.pending import METADATA
-from fastlr.ghost.tokens import PLAIN, SMALL, Reader, code, digest, dtype_name, number, of_tensor, own
+from fastlr.ghost.fusion.batch_norm import norm_arguments
+from fastlr.ghost.fusion.pending import METADATA
+from fastlr.ghost.tokens import PLAIN, SMALL, TENSORS, Reader, code, digest, dtype_name, number, of_tensor, own
+from fastlr.ops.torch_private import (
+    BatchNorm,
+    InstanceNorm,
+    StatisticsNorm,
+    hooks_of_all_modules,
+    module_calls,
+    tree_flatten,
+    tree_leaves,
+)
 
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}  # nn.Module's own entries
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
-_NORM_FORWARDS = frozenset((_BatchNorm.forward, nn.SyncBatchNorm.forward, _InstanceNorm.forward))
-_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+_NORM_FORWARDS = frozenset((BatchNorm.forward, nn.SyncBatchNorm.forward, InstanceNorm.forward))
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
     """The model and the modules in it, each once; found by identity, several times as fast as ``model.modules()``."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     todo = [model]
     while todo:
         module = todo.pop()
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in modules:
+            modules[id(module)] = module
             if module._modules:
                 todo.extend([m for m in module._modules.values() if m is not None])
-    return list(found.values())
+    return list(modules.values())
 
 
 def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool = True) -> bytes:
@@ -59,6 +65,13 @@ def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool 
         32 bytes, to be compared within this process only.
     """
     return digest(_Program(frozenset(free), versions).read(model))
+
+
+def tensors_held(model: nn.Module) -> list[Tensor]:
+    """The memory of the tensors that a forward pass may read beside parameters and buffers, as far as a fingerprint sees it."""
+    program = _Program(frozenset())
+    program.read(model)
+    return [t.detach() for t in program.reader.tensors if type(t) in TENSORS]
 
 
 def function_key(function: Any) -> bytes:
@@ -98,8 +111,8 @@ class _Program:
         """The token of the model, of its modules' classes and of the hooks that all modules have."""
         whole = self.whole(model)
         classes = [self.of_class(kind) for kind in list(self.classes)]
-        calls = [code(f.__code__)[0] for n in _CALLS if type(f := vars(nn.Module)[n]) is FunctionType]
-        hooks = [self.reader.top(tuple(getattr(torch_module, name).values())) for name in _GLOBAL_HOOKS]
+        calls = [code(f.__code__)[0] for f in module_calls() if type(f) is FunctionType]
+        hooks = [self.reader.top(tuple(registry.values())) for registry in hooks_of_all_modules()]
         return whole, *classes, *calls, *hooks
 
     def module(self, module: nn.Module) -> Any:
@@ -108,13 +121,14 @@ class _Program:
         return place if place is not None else (number(module), self.whole(module))
 
     def whole(self, model: nn.Module) -> tuple:
-        found = [module for module in all_modules(model) if id(module) not in self.known]
-        for module in found:
+        """The tokens of a model's modules, except those that were read before."""
+        modules = [module for module in all_modules(model) if id(module) not in self.known]
+        for module in modules:
             self.known[id(module)] = len(self.known)
-        return tuple([self.own(module) for module in found])
+        return tuple([self.one(module) for module in modules])
 
-    def own(self, module: nn.Module) -> tuple:
-        """What a module holds itself."""
+    def one(self, module: nn.Module) -> tuple:
+        """The token of one module: what it holds itself, and which modules."""
         kind, held, top = type(module), vars(module), self.reader.top
         if kind not in self.classes:
             self.classes |= dict.fromkeys(k for k in kind.__mro__ if k is not nn.Module and k is not object)
@@ -127,22 +141,27 @@ class _Program:
         for name, p in module._parameters.items():
             tokens += name, None if p is None else self.parameter(p)
         if module._buffers:
-            own_norm = isinstance(module, _NormBase) and kind.forward in _NORM_FORWARDS and "forward" not in held
+            torch_norm = isinstance(module, StatisticsNorm) and kind.forward in _NORM_FORWARDS and "forward" not in held
             for name, b in module._buffers.items():
-                free = b is None or id(b) in self.free or (own_norm and name in _STATISTICS)
-                tokens += name, None if b is None else dtype_name(b.dtype) if free else of_tensor(b, self.reader.versions)
+                tokens += name, None if b is None else self.buffer(b, torch_norm and name in _STATISTICS)
         for name in _HOOKS:
             if held.get(name):
                 tokens += name, top(tuple(held[name].values()))
         return tuple(tokens)
 
+    def buffer(self, b: Tensor, statistic: bool) -> Any:
+        """The token of a buffer; of one that is free, or a statistic of torch's own norm layers, its dtype."""
+        return dtype_name(b.dtype) if statistic or id(b) in self.free else of_tensor(b, self.reader.versions)
+
     def parameter(self, p: Tensor) -> tuple:
+        """The token of a parameter and its hooks."""
         hooks = self.reader.top(tuple(p._backward_hooks.values())) if p._backward_hooks else ()
         if p.requires_grad or id(p) in self.free:
             return dtype_name(p.dtype), p.requires_grad, hooks
         return of_tensor(p, self.reader.versions), hooks
 
     def of_class(self, kind: type) -> tuple:
+        """The token of a class: what it defines itself."""
         tokens: list[Any] = [number(kind)]
         for name, value in own(kind):
             tokens += name, value if type(value) in PLAIN else self.reader.top(value)
@@ -164,27 +183,16 @@ class _Uses(TorchFunctionMode):
         kwargs = kwargs or {}
         self.hooked |= func is Tensor.register_hook
         if func not in METADATA:
-            given = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.buffers
-            fits = given and func is F.batch_norm and not self._training(*args, **kwargs)
-            own = {id(t) for t in self._statistics(*args, **kwargs)} & given if fits else set()
-            self.statistics |= own
-            self.others |= given - own
+            buffers = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.buffers
+            norm = norm_arguments(args, kwargs) if buffers and func is F.batch_norm else {"training": True}
+            statistics = set() if norm["training"] else {id(norm["running_mean"]), id(norm["running_var"])} & buffers
+            self.statistics |= statistics
+            self.others |= buffers - statistics
         return func(*args, **kwargs)
-
-    @staticmethod
-    def _statistics(input: Any, running_mean: Any, running_var: Any, *_: Any, **__: Any) -> tuple:
-        return running_mean, running_var
-
-    @staticmethod
-    def _training(
-        input: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
-        *_: Any, **__: Any,
-    ) -> bool:  # fmt: skip
-        return training
 
 
 def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], bool]:
-    """What a forward pass says of itself that its graph does not.
+    """The facts of a forward pass that its graph does not show: free buffers, and hooks of gradients.
 
     Args:
         model: any module.
@@ -202,7 +210,7 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
         id(b)
         for m in model.modules()
         for name, b in m._buffers.items()
-        if name == "num_batches_tracked" and isinstance(m, _NormBase)
+        if name == "num_batches_tracked" and isinstance(m, StatisticsNorm)
     }
     return frozenset((uses.statistics | counters) - uses.others), uses.hooked
 
@@ -212,16 +220,10 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
 
 def hook_programs(model: nn.Module) -> tuple:
     """The code of the hooks that modules and parameters have: (whose, of which kind, code), without what it was given."""
-    return tuple((whose, kind, tuple(map(_program, held.values()))) for whose, kind, held in _held(model))
-
-
-def _held(model: nn.Module) -> Iterator[tuple[Any, str, dict]]:
-    for module in model.modules():
-        held = vars(module)
-        yield from ((id(module), kind, held[kind]) for kind in _HOOKS if held.get(kind))
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:
-            yield name, "_backward_hooks", parameter._backward_hooks
+    registries: list[tuple[Any, str, dict | None]] = []
+    registries += [(id(module), kind, vars(module).get(kind)) for module in model.modules() for kind in _HOOKS]
+    registries += [(name, "_backward_hooks", p._backward_hooks) for name, p in model.named_parameters()]
+    return tuple((whose, kind, tuple(map(_program, hooks.values()))) for whose, kind, hooks in registries if hooks)
 
 
 def _program(hook: Any) -> Any:
@@ -238,5 +240,5 @@ def own_attributes(module: nn.Module) -> tuple:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a string, None, or a tuple of such."""
+    """Return True if a value is a number, a string, None, or a tuple of such."""
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))

@@ -1,18 +1,22 @@
 """Recurrent layers with each parameter in one ordinary product over all steps.
 
+In: a call of torch.lstm, gru, rnn_tanh or rnn_relu. Out: the same results, from one node of the graph for each layer and
+direction (`Scan`), and its rule.
+
 The fused nodes of nn.LSTM, nn.GRU and nn.RNN hide their parameters, and torch's own steps use each once a step. Here the
-call runs as it is, for its values. From these the gates of all steps are two linear layers, of the inputs and of the
-previous states, the latter as constants; `Scan` stands for the recursion, and its backward pass hands both layers the
-whole gradient at each step's gates. So the rule for linear layers gives the norms, and autograd the same gradients.
+call runs as it is, for its values; from these the derivatives of every step are found at once. Going back through time then
+gives the gradients g_t at the gates of all steps, and the gradient of W is sum_t g_t a_t^T over all of them, with a_t the
+inputs or the states before, as for a linear layer on a sequence.
 
 Calls that `scanned` leaves alone (packed sequences, dropout in train mode) are run by torch step by step: see `Unfused`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +24,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastlr.torch_ops import raised
+from fastlr import ops
+from fastlr.ghost.factors import Dense, Factor, Norms, Outer
+from fastlr.ghost.rules import Site, rule
+from fastlr.ghost.sample_axis import Unsupported
+from fastlr.ops.linear import raised
+from fastlr.ops.torch_private import fused_recurrence, set_fused_recurrence
 
+NODE = "ScanBackward"
+STATES = ("h0", "c0")
+WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")  # as torch orders them
+FEW = (
+    1 << 14
+)  # elements of a sample's gradients by inputs, states and one up to which a single product is faster on a CPU
+Sides = dict[str, tuple[Tensor | None, Tensor]]  # see `Scan.sweep`
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 CALLS: dict[Callable, str] = {getattr(torch, kind): kind for kind in _KINDS}
 
 
 def expected(names: Iterable[str]) -> bool:
-    """Whether a model with parameters of these names may have recurrent layers, by torch's names of their weights."""
+    """Return True if a model with parameters of these names may have recurrent layers, by torch's names of their weights."""
     return any("weight_hh" in name for name in names)
 
 
@@ -57,18 +73,16 @@ class Unfused(TorchFunctionMode):
 @contextmanager
 def _fused_off() -> Iterator[None]:
     """Neither oneDNN nor cuDNN takes a recurrent layer within this context."""
-    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch._C._set_cudnn_enabled(False)
+    before = fused_recurrence()
+    set_fused_recurrence(False, False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before[0])
-        torch._C._set_cudnn_enabled(before[1])
+        set_fused_recurrence(*before)
 
 
 def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    """What a call of torch.lstm, gru, rnn_tanh or rnn_relu returns; None if it is not one over a padded sequence.
+    """The result of a call of torch.lstm, gru, rnn_tanh or rnn_relu; None if it is not one over a padded sequence.
 
     Args:
         func: one of CALLS.
@@ -91,8 +105,8 @@ def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor
         for direction in range(directions):
             k = layer * directions + direction
             states = (h0[k],) if c0 is None else (h0[k], c0[k])
-            own = weights[k * per : (k + 1) * per]
-            out, *cell = _layer(func, x.flip(0) if direction else x, states, own, biases)
+            chosen = weights[k * per : (k + 1) * per]
+            out, *cell = _layer(func, x.flip(0) if direction else x, states, chosen, biases)
             last.append((out[-1], *cell))
             outputs.append(out.flip(0) if direction else out)
         x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -104,77 +118,61 @@ def _layer(
     func: Callable, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], biases: bool
 ) -> tuple[Tensor, ...]:
     """One layer in one direction: (outputs [T, B, H], and an LSTM's last cell state [B, C])."""
-    with torch.no_grad(), _fused_off() if x.is_cuda else nullcontext():
-        first = tuple(s.detach()[None].contiguous() for s in states)
-        hx = first if len(first) == 2 else first[0]
-        out, *ends = func(x.detach(), hx, [w.detach() for w in weights], biases, 1, 0.0, False, False, False)
-        before = torch.cat([first[0].to(out.dtype), out[:-1]])
-    w_ih, w_hh = weights[:2]
-    b_ih, b_hh = weights[2:4] if biases else (None, None)
-    w_hr = weights[-1] if len(weights) % 2 else None
-    x_gates, h_gates = F.linear(x, w_ih, b_ih), F.linear(before, w_hh, b_hh)
-    projected = None
-    with torch.no_grad():
-        by_x, by_h = (raised(t.detach()).unflatten(-1, (-1, _cell_size(func, w_hh))) for t in (x_gates, h_gates))
-        if len(states) == 2:
-            steps, hidden = _lstm(by_x, by_h, raised(first[1][0]), raised(out) if w_hr is None else None)
-        else:
-            steps = _gru(by_x, by_h, raised(before)) if CALLS[func] == "gru" else _rnn(CALLS[func], raised(out))
-        steps.weight = raised(w_hh.detach())
-    if w_hr is not None:
-        steps.projection = raised(w_hr.detach())
-        projected = F.linear(hidden.to(before.dtype), w_hr)
-    values = [out, *(end[0] for end in ends[1:])]
-    return Scan.apply(steps, values, x_gates, h_gates, projected, *states)
-
-
-def _cell_size(func: Callable, w_hh: Tensor) -> int:
-    return len(w_hh) // {"lstm": 4, "gru": 3}.get(CALLS[func], 1)
+    present = [role for role in WEIGHTS if biases or role not in ("b_ih", "b_hh")]
+    inputs = {"x": x, **dict(zip(STATES, states, strict=False)), **dict(zip(present, weights, strict=False))}
+    return Scan.apply(*inputs.values(), tuple(inputs), func)
 
 
 @dataclass
 class Steps:
-    """What going back through time needs, for each step: all [T, B, ...].
+    """Everything that going back through time needs, for each step: all [T, B, ...].
 
-    ``local`` [T, B, gates, H]: derivatives of the state, or of an LSTM's cell, by the gates. ``keep``: the part of the
-    state (cell) that is carried over. ``cell``: derivative of an LSTM's output by its cell.
+    ``before``: the states that the steps begin with. ``local`` [T, B, gates, H]: derivatives of the state, or of an LSTM's
+    cell, by the gates. ``keep``: the part of the state (cell) that is carried over. ``cell``: derivative of an LSTM's
+    output by its cell. ``hidden``: its outputs before the projection.
     """
 
+    before: Tensor
     local: Tensor
     keep: Tensor | None = None
     cell: Tensor | None = None
-    weight: Tensor | None = None
-    projection: Tensor | None = None
+    hidden: Tensor | None = None
 
-    def factors(self) -> list[Tensor]:
-        """Those of ``keep`` and ``cell`` that there are."""
-        return [t for t in (self.keep, self.cell) if t is not None]
+    @staticmethod
+    def of(kind: str, t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
+        """From a layer's inputs, initial states and weights by role, and its outputs; all float32 or float64."""
+        if kind == "lstm":
+            return _lstm(t, before, out)
+        if kind == "gru":
+            return _gru(t, before)
+        return Steps(before, (1 - out * out if kind == "rnn_tanh" else (out > 0).to(out.dtype))[:, :, None])
 
 
-def _lstm(x_gates: Tensor, h_gates: Tensor, c0: Tensor, out: Tensor | None) -> tuple[Steps, Tensor]:
-    """Gates in torch's order: input, forget, cell, output. Also returns the outputs before the projection.
+def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
+    """Gates in torch's order: input, forget, cell, output.
 
-    Works in the memory of the gates: the linear layers' results, whose values nothing else needs. ``out``: the outputs, if
-    there is no projection; then tanh enters derivatives only, which need no digits beyond the rounding of 1.
+    Without a projection tanh enters derivatives only, which need no digits beyond the rounding of 1.
     """
-    tanh = torch.tanh if out is None else _quick_tanh
-    gates = x_gates.add_(h_gates)
+    projected = "w_hr" in t
+    tanh = torch.tanh if projected else _quick_tanh
+    gates = raised(F.linear(t["x"], t["w_ih"], t["b_ih"] + t["b_hh"] if "b_ih" in t else None))
+    gates.view(-1, gates.shape[2]).addmm_(before.flatten(0, 1), t["w_hh"].mT)
+    gates = gates.unflatten(2, (4, -1))
     g = tanh(gates[:, :, 2])
     gates.sigmoid_()
     i, f, _, o = gates.unbind(2)
-    cells = c0.new_empty(len(g) + 1, *c0.shape)
-    cells[0] = c0
-    added, steps = i * g, cells.unbind()
-    for new, kept, old, cell in zip(added.unbind(), f.unbind(), steps[:-1], steps[1:], strict=True):
-        torch.addcmul(new, kept, old, out=cell)
-    bent = tanh(cells[1:])
-    hidden = o * bent if out is None else out
-    local = torch.addcmul(gates, gates, gates, value=-1, out=h_gates)
+    cells = torch.cat([t["c0"][None], i * g])
+    local = torch.addcmul(gates, gates, gates, value=-1)
     local[:, :, 0].mul_(g)
+    torch.addcmul(i, cells[1:], g, value=-1, out=local[:, :, 2])
+    steps = cells.unbind()
+    for kept, old, cell in zip(f.unbind(), steps[:-1], steps[1:], strict=True):
+        cell.addcmul_(kept, old)
+    bent = tanh(cells[1:])
+    hidden = o * bent if projected else out
     local[:, :, 1].mul_(cells[:-1])
-    torch.addcmul(i, added, g, value=-1, out=local[:, :, 2])
     local[:, :, 3].mul_(bent)
-    return Steps(local, f, torch.addcmul(o, hidden, bent, value=-1)), hidden
+    return Steps(before, local, f, torch.addcmul(o, hidden, bent, value=-1), hidden if projected else None)
 
 
 def _quick_tanh(t: Tensor) -> Tensor:
@@ -182,8 +180,10 @@ def _quick_tanh(t: Tensor) -> Tensor:
     return (2 * t).sigmoid_().mul_(2).sub_(1)
 
 
-def _gru(x_gates: Tensor, h_gates: Tensor, before: Tensor) -> Steps:
+def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:
     """Gates in torch's order: reset, update, new. The new gate takes two places in ``local``: first by x, last by h."""
+    x_gates = raised(F.linear(t["x"], t["w_ih"], t.get("b_ih"))).unflatten(2, (3, -1))
+    h_gates = raised(F.linear(before, t["w_hh"], t.get("b_hh"))).unflatten(2, (3, -1))
     r, z = (x_gates[:, :, :2] + h_gates[:, :, :2]).sigmoid_().unbind(2)
     n = torch.addcmul(x_gates[:, :, 2], r, h_gates[:, :, 2]).tanh_()
     new = (1 - z) * (1 - n * n)
@@ -192,52 +192,132 @@ def _gru(x_gates: Tensor, h_gates: Tensor, before: Tensor) -> Steps:
     torch.mul(new * h_gates[:, :, 2], r * (1 - r), out=local[:, :, 1])
     torch.mul(before - n, z * (1 - z), out=local[:, :, 2])
     torch.mul(new, r, out=local[:, :, 3])
-    return Steps(local, z)
-
-
-def _rnn(kind: str, out: Tensor) -> Steps:
-    return Steps((1 - out * out if kind == "rnn_tanh" else (out > 0).to(out.dtype))[:, :, None])
+    return Steps(before, local, z)
 
 
 class Scan(torch.autograd.Function):
-    """The outputs of a recurrent layer, given as ``values``, as a function of its gates and initial states.
+    """The outputs of a recurrent layer in one direction as a function of its inputs, initial states and weights.
 
-    ``projected``: an LSTM's outputs as products with its projection (proj_size), which takes their whole gradient.
+    Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has computed before the backward
+    pass reaches the node (the gradients at the outputs and what `Scan.sweep` gives for them); ``norms_only`` says that the
+    gradients of the parameters will not be looked at.
     """
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any, steps: Steps, values: list[Tensor], x_gates: Tensor, h_gates: Tensor, *_: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        ctx.steps = steps
-        return tuple(values)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:  # noqa: D102
+        *tensors, roles, func = given
+        t = {role: tensor.detach() for role, tensor in zip(roles, tensors, strict=True)}
+        with _fused_off() if t["x"].is_cuda else nullcontext():
+            initial = tuple(t[role][None].contiguous() for role in STATES if role in t)
+            hx = initial if len(initial) == 2 else initial[0]
+            weights = [t[role] for role in WEIGHTS if role in t]
+            out, *ends = func(t["x"], hx, weights, "b_ih" in t, 1, 0.0, False, False, False)
+        before = torch.cat([initial[0].to(out.dtype), out[:-1]])
+        ctx.steps = Steps.of(
+            CALLS[func], {role: raised(tensor) for role, tensor in t.items()}, raised(before), raised(out)
+        )
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        ctx.roles, ctx.ready, ctx.norms_only = roles, None, False
+        return out, *(end[0] for end in ends[1:])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, g_cell: Tensor | None = None) -> tuple:  # noqa: D102
+    def sweep(ctx: Any, g: Tensor | None, g_cell: Tensor | None = None) -> tuple[Sides, dict[str, Tensor]]:
+        """Go back through time.
+
+        Returns:
+            For each weight and bias its two sides at all steps: a [T, B, I] (None for a bias) and g [T, B, O], of which its
+            gradient is the sum of g a^T; and the gradients of the initial states.
+        """
+        s, held = ctx.steps, dict(zip(ctx.roles, ctx.saved_tensors, strict=True))
+        weight, projection = (raised(held[role]) if role in held else None for role in ("w_hh", "w_hr"))
+        gates = torch.empty_like(s.local)
+        gated = s.keep is not None and s.cell is None  # a GRU
+        carry = None
+        if s.cell is not None:
+            carry = torch.zeros_like(s.cell[0]) if g_cell is None else raised(g_cell).clone()
+        by_h = gates[:, :, 1 if gated else 0 :].flatten(2)
+        if g is None:
+            states = s.before.new_zeros(len(gates) + 1, *s.before.shape[1:])
+        else:
+            states = F.pad(raised(g), (0, 0, 0, 0, 1, 0))  # the initial one first, each whole once the next is done
+        at_states, all_gates = states.unbind(), gates.flatten(2).unbind()
+        to_states = by_h.unbind() if gated else all_gates
+        columns = (t.unbind() for t in (s.local.flatten(2), s.keep, s.cell) if t is not None)
+        steps = [*zip(at_states[:-1], at_states[1:], all_gates, to_states, *columns, strict=True)]
+        for prior, at_hidden, at_gates, to_state, local, *factors in reversed(steps):
+            if projection is not None:
+                at_hidden = at_hidden @ projection
+            if carry is not None:
+                carry.addcmul_(at_hidden, factors[1])
+                torch.cat([carry, carry, carry, at_hidden], 1, out=at_gates).mul_(local)
+                carry.mul_(factors[0])
+            elif gated:
+                torch.cat([at_hidden] * 4, 1, out=at_gates).mul_(local)
+            else:
+                torch.mul(at_hidden, local, out=at_gates)
+            prior.addmm_(to_state, weight)
+            if gated:
+                prior.addcmul_(at_hidden, factors[0])
+        by_x = torch.cat([gates[:, :, 1:3], gates[:, :, :1]], 2).flatten(2) if gated else by_h
+        sides = {"w_ih": (held["x"], by_x), "w_hh": (s.before, by_h), "b_ih": (None, by_x), "b_hh": (None, by_h)}
+        sides |= {"w_hr": (s.hidden, states[1:])}
+        return sides, {"h0": states[0]} | ({} if carry is None else {"c0": carry})
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # noqa: D102
         if torch.is_grad_enabled():
             raise RuntimeError("a model that differentiates its recurrent layers twice needs torch's own steps")
-        s = ctx.steps
-        gates, outputs = torch.empty_like(s.local), []
-        carry = None if g_cell is None else raised(g_cell)
-        gated = carry is None and s.keep is not None  # a GRU
-        by_h = gates[:, :, 1 if gated else 0 :].flatten(2)
-        given = raised(g).unbind()
-        given, at_state = (torch.zeros_like(given[0]), *given[:-1]), given[-1]
-        own = (t.unbind() for t in (s.local, gates, by_h, *s.factors()))
-        for before, local, at_gates, to_state, *factors in reversed([*zip(given, *own, strict=True)]):
-            outputs.append(at_state)
-            at_hidden = at_state if s.projection is None else at_state @ s.projection
-            if carry is None:
-                torch.mul(at_hidden[:, None], local, out=at_gates)
-            else:
-                keep, cell = factors
-                carry = torch.addcmul(carry, at_hidden, cell)
-                torch.mul(carry[:, None], local[:, :3], out=at_gates[:, :3])
-                torch.mul(at_hidden, local[:, 3], out=at_gates[:, 3])
-                carry = carry * keep
-            at_state = torch.addmm(before, to_state, s.weight)
-            if gated:
-                at_state.addcmul_(at_hidden, *factors)
-        by_x = torch.cat([gates[:, :, 1:3], gates[:, :, :1]], 2).flatten(2) if gated else by_h
-        projected = None if s.projection is None else torch.stack(outputs[::-1])
-        return None, None, by_x, by_h, projected, at_state, *([] if carry is None else [carry])
+        ready, ctx.ready = ctx.ready, None
+        if ready is None or any(a is not b for a, b in zip(ready[0], gradients, strict=True)):
+            ready = gradients, Scan.sweep(ctx, *gradients)
+        sides, found = ready[1]
+        wanted = {role for role, needed in zip(ctx.roles, ctx.needs_input_grad, strict=False) if needed}
+        if "x" in wanted:
+            found["x"] = sides["w_ih"][1] @ raised(ctx.saved_tensors[ctx.roles.index("w_ih")])
+        for role in sides.keys() & wanted if not ctx.norms_only else ():
+            a, g = sides[role]
+            rows = g.flatten(0, 1)
+            found[role] = rows.sum(0) if a is None else rows.mT @ raised(a).flatten(0, 1)
+        return *(found.get(role) for role in ctx.roles), None, None
+
+
+@rule(NODE, about="recurrent layers, of nn.LSTM, nn.GRU and nn.RNN: each weight by one product over all steps")
+def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
+    """Weights and biases, from a sweep back through time that is kept for the node."""
+    node = site.node
+    reached = {output: site.layouts.get(output) for output, g in enumerate(site.gradients) if g is not None}
+    # samples are along axis 1 of the outputs [T, B, .] and axis 0 of the last cell state [B, .]
+    layouts = {layout and replace(layout, dim=layout.dim + output) for output, layout in reached.items()}
+    layout = layouts.pop()
+    if layouts or layout is None or layout.dim != 1:
+        raise Unsupported("the rows of the samples are not the same in all outputs of the layer")
+    if any(node.roles[slot] not in WEIGHTS for slot in slots):
+        raise Unsupported("inputs or initial states that are computed of parameters alone")
+    sides, _ = swept = Scan.sweep(node, *site.gradients)
+    node.ready = site.gradients, swept
+
+    def rows(t: Tensor) -> Tensor:
+        return layout.split(t, 1, site.count).flatten(1, 2)  # [B, rows of a sample, .]
+
+    def factor(slot: int) -> Factor:
+        a, g = sides[node.roles[slot]]
+        if a is None:
+            return Dense(ops.run("broadcast_sums", rows(g), None, [1]))
+        return Outer(rows(a)[:, None], rows(g)[:, None], tuple(site.shapes[slot]))
+
+    norms = {} if node.steps.local.is_cuda else _in_one_product(sides, rows)
+    roles = {slot: node.roles[slot] for slot in slots}
+    return {s: Norms(norms[role], partial(factor, s)) if role in norms else factor(s) for s, role in roles.items()}
+
+
+def _in_one_product(sides: Sides, rows: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Squared norms [B] by role of what has the same gates for inputs and states, where these are few."""
+    (x, g), (before, by_h) = sides["w_ih"], sides["w_hh"]
+    assert x is not None and before is not None
+    widths = [x.shape[2], before.shape[2], 1]
+    if by_h is not g or sum(widths) * g.shape[2] > FEW:
+        return {}
+    columns = torch.cat([raised(x), before, before.new_ones(()).expand(*x.shape[:2], 1)], 2)
+    of_x, of_h, of_one = (t.sum(1) for t in ops.run("column_sq_norms", rows(columns), rows(g)).split(widths, 1))
+    return {"w_ih": of_x, "w_hh": of_h, "b_ih": of_one, "b_hh": of_one}

@@ -1,8 +1,14 @@
-"""One rule per kind of autograd node: from what the node saved and the gradient at its output to per-sample gradients.
+"""One rule for each kind of autograd node: from what the node saved and the gradient at its output to per-sample gradients.
 
-A rule gets a `Site` and the slots (inputs of the node) that come from parameters, and returns one factor for each. It
-raises `Unsupported` where the sample axis is not where it can use it; then the node's own backward formula is run sample
-by sample (fastlr.ghost.fallback), which is exact and slower. Every rule is proven on three samples before it is trusted.
+In: a `Site` (a node, the gradients g at its outputs, where the samples are in them) and the slots, those inputs of the node
+that come from parameters. Out: for each slot a `Factor` (fastlr.ghost.factors), which stands for the gradients [B, *shape].
+
+For a linear layer with input a, the gradient of sample b is sum_t g_bt a_bt^T over its rows t, so that the norm of one row is
+|g|^2 |a|^2 without the gradient (Goodfellow 2015, arXiv:1510.01799), and that of several the sum of <a_t, a_s> <g_t, g_s>
+(Li et al. 2022, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683). Convolutions: Rochette et al. 2019, arXiv:1912.06015.
+
+A rule raises `Unsupported` where the sample axis is not where it can use it; then the node's own backward formula is run
+sample by sample (fastlr.ghost.fallback), exact and slower. Every rule is proven on three samples before it is trusted.
 """
 
 from __future__ import annotations
@@ -17,22 +23,28 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.ghost.factors import Bilinear, Conv, Dense, Factor, Outer
-from fastlr.ghost.layout import Layout
-
-
-class Unsupported(Exception):
-    """The rule does not cover this case."""
+from fastlr.ghost.sample_axis import Layout, Unsupported
+from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.linear import raised
 
 
 @dataclass
 class Site:
-    """A node at which per-sample gradients are taken."""
+    """A node at which per-sample gradients are taken.
+
+    Attributes:
+        node: the autograd node.
+        gradients: at its outputs.
+        layouts: where the samples are in them, by number of the output.
+        count: number of samples B.
+        shapes: of the tensor in each parameter slot.
+    """
 
     node: Any
     gradients: tuple[Tensor | None, ...]
-    layouts: dict[int, Layout]  # by output number
+    layouts: dict[int, Layout]
     count: int
-    shapes: dict[int, torch.Size]  # shape of the tensor in each parameter slot
+    shapes: dict[int, torch.Size]
 
     @property
     def g(self) -> Tensor:
@@ -52,7 +64,12 @@ class Site:
         """Bring the samples first, from axis ``dim`` of ``t``: [B, rows, other axes]."""
         return self.layout.split(t, dim, self.count)
 
-    def need_dim(self, dim: int) -> None:
+    def require_slot(self, slots: Sequence[int], slot: int) -> None:
+        """Raise Unsupported unless ``slot`` is the only one that a parameter is in."""
+        if list(slots) != [slot]:
+            raise Unsupported(f"parameters in slots {list(slots)}")
+
+    def require_axis(self, dim: int) -> None:
         """Raise Unsupported unless the samples are along axis ``dim`` of the output."""
         if self.layout.dim != dim:
             raise Unsupported(f"samples along axis {self.layout.dim}, not {dim}")
@@ -74,23 +91,16 @@ def rule(*kinds: str, about: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def only(slots: Sequence[int], slot: int, factor: Callable[[], Factor]) -> dict[int, Factor]:
-    """Return the factor of a node whose one parameter is in ``slot``."""
-    if list(slots) != [slot]:
-        raise Unsupported(f"parameters in slots {list(slots)}")
-    return {slot: factor()}
-
-
 @rule("ConvolutionBackward0", about="convolution 1d/2d/3d: stride, padding, dilation, groups, transposed; bias")
 def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Weight: see reference.norms.conv_grads. Bias: sum over positions."""
-    site.need_dim(0)
+    """Weight: see fastlr.ops.reference.norms.conv_grads. Bias: sum of g over positions."""
+    site.require_axis(0)
     n = site.node
     g = site.split(site.g, 0)
-    found: dict[int, Factor] = {}
+    factors: dict[int, Factor] = {}
     for slot in slots:
         if slot == 1:
-            options = (
+            geometry = ConvGeometry(
                 n._saved_stride,
                 n._saved_padding,
                 n._saved_dilation,
@@ -98,82 +108,63 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
                 n._saved_output_padding,
                 n._saved_groups,
             )
-            found[1] = Conv(site.split(n._saved_input, 0), g, n._saved_weight, options)
+            factors[1] = Conv(site.split(n._saved_input, 0), g, n._saved_weight, geometry)
         elif slot == 2:
-            found[2] = Dense(ops.run("broadcast_sums", g, None, (1, *range(3, g.ndim))))
+            factors[2] = Dense(_summed(g, None, [1, *range(3, g.ndim)]))
         else:
             raise Unsupported("a parameter as the input of a convolution")
-    return found
+    return factors
 
 
-def _wide(g: Tensor) -> torch.dtype:
-    return torch.float64 if g.dtype == torch.float64 else torch.float32
+def _product(site: Site, slot: int, left: str, right: str, shape: torch.Size, scale: float = 1.0) -> Factor:
+    """Factor of the left (``slot`` 0) or right (1) operand of a product [N, n, k] @ [N, k, m] or [n, k] @ [k, m].
 
-
-def _matmul(
-    site: Site, slot: int, left: Callable[[], Tensor], right: Callable[[], Tensor], g: Tensor, scale: float
-) -> Factor:
-    """Product of [N, n, k] and [N, k, m] with the parameter on the right (slot 1) or on the left (slot 0)."""
+    The gradient of the right operand is sum_t a_t g_t^T over the sample's rows t of the left one and of g; that of the left
+    operand is the transposed, over columns. ``left``, ``right``: names under which the node has saved the operands.
+    """
     dim = site.layout.dim + 3 - site.g.ndim
-    shape = tuple(site.shapes[slot])
-    if slot == 1:
-        if dim != 1:
-            raise Unsupported("the samples are not along the rows of the product")
-        rows, out = left(), g
-        a = _rows(site, rows if rows.ndim == 3 else rows[None], 1)
-        return Outer(a, _scaled(_rows(site, out, 1), scale), shape, inputs_first=True)
-    if dim != 2:
-        raise Unsupported("the samples are not along the columns of the product")
-    columns = right()
-    a = _rows(site, (columns if columns.ndim == 3 else columns[None]).mT, 1)
-    return Outer(a, _scaled(_rows(site, g.mT, 1), scale), shape)
-
-
-def _rows(site: Site, t: Tensor, dim: int) -> Tensor:
-    """[N, rows, D] -> [B, N, rows of a sample, D]."""
-    return site.split(t, dim).movedim(1, 2)
-
-
-def _scaled(g: Tensor, scale: float) -> Tensor:
-    return g if scale == 1 else g * scale
+    if dim != (1 if slot == 1 else 2):
+        raise Unsupported(f"the samples are not along the {'rows' if slot == 1 else 'columns'} of the product")
+    saved = getattr(site.node, f"_saved_{left if slot == 1 else right}")
+    operand, g = (t if t.ndim == 3 else t[None] for t in (saved, site.g))
+    if slot == 0:
+        operand, g = operand.mT, g.mT
+    a, g = (site.split(t, 1).movedim(1, 2) for t in (operand, g))  # [B, N, rows of a sample, .]
+    return Outer(a, g if scale == 1 else g * scale, tuple(shape), inputs_first=slot == 1)
 
 
 @rule("MmBackward0", "BmmBackward0", about="matrix products mm, bmm, matmul, einsum, linear without bias")
 def product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """One side is the parameter: the gradient is sum_t a_t g_t^T over the sample's rows."""
-    n = site.node
-    g = site.g if site.g.ndim == 3 else site.g[None]
+    """One operand is the parameter."""
     if len(slots) != 1:
         raise Unsupported("both sides are parameters")
-    return {slots[0]: _matmul(site, slots[0], lambda: n._saved_self, lambda: n._saved_mat2, g, 1.0)}
+    return {slot: _product(site, slot, "self", "mat2", site.shapes[slot]) for slot in slots}
 
 
 @rule("AddmmBackward0", "BaddbmmBackward0", about="addmm, baddbmm: linear with bias, any number of leading dimensions")
 def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Slot 0 is the added term (beta), slots 1 and 2 the product (alpha)."""
-    n = site.node
-    batched = site.g.ndim == 3
-    left = (lambda: n._saved_batch1) if batched else (lambda: n._saved_mat1)
-    right = (lambda: n._saved_batch2) if batched else (lambda: n._saved_mat2)
-    g = site.g if batched else site.g[None]
-    found: dict[int, Factor] = {}
-    for slot in slots:
-        if slot == 0:
-            found[0] = Dense(_reduced(site, site.g, site.shapes[0]) * n._saved_beta)
-        else:
-            site_slot = slot - 1
-            shaped = Site(site.node, site.gradients, site.layouts, site.count, {site_slot: site.shapes[slot]})
-            found[slot] = _matmul(shaped, site_slot, left, right, g, float(n._saved_alpha))
+    """Slot 0 is the added term (times beta), slots 1 and 2 the operands of the product (times alpha)."""
     if 1 in slots and 2 in slots:
         raise Unsupported("both sides are parameters")
-    return found
+    n = site.node
+    names = ("batch1", "batch2") if site.g.ndim == 3 else ("mat1", "mat2")
+    factors: dict[int, Factor] = {}
+    for slot in slots:
+        shape = site.shapes[slot]
+        if slot == 0:
+            factors[0] = Dense(_times(_reduced(site, site.g, shape), n._saved_beta))
+        else:
+            factors[slot] = _product(site, slot - 1, *names, shape, float(n._saved_alpha))
+    return factors
 
 
-def _reduced(site: Site, g: Tensor, shape: torch.Size, other: Tensor | None = None) -> Tensor:
-    """Sum an output-shaped tensor over the axes along which a tensor of ``shape`` was broadcast: [B, *shape].
-
-    With ``other``, which broadcasts to the output, the sum is of ``g * other``.
-    """
+def _reduced(
+    site: Site,
+    g: Tensor,  # [*output]
+    shape: torch.Size,
+    other: Tensor | None = None,  # broadcasts to the output
+) -> Tensor:
+    """Sum ``g``, or ``g * other``, over the axes along which a tensor of ``shape`` was broadcast: [B, *shape]."""
     dim = site.layout.dim
     lead = g.ndim - len(shape)
     kept = dim - lead
@@ -186,20 +177,31 @@ def _reduced(site: Site, g: Tensor, shape: torch.Size, other: Tensor | None = No
     for d in range(g.ndim):
         if d != dim and (d < lead or shape[d - lead] == 1) and g.shape[d] != 1:
             axes.append(2 + d - (d > dim))
-    return ops.run("broadcast_sums", full, other, axes).reshape(site.count, *shape)
+    return _summed(full, other, axes).reshape(site.count, *shape)
+
+
+def _summed(g: Tensor, other: Tensor | None, axes: Sequence[int]) -> Tensor:
+    """Sum ``g``, or ``g * other``, over axes; where nothing is added up or multiplied, ``g`` itself in its dtype."""
+    if other is None and all(g.shape[axis] == 1 for axis in axes):
+        return g.squeeze(tuple(axes))
+    return ops.run("broadcast_sums", g, other, axes)
+
+
+def _times(t: Tensor, factor: float) -> Tensor:
+    return t if factor == 1 else raised(t) * factor
 
 
 @rule("AddBackward0", "SubBackward0", "ExpandBackward0", about="additive parameters with broadcasting, expand")
 def additive(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Sum of the output gradient over broadcast axes (times alpha, or -alpha for the second term of a difference)."""
-    found: dict[int, Factor] = {}
+    factors: dict[int, Factor] = {}
     for slot in slots:
         grads = _reduced(site, site.g, site.shapes[slot])
         if slot == 1:
             sign = -1 if site.node.name().startswith("Sub") else 1
-            grads = grads * (sign * site.node._saved_alpha)
-        found[slot] = Dense(grads)
-    return found
+            grads = _times(grads, sign * site.node._saved_alpha)
+        factors[slot] = Dense(grads)
+    return factors
 
 
 @rule("MulBackward0", "DivBackward0", about="scale parameters with broadcasting: products and quotients")
@@ -207,17 +209,17 @@ def scale(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Output gradient times the other factor, summed over broadcast axes."""
     n = site.node
     divide = n.name().startswith("Div")
-    found: dict[int, Factor] = {}
+    factors: dict[int, Factor] = {}
     for slot in slots:
         other = n._saved_other if slot == 0 or divide else n._saved_self
         if other is None:
             raise Unsupported("the other factor was not saved")
         other = torch.as_tensor(other, device=site.g.device)
         if divide:
-            wide = other.to(_wide(other))
+            wide = raised(other)
             other = wide.reciprocal() if slot == 0 else -n._saved_self / (wide * wide)
-        found[slot] = Dense(_reduced(site, site.g, site.shapes[slot], other))
-    return found
+        factors[slot] = Dense(_reduced(site, site.g, site.shapes[slot], other))
+    return factors
 
 
 @rule("TrilinearBackward0", about="bilinear")
@@ -227,36 +229,38 @@ def bilinear(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     axes = tuple(map(tuple, (n._saved_expand1, n._saved_expand2, n._saved_expand3, n._saved_sumdim)))
     if axes != ((1, 3), (0,), (1, 2), (2, 3)):
         raise Unsupported("another product of three factors than that of bilinear")
-    site.need_dim(0)
+    site.require_slot(slots, 1)
+    site.require_axis(0)
     x, y, g = (site.split(t, 0) for t in (n._saved_i1, n._saved_i3, site.g))
-    return only(slots, 1, lambda: Bilinear(x, y, g, tuple(site.shapes[1])))
+    return {1: Bilinear(x, y, g, tuple(site.shapes[1]))}
 
 
 @rule("PreluKernelBackward0", about="PReLU")
 def prelu(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Output gradient times the negative part of the input."""
-    return only(slots, 1, lambda: Dense(_reduced(site, site.g, site.shapes[1], site.node._saved_self.clamp_max(0))))
+    site.require_slot(slots, 1)
+    return {1: Dense(_reduced(site, site.g, site.shapes[1], site.node._saved_self.clamp_max(0)))}
 
 
 @rule("RepeatBackward0", about="repeated parameters (instance norm repeats its weight for every sample)")
 def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """The copies that belong to a sample are added."""
+    site.require_slot(slots, 0)
     shape = site.shapes[0]
     dim, g = site.layout.dim, site.g
     lead = g.ndim - len(shape)
-    own = shape[dim - lead] if dim >= lead else 1
-    rows = site.split(g, dim)  # [B, copies * own, other axes]
-    if rows.shape[1] % own:
+    length = shape[dim - lead] if dim >= lead else 1  # of one copy along the samples' axis
+    rows = site.split(g, dim)  # [B, copies * length, other axes]
+    if rows.shape[1] % length:
         raise Unsupported("a sample owns a part of a copy")
-    rows = (
-        rows.reshape(site.count, rows.shape[1] // own, own, *rows.shape[2:]).sum(1, dtype=_wide(g)).movedim(1, 1 + dim)
-    )
+    wide = torch.promote_types(g.dtype, torch.float32)
+    rows = rows.unflatten(1, (-1, length)).sum(1, dtype=wide).movedim(1, 1 + dim)
     sizes, axes = [site.count], []
     for d in range(g.ndim):
         size = shape[d - lead] if d >= lead else 1
         axes.append(len(sizes))
         sizes += [rows.shape[1 + d] // size, size]
-    return only(slots, 0, lambda: Dense(rows.reshape(sizes).sum(axes).reshape(site.count, *shape)))
+    return {0: Dense(rows.reshape(sizes).sum(axes).reshape(site.count, *shape))}
 
 
 @rule(
@@ -265,7 +269,7 @@ def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum g (x - mean) / sigma; bias: sum g; running statistics."""
     n = site.node
-    site.need_dim(0)
+    site.require_axis(0)
     if getattr(n, "_saved_training", True):
         raise Unsupported("batch statistics")
     eps = n._saved_eps if hasattr(n, "_saved_eps") else n._saved_epsilon  # cuDNN's node has another name for it
@@ -273,8 +277,14 @@ def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {slot: Dense(grads[slot - 1]) for slot in slots}
 
 
-def batch_norm_grads(site: Site, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients [B, C] of weight and bias of a batch norm with running statistics, channels along axis 1 of ``x``."""
+def batch_norm_grads(
+    site: Site,
+    x: Tensor,  # [rows, C, *spatial]
+    mean: Tensor,  # [C]
+    var: Tensor,  # [C]
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients [B, C] of weight and bias of a batch norm with running statistics."""
     gx, g = ops.run("channel_sums", site.split(x, 0), site.split(site.g, 0), mean[None])
     wide = torch.promote_types(gx.dtype, mean.dtype)
     return gx.to(wide) * torch.rsqrt(var.to(wide) + eps), g
@@ -287,7 +297,7 @@ LARGE_MEAN = 64.0  # standard deviations from which the rounding of a saved mean
 def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum g (x - mean) / sigma with the sample's own group statistics; bias: sum g."""
     n = site.node
-    site.need_dim(0)
+    site.require_axis(0)
     x, g, channels = n._saved_input, site.g, n._saved_C
 
     def wide(t: Tensor) -> Tensor:
@@ -297,6 +307,8 @@ def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     # centred first: sum g x - mean sum g would lose the digits where the mean is large
     gx, gs = ops.run("channel_sums", x.reshape(len(x), 1, channels, -1), g.reshape(len(x), 1, channels, -1), wide(mean))
     if x.device.type == "cpu" and float(torch.linalg.vector_norm(mean * rstd, torch.inf)) > LARGE_MEAN:
+        if not hasattr(n, "_saved_eps"):
+            raise Unsupported("means of many standard deviations, and this torch's node (as of 2.15) does not tell eps")
         rest = (x.reshape(*mean.shape[:2], -1) - mean).to(gx.dtype)  # the statistics themselves have lost digits
         var, off = torch.var_mean(rest, 2, correction=0, keepdim=True)
         gx, rstd = gx - wide(off) * gs, torch.rsqrt(var + n._saved_eps)
@@ -304,41 +316,35 @@ def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {slot: Dense(site.split(grads[slot], 0).sum(1)) for slot in slots}
 
 
-@rule("NativeLayerNormBackward0", about="layer norm, with or without bias")
-def layer_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Weight: sum over rows of g x-hat; bias: sum of g."""
+def _by_row(site: Site, op: str, names: Sequence[str]) -> list[Tensor]:
+    """Sums over the rows of each sample, by an op, for a norm over the trailing axes: [B, *normalised shape] each.
+
+    The op gets [B, rows, size]: the node's input, the gradient, and the statistics of each row saved under ``names``.
+    """
     n = site.node
     shape = tuple(n._saved_normalized_shape)
-    rows = _normalised_rows(site, shape)
-    size = prod(shape)
-    weight, bias = ops.run(
-        "layer_norm_sums",
-        rows(n._saved_input, size),
-        rows(site.g, size),
-        rows(n._saved_result1, 1),
-        rows(n._saved_result2, 1),
-    )
-    grads = {1: weight, 2: bias}
-    return {slot: Dense(grads[slot].reshape(site.count, *shape)) for slot in slots}
-
-
-def _normalised_rows(site: Site, shape: tuple[int, ...]) -> Callable[[Tensor, int], Tensor]:
-    """What brings a tensor [*leading axes, ...] of a norm over the trailing axes ``shape`` to [B, rows, size]."""
-    if site.layout.dim >= site.g.ndim - len(shape):
+    lead = site.g.shape[: site.g.ndim - len(shape)]
+    if site.layout.dim >= len(lead):
         raise Unsupported("the sample axis is normalised")
 
     def rows(t: Tensor, size: int) -> Tensor:
-        lead = t.reshape(*site.g.shape[: site.g.ndim - len(shape)], size)
-        return site.split(lead, site.layout.dim).reshape(site.count, -1, size)
+        return site.split(t.reshape(*lead, size), site.layout.dim).reshape(site.count, -1, size)
 
-    return rows
+    size = prod(shape)
+    statistics = [rows(getattr(n, f"_saved_{name}"), 1) for name in names]
+    sums = ops.run(op, rows(n._saved_input, size), rows(site.g, size), *statistics)
+    return [t.reshape(site.count, *shape) for t in (sums if isinstance(sums, tuple) else [sums])]
+
+
+@rule("NativeLayerNormBackward0", about="layer norm, with or without bias")
+def layer_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
+    """Weight: sum over rows of g (x - mean) / sigma; bias: sum of g."""
+    grads = _by_row(site, "layer_norm_sums", ("result1", "result2"))
+    return {slot: Dense(grads[slot - 1]) for slot in slots}
 
 
 @rule("FusedRmsNormBackward0", about="fused RMS norm")
 def rms_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum over rows of g x / rms."""
-    n = site.node
-    shape = tuple(n._saved_normalized_shape)
-    rows, size = _normalised_rows(site, shape), prod(shape)
-    tensors = (rows(n._saved_input, size), rows(site.g, size), rows(n._saved_result1, 1))
-    return only(slots, 1, lambda: Dense(ops.run("rms_norm_sums", *tensors).reshape(site.count, *shape)))
+    site.require_slot(slots, 1)
+    return {1: Dense(*_by_row(site, "rms_norm_sums", ("result1",)))}

@@ -1,4 +1,8 @@
-"""Rules for tables of which rows are picked: embedding, bags of embeddings, indexing. See fastlr.ghost.rules."""
+"""Rules for tables of which rows are picked: embedding, bags of embeddings, indexing. See fastlr.ghost.rules.
+
+The gradient of a table is g_t in the row that position t has picked; positions that pick the same row add up, so that the
+squared norm is the sum over the pairs with equal ids of <g_t, g_s> (see fastlr.ops.reference.norms).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.factors import Factor, Rows
-from fastlr.ghost.layout import Ragged
-from fastlr.ghost.rules import Site, Unsupported, only, rule
+from fastlr.ghost.rules import Site, Unsupported, rule
+from fastlr.ghost.sample_axis import Ragged
 
 _SUM, _MEAN, _MAX = range(3)  # torch's numbers for the modes of embedding_bag
 
@@ -21,19 +25,21 @@ def embedding(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     n = site.node
     if n._saved_scale_grad_by_freq:
         raise Unsupported("scale_grad_by_freq")
+    site.require_slot(slots, 0)
     ids, g = n._saved_indices, site.g
-    if site.layout.dim >= ids.ndim:
-        raise Unsupported("the sample axis is inside the rows")
     if n._saved_padding_idx >= 0:
         g = g * (ids != n._saved_padding_idx)[..., None]
-    return only(slots, 0, lambda: _table_rows(site, ids, g, 0))
+    return {0: _table_rows(site, ids, g)}
 
 
-def _table_rows(site: Site, ids: Tensor, g: Tensor, slot: int) -> Rows:
+def _table_rows(site: Site, ids: Tensor, g: Tensor) -> Rows:
+    """The rows of the table in slot 0 that ``ids`` [*] picked, with their gradients ``g`` [*, *row]."""
+    if site.layout.dim >= ids.ndim:
+        raise Unsupported("the samples are not along an axis of the index")
     rows = site.split(ids, site.layout.dim).reshape(site.count, -1)
     width = prod(g.shape[ids.ndim :])
     flat = site.split(g, site.layout.dim).reshape(site.count, -1, width)
-    shape = tuple(site.shapes[slot])
+    shape = tuple(site.shapes[0])
     return Rows(rows % shape[0] if shape[0] else rows, flat, shape)
 
 
@@ -43,25 +49,22 @@ def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     n = site.node
     if n._saved_scale_grad_by_freq:
         raise Unsupported("scale_grad_by_freq")
-    site.need_dim(0)
+    site.require_slot(slots, 0)
+    site.require_axis(0)
     ids, g = n._saved_indices, site.g
     starts = n._saved_offsets[: len(g)]  # one more may say where the last bag ends
     bag = torch.searchsorted(starts, torch.arange(len(ids), device=ids.device, dtype=starts.dtype), right=True) - 1
     kept = (ids != n._saved_padding_idx).to(g.dtype)
     sizes = g.new_zeros(len(g)).index_add_(0, bag, kept)
     if n._saved_mode == _MAX:
-        return only(slots, 0, lambda: _largest(site, n._saved_result3, g * (sizes > 0)[:, None]))
+        return {0: _largest(site, n._saved_result3, g * (sizes > 0)[:, None])}
     if n._saved_per_sample_weights is not None:
         kept = kept * n._saved_per_sample_weights
     if n._saved_mode == _MEAN:
         kept = kept / sizes.clamp_min(1)[bag]
-    layout = site.layout
-    owner = layout.ids if isinstance(layout, Ragged) else layout.samples(len(g), site.count, g.device)
-    if owner is None:
-        raise Unsupported("the rows of the samples are unknown")
-    rows = Ragged(0, owner[bag])
+    rows = Ragged(0, site.layout.samples(len(g), site.count, g.device)[bag])
     ids, g = (rows.split(t, 0, site.count) for t in (ids, g[bag] * kept[:, None]))
-    return only(slots, 0, lambda: Rows(ids, g, tuple(site.shapes[0])))
+    return {0: Rows(ids, g, tuple(site.shapes[0]))}
 
 
 def _largest(site: Site, picked: Tensor, g: Tensor) -> Rows:
@@ -77,7 +80,5 @@ def index(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     indices = [i for i in site.node._saved_indices if i is not None]
     if len(indices) != 1 or site.node._saved_indices[0] is None or indices[0].dtype not in (torch.int64, torch.int32):
         raise Unsupported("more than one index tensor, or not on the first axis")
-    ids = indices[0].long()
-    if site.layout.dim >= ids.ndim:
-        raise Unsupported("the sample axis is not in the index")
-    return only(slots, 0, lambda: _table_rows(site, ids, site.g, 0))
+    site.require_slot(slots, 0)
+    return {0: _table_rows(site, indices[0].long(), site.g)}

@@ -1,4 +1,7 @@
-"""What forward passes leave in a model, put back: attributes of its modules, and buffers."""
+"""Attributes of modules and buffers that a forward pass writes, put back after it.
+
+In: a model. Out: a context within which forward passes may write what they like (`attributes_kept`, `BufferKeeper`).
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,14 @@ def _same(a: Collection, b: Collection) -> bool:
 
 
 class _Kept:
-    """What one module holds: its entries, the contents of those that are containers, and which buffers it has."""
+    """The state of one module: its entries, the contents of those that are containers, and which buffers it has."""
 
     __slots__ = ("buffers", "built", "contents", "entries", "held", "hooks", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.held = module, vars(module)
         self.entries = self.held.copy()
-        self.contents = [
-            (v, v.copy()) for n, v in self.entries.items() if n not in INTERNAL and type(v) in _CONTAINERS
-        ]
+        self.contents = [(v, v.copy()) for n, v in self.entries.items() if n not in INTERNAL and type(v) in _CONTAINERS]
         registries = [self.held[n] for n in _HOOKS if n in self.held]
         self.hooks = [(r, r.copy() if r else {}) for r in registries]
         buffers = module._buffers
@@ -110,12 +111,12 @@ def attributes_kept(model: Callable, *, dtype: torch.dtype | None = None) -> Ite
         for module, name in _emptied.get():
             vars(module)[name].clear()
         if dtype is not None:
-            for each in kept:
-                _cast(each.held, dtype)
+            for module_state in kept:
+                _cast(module_state.held, dtype)
         yield
     finally:
-        for each in kept:
-            each.restore()
+        for module_state in kept:
+            module_state.restore()
 
 
 def _cast(held: dict[str, Any], dtype: torch.dtype) -> None:

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fastlr.ops.torch_private import no_torch_function_of_subclasses
+
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(Ellipsis)))
 SMALL = 16  # elements of a tensor on the CPU that is read by value
 _SMALL_ARRAY = 1 << 16  # bytes of an array that is read by value
@@ -33,7 +35,7 @@ _VALUES = 2000  # values below one attribute
 _TEXTS = (range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CLOSED = frozenset((*sys.stdlib_module_names, "torch", "numpy", "lightning", "pytorch_lightning"))  # not looked into
 _INSTALLED = tuple({sysconfig.get_path(where) for where in ("stdlib", "purelib", "platlib")})
-_TENSORS = frozenset((Tensor, nn.Parameter))
+TENSORS = frozenset((Tensor, nn.Parameter))
 _numbers: dict[int, tuple[Callable, int]] = {}
 _codes: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}
 _equal_codes: dict[CodeType, int] = {}
@@ -84,8 +86,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def of_tensor(t: Tensor, versions: bool = True) -> tuple:
     """By value where it is small and on the CPU, otherwise which tensor it is and (``versions``) how often written to."""
-    if type(t) not in _TENSORS:  # nothing is computed of it: it may be one that stands for what is yet to be computed
-        with torch._C.DisableTorchFunctionSubclass():
+    if type(t) not in TENSORS:  # nothing is computed of it: it may be one that stands for what is yet to be computed
+        with no_torch_function_of_subclasses():
             return "tensor", number(type(t)), tuple(t.shape), number(t), version(t) if versions else 0
     kind, shape = dtype_name(t.dtype), tuple(t.shape)
     if t.numel() <= SMALL and t.device.type == "cpu" and t.layout == torch.strided:
@@ -123,10 +125,14 @@ class Reader:
     Args:
         module: makes the token of a module that is met on the way; by default it is numbered.
         versions: how often large tensors were written to counts; otherwise where they are.
+
+    Attributes:
+        tensors: that were met.
     """
 
     def __init__(self, module: Callable[[nn.Module], Any] = number, versions: bool = True) -> None:
         self._module, self.versions = module, versions
+        self.tensors: list[Tensor] = []
         self._read: dict[int, tuple[int, int, Any]] = {}  # id -> (which one it was, depth that was left, the object)
         self._left = 0
 
@@ -144,6 +150,7 @@ class Reader:
             return ("tuple", *value) if PLAIN.issuperset(map(type, value)) else self._entries("tuple", value, depth)
         self._left -= 1
         if isinstance(value, Tensor):
+            self.tensors.append(value)
             return of_tensor(value, self.versions)
         if isinstance(value, nn.Module):
             return "module", self._module(value)
@@ -169,15 +176,9 @@ class Reader:
         items = itertools.islice(dict.items(value), _BREADTH)
         return type(value).__name__, len(value), *[self.of(v, depth) for item in items for v in item]
 
-    def _mapping(self, value: Any, depth: int) -> tuple:
-        return self._dict(dict(value), depth)
-
     def _set(self, value: Any, depth: int) -> tuple:
         read = (self.of(v, depth) for v in itertools.islice(value, _BREADTH))
         return type(value).__name__, len(value), *sorted(marshal.dumps(token, 2) for token in read)
-
-    def _slice(self, value: Any, depth: int) -> tuple:
-        return self._entries("slice", (value.start, value.stop, value.step), depth)
 
     def _array(self, value: Any, depth: int) -> tuple:
         if value.dtype.hasobject or value.nbytes > _SMALL_ARRAY:
@@ -195,29 +196,29 @@ class Reader:
             token.append(self.of(given, depth) if given else None)
         find, depth = value.__globals__.get, min(depth, _GLOBAL_DEPTH)
         for name in names:
-            found = find(name)
-            for part in self._parts(found, names) if type(found) is ModuleType else [found]:
+            value = find(name)
+            for part in self._parts(value, names) if type(value) is ModuleType else [value]:
                 if part is not None and not _installed(part):
                     token += name, self.of(part, depth)
         return tuple(token)
 
     @staticmethod
     def _parts(module: ModuleType, names: tuple[str, ...]) -> list[Any]:
-        """What code that has these names may read of a module; nothing of an installed one."""
-        own = str(getattr(module, "__file__", None) or "")
-        return [] if own.startswith(_INSTALLED) else [vars(module)[n] for n in names if n in vars(module)]
+        """The values that code with these names may read of a module; none of an installed one."""
+        path = str(getattr(module, "__file__", None) or "")
+        return [] if path.startswith(_INSTALLED) else [vars(module)[n] for n in names if n in vars(module)]
 
-    def _method(self, value: Any, depth: int) -> tuple:
-        return "method", self.of(value.__func__, depth), self.of(value.__self__, depth)
+    def _composed(self, value: Any, depth: int) -> tuple:
+        """An object that is what a few of its attributes are (see _COMPOSED)."""
+        kind = type(value)
+        return kind.__name__, *[self.of(getattr(value, name), depth) for name in _COMPOSED[kind]]
 
-    def _partial(self, value: Any, depth: int) -> tuple:
-        return "partial", self.of(value.func, depth), self.of(value.args, depth), self.of(value.keywords, depth)
+    def _wrapped(self, value: Any, depth: int) -> tuple:
+        """A container around others: not one more container deep."""
+        return type(value).__name__, self.of(value.maps if type(value) is ChainMap else value.data, depth + 1)
 
-    def _wrapper(self, value: Any, depth: int) -> tuple:
-        return type(value).__name__, self.of(value.__wrapped__, depth)
-
-    def _property(self, value: Any, depth: int) -> tuple:
-        return "property", self.of(value.fget, depth), self.of(value.fset, depth)
+    def _namespace(self, value: Any, depth: int) -> tuple:
+        return "namespace", number(type(value)), self._dict(vars(value), depth)
 
     def _enum(self, value: Any, depth: int) -> tuple:
         return "enum", number(type(value)), value._name_, self.of(value._value_, depth)
@@ -247,7 +248,7 @@ class Reader:
 
 
 def _installed(value: Any) -> bool:
-    """Whether a value found by a global name is of a package that does not change: a function, a class, a module."""
+    """Return True if a value of a global name is of a package that does not change: a function, a class, a module."""
     if type(value) is FunctionType:
         return value.__code__.co_filename.startswith(_INSTALLED)
     if isinstance(value, type):
@@ -256,12 +257,12 @@ def _installed(value: Any) -> bool:
 
 
 def own(kind: type) -> list[tuple[str, Any]]:
-    """What a class itself defines: functions, and attributes without underscores on both sides."""
+    """The names and values that a class itself defines: functions, and attributes without underscores on both sides."""
     return [(n, v) for n, v in vars(kind).items() if not n.startswith("__") or type(v) is FunctionType]
 
 
 def closed(kind: type) -> bool:
-    """Whether objects of a class are taken as they are: those of Python, torch and trainers."""
+    """Return True if objects of a class are taken as they are: those of Python, torch and trainers."""
     return str(kind.__module__).partition(".")[0] in _CLOSED
 
 
@@ -282,36 +283,27 @@ def _text(_: Reader, value: Any, depth: int) -> tuple:
     return "text", repr(value)
 
 
-def _scalar(_: Reader, value: Any, depth: int) -> tuple:
-    return "scalar", str(value.dtype), value.tobytes()
-
-
-def _bytes(_: Reader, value: Any, depth: int) -> tuple:
-    return "bytearray", bytes(value)
-
-
-def _builtin(reader: Reader, value: Any, depth: int) -> tuple:
-    return "builtin", value.__name__, number(value)
-
-
+_CACHED = type(functools.cache(_slots))
+_COMPOSED: dict[type, tuple[str, ...]] = {  # class -> the attributes that an object of it consists of
+    slice: ("start", "stop", "step"),
+    MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset"),
+    **dict.fromkeys((staticmethod, classmethod, _CACHED), ("__wrapped__",)),
+}
 _READERS: dict[type, Callable[[Reader, Any, int], Any]] = {
     **dict.fromkeys((list, deque, torch.Size), Reader._list),
     **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), Reader._dict),
     **dict.fromkeys((set, frozenset), Reader._set),
     **dict.fromkeys(_TEXTS, _text),
-    **dict.fromkeys((staticmethod, classmethod), Reader._wrapper),
-    bytearray: _bytes,
-    slice: Reader._slice,
+    **dict.fromkeys(_COMPOSED, Reader._composed),
+    **dict.fromkeys((ChainMap, UserDict, UserList), Reader._wrapped),
+    bytearray: lambda reader, value, depth: ("bytearray", bytes(value)),
     FunctionType: Reader.function,
-    MethodType: Reader._method,
-    MappingProxyType: Reader._mapping,
-    BuiltinFunctionType: _builtin,
-    ChainMap: lambda reader, value, depth: reader._entries("maps", value.maps, depth),
-    **dict.fromkeys((UserDict, UserList), lambda reader, value, depth: ("user", reader.of(value.data, depth + 1))),
-    functools.partial: Reader._partial,
-    property: Reader._property,
+    MappingProxyType: lambda reader, value, depth: reader._dict(dict(value), depth),
+    BuiltinFunctionType: lambda reader, value, depth: ("builtin", value.__name__, number(value)),
     np.ndarray: Reader._array,
-    SimpleNamespace: lambda reader, value, depth: ("namespace", reader._dict(vars(value), depth)),
+    SimpleNamespace: Reader._namespace,
 }
 _SUBCLASSED: tuple[tuple[type, Callable[[Reader, Any, int], Any]], ...] = (
     (dict, Reader._dict),
@@ -325,7 +317,6 @@ _SUBCLASSED: tuple[tuple[type, Callable[[Reader, Any, int], Any]], ...] = (
     (str, lambda reader, value, depth: str.__str__(value)),
     (bytes, lambda reader, value, depth: bytes.__getitem__(value, slice(None))),
 )
-_CACHED = type(functools.cache(_slots))
 
 
 def _reader(value: Any) -> Callable[[Reader, Any, int], Any]:
@@ -333,13 +324,11 @@ def _reader(value: Any) -> Callable[[Reader, Any, int], Any]:
     if isinstance(value, Enum):
         return Reader._enum
     if isinstance(value, np.generic):
-        return _scalar
+        return lambda reader, value, depth: ("scalar", str(value.dtype), value.tobytes())
     if isinstance(value, np.ndarray):
         return Reader._array
     if isinstance(value, type):
         return Reader._class
-    if isinstance(value, _CACHED):
-        return Reader._wrapper
     if isinstance(value, SimpleNamespace):
-        return lambda reader, value, depth: ("namespace", number(type(value)), reader._dict(vars(value), depth))
+        return Reader._namespace
     return Reader._object

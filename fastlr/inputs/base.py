@@ -1,4 +1,4 @@
-"""What all inputs have: checked batches, and a description for records."""
+"""The base of all inputs: checked batches, and a description for records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.reference.counter import check_range, check_seed
+from fastlr.ops.philox import check_range, check_seed
 
 Batch = Tensor | tuple | dict
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.errors import InputError
 from fastlr.inputs.base import Batch, Inputs, check_dtype
-from fastlr.reference.counter import (
+from fastlr.ops.philox import (
     BLOCK,
     STREAMS,
     check_index,
@@ -24,7 +24,7 @@ from fastlr.reference.counter import (
     random_words,
     uniform_integers,
 )
-from fastlr.reference.images import check_images
+from fastlr.ops.shape_images import CIRCLE_RADII, RECTANGLE_SIDES, check_images, shape_bounds
 
 Normalize = str | tuple | None
 
@@ -61,7 +61,7 @@ class ShapeImages(Inputs):
     """Images of overlapping random shapes: the vision inputs of the paper (Section 3.6).
 
     A canvas in a uniform random colour; over it ``rectangles`` rectangles and ``circles`` circles in random order, with
-    random sizes, positions and 8-bit colours. :func:`fastlr.reference.images.shape_images` gives the distributions. On
+    random sizes, positions and 8-bit colours. :func:`fastlr.ops.shape_images.shape_images` gives the distributions. On
     a GPU the images are made by the Triton kernel of the same name, with the same bits.
 
     Args:
@@ -71,6 +71,9 @@ class ShapeImages(Inputs):
         normalize: "imagenet" (three channels), (mean, std) with one number or one a channel, in units where a byte of
             255 is 1: the output is (byte / 255 - mean) / std; None gives byte / 255.
         channels_last: give batches ``torch.channels_last`` memory format.
+        rectangle_sides: least and greatest side of a rectangle, as shares of the image's height and width. The paper says
+            only "random sizes"; the ranges are ours.
+        circle_radii: least and greatest radius of a circle, as shares of the image's shorter side.
 
     Batches are ``[n, C, H, W]``.
 
@@ -83,15 +86,19 @@ class ShapeImages(Inputs):
     circles: int = 5
     normalize: Normalize = "imagenet"
     channels_last: bool = field(default=False, kw_only=True)
+    rectangle_sides: tuple[float, float] = field(default=RECTANGLE_SIDES, kw_only=True)
+    circle_radii: tuple[float, float] = field(default=CIRCLE_RADII, kw_only=True)
 
     def __post_init__(self) -> None:
-        channels, _, _ = check_images(self.size, self.rectangles, self.circles)
-        object.__setattr__(self, "size", tuple(self.size))
+        channels, height, width = check_images(self.size, self.rectangles, self.circles)
+        shape_bounds(height, width, self.rectangle_sides, self.circle_radii)
+        for name in ("size", "rectangle_sides", "circle_radii"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.normalize == "imagenet" and channels != 3:
             raise InputError(f'normalize="imagenet" needs 3 channels, size has {channels}: pass (mean, std) or None')
         _mean_std(self.normalize, channels)
 
-    def table(self) -> Tensor:
+    def table(self) -> Tensor:  # [C, 256]
         """Return the output of each byte in each channel, ``[C, 256]`` float32, rounded once from float64."""
         levels = torch.arange(256, dtype=torch.float64, device="cpu")[None] / 255
         mean_std = _mean_std(self.normalize, self.size[0])
@@ -103,7 +110,7 @@ class ShapeImages(Inputs):
         device = torch.get_default_device() if device is None else torch.device(device)
         return self._images(start, stop, seed, device, torch.uint8, None)
 
-    def at(self, index: Tensor, *, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    def at(self, index: Tensor, *, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:  # [n]
         """Return the images with the numbers ``index``, on its device and in its order: the bits that `batch` gives.
 
         Args:
@@ -148,10 +155,11 @@ class ShapeImages(Inputs):
         return "triton" if kernel else "reference"
 
     def _options(self, seed: int, table: Tensor | None, dtype: torch.dtype | None) -> dict[str, Any]:
-        """What every op that makes these images takes by keyword."""
-        sizes: dict[str, Any] = {"size": self.size, "rectangles": self.rectangles, "circles": self.circles}
-        drawn = {"seed": seed, "table": table, "dtype": dtype or torch.float32}
-        return {**sizes, **drawn, "channels_last": self.channels_last}
+        """Keyword arguments of every op that makes these images."""
+        names = ("size", "rectangles", "circles", "rectangle_sides", "circle_radii")
+        shapes = {name: getattr(self, name) for name in names}
+        values = {"table": table, "dtype": dtype or torch.float32, "channels_last": self.channels_last}
+        return {"seed": seed, **shapes, **values}
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ class NoiseImages(Inputs):
 
     The paper gives no scale. Here the network sees z ~ N(0, 1), noise of unit variance in the *normalised* space, the
     scale of ImageNet images after the usual normalisation. With ``normalize`` the *pixels* are z ~ N(0, 1), unclipped,
-    and the network sees (z - mean) / std. z is discretised as :func:`fastlr.reference.counter.normal_quantiles`
+    and the network sees (z - mean) / std. z is discretised as :func:`fastlr.ops.philox.normal_quantiles`
     describes (65536 values; mean 0, variance 1, kurtosis 2.9992).
 
     Args:
@@ -176,8 +184,7 @@ class NoiseImages(Inputs):
     def __post_init__(self) -> None:
         if not isinstance(self.size, (tuple, list)) or len(self.size) != 3:
             raise InputError(f"size must be three integers (channels, height, width), got {self.size!r}")
-        for name, side in zip(("size's channels", "size's height", "size's width"), self.size, strict=True):
-            _positive(**{name: side})
+        _positive(**dict(zip(("size's channels", "size's height", "size's width"), self.size, strict=True)))
         object.__setattr__(self, "size", tuple(self.size))
         _mean_std(self.normalize, self.size[0])
 
@@ -198,7 +205,7 @@ class GaussianSeries(Inputs):
         length: time steps.
         features: channels of the series.
 
-    Batches are ``[n, length, features]``, discretised as :func:`fastlr.reference.counter.normal_quantiles` describes.
+    Batches are ``[n, length, features]``, discretised as :func:`fastlr.ops.philox.normal_quantiles` describes.
 
     >>> GaussianSeries(length=96).batch(0, 4, seed=0).shape
     torch.Size([4, 96, 7])
@@ -242,8 +249,8 @@ class TokenInputs(Inputs):
     def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
         out = torch.empty(stop - start, self.length, dtype=torch.int64, device=device)
         block = max(1, BLOCK // self.length)
-        for first in range(start, stop, block):
-            index = indices(first, min(first + block, stop), device)
+        for begin in range(start, stop, block):
+            index = indices(begin, min(begin + block, stop), device)
             words = random_words(seed, index, STREAMS["tokens"], self.length)
-            out[first - start : first - start + len(index)] = uniform_integers(words, self.vocab_size)
+            out[begin - start : begin - start + len(index)] = uniform_integers(words, self.vocab_size)
         return {"input_ids": out, "attention_mask": torch.ones_like(out)} if self.attention_mask else {"input_ids": out}

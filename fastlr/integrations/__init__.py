@@ -5,11 +5,11 @@
 - `fastlr.integrations.huggingface.LocalRedundancyCallback`: a Hugging Face ``TrainerCallback``.
 - `fastlr.integrations.avalanche.LocalRedundancyMetric`: an Avalanche plugin metric.
 
-The frameworks are optional (``pip install 'fastlr[lightning]'``, ``[huggingface]``, ``[avalanche]``) and imported by these
+The frameworks are optional (extras ``lightning``, ``huggingface``, ``avalanche``) and imported by these
 modules alone. All measure the same way; the training is bit for bit the same without them.
 """
 
-from fastlr.integrations.meter import Reading
+from fastlr.integrations.measurement import Reading
 from fastlr.integrations.monitor import Monitor
 
 __all__ = ["Monitor", "Reading"]

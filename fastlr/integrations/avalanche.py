@@ -1,22 +1,21 @@
-"""A plugin metric for Avalanche; needs ``pip install 'fastlr[avalanche]'``."""
+"""A plugin metric for Avalanche; needs the extra ``avalanche``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastlr.errors import MissingExtraError
-from fastlr.integrations.meter import Meter, Reading, Schedule
-from fastlr.integrations.monitor import Keep, Keeper, rank
+from fastlr.errors import MissingExtraError, install
+from fastlr.integrations.measurement import Integration, Keep, rank
 
 try:
     from avalanche.evaluation import PluginMetric
     from avalanche.evaluation.metric_results import MetricValue
     from avalanche.evaluation.metric_utils import get_metric_name
 except ImportError as missing:
-    raise MissingExtraError(f"avalanche is not installed ({missing}): pip install 'fastlr[avalanche]'") from missing
+    raise MissingExtraError(f"avalanche is not installed ({missing}): {install('avalanche')}") from missing
 
 
-class LocalRedundancyMetric(PluginMetric):
+class LocalRedundancyMetric(Integration, PluginMetric):
     """Measures the strategy's model before the first and after every experience, or every so many steps or epochs.
 
     Give it to an ``EvaluationPlugin`` like any other metric: ``EvaluationPlugin(accuracy_metrics(stream=True),
@@ -34,7 +33,7 @@ class LocalRedundancyMetric(PluginMetric):
         mode: "max" or "min", as for `Monitor`.
         prefix: before each name.
         what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of `fastlr.LocalRedundancy`; see
-            `fastlr.integrations.meter.Meter`.
+            `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.
@@ -57,19 +56,10 @@ class LocalRedundancyMetric(PluginMetric):
         prefix: str = "",
         **what: Any,
     ) -> None:
-        super().__init__()
-        self.schedule = Schedule(every_n_steps, every_n_epochs)
-        self.after_experience = every_n_steps is None and every_n_epochs is None
-        self.meter = Meter(inputs, n, **what)
-        self.keeper = Keeper(keep_best, mode)
-        self.at_start, self.prefix = at_start, prefix
+        PluginMetric.__init__(self)
+        Integration.__init__(self, inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **what)
+        self.at_start = at_start
         self.steps = self.epochs = 0
-        self.last: Reading | None = None
-
-    @property
-    def best(self) -> Reading | None:
-        """The best reading so far."""
-        return self.keeper.best
 
     def result(self) -> float | None:
         """The last local redundancy."""
@@ -86,27 +76,22 @@ class LocalRedundancyMetric(PluginMetric):
         """Measure if enough iterations were done."""
         super().after_training_iteration(strategy)
         self.steps += 1
-        return self.measure(strategy) if self.schedule.step_due(self.steps - 1, self.steps) else None
+        return self.measure(strategy) if self.step_due(self.steps - 1, self.steps) else None
 
     def after_training_epoch(self, strategy: Any) -> Any:
         """Measure if enough epochs were done."""
         self.epochs += 1
-        return self.measure(strategy) if self.schedule.epoch_due(self.epochs) else None
+        return self.measure(strategy) if self.epoch_due(self.epochs) else None
 
     def after_training_exp(self, strategy: Any) -> Any:
         """Measure after an experience, if nothing else was asked for."""
-        return self.measure(strategy) if self.after_experience else None
+        return None if self.has_schedule else self.measure(strategy)
 
     def measure(self, strategy: Any) -> list[Any] | None:
         """Measure now. Returns Avalanche's metric values; None on processes other than that of rank 0, or if it failed."""
         if rank() != 0:
             return None
-        model = strategy.model
-
-        def take() -> Reading:
-            return self.meter.measure(model, self.steps, self.epochs, keep=lambda r: self.keeper.see(r, model))
-
-        reading = self.meter.attempt(take)
+        reading = self.meter.measure(lambda: strategy.model, self.steps, self.epochs, keep=self.keeper.see)
         if reading is None:
             return None
         self.last = reading

@@ -1,4 +1,4 @@
-"""A Hugging Face ``TrainerCallback``; needs ``pip install 'fastlr[huggingface]'``."""
+"""A Hugging Face ``TrainerCallback``; needs the extra ``huggingface``."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Any
 
 import torch
 
-from fastlr.errors import InputError, MissingExtraError
-from fastlr.integrations.meter import NAME, Meter, Reading, Schedule, on_main
+from fastlr.errors import InputError, MissingExtraError, install
+from fastlr.integrations.measurement import NAME, Integration, Reading, on_main
 
 try:
     import accelerate  # noqa: F401  (the Trainer does not run without it)
     from transformers import TrainerCallback
 except ImportError as missing:
-    raise MissingExtraError(f"not installed ({missing}): pip install 'fastlr[huggingface]'") from missing
+    raise MissingExtraError(f"not installed ({missing}): {install('huggingface')}") from missing
 
 
-class LocalRedundancyCallback(TrainerCallback):
+class LocalRedundancyCallback(Integration, TrainerCallback):
     """Measures the trainer's model every so many steps or epochs, or at evaluations, and logs it by ``trainer.log``.
 
     So the numbers are in ``trainer.state.log_history`` and wherever ``report_to`` says. Without ``every_n_steps`` and
     ``every_n_epochs`` the model is measured at every evaluation, whose metrics then hold ``eval_local_redundancy``:
     ``TrainingArguments(load_best_model_at_end=True, metric_for_best_model="local_redundancy", greater_is_better=True)``
     keeps the best checkpoint. Steps are optimizer steps, however many batches are accumulated. With several processes that
-    of rank 0 measures and all have its numbers. A resumed training goes on with the same steps.
+    of rank 0 measures, those of a model under ``fully_shard`` (FSDP2) all measure together, and all have its numbers. A
+    resumed training goes on with the same steps.
 
     Args:
         trainer: the ``transformers.Trainer``: ``trainer.add_callback(LocalRedundancyCallback(trainer, inputs))``.
@@ -37,7 +38,7 @@ class LocalRedundancyCallback(TrainerCallback):
         at_start: measure before the first step too, where a mistake in the arguments shows at once.
         prefix: before each name that is logged.
         what: measures, x, y, loss, init_state, weights, dtype ("auto": the trainer's), on_error, and options of
-            `fastlr.LocalRedundancy`; see `fastlr.integrations.meter.Meter`.
+            `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.
@@ -60,11 +61,8 @@ class LocalRedundancyCallback(TrainerCallback):
     ) -> None:
         if not callable(getattr(trainer, "log", None)) or not hasattr(trainer, "state"):
             raise InputError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
-        self.trainer, self.at_start, self.prefix = trainer, at_start, prefix
-        self.schedule = Schedule(every_n_steps, every_n_epochs)
-        self.at_evaluation = every_n_steps is None and every_n_epochs is None
-        self.meter = Meter(inputs, n, **what)
-        self.last: Reading | None = None
+        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **what)
+        self.trainer, self.at_start = trainer, at_start
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure where the training starts."""
@@ -73,17 +71,17 @@ class LocalRedundancyCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure if enough optimizer steps were done."""
-        if self.schedule.step_due(state.global_step - 1, state.global_step):
+        if self.step_due(state.global_step - 1, state.global_step):
             self.measure()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measure if enough epochs were done."""
-        if self.schedule.epoch_due(round(state.epoch)):
+        if self.epoch_due(round(state.epoch)):
             self.measure()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Measure with an evaluation, and put the value among its metrics."""
-        if self.at_evaluation:
+        if not self.has_schedule:
             reading = self.measure()
             if reading is not None and metrics is not None:
                 metrics[f"eval_{NAME}"] = reading.value
@@ -94,13 +92,13 @@ class LocalRedundancyCallback(TrainerCallback):
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         model = self.trainer.model
 
-        def take() -> Reading:
-            with _own_forward(model, self.meter.dtype is None):
-                return self.meter.measure(model, state.global_step, int(state.epoch or 0), dtype=dtype)
+        def measure() -> Reading | None:
+            with _original_forward(model, self.meter.dtype is None):
+                return self.meter.measure(lambda: model, state.global_step, int(state.epoch or 0), dtype=dtype)
 
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         main = self.trainer.is_world_process_zero()
-        reading = on_main(lambda: self.meter.attempt(take), main, _broadcast if several else None)
+        reading = on_main(measure, main, _broadcast if several else None, model)
         if reading is None:
             return None
         self.last = reading
@@ -112,7 +110,7 @@ class LocalRedundancyCallback(TrainerCallback):
 
 
 @contextmanager
-def _own_forward(model: Any, wanted: bool) -> Iterator[None]:
+def _original_forward(model: Any, wanted: bool) -> Iterator[None]:
     """The model's forward without the autocast that accelerate has put around it, if wanted."""
     wrapped, original = vars(model).get("forward"), vars(model).get("_original_forward")
     if not wanted or wrapped is None or original is None:
@@ -125,7 +123,7 @@ def _own_forward(model: Any, wanted: bool) -> Iterator[None]:
         model.forward = wrapped
 
 
-def _broadcast(what: Any) -> Any:
-    box = [what]
+def _broadcast(message: Any) -> Any:
+    box = [message]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]

@@ -1,4 +1,4 @@
-"""A Lightning ``Callback``; needs ``pip install 'fastlr[lightning]'``."""
+"""A Lightning ``Callback``; needs the extra ``lightning``."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastlr.errors import InputError, MissingExtraError, ModelError
-from fastlr.integrations.meter import Meter, Reading, Schedule, on_main
+from fastlr.errors import InputError, MissingExtraError, ModelError, install
+from fastlr.integrations.measurement import Integration, Reading, on_main
 
 try:
     from lightning.pytorch.callbacks import Callback
 except ImportError as missing:
-    raise MissingExtraError(f"lightning is not installed ({missing}): pip install 'fastlr[lightning]'") from missing
+    raise MissingExtraError(f"lightning is not installed ({missing}): {install('lightning')}") from missing
 
 AVERAGED = "averaged"
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class LocalRedundancyMonitor(Callback):
+class LocalRedundancyMonitor(Integration, Callback):
     """Measures the module every so many steps or epochs of a fit, and at its start, and logs it.
 
     The numbers go to all loggers of the trainer (step: optimizer steps done) and into ``trainer.callback_metrics``, so that
     ``ModelCheckpoint(monitor="local_redundancy", mode="max")`` keeps the best checkpoint; with measurements at the end of
-    epochs and a validation, give it ``save_on_train_epoch_end=True``. With several processes, that of rank 0 measures and all
-    have its numbers. Steps are optimizer steps, however many batches are accumulated.
+    epochs and a validation, give it ``save_on_train_epoch_end=True``. With several processes, that of rank 0 measures, those
+    of a module under ``fully_shard`` (``ModelParallelStrategy``) all measure together, and all have its numbers. Steps are
+    optimizer steps, however many batches are accumulated.
 
     Args:
         inputs: synthetic inputs, as for `fastlr.estimate`.
@@ -37,10 +38,10 @@ class LocalRedundancyMonitor(Callback):
         module: what is measured: the name of a submodule, such as "model", or a function of the LightningModule; None: the
             LightningModule itself, by its ``forward``.
         prefix: before each name that is logged.
-        weights: as in `fastlr.integrations.meter.Meter`; "averaged": those of the trainer's ``WeightAveraging`` or
+        weights: as in `fastlr.integrations.measurement.Meter`; "averaged": those of the trainer's ``WeightAveraging`` or
             ``EMAWeightAveraging`` callback, which must come before this one among the callbacks.
         what: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error, and options of
-            `fastlr.LocalRedundancy`; see `fastlr.integrations.meter.Meter`.
+            `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.
@@ -70,14 +71,13 @@ class LocalRedundancyMonitor(Callback):
     ) -> None:
         if every_n_steps is None and every_n_epochs is None:
             every_n_epochs = 1
-        self.schedule = Schedule(every_n_steps, every_n_epochs)
         self.averaged = isinstance(weights, str)
         if self.averaged and weights != AVERAGED:
             raise InputError(f"weights must be 'averaged', a module, a state dict or a function, not {weights!r}")
-        self.meter = Meter(inputs, n, weights=None if self.averaged else weights, **what)
-        self.at_start, self.module, self.prefix = at_start, module, prefix
-        self.last: Reading | None = None
-        self._seen = 0
+        weights = None if self.averaged else weights
+        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, weights=weights, **what)
+        self.at_start, self.module = at_start, module
+        self._steps_seen = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Look for what is measured, on every process, before anything runs."""
@@ -87,33 +87,35 @@ class LocalRedundancyMonitor(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure where the training starts."""
-        self._seen = trainer.global_step
+        self._steps_seen = trainer.global_step
         if self.at_start:
             self.measure(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
         """Measure if enough optimizer steps were done."""
-        before, self._seen = self._seen, trainer.global_step
-        if self.schedule.step_due(before, self._seen):
+        before, self._steps_seen = self._steps_seen, trainer.global_step
+        if self.step_due(before, self._steps_seen):
             self.measure(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure if enough epochs were done."""
-        if self.schedule.epoch_due(trainer.current_epoch + 1):
+        if self.epoch_due(trainer.current_epoch + 1):
             self.measure(trainer, pl_module)
 
     def measure(self, trainer: Any, pl_module: Any) -> Reading | None:
         """Measure and log now; every process must call this. Returns the reading, None where it failed with a warning."""
         dtype = _AUTOCAST.get(str(trainer.precision))
 
-        def take() -> Reading:
+        def target() -> nn.Module:
             if self.averaged:
                 self.meter.weights = self._average(trainer)
-            return self.meter.measure(self._target(pl_module), trainer.global_step, trainer.current_epoch, dtype=dtype)
+            return self._target(pl_module)
 
-        several = trainer.world_size > 1
-        broadcast = trainer.strategy.broadcast if several else None
-        reading = on_main(lambda: self.meter.attempt(take), trainer.is_global_zero, broadcast)
+        def measure() -> Reading | None:
+            return self.meter.measure(target, trainer.global_step, trainer.current_epoch, dtype=dtype)
+
+        broadcast = trainer.strategy.broadcast if trainer.world_size > 1 else None
+        reading = on_main(measure, trainer.is_global_zero, broadcast, pl_module)
         if reading is None:
             return None
         self.last = reading
@@ -125,7 +127,7 @@ class LocalRedundancyMonitor(Callback):
         return reading
 
     def state_dict(self) -> dict[str, Any]:
-        """What Lightning saves with its checkpoints."""
+        """Return what Lightning saves with its checkpoints."""
         return self.meter.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -134,26 +136,25 @@ class LocalRedundancyMonitor(Callback):
 
     def _target(self, pl_module: Any) -> nn.Module:
         if self.module is None:
-            found = pl_module
+            target = pl_module
             if getattr(type(pl_module).forward, "__qualname__", "").startswith("LightningModule."):
                 raise ModelError(
                     f"{type(pl_module).__name__} has no forward(): define it, or say what is measured by module='NAME'"
                 )
         elif callable(self.module):
-            found = self.module(pl_module)
+            target = self.module(pl_module)
         else:
-            found = getattr(pl_module, self.module, None)
-        if not isinstance(found, nn.Module):
+            target = getattr(pl_module, self.module, None)
+        if not isinstance(target, nn.Module):
             raise InputError(
-                f"module={self.module!r} is {type(found).__name__} in {type(pl_module).__name__}, no module"
+                f"module={self.module!r} is {type(target).__name__} in {type(pl_module).__name__}, no module"
             )
-        return found
+        return target
 
-    def _average(self, trainer: Any) -> dict[str, Any]:
-        """The tensors of the averaged copy of what is measured."""
+    def _average(self, trainer: Any) -> nn.Module:
+        """Return the averaged copy of what is measured."""
         for callback in trainer.callbacks:
             average = getattr(callback, "_average_model", None)  # there is no public way to it
             if average is not None:
-                target = self._target(average.module)
-                return {**dict(target.named_parameters()), **dict(target.named_buffers())}
+                return self._target(average.module)
         raise InputError("weights='averaged', but the trainer has no WeightAveraging callback: add one before this")

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from fastlr.display.verdict import verdict
+from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import ALONE, team
-from fastlr.drivers.runs import save_file
 from fastlr.errors import InputError
-from fastlr.ghost.adapt import trainable, unwrap
-from fastlr.integrations.meter import Meter, Reading, Schedule
-from fastlr.loggers import CallbackLogger, Logger
+from fastlr.ghost.model_io import trainable, unwrap
+from fastlr.integrations.loggers import CallbackLogger, Logger
+from fastlr.integrations.measurement import Integration, Keep, Reading, rank
+from fastlr.ops.torch_private import holds_fully_sharded
 
-Keep = str | os.PathLike[str] | Callable[[Reading], Any]
 
-
-class Monitor:
+class Monitor(Integration):
     """Measures a model every so many steps or epochs of a training loop, logs it, and keeps the best checkpoint.
 
     ``monitor.step()`` after each optimizer step, or ``monitor.epoch()`` after each epoch, is all that a loop needs. The
@@ -29,7 +25,8 @@ class Monitor:
     were. With several processes (DistributedDataParallel) the one of rank 0 measures, and the others return at once: nothing
     is communicated, so the loop may also call it on rank 0 alone; they wait for rank 0 at their next gradient. Called on all
     of them inside `fastlr.distributed.sharded`, they share the inputs, and all get the reading; buffers must then be the
-    same on all, which those of batch norm are not between two steps of DistributedDataParallel.
+    same on all, which those of batch norm are not between two steps of DistributedDataParallel. A model under
+    ``torch.distributed.fsdp.fully_shard`` is measured by all of its ranks together: each calls it, and all get the reading.
 
     Gradient accumulation: call ``step`` where the optimizer steps. Mixed precision: ``dtype=torch.bfloat16`` measures under
     autocast, whatever region the call is in; a gradient scaler does not matter. EMA: ``weights=ema_model``.
@@ -40,16 +37,17 @@ class Monitor:
         n: how many of them.
         every_n_steps: optimizer steps between two measurements.
         every_n_epochs: epochs between two measurements. Neither: only where ``measure`` is called.
-        logger: a logger of `fastlr.loggers`, a function of (values, step), or several of these.
+        logger: a logger of `fastlr.integrations.loggers`, a function of (values, step), or several of these.
         keep_best: a file for the state dict of the best model so far ("state_dict", with "step", "epoch",
             "local_redundancy" and "local_redundancy_stderr"), or a function that is called with each best `Reading`.
         mode: "max": the best is the largest local redundancy, as in the paper's choice of checkpoints; or "min".
         prefix: before each name that is logged, such as "fastlr/".
         what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of `fastlr.LocalRedundancy`; see
-            `fastlr.integrations.meter.Meter`.
+            `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.
+        first: numbers of the first one: "value", "stderr" and "per_parameter".
         best: the best one, or None; after a resumption None until it is beaten.
         steps: optimizer steps done.
         epochs: epochs done.
@@ -85,30 +83,23 @@ class Monitor:
         prefix: str = "",
         **what: Any,
     ) -> None:
-        trainable(unwrap(model))
+        trainable(unwrap(model), shards=True)
+        super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **what)
         self.model = model
-        self.meter = Meter(inputs, n, **what)
-        self.schedule = Schedule(every_n_steps, every_n_epochs)
         self.loggers = _loggers(logger)
-        self.keeper = Keeper(keep_best, mode)
-        self.prefix = prefix
         self.steps = self.epochs = 0
+        self.first: dict[str, Any] = {}
         self.seconds = 0.0
-        self.last: Reading | None = None
-
-    @property
-    def best(self) -> Reading | None:  # noqa: D102  (see the class)
-        return self.keeper.best
 
     def step(self) -> Reading | None:
         """Count an optimizer step, and measure if it is due. Returns the reading, if there is one."""
         self.steps += 1
-        return self.measure() if self.schedule.step_due(self.steps - 1, self.steps) else None
+        return self.measure() if self.step_due(self.steps - 1, self.steps) else None
 
     def epoch(self) -> Reading | None:
         """Count an epoch, and measure if it is due. Returns the reading, if there is one."""
         self.epochs += 1
-        return self.measure() if self.schedule.epoch_due(self.epochs) else None
+        return self.measure() if self.epoch_due(self.epochs) else None
 
     def measure(self) -> Reading | None:
         """Measure and log now.
@@ -120,95 +111,60 @@ class Monitor:
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
         """
         main = rank() == 0
-        if not main and team() is ALONE:
+        if not main and team() is ALONE and not holds_fully_sharded(self.model):
             return None
-
-        def keep(reading: Reading) -> None:
-            self.keeper.see(reading, self.model)
-
-        reading = self.meter.attempt(
-            lambda: self.meter.measure(self.model, self.steps, self.epochs, keep=keep if main else None)
-        )
+        with full_params(self.model):
+            reading = self.meter.measure(
+                lambda: self.model, self.steps, self.epochs, keep=self.keeper.see if main else None
+            )
         if reading is not None:
             self.last = reading
+            self.first = self.first or _numbers(reading)
             self.seconds += reading.seconds
             for logger in self.loggers if main else []:
                 logger.log(reading.values(self.prefix), self.steps)
         return reading
 
+    def verdict(self) -> str:
+        """Say in two sentences how far local redundancy has moved since the first reading, and whether beyond its error.
+
+        And which blocks lost most; with ``measures=["dormant_ratio"]`` how many units are dormant. See
+        `fastlr.display.verdict.verdict`.
+        """
+        last = _numbers(self.last) if self.last else {}
+        dormant = self.last.measures.get("dormant_ratio") if self.last else None
+        return verdict(self.first, last, dormant.to_dict() if dormant is not None else None, "the first reading")
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of the training should hold: a resumed one then measures at the same steps, with the same bits."""
-        return {"steps": self.steps, "epochs": self.epochs, **self.keeper.state_dict(), **self.meter.state_dict()}
+        """Return what a checkpoint should hold, so that a resumed training measures at the same steps, with the same bits."""
+        counts = {"steps": self.steps, "epochs": self.epochs, "first": self.first}
+        return {**counts, **self.keeper.state_dict(), **self.meter.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the `state_dict` was taken."""
         try:
             self.steps, self.epochs = state["steps"], state["epochs"]
+            self.first = dict(state.get("first", {}))  # older states have none
             self.keeper.load_state_dict(state)
             self.meter.load_state_dict(state)
         except KeyError as error:
             raise InputError(f"not the state of a Monitor: {error} is missing") from None
 
 
-class Keeper:
-    """Keeps the checkpoint with the best local redundancy.
-
-    Args:
-        keep: a file, a function of the reading, or None.
-        mode: "max" or "min".
-
-    Raises:
-        InputError: an unknown mode, or a file whose folder is not there.
-    """
-
-    def __init__(self, keep: Keep | None, mode: str) -> None:
-        if mode not in ("max", "min"):
-            raise InputError(f"mode must be 'max' or 'min', not {mode!r}")
-        self.path = None if keep is None or callable(keep) else Path(keep)
-        self.function = keep if callable(keep) else None
-        if self.path is not None and not self.path.absolute().parent.is_dir():
-            raise InputError(f"keep_best={self.path}: there is no folder {self.path.absolute().parent}")
-        self.sign = 1.0 if mode == "max" else -1.0
-        self.value = -math.inf
-        self.best: Reading | None = None
-
-    def see(self, reading: Reading, model: nn.Module) -> None:
-        """Keep the model, as it is now, if the reading is the best."""
-        if not self.sign * reading.value > self.value:
-            return
-        if self.path is not None:
-            state = {key: value for key, value in unwrap(model).state_dict().items() if isinstance(value, Tensor)}
-            save_file(
-                self.path, {"state_dict": state, "step": reading.step, "epoch": reading.epoch, **reading.values()}
-            )
-        if self.function is not None:
-            self.function(reading)
-        self.value, self.best = self.sign * reading.value, reading
-
-    def state_dict(self) -> dict[str, Any]:
-        """The best value so far."""
-        return {"best": self.sign * self.value}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self.value, self.best = self.sign * state["best"], None
+def _numbers(reading: Reading) -> dict[str, Any]:
+    estimate = reading.estimate
+    return {"value": estimate.value, "stderr": estimate.stderr, "per_parameter": dict(estimate.per_parameter)}
 
 
 def _loggers(logger: Any) -> list[Logger]:
     if logger is None:
         return []
     if isinstance(logger, (list, tuple)):
-        return [one for each in logger for one in _loggers(each)]
+        return [one for part in logger for one in _loggers(part)]
     if isinstance(logger, Logger):
         return [logger]
     if callable(logger):
         return [CallbackLogger(logger)]
     raise InputError(
-        f"logger must be one of fastlr.loggers or a function of (values, step), not {type(logger).__name__}"
+        f"logger must be one of fastlr.integrations.loggers or a function of (values, step), not {type(logger).__name__}"
     )
-
-
-def rank() -> int:
-    """Number of this process among those that train together; 0 where there is one."""
-    distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

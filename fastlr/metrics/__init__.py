@@ -7,18 +7,21 @@ returns a `Measure`: a float that carries the name of its definition.
 - `dormant_ratio`, `effective_rank`, `feature_rank`: of the activations; `activation_measures` gives them all from one
   forward pass.
 - `train_grad_norm`: of gradients on real data; `gradient_measures` adds the norm of the batch gradient.
-- `measures`: any of these by name, in as few passes as they need.
+- `trainability`: how far a copy gets on random labels; `curvature_rank`: of the Gauss-Newton matrix on a few inputs.
+- `measures`: any of those above but the last two by name, in as few passes as they need.
 """
 
 from fastlr.metrics.activations import activation_measures, dormant_ratio, effective_rank, feature_rank
+from fastlr.metrics.compute import measures
 from fastlr.metrics.gradients import gradient_measures, train_grad_norm
-from fastlr.metrics.measure import Measure
-from fastlr.metrics.together import measures
+from fastlr.metrics.probes import curvature_rank, trainability
+from fastlr.metrics.value import Measure
 from fastlr.metrics.weights import distance_from_init, weight_norm
 
 __all__ = [
     "Measure",
     "activation_measures",
+    "curvature_rank",
     "distance_from_init",
     "dormant_ratio",
     "effective_rank",
@@ -26,5 +29,6 @@ __all__ = [
     "gradient_measures",
     "measures",
     "train_grad_norm",
+    "trainability",
     "weight_norm",
 ]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
-from fastlr.ghost import adapt
-from fastlr.metrics.measure import Measure
-from fastlr.metrics.spectrum import Spectrum
-from fastlr.metrics.watch import RELU, Site, Watch
-from fastlr.padding import refuse_padding
-from fastlr.runtime import as_it_was
+from fastlr.estimator.padding import refuse_padding
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost.runtime import as_it_was
+from fastlr.metrics.activation_hooks import RELU, Activation, Watch
+from fastlr.metrics.rank import Spectrum
+from fastlr.metrics.value import Measure, check_known
 
 MEASURES = ("dormant_ratio", "dormant_ratio_tau", "effective_rank", "effective_rank_entropy", "feature_rank")
 _RANKS = MEASURES[2:]
@@ -33,6 +33,7 @@ def activation_measures(
     layer: str | None = None,
     also: Sequence[Any] = (),
     output: adapt.OutputSelector = None,
+    then: Callable[[Tensor], Any] | None = None,
 ) -> dict[str, Measure]:
     """All measures of activations, or those named, from one forward pass in eval mode.
 
@@ -52,6 +53,7 @@ def activation_measures(
         layer: as for `effective_rank`.
         also: as for `dormant_ratio`.
         output: as for `effective_rank`.
+        then: called with the output of each batch, for what else is wanted of the same pass, which autograd then records.
 
     Returns:
         Name -> Measure, in the order of ``measures``.
@@ -62,20 +64,19 @@ def activation_measures(
     Example:
         >>> import torch, fastlr
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> found = fastlr.metrics.activation_measures(model, torch.randn(64, 4))
-        >>> list(found)[:2], float(found["dormant_ratio"])
+        >>> measures = fastlr.metrics.activation_measures(model, torch.randn(64, 4))
+        >>> list(measures)[:2], float(measures["dormant_ratio"])
         (['dormant_ratio', 'dormant_ratio_tau'], 0.0)
     """
-    if unknown := [name for name in measures if name not in MEASURES]:
-        raise InputError(f"unknown measures {unknown}: choose from {list(MEASURES)}")
+    check_known(measures, MEASURES)
     _checked(tau=tau, delta=delta, epsilon=epsilon)
     ranks = any(name in _RANKS for name in measures)
-    sites, spectrum = _observe(model, x, also=also, layer=layer, output=output, ranks=ranks)
+    activations, spectrum = _observe(model, x, also=also, layer=layer, output=output, ranks=ranks, then=then)
     make = {
-        "dormant_ratio": lambda: _dormant(sites, 0.0, None, True),
-        "dormant_ratio_tau": lambda: _dormant(sites, tau, "all", True),
+        "dormant_ratio": lambda: _dormant(activations, 0.0, None, True),
+        "dormant_ratio_tau": lambda: _dormant(activations, tau, "all", True),
         "effective_rank": lambda: spectrum.srank(delta),
-        "effective_rank_entropy": lambda: spectrum.entropy_rank(),
+        "effective_rank_entropy": spectrum.entropy_rank,
         "feature_rank": lambda: spectrum.feature_rank(epsilon),
     }
     return {name: make[name]() for name in measures}
@@ -88,6 +89,7 @@ def dormant_ratio(
     threshold: float = 0.0,
     units: str | None = None,
     normalize: bool = True,
+    signed: bool = False,
     also: Sequence[Any] = (),
 ) -> Measure:
     """Share of dormant units: dormant over all units of all activations, in eval mode on a batch of real data.
@@ -111,7 +113,9 @@ def dormant_ratio(
             matched between batches by module and order (experts that some batches skip: give one batch).
         threshold: at least 0.
         units: "relu" (ReLU and ReLU6), "all", or None: "relu" at threshold 0 if the model has any, else "all".
-        normalize: False compares ``m_u`` itself with the threshold (0.05 in the paper's appendix on time series).
+        normalize: False compares ``m_u`` itself with the threshold.
+        signed: with ``normalize=False``, take the mean of ``a_u`` itself, and call a unit dormant if that is *below* the
+            threshold: so the paper's appendix on time series has it, with 0.05.
         also: more activations: module classes, or functions of torch such as ``torch.tanh``.
 
     Returns:
@@ -119,7 +123,7 @@ def dormant_ratio(
         (``#2``: its second call).
 
     Raises:
-        InputError: empty batch, no batches, wrong option. ModelError: no activations found.
+        InputError: empty batch, no batches, wrong option, ``signed`` with ``normalize``. ModelError: no activations found.
         NonFiniteError: an activation is not finite.
 
     Source: appendix A.1 (iii) of the paper; Sokar et al. 2023 (arXiv:2302.12902).
@@ -135,8 +139,10 @@ def dormant_ratio(
     _checked(threshold=threshold)
     if units not in (None, "relu", "all"):
         raise InputError(f"units must be 'relu', 'all' or None, not {units!r}")
-    sites, _ = _observe(model, x, also=also)
-    return _dormant(sites, threshold, units, normalize)
+    if signed and normalize:
+        raise InputError("signed=True compares the mean activation with the threshold itself: give normalize=False")
+    activations, _ = _observe(model, x, also=also, signed=signed)
+    return _dormant(activations, threshold, units, normalize, signed=signed)
 
 
 def effective_rank(
@@ -232,17 +238,19 @@ def _observe(
     layer: str | None = None,
     output: adapt.OutputSelector = None,
     ranks: bool = False,
-) -> tuple[list[Site], Spectrum]:
-    """One forward pass for each batch: the activations' sums, and the features if ``ranks``."""
-    module = adapt.unwrap(model)
-    first = next(module.parameters(), None)
-    if first is None:
+    signed: bool = False,
+    then: Callable[[Tensor], Any] | None = None,
+) -> tuple[list[Activation], Spectrum]:
+    """One forward pass for each batch: the activations' sums, and the features if ``ranks``; the output goes to ``then``."""
+    view = adapt.ModelView.of(model, output)
+    module = view.module
+    parameter = next(module.parameters(), None)
+    if parameter is None:
         raise ModelError("the model has no parameters, so it has no plasticity to measure")
-    watch, spectrum, batches = Watch(module, also, layer), Spectrum(), 0
-    with as_it_was(module, first.device), torch.no_grad():
+    watch, spectrum, batches = Watch(module, also, layer, signed=signed), Spectrum(), 0
+    with as_it_was(module, parameter.device), torch.set_grad_enabled(then is not None):
         for batch in _batches(x):
-            batch = adapt.as_inputs(batch)
-            adapt.check_inputs(module, batch)
+            batch = view.inputs(batch)
             refuse_padding(batch)
             batches += 1
             with watch.watching():
@@ -251,9 +259,11 @@ def _observe(
             if ranks:
                 spectrum.add(*watch.features(chosen))
             watch.reset()
+            if then is not None:
+                then(adapt.select_output(result, output) if chosen is None else chosen)
     if not batches:
         raise InputError("x gave no batches (a generator that was used up?)")
-    return list(watch.sites.values()), spectrum
+    return list(watch.activations.values()), spectrum
 
 
 def _batches(x: Any) -> Iterable[Any]:
@@ -262,39 +272,53 @@ def _batches(x: Any) -> Iterable[Any]:
     return x
 
 
-def _dormant(sites: list[Site], threshold: float, units: str | None, normalize: bool) -> Measure:
-    if not sites:
+def _dormant(
+    activations: list[Activation], threshold: float, units: str | None, normalize: bool, *, signed: bool = False
+) -> Measure:
+    if not activations:
         raise ModelError(
             "no activations found in the model's forward pass (a scripted or compiled part, or fused layers such as nn.LSTM, "
             "hide them; tanh and sigmoid functions do not count): name them by also=(torch.tanh, MyActivation)"
         )
-    relu = [site for site in sites if site.kind in RELU]
+    relu = [activation for activation in activations if activation.kind in RELU]
     if units is None:
         units = "relu" if threshold == 0 and relu else "all"
     if units == "relu":
         if not relu:
-            kinds = ", ".join(sorted({site.kind for site in sites}))
+            kinds = ", ".join(sorted({activation.kind for activation in activations}))
             raise ModelError(f"the model has no ReLU units; its activations are {kinds}: pass units='all'")
-        sites = relu
-    means = [site.sums / site.count for site in sites]
-    counts, finite = [], []
-    for mean in means:
-        scale = mean.mean() if normalize else torch.ones_like(mean[0])
-        counts.append((mean <= threshold * scale).sum())  # s <= threshold, without 0/0 in a silent layer
-        finite.append(mean.isfinite().all())
-    if not all(torch.stack(finite).tolist()):
-        bad = next(site for site, fine in zip(sites, finite, strict=True) if not fine)
-        raise NonFiniteError(f"the activations of {bad.name} ({bad.kind}) are not finite: the training has diverged")
-    dormant = torch.stack(counts).tolist()
-    total = sum(len(site.sums) for site in sites)
+        activations = relu
+    dormant = _dormant_counts(activations, threshold, normalize, signed)
+    total = sum(len(activation.sums) for activation in activations)
     of = "ReLU units" if units == "relu" else "units of all activations"
-    if threshold == 0:
+    if signed:
+        definition = f"dormant ratio: share of {of} with mean a below {threshold:g}"
+    elif threshold == 0:
         definition = f"dormant ratio: share of {of} that are never active"
     elif normalize:
         definition = f"tau-dormant ratio: share of {of} with mean |a| at most {threshold:g} of their layer's mean"
     else:
         definition = f"dormant ratio: share of {of} with mean |a| at most {threshold:g}"
-    same = Counter(site.name for site in sites)
-    names = [site.name if same[site.name] == 1 else f"{site.name}:{site.kind}" for site in sites]
-    layers = {name: n / len(site.sums) for name, n, site in zip(names, dormant, sites, strict=True)}
+    uses = Counter(activation.name for activation in activations)
+    names = [a.name if uses[a.name] == 1 else f"{a.name}:{a.kind}" for a in activations]
+    layers = {name: n / len(a.sums) for name, n, a in zip(names, dormant, activations, strict=True)}
     return Measure(sum(dormant) / total, definition, {"units": total, "dormant": sum(dormant)}, layers)
+
+
+def _dormant_counts(
+    activations: list[Activation], threshold: float, normalize: bool, signed: bool = False
+) -> list[int]:
+    """Number of dormant units of each activation, with one wait for the device."""
+    counts = []
+    for activation in activations:
+        mean = activation.sums / activation.count
+        scale = mean.mean() if normalize else torch.ones_like(mean[0])
+        # s <= threshold, without 0/0 in a silent layer
+        dormant = (mean < threshold if signed else mean <= threshold * scale).sum()
+        counts.append(torch.stack([dormant, mean.isfinite().all().long()]))
+    pairs = torch.stack(counts).tolist()
+    for activation, (_, is_finite) in zip(activations, pairs, strict=True):
+        if not is_finite:
+            where = f"{activation.name} ({activation.kind})"
+            raise NonFiniteError(f"the activations of {where} are not finite: the training has diverged")
+    return [dormant for dormant, _ in pairs]

@@ -5,25 +5,28 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.ghost import adapt
-from fastlr.ghost.api import per_sample_grad_sq_norms
-from fastlr.metrics.measure import Measure
-from fastlr.result import count as checked_count
-from fastlr.runtime import as_it_was
-from fastlr.stats import Moments
+from fastlr.estimator.result import count as checked_count
+from fastlr.estimator.statistics import Moments
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost.api import engine_of
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.refusals import refusals
+from fastlr.ghost.runtime import as_it_was
+from fastlr.metrics.value import Measure, check_known
+from fastlr.ops.torch_private import tree_flatten, tree_map
 
 Loss = Callable[[Tensor, Any], Tensor]
-MEASURES = _PER_SAMPLE, _BATCH = "train_grad_norm", "train_grad_norm_batch"
+MEASURES = _PER_SAMPLE, BATCH = "train_grad_norm", "train_grad_norm_batch"
 _DEFINITIONS = {
     _PER_SAMPLE: "training gradient norm, per sample: mean over samples of ||grad of the sample's loss||^2, eval mode",
-    _BATCH: "training gradient norm, batch: ||grad of the mean loss over samples||^2, eval mode",
+    BATCH: "training gradient norm, batch: ||grad of the mean loss over samples||^2, eval mode",
 }
 
 
@@ -75,10 +78,8 @@ def train_grad_norm(
         >>> torch.allclose(torch.tensor(float(value)), wanted.detach(), rtol=1e-4)
         True
     """
-    found = gradient_measures(
-        model, x, y, loss, measures=(_PER_SAMPLE,), batch_size=batch_size, output=output, in_dim=in_dim, out_dim=out_dim
-    )
-    return found[_PER_SAMPLE]
+    options: Any = {"batch_size": batch_size, "output": output, "in_dim": in_dim, "out_dim": out_dim}
+    return gradient_measures(model, x, y, loss, measures=(_PER_SAMPLE,), **options)[_PER_SAMPLE]
 
 
 def gradient_measures(
@@ -106,45 +107,145 @@ def gradient_measures(
         >>> import torch, fastlr
         >>> import torch.nn.functional as F
         >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(8, 3), torch.randint(0, 2, (8,))
-        >>> found = fastlr.metrics.gradient_measures(model, x, y, F.cross_entropy)
-        >>> found["train_grad_norm_batch"] <= found["train_grad_norm"]
+        >>> norms = fastlr.metrics.gradient_measures(model, x, y, F.cross_entropy)
+        >>> norms["train_grad_norm_batch"] <= norms["train_grad_norm"]
         True
     """
-    if unknown := [name for name in measures if name not in _DEFINITIONS]:
-        raise InputError(f"unknown measures {unknown}: choose from {list(_DEFINITIONS)}")
-    module = adapt.unwrap(model)
-    parameters = list(adapt.trainable(module).values())
-    x = adapt.as_inputs(x)
-    adapt.check_inputs(module, x)
-    losses = _unreduced(loss)
+    check_known(measures, MEASURES)
+    view = ModelView.of(model, output, in_dim, out_dim)
     moments, n = Moments(), 0
     sums: list[Tensor] | None = None
-    with as_it_was(module, parameters[0].device):
-        for part, labels in _chunks(x, y, batch_size, in_dim):
-
-            def cotangent(z: Tensor, labels: Any = labels) -> Tensor:
-                return _loss_gradient(losses, z, labels, out_dim)
-
-            if _PER_SAMPLE in measures:
-                norms = per_sample_grad_sq_norms(module, part, cotangent, output=output, in_dim=in_dim, out_dim=out_dim)
-                assert isinstance(norms, Tensor)
-                moments.add(norms)
-            if _BATCH in measures:
-                z = adapt.forward(module, part, output)
-                n += adapt.sample_count(z, out_dim)
-                grads = _gradient(z, parameters, cotangent(z.detach()))
-                sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
+    for norms, grads, size in _parts(view, x, y, loss, batch_size, measures):
+        if norms is not None:
+            moments.add(norms)
+        if grads is not None:
+            n += size
+            sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
     results = {}
     if _PER_SAMPLE in measures:
         stderr = None if math.isnan(moments.stderr) else moments.stderr
         details = {"n": moments.n, "stderr": stderr}
         results[_PER_SAMPLE] = Measure(moments.mean, _DEFINITIONS[_PER_SAMPLE], details)
     if sums is not None:
-        total = math.fsum(torch.stack([g.square().sum() for g in sums]).tolist()) / n**2
-        if not math.isfinite(total):
-            raise NonFiniteError("the batch gradient is not finite: the training has diverged")
-        results[_BATCH] = Measure(total, _DEFINITIONS[_BATCH], {"n": n})
+        results[BATCH] = _batch_measure(sums, n)
     return results
+
+
+def batch_gradient_norm(view: ModelView, z: Tensor, y: Any, loss: Loss) -> Measure:
+    """Return "train_grad_norm_batch" of `gradient_measures` from an output z of the model, whose graph is used up."""
+    v = _loss_gradient(_unreduced(loss), z.detach(), y, view.out_dim)
+    return _batch_measure(_gradient(z, list(view.parameters.values()), v), view.sample_count(z))
+
+
+def _batch_measure(sums: list[Tensor], n: int) -> Measure:  # of the samples' gradients, a parameter each
+    total = math.fsum(torch.stack([g.square().sum() for g in sums]).tolist()) / n**2
+    if not math.isfinite(total):
+        raise NonFiniteError("the batch gradient is not finite: the training has diverged")
+    return Measure(total, _DEFINITIONS[BATCH], {"n": n})
+
+
+def gradient_noise_scale(
+    model: nn.Module,
+    x: Any,
+    y: Any,
+    loss: Loss,
+    *,
+    groups: int = 8,
+    output: adapt.OutputSelector = None,
+    in_dim: int = 0,
+    out_dim: int = 0,
+) -> Measure:
+    """The batch size at which noise and signal of the gradient are equal: ``tr(Sigma) / ||G||^2``, in samples.
+
+    G is the expected gradient of a sample's loss, Sigma its covariance over samples, in eval mode. From the mean S of the
+    squared norms of n samples' gradients and the squared norm M of their mean, both are estimated without bias:
+    ``tr(Sigma) = n / (n - 1) (S - M)`` and ``||G||^2 = (n M - S) / (n - 1)``; the ratio has a bias of order 1 / n. Batches
+    far smaller than this average noise away, larger ones gain little.
+
+    Args:
+        model: any nn.Module; DDP and torch.compile wrappers are looked through.
+        x: inputs, as for `train_grad_norm`.
+        y: labels or targets, samples along axis 0.
+        loss: as for `train_grad_norm`.
+        groups: parts of the samples, each left out once for the standard error (jackknife): so many gradients are held.
+        output: picks the output tensor from what the model returns.
+        in_dim: sample axis of the batched inputs.
+        out_dim: sample axis of the output.
+
+    Returns:
+        Measure in samples, inf where the estimate of ||G||^2 is not positive (more samples are needed). ``details``: "n",
+        "stderr" (None where it cannot be told), "trace" and "grad_sq_norm", the two estimates, in loss^2 / weight^2.
+
+    Raises:
+        InputError: fewer than two groups, or fewer samples than two for each. Others: as for `train_grad_norm`.
+
+    Source: B_simple of McCandlish et al. 2018 (arXiv:1812.06162), with its unbiased estimates from two batch sizes, here
+    1 and n.
+
+    Example:
+        >>> import torch, fastlr
+        >>> model, x = torch.nn.Linear(4, 2), torch.randn(64, 4)
+        >>> scale = fastlr.gradient_noise_scale(model, x, (x[:, 0] > 0).long(), torch.nn.functional.cross_entropy)
+        >>> scale > 0 and scale.details["n"] == 64
+        True
+    """
+    groups = checked_count("groups", groups)
+    labels = next((t for t in tree_flatten(y)[0] if isinstance(t, Tensor) and t.ndim), None)
+    n = 0 if labels is None else len(labels)
+    if groups < 2 or n < 2 * groups:
+        raise InputError(f"groups={groups} of {n} samples: give at least two groups, of two samples or more each")
+    view = ModelView.of(model, output, in_dim, out_dim)
+    parts = list(_parts(view, x, y, loss, -(-n // groups), MEASURES))
+    norms = torch.stack([part.sum() for part, _, _ in parts if part is not None]).cpu()  # [groups]
+    sizes = torch.tensor([size for *_, size in parts], dtype=torch.float64)
+    columns = zip(*(grads for _, grads, _ in parts if grads is not None), strict=True)
+    flat = (torch.stack(column).flatten(1) for column in columns)
+    products = torch.stack([m @ m.T for m in flat]).sum(0).cpu()  # [groups, groups]
+
+    def scale(chosen: Tensor) -> tuple[float, float]:  # trace of Sigma and ||G||^2, from these groups
+        count = float(sizes[chosen].sum())
+        mean = float(norms[chosen].sum()) / count
+        whole = float(products[chosen][:, chosen].sum()) / count**2
+        return count / (count - 1) * (mean - whole), (count * whole - mean) / (count - 1)
+
+    everything = torch.arange(len(parts))
+    trace, square = scale(everything)
+    if not math.isfinite(trace + square):
+        raise NonFiniteError("a gradient is not finite: the training has diverged")
+    without = [scale(everything[everything != k]) for k in everything]
+    stderr = None
+    if square > 0 and all(s > 0 for _, s in without):
+        left = torch.tensor([t / s for t, s in without], dtype=torch.float64)
+        stderr = float(((len(parts) - 1) * (left - left.mean()).square().mean()).sqrt())
+    details = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
+    definition = (
+        "gradient noise scale: trace of the gradients' covariance over the squared norm of their mean, eval mode"
+    )
+    return Measure(trace / square if square > 0 else math.inf, definition, details)
+
+
+def _parts(
+    view: ModelView, x: Any, y: Any, loss: Loss, batch_size: int | None, measures: Collection[str]
+) -> Iterator[tuple[Tensor | None, list[Tensor] | None, int]]:
+    """For each part of the samples: squared norms of their gradients [b], the sum of these gradients, and their number."""
+    parameters = list(view.parameters.values())
+    x = view.inputs(x)
+    losses = _unreduced(loss)
+    with as_it_was(view.module, view.device):
+        for part, labels in _chunks(x, y, batch_size, view.in_dim):
+
+            def cotangent(z: Tensor, labels: Any = labels) -> Tensor:
+                return _loss_gradient(losses, z, labels, view.out_dim)
+
+            norms, grads, size = None, None, 0
+            if _PER_SAMPLE in measures:
+                norms = engine_of(view).run(part, cotangent).total
+            if BATCH in measures:
+                with refusals(view, part):
+                    z = view.forward(part)
+                size = view.sample_count(z)
+                grads = _gradient(z, parameters, cotangent(z.detach()))
+            yield norms, grads, size
 
 
 def _unreduced(loss: Loss) -> Loss:
@@ -154,15 +255,8 @@ def _unreduced(loss: Loss) -> Loss:
     if isinstance(loss, nn.Module):
         if not hasattr(loss, "reduction"):
             return loss
-        module: Any = loss
-
-        def unreduced(z: Tensor, y: Any) -> Tensor:
-            before, module.reduction = module.reduction, "none"
-            try:
-                return module(z, y)
-            finally:
-                module.reduction = before
-
+        unreduced: Any = copy(loss)  # of the module alone: its parameters and buffers are the same
+        unreduced.reduction = "none"
         return unreduced
     try:
         reduces = "reduction" in inspect.signature(loss).parameters
@@ -191,7 +285,7 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
         yield batch.pick(range(start, stop)), tree_map(cut, y)
 
 
-def _loss_gradient(losses: Loss, z: Tensor, y: Any, out_dim: int) -> Tensor:
+def _loss_gradient(losses: Loss, z: Tensor, y: Any, out_dim: int) -> Tensor:  # z [*output] -> [*output]
     """Gradient of the losses' sum at the output, checked."""
     half = torch.finfo(z.dtype).bits < 32
     leaf = z.detach().to(torch.float32 if half else z.dtype).requires_grad_()
@@ -206,9 +300,9 @@ def _loss_gradient(losses: Loss, z: Tensor, y: Any, out_dim: int) -> Tensor:
     with torch.enable_grad():
         values = losses(leaf, tree_map(fit, y))
         if not isinstance(values, Tensor) or (values.numel() == 1 and samples > 1):
-            what = "one number" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+            kind = "one number" if isinstance(values, Tensor) else f"a {type(values).__name__}"
             raise InputError(
-                f"the loss gave {what} for {samples} samples: it must return the losses of the samples, unreduced, such "
+                f"the loss gave {kind} for {samples} samples: it must return the losses of the samples, unreduced, such "
                 "as F.cross_entropy(output, y, reduction='none')"
             )
         if not values.requires_grad:
@@ -218,7 +312,7 @@ def _loss_gradient(losses: Loss, z: Tensor, y: Any, out_dim: int) -> Tensor:
         return torch.autograd.grad(values.sum(), leaf)[0]
 
 
-def _gradient(z: Tensor, parameters: list[nn.Parameter], v: Tensor) -> list[Tensor]:
+def _gradient(z: Tensor, parameters: list[nn.Parameter], v: Tensor) -> list[Tensor]:  # z, v [*output]
     """Gradient of <v, z> in float64; v at unit size in the backward pass, so that half precision keeps its bits."""
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
     unit = (v.double() * 2.0**-exponent).to(z.dtype)

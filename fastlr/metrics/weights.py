@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.ghost.adapt import trainable, unwrap
-from fastlr.metrics.measure import Measure
+from fastlr.ghost.model_io import ModelView, unwrap
+from fastlr.metrics.value import Measure
 
 _WRAPPERS = ("module.", "_orig_mod.")
 
@@ -40,10 +40,8 @@ def weight_norm(model: nn.Module) -> Measure:
         >>> abs(fastlr.metrics.weight_norm(layer) - 18**0.5) < 1e-12
         True
     """
-    parameters = trainable(unwrap(model))
-    norm = _norm({name: p.detach() for name, p in parameters.items()}, "parameter {}")
-    count = sum(p.numel() for p in parameters.values())
-    return Measure(norm, "weight norm: l2 norm of all trainable parameters together", {"parameters": count})
+    definition = "weight norm: l2 norm of all trainable parameters together"
+    return _norm(definition, {name: p.detach() for name, p in ModelView.of(model).parameters.items()}, "parameter {}")
 
 
 def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.Module) -> Measure:
@@ -73,8 +71,8 @@ def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.M
         >>> abs(fastlr.metrics.distance_from_init(model, init) - 2.0) < 1e-6
         True
     """
-    module = unwrap(model)
-    parameters = trainable(module)
+    view = ModelView.of(model)
+    module, parameters = view.module, view.parameters
     init = _state(init_state)
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(module.state_dict())
     for prefix in _WRAPPERS:  # saved from a wrapped model
@@ -83,9 +81,10 @@ def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.M
     missing = [name for name in parameters if name not in init]
     foreign = [name for name in init if name not in known]
     if missing or foreign:
-        which = [f"lacks {_few(missing)}"] * bool(missing) + [f"has {_few(foreign)}, unknown here"] * bool(foreign)
+        lacks = [f"lacks {_few(missing)}"] if missing else []
+        has = [f"has {_few(foreign)}, unknown here"] if foreign else []
         raise InputError(
-            f"init_state is not of this model: it {' and '.join(which)}; pass copy.deepcopy(model.state_dict()), taken "
+            f"init_state is not of this model: it {' and '.join(lacks + has)}; pass copy.deepcopy(model.state_dict()), taken "
             "right after the model was made (and again after layers are added or renamed)"
         )
     differences = {}
@@ -102,9 +101,8 @@ def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.M
                 "copy.deepcopy(model.state_dict()) when the model is made"
             )
         differences[name] = now.double() - start.detach().to(now.device).double()
-    norm = _norm(differences, "the difference of {} from its initial value")
-    count = sum(p.numel() for p in parameters.values())
-    return Measure(norm, "distance from initialisation: l2 norm of theta - theta_init", {"parameters": count})
+    definition = "distance from initialisation: l2 norm of theta - theta_init"
+    return _norm(definition, differences, "the difference of {} from its initial value")
 
 
 def _state(init: Mapping[str, Tensor] | nn.Module) -> dict[str, Tensor]:
@@ -120,7 +118,7 @@ def _few(names: list[str]) -> str:
 
 
 @torch.no_grad()
-def _norm(tensors: dict[str, Tensor], label: str) -> float:
+def _norm(definition: str, tensors: dict[str, Tensor], label: str) -> Measure:
     """l2 norm of all tensors together in float64, with one wait for the device."""
     norms = [torch.linalg.vector_norm(t.flatten(), dtype=torch.float64) for t in tensors.values()]
     device = norms[0].device
@@ -128,4 +126,4 @@ def _norm(tensors: dict[str, Tensor], label: str) -> float:
     for name, value in zip(tensors, values, strict=True):
         if not math.isfinite(value):
             raise NonFiniteError(f"{label.format(name)} has values that are not finite: the training has diverged")
-    return math.hypot(*values)
+    return Measure(math.hypot(*values), definition, {"parameters": sum(t.numel() for t in tensors.values())})

@@ -42,12 +42,12 @@ class ConvNet(nn.Module):
         self.fc1, self.fc2 = nn.Linear(self.features, hidden), nn.Linear(hidden, hidden)
         self.fc3 = nn.Linear(hidden, num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # [B, 3, size, size] -> [B, num_classes]
         """Return the logits."""
         if x.shape[-2:] != (self.size, self.size):
             raise InputError(
                 f"images of {x.shape[-2]} x {x.shape[-1]}, but the network is made for size={self.size}: make it with the "
-                "size of the data (--set model_kwargs='{\"size\": 64}')"
+                f"size of the data (--set model_kwargs='{{\"size\": {x.shape[-1]}}}')"
             )
         for layer in (self.conv1, self.conv2, self.conv3):
             x = F.max_pool2d(F.relu(layer(x)), 2)

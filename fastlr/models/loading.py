@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastlr.errors import InputError
+from fastlr.errors import InputError, first_line, install
+from fastlr.files import read_tensors
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
 RUN = {"version", "steps", "line", "state"}  # of a checkpoint by which a run of fastlr goes on
@@ -69,7 +70,7 @@ def load_model(
         model = _from_function(name, arguments)
     elif name in _torchvision_names():
         model = _from_torchvision(name, weights, arguments)
-    elif find_spec("timm") is not None and _timm_has(name):
+    elif _timm_has(name):
         model = _from_timm(name, weights, arguments)
     else:
         raise InputError(_unknown(name, [*_torchvision_names(), *_timm_names()]))
@@ -91,23 +92,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise InputError(f"checkpoint {path}: no such file")
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: Any = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise InputError(
-            f"checkpoint {path} is no checkpoint that torch.load can read as plain tensors; save it with "
-            "torch.save(model.state_dict(), path)"
-        ) from error
+        state: Any = read_tensors(path)
+    except InputError as error:
+        raise InputError(f"checkpoint {error}") from error
     except Exception as error:  # zip, pickle and safetensors each raise their own
-        raise InputError(f"checkpoint {path}: not readable ({_first_line(error)})") from error
+        raise InputError(_unreadable(path, error)) from error
     if isinstance(state, Mapping) and set(state) == RUN and isinstance(state["state"], Mapping):
         state = state["state"]
         if not isinstance(state.get("model"), Mapping):
-            raise InputError(f"checkpoint {path}: this checkpoint of a run holds no model: give one of the others beside it")
+            raise InputError(
+                f"checkpoint {path}: this checkpoint of a run holds no model: give one of the others beside it"
+            )
     for key in WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
@@ -117,6 +112,25 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"checkpoint {path}: holds {what}, not named tensors; save it with torch.save(model.state_dict(), path)"
         )
     return {str(k): v for k, v in state.items()}
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    """Say what a file is not, that torch or safetensors did not read."""
+    if isinstance(error, (OSError, MemoryError)):
+        return f"checkpoint {path}: not readable ({first_line(error)})"
+    with path.open("rb") as file:
+        start = file.read(64)
+    if not start:
+        return f"checkpoint {path} is empty (0 bytes): copy or save it again"
+    if path.suffix == ".safetensors":
+        return f"checkpoint {path} is no whole safetensors file ({first_line(error)}): download or save it again"
+    if start.startswith(b"PK"):
+        return f"checkpoint {path} is a damaged or incomplete zip file of torch.save's: copy or save it again"
+    text = "it is a text file; " if start.isascii() and 0 not in start else ""
+    return (
+        f"checkpoint {path} is no checkpoint that torch.load can read as plain tensors: {text}save one with "
+        "torch.save(model.state_dict(), path)"
+    )
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, source: str = "state dict") -> None:
@@ -134,59 +148,57 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, source: str =
     Raises:
         InputError: Missing or unexpected names or different shapes, all listed.
     """
-    own = model.state_dict()
+    wanted = model.state_dict()
     for prefix in PREFIXES:
-        if state and all(k.startswith(prefix) for k in state) and not any(k.startswith(prefix) for k in own):
+        if state and all(k.startswith(prefix) for k in state) and not any(k.startswith(prefix) for k in wanted):
             state = {k.removeprefix(prefix): v for k, v in state.items()}
-    present = {_storage(own[k]) for k in state if k in own}
-    missing = [
-        k
-        for k, v in own.items()
-        if k not in state
-        and not k.endswith("num_batches_tracked")
-        and (_storage(v) is None or _storage(v) not in present)
-    ]
-    unexpected = [k for k in state if k not in own]
+    present = {_storage(wanted[k]) for k in state if k in wanted} - {None}
+    absent = [k for k, v in wanted.items() if k not in state and _storage(v) not in present]
     shapes = [
         f"{k} {_shape(state[k])} for {tuple(v.shape)}"
-        for k, v in own.items()
+        for k, v in wanted.items()
         if isinstance(v, torch.Tensor) and k in state and _shape(state[k]) != tuple(v.shape)
     ]
-    wrong = [("missing", missing), ("unexpected", unexpected), ("of another shape", shapes)]
-    if missing or unexpected or shapes:
-        found = "; ".join(f"{len(names)} {what}: {_list(names)}" for what, names in wrong if names)
-        raise InputError(f"{source} does not fit {type(model).__name__}: {found}; check the model's name and classes")
+    wrong = {
+        "missing": [k for k in absent if not k.endswith("num_batches_tracked")],
+        "unexpected": [k for k in state if k not in wanted],
+        "of another shape": shapes,
+    }
+    if any(wrong.values()):
+        reasons = "; ".join(f"{len(names)} {what}: {_list(names)}" for what, names in wrong.items() if names)
+        raise InputError(f"{source} does not fit {type(model).__name__}: {reasons}; check the model's name and classes")
     model.load_state_dict(dict(state), strict=False)
 
 
 def _from_torchvision(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:
     from torchvision.models import get_model
 
-    try:
+    with _errors_of(f"torchvision's {name}", weights):
         return get_model(name, weights=weights, **arguments)
-    except (TypeError, ValueError, KeyError) as error:
-        raise InputError(f"torchvision's {name} refuses its arguments: {_first_line(error)}") from error
-    except OSError as error:
-        raise InputError(f"weights {weights} of torchvision's {name}: {_first_line(error)}") from error
 
 
 def _from_timm(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.Module:
-    if find_spec("timm") is None:
-        raise InputError(f"timm/{name} needs timm, which is not installed: pip install 'fastlr[models]'")
+    timm = _timm()
+    if timm is None:
+        raise InputError(f"timm/{name} needs timm, which is not installed: {install('models')}")
     if not _timm_has(name):
         raise InputError(_unknown(f"timm/{name}", _timm_names()))
     if weights not in (None, "DEFAULT"):
         raise InputError(
             f"weights {weights} of timm/{name}: give DEFAULT; a tag goes into the name, as in resnet50.a1_in1k"
         )
-    import timm
-
-    try:
+    with _errors_of(f"timm's {name}", weights):
         return timm.create_model(name, pretrained=weights is not None, **arguments)
+
+
+@contextmanager
+def _errors_of(model: str, weights: str | None) -> Iterator[None]:
+    try:
+        yield
     except (TypeError, ValueError, RuntimeError, KeyError) as error:
-        raise InputError(f"timm's {name} refuses its arguments: {_first_line(error)}") from error
+        raise InputError(f"{model} refuses its arguments: {first_line(error)}") from error
     except OSError as error:
-        raise InputError(f"weights of timm's {name}: {_first_line(error)}") from error
+        raise InputError(f"weights {weights} of {model}: {first_line(error)}") from error
 
 
 def _from_function(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -206,25 +218,26 @@ def call_factory(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
     if not module_name or not function_name:
         raise InputError(f"{name}: write package.module:function")
     here = os.getcwd()
-    added = here not in sys.path
-    if added:
+    is_added = here not in sys.path
+    if is_added:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise InputError(
-            f"{name}: importing {module_name} failed: {type(error).__name__}: {_first_line(error)}"
-        ) from error
+        kind = type(error).__name__
+        raise InputError(f"{name}: importing {module_name} failed: {kind}: {first_line(error)}") from error
     finally:
-        if added:
+        if is_added:
             sys.path.remove(here)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise InputError(_unknown(name, [n for n in dir(module) if callable(getattr(module, n))], "function"))
+        close = get_close_matches(function_name, [n for n in dir(module) if callable(getattr(module, n))], n=4)
+        hint = f": did you mean {_list(close)}?" if close else ""
+        raise InputError(f"{name}: no such function in the module{hint}")
     try:
         return function(**(arguments or {}))
     except Exception as error:
-        raise InputError(f"{name}: the call failed: {type(error).__name__}: {_first_line(error)}") from error
+        raise InputError(f"{name}: the call failed: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _torchvision_names() -> list[str]:
@@ -233,33 +246,30 @@ def _torchvision_names() -> list[str]:
     return list_models()
 
 
-def _timm_has(name: str) -> bool:
-    import timm
+def _timm() -> Any:
+    """Return the module timm, or None where it is not installed."""
+    return importlib.import_module("timm") if find_spec("timm") else None
 
-    return name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) or timm.is_model(name)
+
+def _timm_has(name: str) -> bool:
+    timm = _timm()
+    return timm is not None and (name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) or timm.is_model(name))
 
 
 def _timm_names() -> list[str]:
-    if find_spec("timm") is None:
-        return []
-    import timm
-
-    return [f"timm/{name}" for name in timm.list_models()]
+    timm = _timm()
+    return [f"timm/{name}" for name in timm.list_models()] if timm is not None else []
 
 
-def _unknown(name: str, known: Iterable[str], what: str = "model") -> str:
-    """Say that ``name`` is unknown, with the closest known names."""
-    bare = name.rpartition(":")[2] if what == "function" else name
+def _unknown(name: str, known: Iterable[str]) -> str:
+    """Say that there is no model of this name, with the closest known names."""
     known = list(known)
-    close = get_close_matches(bare, known, n=4, cutoff=0.6)
-    if what == "model" and not close:  # compare with timm's names as well without their prefix
-        by_bare = {k.removeprefix("timm/"): k for k in known}
-        close = [by_bare[k] for k in get_close_matches(bare.removeprefix("timm/"), list(by_bare), n=4, cutoff=0.6)]
-    hint = f"did you mean {', '.join(close)}?" if close else ""
-    if what == "model":
-        hint = hint or "give a torchvision or timm name, or package.module:function for your own"
-        return f"no model is called {name}: {hint}"
-    return f"{name}: no such {what} in the module{': ' + hint if hint else ''}"
+    close = get_close_matches(name, known, n=4)
+    if not close:  # compare with timm's names as well without their prefix
+        by_bare_name = {k.removeprefix("timm/"): k for k in known}
+        close = [by_bare_name[k] for k in get_close_matches(name.removeprefix("timm/"), list(by_bare_name), n=4)]
+    hint = "give a torchvision or timm name, or package.module:function for your own"
+    return f"no model is called {name}: {f'did you mean {_list(close)}?' if close else hint}"
 
 
 def _shape(value: Any) -> tuple | str:
@@ -267,7 +277,7 @@ def _shape(value: Any) -> tuple | str:
 
 
 def _storage(value: Any) -> tuple | None:
-    """Tell whether two entries of a state dict are the same memory; None for empty tensors and other objects."""
+    """Identify the memory of an entry of a state dict; None for empty tensors and other objects."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.data_ptr() == 0:
         return None
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
@@ -277,8 +287,3 @@ def _list(names: Iterable[str], most: int = 4) -> str:
     names = list(names)
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlr.errors import InputError
+from fastlr.errors import InputError, install
 
 # Names here and in Hugging Face's configuration.
 _SIZES = {
@@ -24,9 +24,16 @@ _SIZES = {
     "heads": "num_attention_heads",
     "ffn": "ffn_dim",
 }
+_RENAMED = {  # the modules of a layer there and here
+    "self_attn.out_proj.": "mix.",
+    "norm_sublayer1.batchnorm.": "norm1.",
+    "norm_sublayer3.batchnorm.": "norm2.",
+    "ff.0.": "expand.",
+    "ff.3.": "contract.",
+}
 _RATES = ("positional_dropout", "path_dropout", "ff_dropout")
 _SMALLEST_VARIANCE = 1e-5  # added to a window's variance, as Hugging Face does
-# What Hugging Face's configuration must say for the network to be this one.
+# The values of Hugging Face's configuration for the network to be this one.
 _HUGGING_FACE = {
     "activation_function": "gelu",
     "attention_dropout": 0.0,
@@ -64,8 +71,8 @@ class PatchTST(nn.Module):
     =====================================  ===========================================================  =========
 
     Hugging Face's model holds 2,153,568: the same with its fixed table of positions, which is a parameter there without
-    a gradient. The paper says "approximately 2.26M" and not what its 0.1 M more are; a head on the flattened patches, as
-    in Nie et al., would have 1,548,384 instead of 24,672, and one head a channel 172,704.
+    a gradient. The paper says "approximately 2.26M"; no setting of Hugging Face's model that agrees with the sizes it names
+    has as many, so what the 0.12 M are is not known: a table is in the guide "Reproduce the paper".
 
     Args:
         channels: Features of the series.
@@ -112,15 +119,9 @@ class PatchTST(nn.Module):
         learned_positions: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("channels", channels),
-            ("horizon", horizon),
-            ("patch", patch),
-            ("stride", stride),
-            ("layers", layers),
-            ("heads", heads),
-            ("ffn", ffn),
-        ):
+        counts = {"channels": channels, "horizon": horizon, "patch": patch, "stride": stride}
+        counts |= {"layers": layers, "heads": heads, "ffn": ffn}
+        for name, size in counts.items():
             if size < 1:
                 raise InputError(f"{name}={size}: give at least 1")
         if context <= patch:
@@ -145,7 +146,7 @@ class PatchTST(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # [B, context, channels] -> [B, horizon, channels]
         """Return the forecasts."""
         if x.ndim != 3 or tuple(x.shape[1:]) != (self.context, self.channels):
             raise InputError(
@@ -182,9 +183,9 @@ class PatchTST(nn.Module):
         if len(rates) > 1:
             raise InputError(f"Hugging Face's PatchTST with different {', '.join(_RATES)}: there is one dropout here")
         state = dict(model.state_dict())
-        sizes: dict[str, Any] = {own: getattr(config, theirs) for own, theirs in _SIZES.items()}
+        sizes: dict[str, Any] = {ours: getattr(config, theirs) for ours, theirs in _SIZES.items()}
         learned = config.positional_encoding_type == "random"
-        ours = cls(**sizes, dropout=rates.pop(), learned_positions=learned)
+        copy = cls(**sizes, dropout=rates.pop(), learned_positions=learned)
         encoder = "model.encoder."
         named = {
             "position": state[f"{encoder}positional_encoder.position_enc"],
@@ -192,24 +193,18 @@ class PatchTST(nn.Module):
             **_renamed(state, "head.projection.", "head."),
         }
         for i in range(config.num_hidden_layers):
-            theirs, own = f"{encoder}layers.{i}.", f"layers.{i}."
+            theirs, ours = f"{encoder}layers.{i}.", f"layers.{i}."
             for kind in ("weight", "bias"):
                 parts = [state[f"{theirs}self_attn.{part}_proj.{kind}"] for part in "qkv"]
-                named[f"{own}qkv.{kind}"] = torch.cat(parts)
-            for old, new in (
-                ("self_attn.out_proj.", "mix."),
-                ("norm_sublayer1.batchnorm.", "norm1."),
-                ("norm_sublayer3.batchnorm.", "norm2."),
-                ("ff.0.", "expand."),
-                ("ff.3.", "contract."),
-            ):
-                named |= _renamed(state, theirs + old, own + new)
-        ours.load_state_dict(named)
-        for module in ours.modules():
+                named[f"{ours}qkv.{kind}"] = torch.cat(parts)
+            for old, new in _RENAMED.items():
+                named |= _renamed(state, theirs + old, ours + new)
+        copy.load_state_dict(named)
+        for module in copy.modules():
             if isinstance(module, nn.BatchNorm1d):
                 module.eps = config.norm_eps
-        first = next(model.parameters())
-        return ours.to(first.device, first.dtype).train(model.training)
+        parameter = next(model.parameters())
+        return copy.to(parameter.device, parameter.dtype).train(model.training)
 
 
 class EncoderLayer(nn.Module):
@@ -226,13 +221,13 @@ class EncoderLayer(nn.Module):
         self.expand, self.contract = nn.Linear(width, ffn), nn.Linear(ffn, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, h: Tensor, patches: int) -> Tensor:
+    def forward(self, h: Tensor, patches: int) -> Tensor:  # [sequences x patches, width]
         """Return the tokens after attention within each sequence of ``patches`` and the feed-forward part."""
         width = h.shape[1]
         qkv = self.qkv(self.norm1(h)).view(-1, patches, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
-        h = h + self.dropout(self.mix(seen))
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(-1, width)
+        h = h + self.dropout(self.mix(attended))
         units = self.dropout(F.gelu(self.expand(self.norm2(h))))
         return h + self.dropout(self.contract(units))
 
@@ -250,11 +245,11 @@ def hugging_face(dropout: float = 0.1, **sizes: int) -> nn.Module:
     try:
         from transformers import PatchTSTConfig, PatchTSTForPrediction
     except ImportError as error:
-        raise InputError("Hugging Face's PatchTST needs transformers: pip install 'fastlr[models]'") from error
+        raise InputError(f"Hugging Face's PatchTST needs transformers: {install('models')}") from error
     if unknown := sorted(set(sizes) - set(_SIZES)):
         raise InputError(f"PatchTST has no {', '.join(unknown)}: choose from {', '.join(_SIZES)}")
     defaults = inspect.signature(PatchTST).parameters
-    settings: dict[str, Any] = {theirs: sizes.get(own, defaults[own].default) for own, theirs in _SIZES.items()}
+    settings: dict[str, Any] = {theirs: sizes.get(ours, defaults[ours].default) for ours, theirs in _SIZES.items()}
     settings |= {name: dropout for name in _RATES}
     try:
         return PatchTSTForPrediction(PatchTSTConfig(**settings))
@@ -262,7 +257,18 @@ def hugging_face(dropout: float = 0.1, **sizes: int) -> nn.Module:
         raise InputError(f"Hugging Face's PatchTST refuses its settings: {error}") from error
 
 
-def _sine_cosine(patches: int, width: int) -> Tensor:
+def size_beside_the_papers(parameters: int) -> list[str]:
+    """Return the number of parameters beside that of the paper's transfer experiment (appendix A.2) if they differ.
+
+    Example:
+        >>> size_beside_the_papers(2137440), size_beside_the_papers(2261234)
+        (['2,137,440 parameters for about 2.26 million'], [])
+    """
+    same = round(parameters / 1e6, 2) == 2.26
+    return [] if same else [f"{parameters:,} parameters for about 2.26 million"]
+
+
+def _sine_cosine(patches: int, width: int) -> Tensor:  # [patches, width]
     """Hugging Face's table of positions: sines and cosines, centred, at a standard deviation of 0.1."""
     position = torch.arange(patches)[:, None]
     rate = torch.exp(torch.arange(0, width, 2) * -(math.log(10000.0) / width))

@@ -14,8 +14,12 @@
 #include <thread>
 #include <vector>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "host_group.h"
 #include "vector_loops.h"
+#include "watch.h"
 
 using namespace fastlr;
 
@@ -61,9 +65,10 @@ struct Thread : VectorLoops<Thread> {
   uint64_t load_acquire(const uint64_t* p) const { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
   void store_release(uint64_t* p, uint64_t v) const { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
   uint64_t now() const { return uint64_t(std::chrono::steady_clock::now().time_since_epoch().count()); }
-  uint32_t relax(int) const {
+  uint64_t ended = 0;  // as Call's
+  uint32_t relax(int peer) const {
     std::this_thread::yield();
-    return kFine;
+    return ended >> peer & 1 ? kGone : kFine;
   }
   double total(double value) const {
     own->numbers[thread_] = value;
@@ -248,12 +253,15 @@ void kernels_fail_well(Failure failure) {
     std::vector<uint64_t> status(size, 0);
     const auto began = std::chrono::steady_clock::now();
     for (int r = 0; r < size; ++r) {
-      if (failure == kTimeout && r == 2) continue;
+      if ((failure == kTimeout || failure == kGone) && r == 2) continue;
       ranks.emplace_back([&, r] {
         Call c = call_of(plan, segments, half, r, 1, data[r].data() + plan.offset, &status[r], sums[r].data());
-        c.limit = 50'000'000;
+        if (failure == kTimeout) c.limit = 50'000'000;
         if (failure == kMismatch && r == 2) c.signature ^= 1;
-        launch(2, 4, [&](Thread& m) { run<Float32>(m, c, plan); });
+        launch(2, 4, [&](Thread& m) {
+          m.ended = failure == kGone ? 1u << 2 : 0;
+          run<Float32>(m, c, plan);
+        });
       });
     }
     for (auto& each : ranks) each.join();
@@ -262,12 +270,58 @@ void kernels_fail_well(Failure failure) {
     for (int r = 0; r < 2; ++r) {
       const auto about = uint32_t(status[r] >> 32);
       expect(about == uint32_t(failure), "what a rank reports", size, count);
+      expect(failure != kGone || int(status[r] & 0xffff) == 2, "who has ended", size, count);
       bool spoilt = true;
       for (int64_t i = 0; i < count; ++i) spoilt = spoilt && std::isnan(data[r][i + plan.offset].value);
       if (plan.operation == Operation::kSquaredNorm) spoilt = std::isnan(sums[r][0]) && std::isnan(sums[r][1]);
       expect(spoilt, "results after a failure", size, count);
     }
   }
+}
+
+// A peer that posts and ends between a look at its flag and the question whether it lives has come.
+struct Late {
+  uint64_t* flag;
+  uint64_t word;
+  int asked = 0;
+  int block() const { return 0; }
+  uint64_t now() const { return 0; }
+  uint64_t load_acquire(const uint64_t* p) const { return *p; }
+  void store_release(uint64_t* p, uint64_t v) const { *p = v; }
+  uint32_t relax(int) {
+    ++asked;
+    *flag = word;
+    return kGone;
+  }
+};
+
+void who_came_and_ended_has_come() {
+  Pages mine(kHeaderBytes + 8192), peers(kHeaderBytes + 8192);
+  uint64_t status = 0;
+  Float32 data[8] = {};
+  const Plan plan{Operation::kSum, Algorithm::kOneShot, 8, 0};
+  const Call c = call_of(plan, {mine.data, peers.data}, 4096, 0, 1, data, &status, static_cast<double*>(nullptr));
+  Late m{&header(c, 0)->posted[c.parity][0][1][0], uint64_t(c.number) << 32 | c.signature};
+  expect(wait_for(m, c, 0, 1) && m.asked == 1 && status == 0, "a peer that came, then ended", 2, 8);
+}
+
+void processes_are_watched() {
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  uint64_t ended = 0;
+  const auto seen = [&ended] { return __atomic_load_n(&ended, __ATOMIC_ACQUIRE); };
+  Watch watch;
+  watch.start({getpid(), child}, &ended);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  expect(seen() == 0, "processes that live", 2, 0);
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  for (int k = 0; k < 500 && seen() == 0; ++k) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  expect(seen() == 2, "a process that has ended", 2, 0);
+  watch.stop();
 }
 
 // ------------------------------------------------------------------------------------------------ twins over memory
@@ -361,6 +415,7 @@ void rounding_is_right() {
 }  // namespace
 
 int main() {
+  processes_are_watched();  // first, as it forks
   for (int size : {2, 3, 8}) {
     kernels_are_right<Bfloat16>(size, 2, size == 8 ? 8 : 5);
     kernels_are_right<Float32>(size, 3, size == 8 ? 8 : 4);
@@ -369,6 +424,8 @@ int main() {
   }
   kernels_fail_well(kTimeout);
   kernels_fail_well(kMismatch);
+  kernels_fail_well(kGone);
+  who_came_and_ended_has_come();
   twins_fail_well();
   rounding_is_right();
   std::printf("%d checks, %d wrong\n", checked.load(), failures.load());

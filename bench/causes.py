@@ -1,0 +1,113 @@
+"""Does local redundancy cause plasticity? Small networks with and without interventions: python -m bench.causes OUT.
+
+Problems of an MLP on scikit-learn's digits with every intervention, then those of a transformer and, with an image store, of
+a ConvNet with four; ``values`` is about what a value is like by itself. Each seed has all of them before the next. What is
+there is gone on with or left alone, so it may be interrupted, and several processes may share OUT. Then
+`fastlr report OUT/PROBLEM`, also before the last run has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastlr.errors import InputError
+from fastlr.experiments.continual.experiment import DRIVER
+
+MEASURES = ("local_redundancy", "weight_norm", "dormant_ratio", "effective_rank", "train_grad_norm")
+INPUTS = ("local_redundancy_noise", "local_redundancy_next_task")
+COMMON = {"measures": MEASURES, "measure_every": 4, "redundancy_n": 256, "redundancy_batch": 256}
+SMOOTH = {"model_kwargs": {"activation": "GELU"}}
+FLOOR = {"redundancy_floor": 500.0, "floor_images": 16}
+INTERVENTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "shrink-and-perturb": {"shrink": 0.8, "perturb": 0.03},
+    "l2-init": {"l2_init": 1e-3},
+    "redundancy-floor": FLOOR,
+    "continual-backprop": {"cbp_rate": 1e-3},
+    "layer-norm": {"model_kwargs": {"layer_norm": True}},
+    "ewc": {"ewc": 10.0},
+    "replay": {"replay_images": 256},
+    "reset": {"reset_every": 10, "reset_layers": 2},
+    "gelu": SMOOTH,
+    "gelu-redundancy-floor": {**SMOOTH, **FLOOR},
+}
+DEAR, SEEDS_OF_DEAR = FLOOR.keys(), 5  # a second derivative in every step
+FOUR = dict(list(INTERVENTIONS.items())[:4])
+NETWORKS: dict[str, dict[str, Any]] = {
+    "as-it-is": {},
+    **{f"width-{width}": {"widths": [width] * 3} for width in (16, 32, 128, 256)},
+    **{f"depth-{depth}": {"widths": [64] * depth} for depth in (1, 2, 6)},
+    **{name.lower(): {"activation": name} for name in ("GELU", "Tanh")},
+    "orthogonal": {"initialisation": "orthogonal_"},
+    "kaiming-normal": {"initialisation": "kaiming_normal_"},
+}
+LABELS = {"data": "random-labels-digits", "random_images": 256, "epochs": 20}  # 160 steps a task, as the next has
+PIXELS = {"data": "permuted-digits", "random_images": 512, "epochs": 10}
+TRANSFORMER = {
+    "model": "timm/vit_tiny_patch16_224",
+    "model_kwargs": {"img_size": 8, "patch_size": 2, "embed_dim": 48, "depth": 2, "num_heads": 4},
+    "learning_rate": 1e-3,
+}
+CONVNET = {"model": "fastlr.models.convnet:ConvNet", "learning_rate": 1e-3, "epochs": 10}
+
+
+class Problem(NamedTuple):
+    """Settings of all its runs, those of each variant by name, the most seeds and tasks."""
+
+    settings: Mapping[str, Any]
+    variants: Mapping[str, Mapping[str, Any]] = INTERVENTIONS
+    seeds: int = 10
+    tasks: int = 200
+
+
+PROBLEMS = {
+    "random-labels": Problem(LABELS),
+    "permuted-digits": Problem(PIXELS),
+    "values": Problem(
+        {**LABELS, "measures": (*MEASURES, *INPUTS)}, {k: {"model_kwargs": v} for k, v in NETWORKS.items()}, 5, 40
+    ),
+    "transformer": Problem({**LABELS, **TRANSFORMER}, FOUR, 4, 100),
+    "class-pairs": Problem(CONVNET, FOUR, 4),
+}
+
+
+def cells(seeds: int, images: Path | None) -> Iterator[tuple[str, str, int]]:
+    """Yield problem, variant and seed in the order in which they are run: the MLP's first, class pairs if there are images."""
+    problems = [name for name in PROBLEMS if images or name != "class-pairs"]
+    for part in (problems[:3], problems[3:]):
+        for seed in range(seeds):
+            for problem in part:
+                for variant, settings in PROBLEMS[problem].variants.items():
+                    dear = SEEDS_OF_DEAR if settings.keys() & DEAR else 1 << 30
+                    if seed < min(PROBLEMS[problem].seeds, dear):
+                        yield problem, variant, seed
+
+
+def main() -> None:
+    """Run what is left."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--images", type=Path, help="store of fastlr data prepare, for class-pairs")
+    parser.add_argument("--seeds", type=int, default=10, help="at most")
+    parser.add_argument("--tasks", type=int, default=200, help="at most")
+    given = parser.parse_args()
+    for name, variant, seed in cells(given.seeds, given.images):
+        problem, path = PROBLEMS[name], given.out / name / f"{variant},seed-{seed}"
+        tasks, records = min(given.tasks, problem.tasks), path / "records.jsonl"  # none yet where killed as it began
+        settings = {**COMMON, **problem.settings, **problem.variants[variant], "seed": seed, "tasks": tasks}
+        settings.setdefault("data", str(given.images))
+        try:
+            if not (path / "config.json").exists():
+                DRIVER.begin(path, "demo", settings)
+            elif not records.exists() or records.read_text().count('"kind": "task"') < tasks:
+                DRIVER.resume(path, settings)
+        except InputError as error:  # another process has it
+            print(f"left out: {error}", flush=True)
+        print(path, flush=True)
+
+
+if __name__ == "__main__":
+    main()

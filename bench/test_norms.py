@@ -1,0 +1,120 @@
+"""Every op with a kernel on its cases: held to its definition and to the doctor's small calls, then against its traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from torch.utils.benchmark import Timer
+
+from bench.layers import CASES, Call, Draw
+from fastlr import ops
+from fastlr.cli import doctor
+from fastlr.ops.kernel_checks import compared
+
+OPS = [name for name in ops.TABLE if "triton" in ops.backends(name)]
+STORED = ("folded_conv", "folded_conv_backward", "fold_weights")
+SUMMED = 1e-3  # deviation of sums in float32; what is STORED in 16 bits may be off by what rounding explains
+ROUNDS = 20
+
+
+def leaves(result: Any) -> list[Tensor]:
+    """The tensors in a result or in arguments."""
+    return [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+
+
+def check(name: str, result: Any, call: Call, device: torch.device) -> float:
+    """Return how far a result is from its definition in float64, on some samples; fail where that is too far."""
+    if name.startswith("shape_images"):
+        define = partial(ops.get("shape_images", "reference"), **{**call.options, "device": device})
+        same = [torch.equal(result[i : i + 1], define(i, i + 1)) for i in (0, len(result) - 1)]
+        assert all(same), "other bits than the definition's"
+        return 0.0
+    define = ops.get(name, "reference")
+    off = compared(define, define, call.args, ops.SAMPLES[name], result)
+    assert off.share <= 1, f"off by {off.relative:.2g} of the definition, {off.share:.2g} times what rounding explains"
+    assert name in STORED or off.relative <= SUMMED, f"off by {off.relative:.2g} of the definition"
+    return off.relative
+
+
+def spoil(result: Any, call: Call) -> None:
+    """Overwrite results with NaN, so that memory that is handed out again shows what a kernel has not written."""
+    given = {t.untyped_storage().data_ptr() for t in leaves((call.args, call.options))}
+    for t in leaves(result):
+        if t.is_floating_point() and t.untyped_storage().data_ptr() not in given:
+            t.fill_(torch.nan)
+
+
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, the median over many: by events on a GPU."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(function, warmup=10, rep=50, return_mode="median") / 1000
+    return Timer("function()", globals={"function": function}).blocked_autorange(min_run_time=1).median
+
+
+@cache
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a large copy: the ceiling that kernels are held against."""
+    source = torch.randn((1 << 28 if device.type == "cuda" else 1 << 24), device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
+
+
+@cache
+def small_calls(name: str, device: torch.device, dtype: torch.dtype) -> doctor.Finding:
+    """The op on the small calls of `fastlr doctor --kernels`: kernels against plain torch, that against the definition."""
+    backend, every = ("triton", 1) if device.type == "cuda" else ("torch", 10)
+    return doctor.small_calls(name, device, dtype, backend, every)
+
+
+def cases() -> list[Any]:
+    """Every op and case, the first cases of all ops first."""
+    places = sorted(
+        ((place, name, label) for name in OPS for place, label in enumerate(CASES[name])), key=lambda p: p[0]
+    )
+    return [pytest.param(*each, id="-".join(each[1:]).replace(" ", "_")) for each in places]
+
+
+@pytest.mark.parametrize("place, name, label", cases())
+def test_op(benchmark: BenchmarkFixture, place: int, name: str, label: str, device: torch.device, quick: bool) -> None:
+    """One op on one layer; two layers of each op in a quick run."""
+    if quick and place > 1:
+        pytest.skip("not in a quick run")
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    draw = Draw(device, dtype, batch=256 if gpu else 2, shrink=1 if gpu else 8 if quick else 2)
+    call = CASES[name][label](draw)
+    backend = "triton" if gpu else "torch" if "torch" in ops.backends(name) else "reference"
+    if backend != "reference":
+        finding = small_calls(name, device, dtype)
+        assert finding.found, f"{finding.name}: {finding.detail} {finding.cost}"
+
+    def run() -> Any:
+        return ops.get(name, backend)(*call.args, **call.options)
+
+    if run() is NotImplemented:
+        backend = "torch"  # serves where the kernel does not cover a case
+    spoil(run(), call)
+    result = run()
+    off = check(name, result, call, device)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(result), leaves(run()))), "another call gave other bits"
+    moved = sum(t.nbytes for t in {t.data_ptr(): t for t in leaves((call.args, call.options, result))}.values())
+    del result
+    benchmark.group = f"op {name}"
+    benchmark.extra_info |= {"contender": label, "op": name, "backend": backend, "deviation": off}
+    benchmark.extra_info |= {"bytes": moved, "operations": call.operations}
+    benchmark.pedantic(run, rounds=3 if quick else ROUNDS, warmup_rounds=1)
+    if benchmark.disabled:
+        return
+    seconds = seconds_of(run, device) if gpu else benchmark.stats.stats.median
+    rate, bandwidth = moved / seconds, copy_bandwidth(device)
+    benchmark.extra_info |= {"seconds": seconds, "bytes_per_second": rate, "share": rate / bandwidth}
+    benchmark.extra_info["copy_bandwidth"] = bandwidth

@@ -1,0 +1,150 @@
+"""Block sizes of kernels by measurement on this GPU: ``python -m bench.tune [NETWORK ...]``.
+
+One planned chunk of each network (bf16, channels_last) gives the shapes that its kernels' rules are asked for (some 35). For
+each of them the rule's block sizes and those around it, eight in all, are compiled in parallel by processes that leave them
+in Triton's cache, and timed one after the other. Those that are right (against the rule's own) and faster by `GAIN` go into
+``fastlr/ops/tuned.json`` under this architecture, which the kernels read: commit it. Exits with 2 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+import fastlr
+from bench.cases import calibrate, image_network
+from fastlr import ops
+from fastlr.ops import dispatch, tuning
+
+CONFIGURATIONS, GAIN = 8, 0.05  # of a shape, the rule's among them; the part of the time that a change must save
+MOST_CALLS = 3  # of one shape that are timed
+ALLOWED = {"num_warps": (1, 8), "num_stages": (1, 4), "columns": (1, 256), "channels": (1, 256)}  # else from 16 on
+Calls = dict[str, list[tuple[str, tuple]]]  # shape -> calls of ops in which its rule was asked: (op, arguments)
+
+
+def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
+    """Changes of the rule's block sizes, none first: each free field halved or doubled, then two of them in turn."""
+    tile, found = asked.tile, [{}]
+    for field in asked.free:
+        value = getattr(tile, field)
+        least, most = ALLOWED.get(field, (16, 256))
+        for other in (value * 2, value // 2) if field != "num_stages" else (value + 1, value - 1):
+            if least <= other <= most:
+                found.append({field: other})
+    for i, first in enumerate(found[1:], 1):
+        found += [first | second for second in found[i + 1 :] if len(second) == 1 and not first.keys() & second]
+    return found[:CONFIGURATIONS]
+
+
+def choose(asked: dict[str, tuning.Asked], clock: Callable[[str, dict[str, int]], float | None]) -> dict[str, dict]:
+    """Return, of each shape, the fields of the fastest block sizes where they save more than `GAIN`.
+
+    Args:
+        asked: the rules' answers.
+        clock: of a shape and its changed fields: seconds, or None where they do not compile or give other results.
+    """
+    table = {}
+    for key in track(sorted(asked), "shapes"):
+        (own, _), *others = [(clock(key, fields), fields) for fields in candidates(asked[key])]
+        right = [(time, fields) for time, fields in others if time is not None]
+        if own is not None and right:
+            best, fields = min(right, key=lambda found: found[0])
+            if best < (1 - GAIN) * own:
+                table[key] = fields
+    return table
+
+
+def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], Calls]:
+    """What rules are asked in a chunk of each network, and the calls of ops in which they are."""
+    asked, calls = dict[str, tuning.Asked](), Calls()
+    launched = dispatch._launched
+
+    def noted(name: str, args: tuple, call: tuple) -> Any:
+        with tuning.noting() as here:
+            result = launched(name, args, call)
+        asked.update(here)
+        for key in here:
+            if len(calls.setdefault(key, [])) < MOST_CALLS:
+                calls[key].append((name, tuple(a.detach() if isinstance(a, Tensor) else a for a in args)))
+        return result
+
+    for network in networks:
+        torch.manual_seed(0)
+        images = fastlr.ShapeImages((3, 224, 224), channels_last=True)
+        model = image_network(network, 224).to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
+        calibrate(model, images.batch(0, 8, seed=1, device="cuda"))
+        estimator = fastlr.LocalRedundancy(model, images, batch, batch_size=batch, dtype=torch.bfloat16, progress=False)
+        estimator.measure()
+        with patch.object(dispatch, "_launched", noted), estimator.chunks.replays.pause():  # no tensors of a graph's
+            estimator.measure()
+    return asked, calls
+
+
+def results(op: str, args: tuple) -> list[Tensor]:
+    """The tensors that an op's kernel gives."""
+    found = ops.get(op, "triton")(*args)
+    return [t for t in (found if isinstance(found, tuple) else (found,)) if isinstance(t, Tensor)]
+
+
+def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float | None]:
+    """The clock of `choose`: median seconds of the calls of a shape, one after the other; not ``timed``: compiled only."""
+    from triton.testing import do_bench
+
+    def clock(key: str, fields: dict[str, int]) -> float | None:
+        total = 0.0
+        for call in calls[key]:
+            with tuning.forcing(key, {}):
+                want = results(*call)
+            try:
+                with tuning.forcing(key, fields):
+                    got = zip(want, results(*call), strict=True)
+                    if not all(torch.allclose(b.float(), a.float(), 2e-2, 1e-3 * float(a.abs().max())) for a, b in got):
+                        return None
+                    total += 1e-3 * do_bench(lambda call=call: results(*call), return_mode="median") if timed else 0.0
+            except Exception as error:  # of the compiler, or too much memory asked for
+                print(f"{key} with {fields}: {type(error).__name__}", file=sys.stderr)
+                return None
+        return total
+
+    return clock
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Tune, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", default=["mobilenet_v3_large", "resnet50"])
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # I/N: compile only, every Nth shape
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("bench.tune times kernels on a GPU, and torch finds none here: run it on the machine to be tuned")
+        return 2
+    if given.part is None:
+        count = min(8, max(1, (os.cpu_count() or 2) // 2))
+        command = [sys.executable, "-m", "bench.tune", *given.networks, f"--batch={given.batch}", "--part"]
+        for process in [subprocess.Popen([*command, f"{i}/{count}"]) for i in range(count)]:
+            process.wait()
+    asked, calls = recorded(given.networks, given.batch)
+    if given.part is not None:
+        first, step = map(int, given.part.split("/"))
+        choose({key: asked[key] for key in sorted(asked)[first::step]}, on_gpu(calls, timed=False))
+        return 0
+    found = choose(asked, on_gpu(calls, timed=True))
+    table = tuning.table() | {"{}.{}".format(*torch.cuda.get_device_capability()): dict(sorted(found.items()))}
+    tuning.TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8")
+    print(f"{len(found)} of {len(asked)} shapes have faster block sizes than the rules': {tuning.TABLE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+from . import distributed, errors, metrics
+from .errors import (
+    DistributedError,
+    FastlrError,
+    FastlrWarning,
+    HiddenParameterError,
+    InputError,
+    InteractionError,
+    ModelError,
+    NonFiniteError,
+    NonlinearBackwardError,
+    RandomForwardError,
+)
+from .estimator.estimator import LocalRedundancy, estimate
+from .estimator.loss import redundancy_loss
+from .estimator.predictive import Bernoulli, Categorical, Gaussian
+from .estimator.result import Estimate, paired_difference
+from .estimator.statistics import memorization_gain, regression_memorization_bound
+from .ghost import per_sample_grad_sq_norms, support_report
+from .inputs import GaussianSeries, NoiseImages, ShapeImages, TensorInputs, TokenInputs
+from .metrics.gradients import gradient_noise_scale
+from .metrics.probes import memorization_capacity
+
+__version__: str
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "DistributedError",
+    "Estimate",
+    "FastlrError",
+    "FastlrWarning",
+    "Gaussian",
+    "GaussianSeries",
+    "HiddenParameterError",
+    "InputError",
+    "InteractionError",
+    "LocalRedundancy",
+    "ModelError",
+    "NoiseImages",
+    "NonFiniteError",
+    "NonlinearBackwardError",
+    "RandomForwardError",
+    "ShapeImages",
+    "TensorInputs",
+    "TokenInputs",
+    "distributed",
+    "errors",
+    "estimate",
+    "gradient_noise_scale",
+    "memorization_capacity",
+    "memorization_gain",
+    "metrics",
+    "paired_difference",
+    "per_sample_grad_sq_norms",
+    "redundancy_loss",
+    "regression_memorization_bound",
+    "support_report",
+]

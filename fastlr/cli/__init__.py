@@ -1,0 +1,1 @@
+"""The command line: ``fastlr.cli.main`` is the entry point."""

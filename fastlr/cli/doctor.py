@@ -1,0 +1,296 @@
+"""``fastlr doctor``: the parts that fastlr can use, those that this machine lacks, what that costs and how to get them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from fastlr.errors import first_line, install
+
+if TYPE_CHECKING:
+    import torch
+
+OPTIONAL = {
+    "timm": ("timm/... model names are unknown", install("models")),
+    "transformers": ("no Hugging Face models", install("models")),
+    "tensorboard": ("fastlr continual --tensorboard is refused", install("logging")),
+    "ray": ("fastlr sweep --ray is refused", install("ray")),
+    "opacus": ("pytest bench/test_peers.py does without Opacus", install("bench")),
+    "backpack": ("pytest bench/test_peers.py does without BackPACK", install("bench")),
+}
+DISTRIBUTIONS = {"backpack": "backpack-for-pytorch"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    Attributes:
+        name: What it is.
+        found: True if it is there and works.
+        detail: Its version or place, or why it does not count as found.
+        cost: What its absence costs; empty if found.
+        remedy: How to get it; empty if found or if there is nothing to do.
+    """
+
+    name: str
+    found: bool
+    detail: str
+    cost: str = ""
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything that fastlr can use; never raises: a check that fails is a finding."""
+    checks: list[tuple[str, Callable[[], Finding]]] = [
+        ("python", _python),
+        ("torch", lambda: _package("torch", "nothing works without it", "pip install torch")),
+        ("torchvision", lambda: _package("torchvision", "no torchvision model names", "pip install torchvision")),
+        ("triton", lambda: _package("triton", "no GPU kernels: plain torch is used instead", "pip install triton")),
+        ("GPU", _gpu),
+        ("C++ compiler", _compiler),
+        ("nvcc", _nvcc),
+        ("fastlr._C", _extension),
+        *[(name, lambda name=name: _package(name, *OPTIONAL[name])) for name in OPTIONAL],
+    ]
+    findings = []
+    for name, check in checks:
+        try:
+            findings.append(check())
+        except Exception as error:  # a broken installation must be reported, not raised
+            findings.append(Finding(name, False, _described(error), "the check itself failed"))
+    return findings
+
+
+def as_table(findings: list[Finding]) -> RenderableType:
+    """Return the findings as a table, and below it each missing thing with its cost and remedy."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    notes = Table(box=None, pad_edge=False, show_header=False)
+    notes.add_column(no_wrap=True, style="bold")
+    notes.add_column(overflow="fold")
+    for finding in findings:
+        mark = Text("found", style="green") if finding.found else Text("missing", style="yellow")
+        table.add_row(mark, finding.name, finding.detail)
+        if not finding.found:
+            notes.add_row(finding.name, Text(finding.cost + (f"\n-> {finding.remedy}" if finding.remedy else "")))
+    title = Text(f"fastlr {_version('fastlr') or '(not installed)'}", style="bold")
+    if not notes.row_count:
+        return Group(title, table, Text(), Text("Nothing is missing."))
+    return Group(title, table, Text(), Text("What the missing ones cost, and the remedy:"), notes)
+
+
+def _python() -> Finding:
+    return Finding("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _package(name: str, cost: str, remedy: str) -> Finding:
+    label = DISTRIBUTIONS.get(name, name)
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            return Finding(label, False, "not installed", cost, remedy)
+        return Finding(label, False, f"does not import: {first_line(error)}", cost, f"reinstall it: {remedy}")
+    return Finding(label, True, _version(label) or str(getattr(module, "__version__", "version unknown")))
+
+
+def _gpu() -> Finding:
+    import torch
+
+    cost = "estimates run on the CPU"
+    if torch.version.cuda is None:
+        return Finding("GPU", False, "this torch was built without CUDA", cost, "install a CUDA build of torch")
+    if not torch.cuda.is_available():
+        detail = f"torch (CUDA {torch.version.cuda}) sees no device"
+        return Finding("GPU", False, detail, cost, "needs an NVIDIA GPU and its driver")
+    names = []
+    for i in range(torch.cuda.device_count()):
+        p: Any = torch.cuda.get_device_properties(i)
+        names.append(f"{p.name} ({p.total_memory / 2**30:.0f} GiB, compute {p.major}.{p.minor})")
+    return Finding("GPU", True, f"CUDA {torch.version.cuda}: {', '.join(names)}")
+
+
+def _compiler() -> Finding:
+    named = (sysconfig.get_config_var("CXX") or "c++").split()[0]
+    for name in (named, "c++", "g++", "clang++"):
+        path = shutil.which(name)
+        if path:
+            return Finding("C++ compiler", True, path)
+    return Finding("C++ compiler", False, "none of c++, g++, clang++", "fastlr._C cannot be built", "install g++")
+
+
+def _nvcc() -> Finding:
+    cost = "CUDA code cannot be built here; running on a GPU does not need it"
+    remedy = "install the CUDA toolkit of torch's version"
+    path = shutil.which("nvcc")
+    if path is None:
+        return Finding("nvcc", False, "not on PATH", cost, remedy)
+    run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+    if run.returncode != 0:
+        return Finding("nvcc", False, f"{path} fails: {first_line(RuntimeError(run.stderr))}", cost, remedy)
+    release = re.search(r"release [^,\n]+", run.stdout)
+    return Finding("nvcc", True, f"{path} ({release[0].strip()})" if release else path)
+
+
+def _extension() -> Finding:
+    from fastlr.distributed.connection import BUILD
+
+    cost = "sums across processes go through torch.distributed, with the same results; estimates do not need it"
+    remedy = f"with a C++ compiler (and nvcc, for GPUs): {BUILD}"
+    try:
+        import torch
+
+        module = importlib.import_module("fastlr._C")
+    except ModuleNotFoundError:
+        return Finding("fastlr._C", False, "not built", cost, remedy)
+    except ImportError as error:
+        return Finding("fastlr._C", False, f"does not import: {first_line(error)}", cost, remedy)
+    if not module.cuda and torch.cuda.is_available():
+        remedy = f"with nvcc: {BUILD}"
+        return Finding("fastlr._C", False, f"{module.__file__}: for the CPU only", cost, remedy)
+    parts = f"the CPU and compute {module.architectures}" if module.cuda else "the CPU"
+    return Finding("fastlr._C", True, f"sums across processes, for {parts}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def repair_interpreter() -> None:
+    """Repair the interpreter of Triton 3.3 to 3.9 before kernels run in it.
+
+    ``range()`` over a run-time value makes a Python integer of an array of one element, which NumPy 2.4 no longer allows.
+    Kernels need such loops: Triton pipelines the loads of ``range``, not of ``while``. And Triton 3.9 refuses its own masks
+    where they have come out as integers.
+    """
+    from triton.runtime import interpreter
+
+    plain: Any = interpreter._patch_lang_tensor
+    if getattr(plain, "repaired", False):
+        return
+
+    def patched(tensor: Any, *scope: Any) -> None:
+        plain(tensor, *scope)
+        assign = scope[0].set_attr if scope else setattr  # Triton 3.3 knows no scope
+        assign(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def masked(name: str, place: int) -> None:
+        call: Any = getattr(interpreter.InterpreterBuilder, name)
+
+        def with_truth(self: Any, *args: Any) -> Any:
+            args[place].data = args[place].data.astype(bool)
+            return call(self, *args)
+
+        setattr(interpreter.InterpreterBuilder, name, with_truth)
+
+    masked("create_masked_load", 1)
+    masked("create_masked_store", 2)
+    patched.repaired = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patched
+
+
+def kernels(only: Collection[str] | None = None) -> list[Finding]:
+    """Hold every kernel to plain torch on the small calls of `fastlr.ops.kernel_cases`: a finding for each op and dtype.
+
+    On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 and on one call in ten, as it
+    takes seconds for each. Otherwise the one finding says how.
+
+    Args:
+        only: these ops; default: all.
+    """
+    import torch
+
+    from fastlr import ops
+
+    gpu = torch.cuda.is_available()
+    if not ops.has_triton() or not (gpu or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")):
+        why = "no GPU: the kernels run in Triton's interpreter only" if ops.has_triton() else "Triton is not installed"
+        remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (float32 only, about a minute)"
+        return [Finding("kernels", False, why, "they are not compared with plain torch", remedy)]
+    if not gpu:
+        repair_interpreter()
+    device = torch.device("cuda" if gpu else "cpu")
+    dtypes = (torch.float32, torch.bfloat16, torch.float16) if gpu else (torch.float32,)
+    names = [name for name in ops.TABLE if "triton" in ops.backends(name) and (only is None or name in only)]
+    calls = [(name, device, dtype, "triton", 1 if gpu else 10) for name in names for dtype in dtypes]
+    # Triton compiles outside of Python's lock: most of a first call. The interpreter works in one thread alone.
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1) if gpu else 1) as threads:
+        return list(threads.map(lambda call: small_calls(*call), calls))
+
+
+def small_calls(
+    name: str, device: torch.device, dtype: torch.dtype, backend: str = "triton", every: int = 1
+) -> Finding:
+    """Hold an op in one dtype to plain torch on the small calls of `fastlr.ops.kernel_cases`, or plain torch to the definition.
+
+    Args:
+        name: of the op.
+        device: where.
+        dtype: of the data.
+        backend: that is held: "triton" or "torch".
+        every: one call in so many.
+    """
+    from fastlr import ops
+    from fastlr.ops import kernel_cases, kernel_checks
+
+    twin = ops.twin(name) if backend == "triton" else ops.get(name, "reference")
+    title = f"{name}, {str(dtype).removeprefix('torch.')}"
+    if name.startswith("shape_images"):
+        images = [{**options, "dtype": dtype} for options in kernel_cases.IMAGES]
+        try:
+            wrong = [str(options["size"]) for options in images if not ops.images_agree(device, options)]
+        except Exception as error:
+            wrong = [_described(error)]
+        return _compared(title, len(images), wrong, 0.0)
+    calls = list(kernel_cases.CASES[name]().items())[::every]
+    wrong, worst, count = [], 0.0, 0
+    for case, args in calls:
+        given = kernel_cases.moved(name, args, device, dtype)
+        try:
+            result = ops.get(name, backend)(*given)
+            if result is NotImplemented:
+                continue
+            deviation = kernel_checks.compared(ops.get(name, backend), twin, given, ops.SAMPLES[name], result)
+        except Exception as error:  # a kernel that does not compile or run is a finding
+            wrong.append(f"{case} ({_described(error)})")
+            continue
+        count, worst = count + 1, max(worst, deviation.share)
+        if deviation.share > 1:
+            wrong.append(f"{case} (off by {deviation.relative:.2g})")
+    return _compared(title, count, wrong, worst, "plain torch" if backend == "triton" else "the definition")
+
+
+def _compared(title: str, count: int, wrong: list[str], worst: float, truth: str = "plain torch") -> Finding:
+    if not wrong:
+        return Finding(title, True, f"{count} calls as {truth}, at most {worst:.2g} of the deviation allowed")
+    cost = "plain torch serves where a first call shows it, slower"
+    return Finding(title, False, f"wrong: {', '.join(wrong)}", cost, "please report this table")
+
+
+def print_findings(with_kernels: bool = False) -> None:
+    """Print the findings, on request those of the kernels too."""
+    Console().print(as_table(examine() + (kernels() if with_kernels else [])))

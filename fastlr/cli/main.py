@@ -1,0 +1,291 @@
+"""The command line: ``fastlr estimate``, ``fastlr bench``, ``fastlr doctor``, ``fastlr demo``.
+
+Exit codes: 0 done; 1 the model cannot be measured (or failed while running); 2 wrong arguments, names or files; 130 ended by
+Ctrl-C; 143 by SIGTERM.
+An error is one line on stderr; ``--traceback`` shows where it came from.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastlr.cli.data import app as data_commands
+from fastlr.cli.experiments import continual, memorize, sweep, transfer
+from fastlr.cli.options import (
+    PROBES,
+    BatchSize,
+    Classes,
+    DeviceName,
+    DtypeName,
+    Features,
+    InputsName,
+    Length,
+    ModelKwargs,
+    PredictiveName,
+    ProbeName,
+    Sigma,
+    Size,
+    autocast_dtype,
+    check_folders,
+    device_of,
+    inputs_of,
+    kwargs_of,
+    one_of,
+    predictive_of,
+)
+from fastlr.cli.reports import ablate, cost, rank, report
+from fastlr.errors import FastlrWarning, InputError, Interrupted, one_line
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Local redundancy of a PyTorch model: the mean squared per-sample gradient norm, with a standard error.",
+)
+INTERRUPTED = 130  # typer's exit code for Ctrl-C
+_show_traceback = False
+
+
+def _version_and_exit(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        import torch
+
+        print(f"fastlr {version('fastlr')} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_version_and_exit, is_eager=True, help="Print the version.")
+    ] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+) -> None:
+    global _show_traceback
+    _show_traceback |= show_traceback
+
+
+def estimate(
+    model: Annotated[str, typer.Argument(help="A torchvision or timm name, or package.module:function.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="State dict: .pt, .pth or .safetensors.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Published weights (downloads them), such as DEFAULT.")] = None,
+    classes: Classes = None,
+    model_kwargs: ModelKwargs = "{}",
+    inputs: InputsName = "shapes",
+    size: Size = 224,
+    length: Length = 512,
+    features: Features = 7,
+    n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
+    target_rel_stderr: Annotated[float | None, typer.Option(help="Go on until stderr/value is this small.")] = None,
+    min_n: Annotated[int, typer.Option(help="With --target-rel-stderr: the fewest inputs.")] = 512,
+    max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else -n.")] = None,
+    probe: ProbeName = "rademacher",
+    predictive: PredictiveName = "auto",
+    sigma: Sigma = 1.0,
+    batch_size: BatchSize = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs, the probes and the initial parameters.")] = 0,
+    dtype: DtypeName = "fp32",
+    device: DeviceName = None,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write the result here; - is stdout, alone.")] = None,
+    save_images: Annotated[Path | None, typer.Option(help="Picture of the first synthetic images.")] = None,
+    per_layer: Annotated[Path | None, typer.Option(help="Chart of each layer's share (.png, .pdf, .svg).")] = None,
+    support: Annotated[bool, typer.Option("--support", help="Also print how each parameter is handled.")] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+) -> None:
+    """Measure the local redundancy of MODEL on synthetic inputs.
+
+    Started by torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all processes share the inputs.
+    """
+    global _show_traceback
+    _show_traceback |= show_traceback
+    one_of("--probe", probe, PROBES)
+    autocast, kind = autocast_dtype(dtype), predictive_of(predictive, sigma, inputs == "series")
+    kwargs = kwargs_of(model_kwargs)
+    check_folders(json=json_file, save_images=save_images, per_layer=per_layer)
+
+    import torch
+
+    import fastlr
+    from fastlr.display import record
+    from fastlr.display.tables import summary
+    from fastlr.distributed.sharding import launched, local_device
+    from fastlr.models import load_model
+
+    with launched() as members:  # all processes of torchrun, or this one
+        out = Console(stderr=json_file == "-", quiet=members.rank > 0)
+        place = device_of(local_device(device) if members.size > 1 else device)
+        source = inputs_of(inputs, size, length, features)
+        torch.manual_seed(seed)
+        net = load_model(model, weights=weights, checkpoint=checkpoint, num_classes=classes, kwargs=kwargs)
+        net = net.to(place).eval()
+
+        if support and members.rank == 0:
+            x = source.batch(0, 3, seed=seed, device=place, dtype=_float_dtype(net))
+            out.print(str(fastlr.support_report(net, x)), highlight=False, markup=False)
+        if save_images is not None and members.rank == 0:
+            record.save_images(save_images, source, seed=seed)
+            out.print(f"images: {save_images}", highlight=False, soft_wrap=True)
+
+        with record.progress_bar(model, max_n or n) if members.rank == 0 else nullcontext(False) as progress:
+            result = fastlr.estimate(
+                net,
+                source,
+                n=n,
+                predictive=kind,
+                probe=probe,
+                batch_size=batch_size,
+                seed=seed,
+                dtype=autocast,
+                target_rel_stderr=target_rel_stderr,
+                min_n=min_n,
+                max_n=max_n,
+                progress=progress,
+            )
+
+        if members.rank > 0:
+            return
+        parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
+        title = f"{model}: {parameters:,} parameters, {checkpoint or weights or f'initialised with seed {seed}'}"
+        out.print(summary(result, title=title))
+        if per_layer is not None:
+            from fastlr.display.plots import per_layer_chart
+
+            per_layer_chart(result, per_layer, title=title)
+            out.print(f"chart: {per_layer}", highlight=False, soft_wrap=True)
+        if json_file is not None:
+            settings = {
+                "model": model,
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+                "weights": weights,
+                "classes": classes,
+                "parameters": parameters,
+                "machine": record.machine(),
+            }
+            record.write_json(json_file, {**settings, **result.to_dict()})
+            if json_file != "-":
+                out.print(f"json: {json_file}", highlight=False, soft_wrap=True)
+
+
+def doctor(
+    kernels: Annotated[bool, typer.Option("--kernels", help="Also hold every GPU kernel to plain torch.")] = False,
+) -> None:
+    """Say what fastlr finds on this machine, what is missing, what that costs and the remedy."""
+    from fastlr.cli.doctor import print_findings
+
+    print_findings(kernels)
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("demo-output"),
+    seed: Annotated[int, typer.Option(help="Of the network, the labels, the training and the inputs.")] = 0,
+) -> None:
+    """Show a network lose its plasticity, and keep it: two runs, their curves, one page, in a minute on two CPU cores."""
+    from fastlr.cli.demo import run
+
+    run(output, seed=seed)
+
+
+def bench(
+    device: DeviceName = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One small network, a few seconds.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
+    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Only compare two records, A.json B.json.")] = None,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+) -> None:
+    """Measure speed beside plain passes, correctness first (two minutes on a CPU; the full benchmark: make bench)."""
+    global _show_traceback
+    _show_traceback |= show_traceback
+    from fastlr.cli.bench import run
+
+    run(device, quick, json_file, compare)
+
+
+# In the order of the help: what a newcomer types, what runs for long, what reads its results.
+for command in (estimate, rank, demo, doctor, bench, continual, transfer, memorize, sweep, report, cost, ablate):
+    app.command()(command)
+app.add_typer(data_commands, name="data")
+
+
+def _float_dtype(model: Any) -> Any:
+    import torch
+
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _print_warning(message: Any, category: type[Warning], *_: Any, **__: Any) -> None:
+    if issubclass(category, FastlrWarning):
+        print(f"warning: {one_line(message)}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code. Errors are one line on stderr, with --traceback after the traceback.
+
+    Args:
+        arguments: Without the program's name; None takes ``sys.argv``.
+    """
+    global _show_traceback
+    _show_traceback = False
+    with warnings.catch_warnings():
+        warnings.showwarning = _print_warning
+        ended_by, term = [signal.SIGINT], signal.getsignal(signal.SIGTERM)
+
+        def interrupt(number: int, _: Any) -> None:
+            ended_by.append(signal.Signals(number))
+            raise KeyboardInterrupt
+
+        # Ranks keep the default: one that waits for others within torch would not end by an exception of Python's.
+        takes_term = term is signal.SIG_DFL and "RANK" not in os.environ and current_thread() is main_thread()
+        if takes_term:
+            signal.signal(signal.SIGTERM, interrupt)
+        try:
+            code = app(args=arguments, prog_name="fastlr", standalone_mode=False)
+            if code == INTERRUPTED:  # typer has caught KeyboardInterrupt and printed nothing
+                raise KeyboardInterrupt
+            return code if isinstance(code, int) else 0
+        except (KeyboardInterrupt, Interrupted) as error:
+            if _is_printed_here(error):
+                print(str(error) or "interrupted", file=sys.stderr)
+            return 128 + ended_by[-1]
+        except BrokenPipeError:  # the reader of our stdout has gone; nothing more can be said there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except Exception as error:
+            return _report(error)
+        finally:
+            if takes_term:
+                signal.signal(signal.SIGTERM, term)
+
+
+def _is_printed_here(error: BaseException) -> bool:
+    """Return True if this process is to print the error, not another rank."""
+    return getattr(error, "told_by", None) in (None, int(os.environ.get("RANK", "0")))
+
+
+def _report(error: Exception) -> int:
+    """Print one line for an error and return its exit code: 2 if the user can mend it by other arguments, else 1."""
+    if _show_traceback:
+        import traceback
+
+        traceback.print_exception(error)
+    if hasattr(error, "format_message"):  # typer's own: unknown options, missing arguments
+        text, code = error.format_message(), 2
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help has been printed
+            return 2
+    elif isinstance(error, typer.Abort):
+        text, code = "aborted", 1
+    else:
+        text, code = one_line(error), 2 if isinstance(error, InputError) else 1
+    if _is_printed_here(error):
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,124 @@
+"""The options that commands that measure models share, and their texts as the library's arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastlr.errors import InputError, first_line
+
+DTYPES = ("fp32", "bf16", "fp16")
+PREDICTIVES = ("auto", "categorical", "bernoulli", "gaussian")
+PROBES = ("rademacher", "sampled", "exact", "batch")
+
+Classes = Annotated[int | None, typer.Option(help="Size of the model's output; without it, its own.")]
+ModelKwargs = Annotated[str, typer.Option(help="Further arguments of the model, a JSON object.")]
+InputsName = Annotated[str, typer.Option("--inputs", help="shapes, noise, series, or package.module:function.")]
+Size = Annotated[int, typer.Option(help="Height and width of images.")]
+Length = Annotated[int, typer.Option(help="Time steps of --inputs series.")]
+Features = Annotated[int, typer.Option(help="Features of --inputs series.")]
+ProbeName = Annotated[str, typer.Option("--probe", help=", ".join(PROBES) + ".")]
+PredictiveName = Annotated[str, typer.Option("--predictive", help=", ".join(PREDICTIVES) + ".")]
+Sigma = Annotated[float, typer.Option(help="Standard deviation, with --predictive gaussian.")]
+BatchSize = Annotated[int | None, typer.Option(help="Inputs at a time; without it, by free memory.")]
+DtypeName = Annotated[str, typer.Option("--dtype", help="fp32, or autocast to bf16 or fp16.")]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1; without it, a GPU if there is one.")
+]
+
+
+def one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise InputError unless the value of an option is one of those allowed."""
+    if value not in allowed:
+        raise InputError(f"{option} {value}: choose one of {', '.join(allowed)}")
+
+
+def device_of(name: str | None) -> Any:
+    """Return the device of ``--device``.
+
+    Raises:
+        InputError: There is no such device here.
+    """
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {name}: {first_line(error)}") from error
+    return device
+
+
+def autocast_dtype(name: str) -> Any:
+    """Return the dtype of ``--dtype``: None for fp32."""
+    import torch
+
+    one_of("--dtype", name, DTYPES)
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def inputs_of(name: str, size: int, length: int, features: int) -> Any:
+    """Return the synthetic inputs of ``--inputs``, ``--size``, ``--length`` and ``--features``.
+
+    Raises:
+        InputError: An unknown name, a count below 1, or a function that gives no inputs.
+    """
+    import fastlr
+
+    for option, value in (("size", size), ("length", length), ("features", features)):
+        if value < 1:
+            raise InputError(f"--{option} {value}: give at least 1")
+    if name == "shapes":
+        return fastlr.ShapeImages(size=(3, size, size))
+    if name == "noise":
+        return fastlr.NoiseImages(size=(3, size, size))
+    if name == "series":
+        return fastlr.GaussianSeries(length=length, features=features)
+    if ":" not in name:
+        raise InputError(f"--inputs {name}: choose shapes, noise, series, or package.module:function for your own")
+    from fastlr.models.loading import call_factory
+
+    source = call_factory(name)
+    if not hasattr(source, "batch"):
+        raise InputError(f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, stop, ...)")
+    return source
+
+
+def kwargs_of(text: str) -> dict[str, Any]:
+    """Return the arguments of ``--model-kwargs``.
+
+    Raises:
+        InputError: They are no JSON object.
+    """
+    from fastlr.experiments.runs.options import json_object
+
+    try:
+        return json_object(text)
+    except ValueError as error:
+        raise InputError(f"--model-kwargs wants {error}") from None
+
+
+def check_folders(**files: Path | str | None) -> None:
+    """Raise InputError unless the folder of each file to be written is there; None and "-" are no files."""
+    for option, path in files.items():
+        folder = Path(path or "-").absolute().parent
+        if not folder.is_dir():
+            raise InputError(f"--{option.replace('_', '-')} {path}: there is no folder {folder}")
+
+
+def predictive_of(name: str, sigma: float, series: bool = False) -> Any:
+    """Return the predictive of ``--predictive`` and ``--sigma``: None for auto, but Gaussian if the inputs are series."""
+    import fastlr
+
+    one_of("--predictive", name, PREDICTIVES)
+    if name == "auto" and series:
+        name = "gaussian"
+    if name == "gaussian":
+        return fastlr.Gaussian(sigma=sigma)
+    if sigma != 1:
+        raise InputError(f"--sigma goes with --predictive gaussian, not {name}")
+    return {"auto": None, "categorical": fastlr.Categorical(), "bernoulli": fastlr.Bernoulli()}[name]

@@ -1,0 +1,177 @@
+"""How far runs are, on stderr: a bar for one run, a board for several at once; without a terminal a line a minute."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
+from fastlr.display.record import MinuteLog
+
+if TYPE_CHECKING:
+    from fastlr.experiments.runs.experiment import Driver, Progress
+
+
+@contextmanager
+def progress(driver: Driver) -> Iterator[Callable[[Progress], None]]:
+    """Yield a function that shows where the run is: in a bar, or a line a minute if stderr is no terminal."""
+    console = Console(stderr=True)
+    minutes = MinuteLog(console)
+    with Bar(*_columns(20), console=console, disable=not console.is_terminal) as bar:
+        row = _Row(bar, driver.step, driver.opening)
+
+        def show(at: Progress) -> None:
+            measures = {} if at.record is None else driver.shown(at.record)
+            text = row.update(at.done, at.epoch / at.epochs, at.total, measures)
+            minutes.log(f"{driver.step} {at.done}/{at.total}  {text}")
+
+        yield show
+
+
+class Board:
+    """A line for all runs of a queue and one for each under way; without a terminal, what is done in a line a minute.
+
+    Failures are said at once either way.
+
+    Use it in a ``with`` block; `begin` returns what `fastlr.experiments.runs.processes.run_jobs` calls.
+
+    Args:
+        driver: Of the runs.
+        out: Their folder, for messages.
+    """
+
+    def __init__(self, driver: Driver, out: Path) -> None:
+        self.driver, self.out = driver, out
+        self.console = Console(stderr=True)
+        columns = _columns(10, Column(no_wrap=True, overflow="ellipsis", ratio=1))
+        self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal, expand=True)
+        self.minutes = MinuteLog(self.console)
+        self.rows: dict[str, _Row] = {}  # of the runs under way
+        self.shares: dict[str, tuple[float, float]] = {}  # of each run: share done at its first report, and now
+        self.ended = self.failed = 0
+
+    def __enter__(self) -> Board:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def begin(self, names: tuple[str, ...]) -> Callable[[str, dict[str, Any]], None]:
+        """Show that runs of these names are to be done; return the function that takes their messages."""
+        self.shares = dict.fromkeys(names, (0.0, 0.0))
+        self.whole = self.bar.add_task("all", total=len(names), at=f"0/{len(names)}", text="")
+        self.clock = Clock()
+        self.clock.left(0, 1)
+        return self.receive
+
+    def receive(self, name: str, message: dict[str, Any]) -> None:
+        """Show a message of a run."""
+        event = message.get("event")
+        if event == "started":
+            self.rows[name] = _Row(self.bar, name, self.driver.opening)
+        elif event == "lost":
+            self._remove(name)
+            self._print(f"{name}: {message['why']}; {message['next']}")
+        elif event == "ended":
+            self._remove(name)
+            self.shares[name] = (self.shares[name][0], 1.0)
+            self.ended += 1
+            if message["error"] is not None:
+                self.failed += 1
+                self._print(f"{name} failed: {message['error']} (log: {self.out / 'logs' / name}.txt)")
+        elif "done" in message:
+            row = self.rows[name]
+            share = (message["done"] + message["part"]) / message["total"]
+            self.shares[name] = (share if row.clock.start is None else self.shares[name][0], share)
+            row.update(message["done"], message["part"], message["total"], message["shown"] or {})
+        self._show_whole()
+
+    def _show_whole(self) -> None:
+        """Update the line of all runs."""
+        runs = len(self.shares)
+        before = sum(start for start, _ in self.shares.values())
+        now = sum(share for _, share in self.shares.values())
+        left = self.clock.left(now - before, runs - before)
+        text = _joined(f"{self.failed} failed" if self.failed else "", _time_left(left if now < runs else None))
+        self.bar.update(self.whole, completed=now, at=f"{self.ended}/{runs}", text=text)
+        self.minutes.log(_joined(f"{self.ended}/{runs} runs ended", f"{now / runs:.0%} done", text))
+
+    def _remove(self, name: str) -> None:
+        if name in self.rows:  # a run on Ray may end before it has begun
+            self.bar.remove_task(self.rows.pop(name).task)
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _columns(width: int, text: Column | None = None) -> tuple[ProgressColumn, ...]:
+    """Return the columns of a run's line: its name, steps done, a bar of a width, measures and the time left."""
+    return (
+        TextColumn("{task.description}"),
+        TextColumn("{task.fields[at]}"),
+        BarColumn(width),
+        TextColumn("{task.fields[text]}", table_column=text),
+    )
+
+
+class _Row:
+    """The line of a run, ``task`` in the bar."""
+
+    def __init__(self, bar: Bar, name: str, opening: str) -> None:
+        self.bar, self.clock = bar, Clock()
+        self.task = bar.add_task(name, total=None, at="", text=opening)
+        self.measures: dict[str, str] = {}
+
+    def update(self, done: int, part: float, total: int, measures: dict[str, str]) -> str:
+        """Show the steps done, the part of the next one and measures (an empty one stays as it was); return the text."""
+        self.measures.update({name: value or self.measures.get(name, "") for name, value in measures.items()})
+        values = [f"{name} {value}" for name, value in self.measures.items() if value]
+        text = _joined(*values, _time_left(self.clock.left(done + part, total)))
+        self.bar.update(self.task, completed=done + part, total=total, at=f"{done}/{total}", text=text)
+        return text
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(filter(None, parts))
+
+
+def _time_left(seconds: float | None) -> str:
+    return "" if seconds is None else f"{duration(seconds)} left"
+
+
+class Clock:
+    """The time left, from the work done since the first look (a resumed run has much of it behind it)."""
+
+    def __init__(self) -> None:
+        self.start: tuple[float, float] | None = None  # time and work done at the first look
+
+    def left(self, done: float, total: float) -> float | None:
+        """Return seconds; None until something was done."""
+        now = time.monotonic()
+        if self.start is None:
+            self.start = (now, done)
+        began, before = self.start
+        return None if done <= before else (now - began) / (done - before) * (total - done)
+
+
+def duration(seconds: float) -> str:
+    """Write a time in its two largest units.
+
+    Example:
+        >>> duration(59.2), duration(3700), duration(200_000)
+        ('1 min 0 s', '1 h 1 min', '2 d 7 h')
+    """
+    whole = math.ceil(seconds)
+    for size, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            return f"{whole // size} {name} {whole % size // below} {small}"
+    return f"{whole} s"

@@ -1,0 +1,299 @@
+"""The commands that read results: ``fastlr report``, ``cost`` and ``ablate`` (runs), ``rank`` and ``ablate`` (checkpoints)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fastlr.cli.options import (
+    BatchSize,
+    Classes,
+    DeviceName,
+    DtypeName,
+    Features,
+    InputsName,
+    Length,
+    ModelKwargs,
+    PredictiveName,
+    Sigma,
+    Size,
+    autocast_dtype,
+    check_folders,
+    device_of,
+    inputs_of,
+    kwargs_of,
+    predictive_of,
+)
+from fastlr.errors import InputError
+from fastlr.files import write_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastlr.display.sheets import Sheet
+
+RunFolders = Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold several.")]
+Pool = Annotated[bool, typer.Option("--pool", help="Also pool runs that differ in more than their seed.")]
+CsvFile = Annotated[Path | None, typer.Option("--csv", help="Also write the table here.")]
+MODEL = typer.Option(help="Of the checkpoints: a torchvision or timm name, or package.module:function.")
+
+
+def report(
+    runs: RunFolders,
+    out: Annotated[Path | None, typer.Option(help="Folder of the report; without it, report in RUNS.")] = None,
+    figures: Annotated[str, typer.Option(help="png or none.")] = "png",
+    bootstrap: Annotated[int, typer.Option(help="Resamples behind each standard error of continual runs.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
+    pool: Pool = False,
+) -> None:
+    """Analyse RUNS of fastlr continual, transfer or memorize, pooled: tables, figures and one HTML page."""
+    from fastlr.experiments.runs.records import driver_of
+
+    driver = driver_of(runs)
+    if pool and driver != "continual":
+        raise InputError(f"--pool goes with continual runs, not with those of fastlr {driver}")
+    if driver == "transfer":
+        from fastlr.experiments.transfer.report import write_transfer_report
+
+        written = write_transfer_report(runs, out, figures=figures)
+    elif driver == "memorize":
+        from fastlr.experiments.memorization.report import write_memorization_report
+
+        written = write_memorization_report(runs, out, figures=figures)
+    elif driver == "continual":
+        from fastlr.experiments.continual.report import write_report
+
+        written = write_report(runs, out, figures=figures, resamples=bootstrap, seed=seed, pool=pool)
+    else:
+        raise InputError(f"there is no report for runs of fastlr {driver}")
+    written.show()
+
+
+def cost(runs: RunFolders, csv_file: CsvFile = None, pool: Pool = False) -> None:
+    """Say what each measure cost in seconds and as a share of training, from the records of RUNS."""
+    from fastlr.experiments.continual import costs, read_runs
+    from fastlr.experiments.continual.tables import cost_sheet, with_setting
+
+    pooled = read_runs(runs, pool=pool)
+    print_sheets(with_setting([cost_sheet(costs(pooled), pooled)], pooled), csv_file)
+
+
+def ablate(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="SOURCES...", help="Run folders; with --model, checkpoints, in their order.")
+    ],
+    model: Annotated[str | None, MODEL] = None,
+    real: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --model: an image store (its test images); images [N, C, H, W] or series [N, length, features] in a "
+            ".pt, .npy or .safetensors file; or a .csv series."
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Inputs of each kind (real ones: as many as there are).")] = 1000,
+    classes: Classes = None,
+    model_kwargs: ModelKwargs = "{}",
+    context: Annotated[int, typer.Option(help="Rows of a window of a .csv series.")] = 512,
+    predictive: PredictiveName = "auto",
+    sigma: Sigma = 1.0,
+    batch_size: BatchSize = None,
+    dtype: DtypeName = "fp32",
+    device: DeviceName = None,
+    seed: Annotated[int, typer.Option(help="Of inputs, probes and resamples.")] = 0,
+    bootstrap: Annotated[int, typer.Option(help="Resamples behind the standard error of r.")] = 1000,
+    csv_file: CsvFile = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="With --model: write every estimate with all digits here.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="With --model: draw the curves (.png, .pdf, .svg).")] = None,
+    pool: Pool = False,
+) -> None:
+    """Compare local redundancy on synthetic inputs with that on real ones.
+
+    fastlr ablate RUNS...
+
+    takes it from the records of continual runs: on shapes and on noise, against
+    images of the next task.
+
+    fastlr ablate CHECKPOINTS... --model MODEL --real DATA
+
+    measures it at each checkpoint: on shapes and on noise against real images,
+    or on Gaussian series against real ones (predictive: Gaussian, --sigma).
+    """
+    from fastlr.experiments.continual import agreement, read_runs
+    from fastlr.experiments.continual.tables import ablation_sheet, with_setting
+
+    if model is None:
+        for option, value in (("real", real), ("json", json_file), ("figure", figure), ("classes", classes)):
+            if value is not None:
+                raise InputError(
+                    f"--{option} goes with --model MODEL --real DATA, which measure checkpoints: leave it out for RUNS"
+                )
+        for path in sources:
+            if path.is_file():
+                raise InputError(f"{path} is no run folder; a checkpoint is measured by --model MODEL --real DATA")
+        runs = read_runs(sources, pool=pool)
+        agreements = agreement(runs, resamples=bootstrap, seed=seed)
+        print_sheets(with_setting([ablation_sheet(agreements)], runs), csv_file)
+        return
+    if real is None:
+        raise InputError("--model wants --real DATA, the real inputs to compare with")
+    check_folders(csv=csv_file, json=json_file, figure=figure)
+    settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "dtype": autocast_dtype(dtype)}
+    place, kwargs = device_of(device), kwargs_of(model_kwargs)
+
+    from fastlr.display.record import machine, progress_bar, write_json
+    from fastlr.experiments.checkpoints.ablation import REAL, as_run, measure_checkpoints, real_inputs
+    from fastlr.experiments.checkpoints.ablation_tables import CONSTANT, checkpoints_sheet, few_checkpoints
+    from fastlr.experiments.continual.figures import ablation_curves
+    from fastlr.models import load_model
+
+    data = real_inputs(real, n, context=context, seed=seed)
+    settings["predictive"] = predictive_of(predictive, sigma, data.series)
+    net = load_model(model, num_classes=classes, kwargs=kwargs).to(place).eval()
+    measured = measure_checkpoints(net, sources, data, n, progress=progress_bar, **settings)
+    run = as_run(measured)
+    agreements = agreement([run], REAL, resamples=bootstrap, seed=seed)
+    kind, probe = measured[0][REAL].predictive, measured[0][REAL].probe
+    notes = [f"Real inputs: {data.count} {data.what}. Predictive {kind}, probe {probe}, seed {seed}.", data.note]
+    paths = [str(path) for path in sources]
+    print_sheets(
+        [
+            checkpoints_sheet(paths, measured, [*filter(None, notes)]),
+            ablation_sheet(
+                agreements, "real inputs", "checkpoints", CONSTANT, [*filter(None, [few_checkpoints(len(sources))])]
+            ),
+        ],
+        csv_file,
+    )
+    if figure is not None:
+        ablation_curves([run], figure, "checkpoint", _names_in_folder(sources)[1])
+        print(f"figure: {figure}")
+    if json_file is not None:
+        record = {
+            "model": model,
+            "real": {"source": str(real), "inputs": data.what, "count": data.count, "note": data.note},
+            "machine": machine(),
+            "checkpoints": [
+                {"checkpoint": path, **{name: estimate.to_dict() for name, estimate in estimates.items()}}
+                for path, estimates in zip(paths, measured)
+            ],
+            "agreement": [vars(one) for one in agreements],
+        }
+        write_json(json_file, record)
+        print(f"json: {json_file}")
+
+
+def rank(
+    checkpoints: Annotated[list[Path], typer.Argument(metavar="CHECKPOINTS...", help="State dicts, two or more.")],
+    model: Annotated[str, MODEL],
+    model_kwargs: ModelKwargs = "{}",
+    classes: Classes = None,
+    inputs: InputsName = "shapes",
+    size: Size = 224,
+    length: Length = 512,
+    features: Features = 7,
+    n: Annotated[int, typer.Option("--n", "-n", help="Synthetic inputs, the same for all checkpoints.")] = 1000,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="The paper's strategies, side by side, with commas: local_redundancy (always), weight_norm, "
+            "validation_loss and dormant_ratio (both of --source), linear_probe (on --target)."
+        ),
+    ] = "local_redundancy",
+    source: Annotated[
+        str | None, typer.Option(help="What the checkpoints were trained on: an image store, or a .csv series.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="What they shall be trained on next, likewise.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="Part that a linear probe draws anew; without it head, or the last linear layer.")
+    ] = None,
+    predictive: PredictiveName = "auto",
+    sigma: Sigma = 1.0,
+    batch_size: BatchSize = None,
+    dtype: DtypeName = "fp32",
+    device: DeviceName = None,
+    seed: Annotated[int, typer.Option(help="Of the inputs and the probes.")] = 0,
+    csv_file: CsvFile = None,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write everything here; - is stdout, alone.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the ranking (.png, .pdf, .svg).")] = None,
+) -> None:
+    """Rank CHECKPOINTS by local redundancy, and say whether the best can be told from the next.
+
+    All are measured on the same synthetic inputs, so differences are paired.
+    --by sets the paper's other strategies of selection beside it (Table 3).
+    """
+    check_folders(csv=csv_file, json=json_file, figure=figure)
+    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "dtype": autocast_dtype(dtype)}
+    options["predictive"] = predictive_of(predictive, sigma, inputs == "series")
+    kwargs, place = kwargs_of(model_kwargs), device_of(device)
+    synthetic = inputs_of(inputs, size, length, features)
+
+    from fastlr.display.record import machine, progress_bar, write_json
+    from fastlr.experiments.checkpoints.measure import existing, measure_each
+    from fastlr.experiments.checkpoints.ranking import ranking
+    from fastlr.experiments.checkpoints.ranking_report import ranking_chart, ranking_record, ranking_sheet
+    from fastlr.experiments.checkpoints.strategies import Strategies, picks, strategies_sheet, wanted
+    from fastlr.models import load_model
+
+    paths = existing(checkpoints, 2, "a ranking needs at least two")
+    strategies = wanted(by, {"source": source, "target": target})
+    if len(strategies) > 1 and dtype == "fp16":
+        raise InputError("--dtype fp16 goes with local_redundancy alone: choose fp32 or bf16 for --by")
+    if head is not None and target is None:
+        raise InputError("--head goes with --by linear_probe")
+
+    def make(outputs: int | None) -> nn.Module:
+        return load_model(model, num_classes=outputs or classes, kwargs=kwargs)
+
+    net = make(None).to(place).eval()
+    data: dict[str, Any] = {"source": source, "target": target, "context": length, "head": head}
+    others = Strategies(net, make, strategies, **data, dtype=dtype, batch_size=batch_size, seed=seed)
+    measured = measure_each(net, paths, {"": (synthetic, n)}, progress=progress_bar, **options)
+    folder, names = _names_in_folder(paths)
+    estimates = {name: by_source[""] for name, by_source in zip(names, measured)}
+    ranked = ranking(estimates)
+    found = picks(estimates, {name: others.measure(path) for name, path in zip(names, paths)}, strategies)
+    beside = found if len(found) > 1 else {}
+    any_estimate, seconds = estimates[names[0]], sum(estimate.seconds for estimate in estimates.values())
+    precision = f", autocast {any_estimate.dtype}" if any_estimate.dtype else ""
+    note = (
+        f"{model}; {any_estimate.inputs}, {any_estimate.predictive}, probe {any_estimate.probe}, seed "
+        f"{any_estimate.seed}; {seconds:.0f} s on {any_estimate.device}{precision}. Checkpoints in {folder}."
+    )
+    with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
+        print_sheets([*([strategies_sheet(beside)] if beside else []), ranking_sheet(ranked, [note])], csv_file)
+        if figure is not None:
+            ranking_chart(ranked, figure)
+            print(f"figure: {figure}")
+    if json_file is not None:
+        settings = {"model": model, "model_kwargs": kwargs, "classes": classes, "folder": folder, "machine": machine()}
+        write_json(json_file, {**settings, **ranking_record(ranked), "strategies": found})
+        if json_file != "-":
+            print(f"json: {json_file}")
+
+
+def _names_in_folder(paths: Sequence[Path]) -> tuple[str, list[str]]:
+    """Return the folder that holds all of the files, and their paths below it."""
+    folder = os.path.commonpath([path.parent.absolute() for path in paths])
+    return folder, [os.path.relpath(path.absolute(), folder) for path in paths]
+
+
+def print_sheets(sheets: Sequence[Sheet], csv_file: Path | None) -> None:
+    """Print tables, and write the last one as CSV if a file is given.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    from fastlr.experiments.runs.report import show
+
+    show(sheets)
+    if csv_file is not None:
+        write_text(csv_file, sheets[-1].csv())
+        print(f"csv: {csv_file}")

@@ -1,0 +1,103 @@
+"""The drawing that all figures share: an empty figure, the style of axes, a logarithmic axis, saving."""
+
+from __future__ import annotations
+
+import io
+import os
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fastlr.errors import InputError
+
+INK, MUTED, GRID = "#1f2933", "#66717d", "#e3e7eb"
+COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#97801a", "#2a8c8c")
+
+
+def new_figure(size: tuple[float, float], rows: int, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+    """Return a figure of a size in inches and its axes, ``options`` as for matplotlib's ``Figure.subplots``.
+
+    Notebooks show it, without pyplot.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.__dict__["_repr_png_"] = partial(_png, figure)
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def _png(figure: Any) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", dpi=100)
+    return out.getvalue()
+
+
+def style(axes: Any, ylabel: str, title: str = "", grid: str = "y") -> None:
+    """Give axes the common look: lines at the ticks of one axis, no frame, title on the left."""
+    axes.set_ylabel(ylabel, color=INK, fontsize=9)
+    if title:
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.tick_params(labelsize=8, colors=MUTED)
+    axes.grid(axis=grid, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(GRID)
+
+
+def count_axis(axes: Any, xlabel: str) -> None:
+    """Name a horizontal axis that counts something, with ticks at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel(xlabel, color=INK, fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10)))
+
+
+def legend_below(figure: Any, *axes: Any) -> None:
+    """Put the labels of axes below a figure, each once."""
+    labelled = [one.get_legend_handles_labels() for one in axes]
+    unique = {text: handle for handles, texts in labelled for handle, text in zip(handles, texts)}
+    if unique:
+        figure.legend(unique.values(), unique.keys(), fontsize=8, frameon=False, ncols=4, loc="outside lower center")
+
+
+def style_rows(axes: Any, xlabel: str, *, fontsize: int = 9) -> None:
+    """Give axes whose rows are named on the left the common look, with vertical lines."""
+    style(axes, "", grid="x")
+    axes.set_xlabel(xlabel, fontsize=fontsize, color=INK)
+
+
+def error_band(axes: Any, x: Any, values: Any, stderr: Any, colour: str) -> None:
+    """Draw a band of two standard errors around values, on axes that may be logarithmic, where both are known."""
+    low, high = np.maximum(values - 2 * stderr, 0.05 * values), values + 2 * stderr
+    known = np.isfinite(low) & np.isfinite(high)
+    if known.any():
+        axes.fill_between(x[known], low[known], high[known], color=colour, alpha=0.22, linewidth=0)
+
+
+def log_axis(axes: Any) -> None:
+    """A logarithmic axis with plain numbers: at 1, 2 and 5 of each decade, or at the decades where there are many."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 2000 else (1.0,)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> bool:
+    """Write a figure and return True.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write the figure {path}: {error}") from error
+    return True

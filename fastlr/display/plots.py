@@ -1,0 +1,77 @@
+"""Charts of an estimate."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style
+from fastlr.display.tables import group_to_fit, pm
+from fastlr.errors import InputError
+
+
+def per_layer_figure(
+    estimates: Any, *, title: str = "Local redundancy by layer, in network order", most: int = 48
+) -> Any:
+    """Draw each module's share of the mean squared gradient norm, top to bottom in network order.
+
+    The shares of the parameters of a module are added up; where that gives more than ``most`` bars, modules are joined
+    into the blocks that hold them. The axis is linear: bars can be compared and add up to 100 %.
+
+    Args:
+        estimates: A :class:`fastlr.Estimate`, whose shares are ``per_parameter`` over their sum; or a dict from names
+            to estimates of the same parameters, which are drawn side by side, each on its own axis.
+        title: The line above the chart.
+        most: The largest number of bars.
+
+    Returns:
+        The matplotlib figure, which notebooks show.
+
+    Raises:
+        InputError: Nothing to show (no parameters or all values zero), or different parameters.
+    """
+    panels = estimates if isinstance(estimates, dict) else {"": estimates}
+    if len({tuple(estimate.per_parameter) for estimate in panels.values()}) != 1:
+        raise InputError("the estimates are of different parameters, so their bars cannot stand side by side")
+    if any(not sum(estimate.per_parameter.values()) > 0 for estimate in panels.values()):
+        raise InputError("an estimate is zero or has no parameters: there are no shares to draw")
+    groups = [group_to_fit(estimate.per_parameter, most) for estimate in panels.values()]
+    names = list(groups[0])
+
+    size = (3.2 + 4.4 * len(panels), 1.7 + 0.2 * len(names))
+    figure, grid = new_figure(size, 1, len(panels), sharey=True, squeeze=False)
+    row = grid[0]
+    for axes, (name, estimate), group, colour in zip(row, panels.items(), groups, COLOURS * len(panels)):
+        total = sum(group.values())
+        _bars(axes, [value / total for value in group.values()], colour)
+        result = f"{pm(estimate.value, estimate.stderr)}, n = {estimate.n}"
+        axes.set_title(f"{name}: {result}" if name else result, loc="left", fontsize=9, color=INK)
+    row[0].set_yticks(range(len(names)), names, fontsize=8, color=INK)
+    row[0].set_ylim(len(names) - 0.4, -0.6)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    figure.supxlabel("share of the local redundancy (mean squared per-sample gradient norm)", fontsize=9, color=INK)
+    return figure
+
+
+def per_layer_chart(estimates: Any, path: str | os.PathLike[str], **options: Any) -> None:
+    """Write `per_layer_figure`, which takes the ``options``, into ``path``: ``.png``, ``.pdf`` or ``.svg``.
+
+    Raises:
+        InputError: As there, or an unwritable path.
+    """
+    save_figure(per_layer_figure(estimates, **options), path)
+
+
+def _bars(axes: Any, shares: list[float], colour: str) -> None:
+    """Draw one panel: a bar a row with its percentage, no frame, light vertical lines."""
+    from matplotlib.ticker import PercentFormatter
+
+    largest = max(shares)
+    bars = axes.barh(range(len(shares)), shares, height=0.78, color=colour)
+    texts = [f"{100 * share:.1f}" if share >= 0.0005 else "" for share in shares]
+    axes.bar_label(bars, texts, padding=3, fontsize=7, color=MUTED)
+    axes.set_xlim(0, 1.12 * largest)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if largest > 0.1 else 1))
+    style(axes, "", grid="x")
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)

@@ -1,0 +1,1 @@
+"""The estimator of the local redundancy, its results and their statistics."""

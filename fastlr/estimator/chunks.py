@@ -1,0 +1,160 @@
+"""The inputs of an estimate in chunks that fit the memory: run, replayed as CUDA graphs, halved where memory runs out."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from fastlr.distributed.sharding import ALONE, Team
+from fastlr.errors import FastlrWarning, ModelError, first_line
+from fastlr.estimator.cuda_graph import CudaRecorder, Replays
+from fastlr.estimator.passes import Passes
+from fastlr.estimator.statistics import CHECK_EVERY
+from fastlr.ghost.engine import ChunkNorms
+from fastlr.ghost.runtime import chunk_for_memory, chunk_for_peak, peak_bytes
+from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.torch_private import tree_leaves
+
+BATCH_PROBE_SIZE = 250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
+
+
+class Chunks:
+    """Measures the inputs of an estimate chunk by chunk.
+
+    Args:
+        passes: over one chunk.
+
+    Attributes:
+        size: inputs in a chunk of the measurement under way.
+        replays: the chunks that are CUDA graphs.
+        bytes_per_input: memory that a chunk takes at its peak, for each of its inputs; 0 until it was measured.
+        notes: for the user.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes, self.options = passes, passes.options
+        self.on_gpu = passes.view.device.type == "cuda"
+        graphs = self.on_gpu and self.options.probe == "rademacher"
+        self.replays = Replays(passes, CudaRecorder if graphs else None)
+        self.size = self.bytes_per_input = 0
+        self.notes: list[str] = []
+        self._most: int | None = None  # inputs that fit, once known
+        self._routes: dict[str, str] = {}  # of the last chunk that was not replayed
+
+    def begin(self) -> None:
+        """Begin a measurement: the model may be another program since the one before."""
+        self.replays.begin()
+        self.passes.refusals_checked = False
+
+    def note(self, text: str) -> None:
+        """Add a note for the user, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def first_size(self, members: Team = ALONE) -> int:
+        """Return how many inputs each rank takes at a time, the same on all."""
+        options = self.options
+        if self._most is None:
+            default = BATCH_PROBE_SIZE if options.probe == "batch" else None
+            self._most = options.batch_size or default or self._size_for_memory(-(-options.total // members.size))
+        most = min(members.least(self._most), options.total)
+        if options.batch_size is not None or options.probe == "batch":
+            return most
+        if (
+            options.target_rel_stderr is not None and members.size > 1
+        ):  # all of them together do not go far beyond min_n
+            most = min(most, max(CHECK_EVERY, -(-options.min_n // members.size)))
+        # Chunks of one size, as far as it goes: one CUDA graph serves them all, and all ranks have as many.
+        rounds = -(-options.total // (most * members.size))
+        return -(-options.total // (rounds * members.size))
+
+    def limit(self, size: int) -> None:
+        """Take at most so many inputs at a time from now on."""
+        self.size = self._most = size
+
+    def norms(self, start: int, stop: int) -> tuple[Tensor, ChunkNorms | None]:
+        """Measure inputs start .. stop - 1, by chunks that are halved where memory runs out.
+
+        Returns:
+            (values [B], or one for a batch of ``probe="batch"``; the norms, or None where there are no inputs).
+        """
+        chunks: list[ChunkNorms] = []
+        while start < stop:
+            end, failure = min(start + self.size, stop), None
+            try:
+                chunks.append(self._norms(start, end))
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                failure = first_line(error)
+            if failure is not None:  # outside the handler, so that its traceback frees the chunk's memory
+                self._halve(end - start, failure)
+                continue
+            start = end
+        if not chunks:
+            return torch.empty(0, dtype=torch.float64), None
+        if len(chunks) == 1:
+            return chunks[0].total, chunks[0]
+        table = torch.cat([chunk.table for chunk in chunks], dim=1)
+        routes = {name: route for chunk in chunks for name, route in chunk.routes.items()}
+        return torch.cat([chunk.total for chunk in chunks]), ChunkNorms(chunks[0].names, table, routes)
+
+    def _norms(self, start: int, stop: int) -> ChunkNorms:
+        if self.options.probe == "batch":
+            return self.passes.batch_gradient(start, stop)
+        table = self.replays.run(start, stop, self.size)
+        if table is not None:
+            return ChunkNorms(list(self.passes.engine.parameters), table, self._routes)
+        norms = self.passes.norms(start, stop)
+        self.replays.ran(stop - start)
+        self._routes = norms.routes
+        return norms
+
+    def _size_for_memory(self, share: int) -> int:
+        """Return how many inputs fit, of ``share`` that this rank takes.
+
+        What a small forward pass saves gives a size that is safe. Where it does not suffice, on a GPU, a chunk of that size is
+        run twice, the second time to measure its peak: the first may prove the model, compile kernels, and run out of memory.
+        So once for a model and the kind of its inputs; later estimates of it take the same size while the memory suffices.
+        """
+        device, known = self.passes.view.device, self.passes.engine.peaks
+        few = min(2, self.options.total)
+        x = self.passes.inputs(0, few)
+        size = chunk_for_memory(self.passes.view, few, lambda: self.passes.forward(x))
+        one_pass = self.options.probe in ("rademacher", "sampled") and self.options.target_rel_stderr is None
+        if not (self.on_gpu and one_pass and 1 < size < share):
+            return size
+        kind = self.options.dtype, *(tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor))
+        if kind not in known:
+            self.size = size
+            with self.replays.pause():
+                self.norms(0, size)
+                peak = -(-peak_bytes(device, lambda: self.norms(0, size)) // size)
+            if self.size < size:  # memory ran out
+                return self.size
+            known[kind] = peak, chunk_for_peak(device, peak)
+        self.bytes_per_input, fitted = known[kind]
+        return min(fitted, chunk_for_peak(device, self.bytes_per_input))
+
+    def _halve(self, size: int, failure: str) -> None:
+        """Halve the chunk after memory ran out at ``size`` inputs, warning once; ModelError where that cannot be."""
+        device = self.passes.view.device
+        if size == 1 or self.options.probe == "batch":
+            what = "one input does" if size == 1 else f"probe='batch' with batch_size={size} does"
+            raise ModelError(
+                f"out of memory on {device}: {what} not fit ({failure}); free memory, use a smaller batch_size, "
+                "a machine with more memory, or dtype=torch.bfloat16"
+            )
+        self.limit(size // 2)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not self.notes:
+            warnings.warn(
+                f"out of memory with {size} inputs in a chunk ({failure}): going on with {self.size}; pass "
+                f"batch_size={self.size} to start there",
+                FastlrWarning,
+                stacklevel=5,
+            )
+        self.notes.append(f"out of memory with {size} inputs in a chunk: went on with {self.size}")

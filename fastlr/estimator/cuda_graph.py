@@ -1,0 +1,305 @@
+"""One chunk of an estimate as a CUDA graph: captured once for a shape, replayed for every other chunk.
+
+A chunk is generation of the inputs, forward pass, cotangent, backward pass and norms, hundreds of kernels of a few
+microseconds each; replayed, they follow each other without the host. The graph reads the weights where they are, so
+training may go on in between. What it cannot see is a change of the *program*: storage that moved, a module or a hook
+that came or went, a number that a forward pass reads. Where the weights are is looked at before a measurement's first
+replay; `fingerprint` and a comparison with the model's own output find the rest while the GPU works and after: then the
+graph is dropped and the measurement is made anew, without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.estimator.passes import Passes
+from fastlr.ghost import program
+from fastlr.ghost.backward import Rerouted
+from fastlr.ghost.model_io import OutputSelector, as_inputs
+from fastlr.ghost.planner import Plan
+from fastlr.ghost.verification.agreement import output_differs, same_output
+from fastlr.ops.deferred_checks import gathered
+from fastlr.ops.torch_private import stop_allocating_from, tree_flatten, tree_map
+
+WARM_UP = 2  # runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces
+CHANGED = "the model's modules or memory changed"
+COMPARED = 4  # samples whose outputs are held to the model's own
+
+
+class Recorder(Protocol):
+    """Captures a function that works on fixed memory, and repeats it."""
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Run the function to warm up, then keep it; return its result, whose tensors every replay fills anew."""
+
+    def replay(self) -> None:
+        """Repeat what was captured."""
+
+
+class CudaRecorder:
+    """A CUDA graph.
+
+    Args:
+        device: Where its work is done.
+        pool: Of `torch.cuda.graph_pool_handle`, for graphs that may share memory: the results of one are used before
+            another is replayed.
+    """
+
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Warm up on a side stream of the device, then capture on it.
+
+        Without a stream of its own, `torch.cuda.graph` takes the one that it made for the first capture of the process,
+        on whatever device that was: on another, nothing is captured, and replays leave stale values.
+        """
+        with torch.cuda.device(self.device):
+            side = torch.cuda.Stream(self.device)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    function()
+            torch.cuda.current_stream().wait_stream(side)
+            before = torch.cuda.current_stream()
+            try:
+                # thread_local: a thread that loads the next task may allocate meanwhile
+                with torch.cuda.graph(self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"):
+                    return function()
+            except BaseException:
+                # torch 2.11 may stay on the capture's stream, and allocate from its pool, after an error
+                torch.cuda.set_stream(before)
+                with suppress(RuntimeError):
+                    stop_allocating_from(self.pool, before.device_index)
+                raise
+
+    def replay(self) -> None:
+        """Launch the graph on the device's current stream."""
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+
+
+def fingerprint(model: nn.Module) -> tuple:
+    """Return everything about a model that a captured graph takes for granted, but for the values of its tensors.
+
+    A graph reads tensors where they are, so their values may change.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    modules = tuple(map(id, program.all_modules(model)))
+    return modules, addresses(model), program.fingerprint(model, free=[id(t) for t in tensors], versions=False)
+
+
+def addresses(model: nn.Module) -> tuple:
+    """Return where a model's parameters and buffers are, what they hold and which are trained."""
+    return tuple((t.data_ptr(), t.dtype, t.requires_grad) for t in (*model.parameters(), *model.buffers()))
+
+
+class Replay:
+    """A captured chunk of one size.
+
+    Args:
+        passes: their engine has run on a chunk of this shape (`Engine.plan`).
+        size: samples in a chunk.
+        recorder: captures; `CudaRecorder` on a GPU.
+    """
+
+    def __init__(self, passes: Passes, size: int, recorder: Recorder) -> None:
+        self.passes, self.view, self.engine = passes, passes.view, passes.engine
+        self.size, self.recorder = size, recorder
+        device = self.view.device
+        self.first = torch.zeros(1, dtype=torch.int64, device=device)
+        offsets = torch.arange(size, dtype=torch.int64, device=device)
+        make = passes.inputs_on_device()
+        self.fixed = None if make is not None else tree_map(_copy, passes.inputs(0, size))
+        self.fingerprint = fingerprint(self.view.module)
+        self.held = program.tensors_held(self.view.module)  # so that no replay reads memory that was given back
+        plan = self.engine.plan(size)
+        assert plan is not None
+
+        def chunk() -> tuple[Tensor, Tensor, Any, Tensor]:
+            with gathered() as flags, passes.autocast():
+                x = self.fixed if make is None else as_inputs(make(self.first, size))
+                table, output = self.engine.run_planned(plan, x, passes.cotangent(offsets + self.first, x))
+                bad = torch.stack(flags).any()
+            return table, output, x, bad
+
+        self.table, self.output, self.x, self.bad = recorder.capture(chunk)
+        self.cotangent = lambda: passes.cotangent(offsets + self.first, self.x)
+        self.seen_bad = torch.zeros((), dtype=torch.bool, device=device)
+
+    def in_place(self) -> bool:
+        """Return True if the model's parameters and buffers are where they were: replaying reads no memory of others."""
+        return self.fingerprint[1] == addresses(self.view.module)
+
+    def current(self) -> bool:
+        """Return True if the model is still the program that was captured."""
+        return self.fingerprint == fingerprint(self.view.module)
+
+    def run(self, start: int) -> Tensor:
+        """Squared norms [parameters, B] of samples start .. start + size - 1; see `doubts`."""
+        self.first.fill_(start)
+        if self.fixed is not None:
+            inputs = self.passes.inputs(start, start + self.size)
+            for fixed, given in zip(tree_flatten(self.fixed)[0], tree_flatten(inputs)[0], strict=True):
+                if isinstance(fixed, Tensor):
+                    if given.shape != fixed.shape:
+                        raise ShapeChanged
+                    fixed.copy_(given)
+        self.table.fill_(math.nan)  # a replay that writes nothing leaves it so
+        self.recorder.replay()
+        self.seen_bad |= self.bad | self.table.isnan().any()
+        return self.table.clone()
+
+    def doubts(self) -> Tensor:
+        """Ask without waiting for the answers, which `clean` takes: [a value was not finite, outputs differ], on the device."""
+        with self.passes.autocast():
+            differs = output_differs(*self._few())
+        asked = torch.stack([self.seen_bad, differs])
+        self.seen_bad.zero_()
+        return asked
+
+    def clean(self, bad: bool, differs: bool) -> bool:
+        """Return True if every value since the last question was finite, and the last outputs are the model's own."""
+        with self.passes.autocast():
+            if bad or (differs and not same_output(*self._few())):
+                return False
+            if self.engine.audits.due(fresh=False):
+                return self.engine.audit(self.x, self.output, self.table, self.cotangent())
+        return True
+
+    def _few(self) -> tuple[nn.Module, Any, Tensor, OutputSelector, int]:
+        """A few samples of the last chunk, and the captured outputs for them."""
+        samples, view = range(min(COMPARED, self.size)), self.view
+        few = view.batch(self.x, self.size).pick(samples)
+        captured = self.output.narrow(view.out_dim, 0, len(samples))
+        return view.module, few, captured, view.output, view.out_dim
+
+
+class ShapeChanged(Exception):
+    """A batch has other shapes than the captured one."""
+
+
+def _copy(t: Any) -> Any:
+    return t.clone() if isinstance(t, Tensor) else t
+
+
+class Replays:
+    """Decides when a chunk is captured and replayed, for one estimator.
+
+    Args:
+        passes: over the chunks.
+        recorder: makes the recorder of a chunk; None where there are no graphs (no GPU, a probe of several passes).
+
+    Attributes:
+        held: the captured chunks by their size.
+        note: why graphs were dropped; None if they were not.
+        failures: captures that failed and replays that did not hold; after two there are no more.
+    """
+
+    def __init__(self, passes: Passes, recorder: Callable[[torch.device], Recorder] | None) -> None:
+        self.passes, self.engine, self.recorder = passes, passes.engine, recorder
+        self.held: dict[int, Replay] = {}
+        # by size, with the flags and the program of that run
+        self.planned: dict[int, tuple[Plan, tuple | None, tuple]] = {}
+        self.used: set[int] = set()
+        self.asked: list[Replay] = []  # what `doubts` was last asked of
+        self.failures = 0
+        self.note: str | None = None
+        self.paused = False
+
+    def begin(self) -> None:
+        """Begin a measurement: the model may be another program since the one before."""
+        self.used.clear()
+
+    def ran(self, size: int) -> None:
+        """A chunk of this size has been run as it is: what the engine knows of it serves a capture."""
+        self.planned.pop(size, None)
+        plan = None if self.recorder is None or self.paused else self.engine.plan(size)
+        if plan is not None:
+            self.planned[size] = plan, self.engine._last, fingerprint(self.engine.model)
+
+    def _capture(self, size: int) -> Replay | None:
+        """Capture a chunk; None where none of this size has been run, or the model is another program since."""
+        if self.recorder is None or size not in self.planned:
+            return None
+        plan, flags, before = self.planned.pop(size)
+        if fingerprint(self.engine.model) != before:
+            return None
+        self.engine._plan, self.engine._last = plan, flags  # others use the engine too
+        if self.engine.plan(size) is None:
+            return None
+        return Replay(self.passes, size, self.recorder(self.passes.view.device))
+
+    def run(self, start: int, stop: int, whole: int) -> Tensor | None:
+        """Squared norms [parameters, B] of a chunk by replay, or None where it must be run as it is.
+
+        A chunk shorter than a ``whole`` one is the end of one of those: what that has more are the inputs before it, real
+        ones, so that checks and audits may look at them; their norms are left out.
+        """
+        count = size = stop - start
+        if self.recorder is None or self.paused or self.failures > 1:
+            return None
+        if size < whole <= stop and (whole in self.held or whole in self.planned):
+            size = whole
+        replay = self.held.get(size)
+        if replay is not None and size not in self.used and not replay.in_place():  # once a measurement
+            self.drop(CHANGED)
+            return None
+        try:
+            if replay is None:
+                replay = self._capture(size)
+                if replay is None:
+                    return None
+                self.held[size] = replay
+            table = replay.run(stop - size)[:, size - count :]
+        except (RuntimeError, Rerouted, ShapeChanged) as error:  # a capture that fails leaves the model as it was
+            self.drop(f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'other shapes'}")
+            self.failures += 1
+            return None
+        self.used.add(size)
+        return table
+
+    def doubts(self) -> Tensor | None:
+        """Ask if what was replayed since the last call holds, and do not wait: flags on the device, for `clean`.
+
+        None where nothing was replayed, or where the model is another program since: then the graphs are dropped.
+        """
+        self.asked = [self.held[size] for size in self.used]
+        self.used.clear()
+        if not all(replay.current() for replay in self.asked):  # takes the host long: while the GPU works
+            self.drop(CHANGED)
+            return None
+        return torch.cat([replay.doubts() for replay in self.asked]) if self.asked else None
+
+    def clean(self, doubts: Tensor | None) -> bool:
+        """Return True if what `doubts` asked of holds, given its answers on the host; otherwise the graphs are dropped."""
+        asked, self.asked = self.asked, []
+        if doubts is None:
+            return not asked
+        if all(replay.clean(*flags) for replay, flags in zip(asked, doubts.bool().view(-1, 2).tolist(), strict=True)):
+            return True
+        self.drop("replayed values were not finite, or not those of the model as it is now")
+        self.failures += 1
+        return False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Run every chunk as it is."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def drop(self, reason: str) -> None:
+        """Release the graphs and their memory."""
+        self.held.clear()
+        self.used.clear()
+        self.note = f"CUDA graph dropped: {reason}"

@@ -1,0 +1,204 @@
+"""The estimator: the local redundancy of a model on synthetic inputs, with its standard error (paper, Theorem 3.4)."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr.distributed.fully_sharded import full_params
+from fastlr.distributed.sharding import Team
+from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
+from fastlr.estimator.chunks import Chunks
+from fastlr.estimator.options import EstimateOptions, method_with_arguments_of, with_arguments_of
+from fastlr.estimator.passes import Passes
+from fastlr.estimator.ranks import agree, merged, settled
+from fastlr.estimator.result import Estimate, paired_difference
+from fastlr.estimator.statistics import Moments, Stopping, memorization_gain, regression_memorization_bound
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.runtime import as_it_was, describe, digest, read_together, reporter, same_device, versions
+
+__all__ = [
+    "Estimate",
+    "LocalRedundancy",
+    "estimate",
+    "memorization_gain",
+    "paired_difference",
+    "regression_memorization_bound",
+]
+
+ROUNDS = 3  # times that a measurement is made where the one before turned out not to hold
+
+
+class LocalRedundancy:
+    """An estimator kept between measurements: its plan is made and proven once; the weights may change in between.
+
+    Takes the arguments of :func:`estimate`, and raises its errors.
+
+    Attributes:
+        options: the arguments.
+        progress: that of the options, or another from the next measurement on.
+    """
+
+    @method_with_arguments_of(EstimateOptions)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.options = options = EstimateOptions(*args, **kwargs)
+        self.progress = options.progress
+        self.model = options.model
+        self.view = ModelView.of(options.model, options.output, options.in_dim, options.out_dim)
+        on = self.view.device
+        if on.type == "meta":
+            raise ModelError("the model's parameters are on the meta device, without values: load its weights first")
+        if options.device is not None and not same_device(torch.device(options.device), on):
+            raise InputError(f"device={options.device} but the model is on {on}: move the model, or leave device out")
+        self.passes = Passes(options, self.view)
+        self.engine = self.passes.engine
+        self.chunks = Chunks(self.passes)
+        self._digests: dict[int, str] = {}
+
+    def measure(self) -> Estimate:
+        """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
+        start = time.perf_counter()
+        options, chunks, audits = self.options, self.chunks, self.engine.audits
+        with full_params(self.model) as members, members.guard(), as_it_was(self.model, self.view.device):
+            if members.size > 1:
+                agree(members, options, self._digest(options.total))
+            chunks.begin()
+            audited = audits.passed
+            values, sums, routes = self._settled_values(members)
+            passed = sum(members.share(audits.passed - audited))
+            if not values.isfinite().all():
+                sample = int((~values.isfinite()).nonzero()[0])
+                text = f"the squared gradient norm of sample {sample} is not finite: lower the model's scale"
+                raise members.everybodys(NonFiniteError(text))
+            used = len(values) if options.probe != "batch" else min(len(values) * chunks.size, options.total)
+            inputs_digest = self._digest(used)
+            notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
+            predictive = members.share(self.passes.description())[0]  # a rank without inputs has none
+        moments = Moments()
+        moments.add(values)
+        return Estimate(
+            value=moments.mean,
+            stderr=moments.stderr,
+            n=len(values),
+            per_parameter={name: part / len(values) for name, part in sums.items()},
+            per_sample=values,
+            routes=routes,
+            seconds=time.perf_counter() - start,
+            probe=options.probe,
+            seed=options.seed,
+            predictive=predictive,
+            inputs=describe(options.inputs),
+            inputs_used=used,
+            inputs_digest=inputs_digest,
+            batch_size=chunks.size,
+            dtype=None if options.dtype is None else str(options.dtype).removeprefix("torch."),
+            device=str(self.view.device),
+            notes=notes,
+            versions=versions(),
+            audits=passed,
+            bytes_per_input=chunks.bytes_per_input,
+        )
+
+    def _settled_values(self, members: Team) -> tuple[Tensor, dict[str, float], dict[str, str]]:
+        """Run over the inputs (see `_values`), again where the measurement does not hold."""
+        for _ in range(ROUNDS):
+            failed = self.engine.audits.failed
+            values, sums, routes = self._values(members)
+            # read once, after all that was to be launched
+            values, sums, doubts = read_together(values, sums, self.chunks.replays.doubts())
+            holds = settled(members, self.engine, self.chunks, failed, doubts)
+            by_name = {} if sums is None else dict(zip(self.engine.parameters, sums.tolist(), strict=True))
+            measured = values, *merged(members, by_name, routes)
+            if holds:
+                return measured
+        text = f"audits or replays failed in each of {ROUNDS} measurements: values of the last one may be wrong"
+        self.chunks.note(text)
+        warnings.warn(text, FastlrWarning, stacklevel=4)
+        return measured
+
+    def _values(self, members: Team) -> tuple[Tensor, Tensor | None, dict[str, str]]:
+        """Run over the inputs: the values kept, each parameter's sum over this rank's (None if it has none), and the routes."""
+        options, chunks, total = self.options, self.chunks, self.options.total
+        chunks.size = chunks.first_size(members)
+        kept: list[Tensor] = []
+        sums: Tensor | None = None
+        routes: dict[str, str] = {}
+        stopping = Stopping(options.target_rel_stderr, options.min_n, chunks.size if options.probe == "batch" else None)
+        done, reached = 0, False
+        with reporter(self.progress if members.rank == 0 else False, total) as report:
+            while done < total and not reached:
+                start, end, stop = members.span(done, chunks.size, total)
+                values, norms = chunks.norms(start, end)
+                all_values, before, least = members.join(values, chunks.size)
+                if least < chunks.size:  # memory ran out on another rank: all go on with its chunk
+                    chunks.limit(least)
+                keep = len(all_values)
+                if options.target_rel_stderr is not None or report is not None:
+                    keep, reached = stopping.look(all_values.detach().to("cpu", torch.float64), done, stop)
+                if norms is not None:
+                    part = norms.table[:, : max(0, keep - before)].double().sum(1)
+                    sums = part if sums is None else part + sums
+                    routes |= norms.routes
+                kept.append(all_values[:keep])
+                done = stop
+                if report is not None:
+                    moments = stopping.moments
+                    report(moments.n if options.probe != "batch" else done, total, moments.mean, moments.stderr)
+        return torch.cat(kept), sums, routes
+
+    def _digest(self, used: int) -> str:
+        """Return a hash of the first two inputs and the last, made on the CPU in float32 whatever the model."""
+        if used not in self._digests:
+            self._digests[used] = digest(self.options.inputs, used, self.options.seed)
+        return self._digests[used]
+
+
+@with_arguments_of(EstimateOptions)
+def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417  (the arguments of EstimateOptions)
+    """Estimate the local redundancy ``LR = mean over x of E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2`` of a model.
+
+    theta are the parameters that require grad, P the model's predictive distribution in eval mode, x ``n`` synthetic
+    inputs. The model is left as it was: flags, buffers, ``.grad``, hooks, random states. One under ``fully_shard`` is measured
+    by all its ranks together, each a share of the inputs, with whole parameters meanwhile: see
+    `fastlr.distributed.full_params`.
+
+    Args:
+        model: any module whose samples do not interact in eval mode.
+        inputs: ShapeImages, NoiseImages, GaussianSeries, TokenInputs, TensorInputs, or an object of your own whose
+            ``batch(start, stop, *, seed, device, dtype)`` returns inputs start..stop-1, samples along axis 0.
+        n: number of inputs. With ``target_rel_stderr``, the most that are used (see ``max_n``).
+        predictive: Categorical, Bernoulli or Gaussian. Default: Categorical for outputs [B, C] with C of at least 2, which
+            must be logits: an error where those of the first chunk are probabilities.
+        probe: "rademacher" (one backward pass, lowest variance), "sampled" (labels drawn, as in the paper) or "exact"
+            (the label expectation, many passes), all of per-sample norms; or "batch", ``B ||gradient of a batch's
+            mean||^2`` with sampled labels: the same expectation, far noisier, for comparison; its samples are batches.
+        batch_size: inputs in a chunk; by default from the memory available, on a GPU from the measured peak of a chunk (250
+            for "batch"). It changes the results only by rounding, except for "batch".
+        seed: of inputs and probe, from 0 to 2^64 - 1. The same seed gives the same inputs whatever n and the chunks.
+        dtype: autocast dtype, torch.bfloat16 or torch.float16; None: the model's own precision.
+        device: only checked: an error unless it is the model's.
+        output: picks the output tensor from what the model returns: key, attribute, index or function.
+        in_dim: sample axis of the model's inputs; samples are moved there from axis 0.
+        out_dim: sample axis of the output.
+        target_rel_stderr: stop once stderr / value is at most this fraction (0.05 for 5 %), looked at every 128 inputs from
+            ``min_n`` on, so that the n where it stops does not depend on the chunks. (A small min_n biases heavy tails low.)
+        min_n: fewest inputs with ``target_rel_stderr``.
+        max_n: most inputs with ``target_rel_stderr``; default: n, or the length of the inputs where that is less.
+        progress: True for a progress bar, False for none, or a function called as (done, total, value, stderr) after each
+            chunk. None: a bar on stderr after three seconds, if that is a terminal or this is a notebook.
+
+    Returns:
+        An :class:`Estimate`, in nats for each input and unit step.
+
+    Raises:
+        InputError: arguments or inputs that are wrong, named.
+        ModelError: the model cannot be measured as it is (see the engine), or one input does not fit in memory.
+        NonFiniteError: an output, gradient or norm is not finite.
+
+    Source: paper, Theorem 3.4, Corollary 3.6 and section 3.6.
+    """
+    return LocalRedundancy(*args, **kwargs).measure()

@@ -1,0 +1,179 @@
+"""A local redundancy that one can train with: differentiable, for batches of one's own inputs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastlr.errors import FastlrWarning, InputError, ModelError
+from fastlr.estimator.padding import padding_mask
+from fastlr.estimator.passes import default_predictive
+from fastlr.estimator.predictive import Predictive
+from fastlr.ghost.api import engine_of
+from fastlr.ghost.graph import walk
+from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
+from fastlr.ghost.program import fingerprint
+from fastlr.ghost.recurrent import Unfused
+from fastlr.ghost.refusals import refusals
+from fastlr.ghost.runtime import as_it_was
+from fastlr.ops.fisher import power_of_two, signs
+from fastlr.ops.philox import check_seed
+from fastlr.ops.torch_private import tree_flatten
+
+# Nodes whose derivative jumps where a unit switches, and nodes that have no second derivative.
+_JUMPS = (
+    "Abs Amax Amin AdaptiveMaxPool ClampBackward ClampMax ClampMin Hardshrink Hardsigmoid Hardswish Hardtanh LeakyRelu "
+    "MaxBackward MaxPool Maximum Min Prelu Relu Rrelu Softshrink Sort Threshold Topk"
+).split()
+_ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused".split()
+
+_looked_at = (
+    WeakIdKeyDictionary()
+)  # model -> shapes of inputs -> the engine and the program by which its samples are apart
+
+
+def redundancy_loss(
+    model: torch.nn.Module,
+    x: Any,
+    *,
+    predictive: Predictive | None = None,
+    probe: Literal["rademacher", "exact"] = "rademacher",
+    seed: int | None = None,
+    output: OutputSelector = None,
+    reduction: Literal["mean", "none"] = "mean",
+) -> Tensor:
+    r"""The local redundancy of a model on inputs x, as a scalar that can be differentiated with respect to the parameters.
+
+    With z_b the output for input b, J_b its Jacobian with respect to the trainable parameters, F_b the Fisher matrix of the
+    predictive distribution at z_b and random v_b with ``E v_b v_b^T = F_b``, independent and with mean zero, it is
+
+        ``(1/B) || sum_b J_b^T v_b ||^2``,  whose expectation is  ``(1/B) sum_b tr(J_b^T F_b J_b)``,
+
+    the mean over x of the local redundancy. The gradient goes through J_b and v_b, so its expectation is the gradient of
+    that mean where the model is smooth. At a ReLU the redundancy *jumps* as a unit switches; the gradient sees the smooth
+    part alone, and a warning names such nodes. One value has a relative standard deviation of about 1, as the squared
+    length of a random vector: average over steps. It costs a forward, a backward and a double backward pass.
+
+    The model runs in eval mode (its flags, buffers and random states are put back), attention by its plain formula and
+    recurrent layers step by step, as the fused kernels have no second derivative.
+
+    Args:
+        model: any module whose samples do not interact in eval mode; looked at when its program or the shapes of x are new,
+            not in every batch.
+        x: inputs of B samples on axis 0: a tensor, a tuple (positional) or a dict (keywords).
+        predictive: Categorical, Bernoulli or Gaussian; default as for `estimate`.
+        probe: "rademacher" draws one v for each sample; "exact" sums over the columns of F^(1/2), with random signs of the
+            samples alone.
+        seed: of the draws; None draws one from torch's generator, so that every call has its own.
+        output: picks the output tensor from what the model returns: key, attribute, index or function.
+        reduction: "mean", or "none" for the value of each sample, [B]: no cross terms, for small batches: it takes B
+            backward passes of the batch, by vmap, and the memory of B gradients.
+
+    Returns:
+        A scalar, or [B], in nats for each input and unit step: float32, or float64 where the output is.
+
+    Raises:
+        InputError: arguments that are wrong; ``probe="sampled"``, as the gradient would lack the part of the drawn labels.
+        ModelError: a node without a second derivative, by name; and the errors of `estimate`.
+
+    Source: paper, Theorem 3.4; the square of a sum with random signs is Hutchinson's estimator of its trace.
+
+    Example:
+        >>> import torch, fastlr
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU(), torch.nn.Linear(4, 2)), torch.randn(8, 3)
+        >>> fastlr.redundancy_loss(model, x, seed=0).backward()
+        >>> model[0].weight.grad.shape
+        torch.Size([4, 3])
+    """
+    if probe not in ("rademacher", "exact"):
+        why = ": the gradient would lack the part that the labels' probabilities have in it" * (probe == "sampled")
+        raise InputError(f"probe={probe!r}{why}; choose 'rademacher' or 'exact'")
+    if reduction not in ("mean", "none"):
+        raise InputError(f"reduction={reduction!r}: choose 'mean' or 'none'")
+    if predictive is not None and not isinstance(predictive, Predictive):
+        raise InputError(f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()")
+    seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
+    view = ModelView.of(model, output)
+    x = view.inputs(x)
+    buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
+    parameters = list(view.parameters.values())
+    with as_it_was(view.module, view.device):
+        refuse_interaction(view, x)
+        with sdpa_kernel(SDPBackend.MATH), Unfused(), refusals(view, x):
+            z = select_output(call_with(view.module, buffers, x), output)
+        _look_at(z, view.parameters)
+        distribution = default_predictive(z, 0) if predictive is None else predictive
+        made = distribution.differentiable_cotangent(z, probe, range(len(z)), seed, counted=padding_mask(x, z, 0))
+        columns = [made] if isinstance(made, Tensor) else list(made)
+        if probe == "exact" and reduction == "mean":
+            sign = signs(torch.arange(len(z), device=z.device), 1, seed).view(-1, *[1] * (z.ndim - 1))
+            columns = [v * sign for v in columns]
+        norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
+        values = torch.stack(norms).sum(0)
+    return (values if reduction == "none" else values / len(z)).to(torch.promote_types(z.dtype, torch.float32))
+
+
+def refuse_interaction(view: ModelView, x: Any) -> None:
+    """Have the engine prove a model, in eval mode already, whose program or shapes of inputs were not looked at before.
+
+    Raises:
+        ModelError: Its samples interact, or what else makes the gradients of samples meaningless, by name.
+    """
+    shapes = tuple(t.shape for t in tree_flatten(x)[0] if isinstance(t, Tensor))
+    found = engine_of(view), fingerprint(view.module)
+    known = _looked_at.setdefault(view.module, {})
+    if known.get(shapes) != found:
+        found[0].prove(x)
+        known[shapes] = found
+
+
+def _look_at(z: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse nodes that have no second derivative, and warn of those whose first one jumps."""
+    names = sorted({name.removesuffix("Backward0") for name in walk(z, parameters).names})
+    once = [name for name in names if name.startswith(tuple(_ONCE))]
+    if once:
+        raise ModelError(
+            f"{', '.join(once)} cannot be differentiated twice: build the recurrent layer from torch.nn.LSTMCell or "
+            "GRUCell on this device, or measure it with fastlr.estimate"
+        )
+    jumps = [name for name in names if f"{name}Backward0".startswith(tuple(_JUMPS))]
+    if jumps:
+        warnings.warn(
+            f"the local redundancy of this model jumps where a unit of {', '.join(jumps)} switches, and the gradient of "
+            "redundancy_loss does not see the jumps: its value is right, its slope the smooth part's (GELU, SiLU, tanh and "
+            "average pooling have none)",
+            FastlrWarning,
+            stacklevel=3,
+        )
+
+
+def sample_gradients(
+    z: Tensor, parameters: Sequence[Tensor], v: Tensor, *, create_graph: bool = False
+) -> list[Tensor | None]:
+    """Gradients of each <z_b, v_b>, [B, *shape] for each parameter, None where it has no part: B backward passes, by vmap."""
+    rows = torch.eye(len(z), dtype=z.dtype, device=z.device).view(len(z), len(z), *[1] * (z.ndim - 1)) * v
+    options = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True, "is_grads_batched": True}
+    return list(torch.autograd.grad(z, parameters, rows, **options))
+
+
+def _sq_norms(z: Tensor, parameters: Sequence[Tensor], v: Tensor, of_samples: bool) -> Tensor:
+    """Squared norm of the gradient of <z, v>, or of each <z_b, v_b> [B], in float64; gradients flow through it, also by v.
+
+    v is brought to unit size by a power of two, which has no gradient: small ones keep their bits. (torch.ldexp would do, but
+    gives no gradient for negative exponents.)
+    """
+    exponent = torch.frexp(v.detach().abs().amax()).exponent.clamp(-500, 500)
+    unit = (v * power_of_two(-exponent)).to(z.dtype)
+    if of_samples:
+        grads = sample_gradients(z, parameters, unit, create_graph=True)
+        norms = [g.double().square().flatten(1).sum(1) for g in grads if g is not None]
+    else:
+        whole = torch.autograd.grad(z, parameters, unit, create_graph=True, allow_unused=True)
+        norms = [g.double().square().sum() for g in whole if g is not None]
+    return torch.stack(norms).sum(0) * power_of_two(2 * exponent)

@@ -1,0 +1,142 @@
+"""The arguments of an estimate, checked once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from fastlr.errors import InputError
+from fastlr.estimator.predictive import PROBES, Predictive
+from fastlr.estimator.statistics import count
+from fastlr.ghost.model_io import OutputSelector
+from fastlr.ghost.runtime import Report
+from fastlr.ops.philox import check_seed
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class EstimateOptions:
+    """The arguments of `fastlr.estimate`, which describes them.
+
+    Attributes:
+        total: the most inputs that are used; ``min_n`` is at most that.
+
+    Raises:
+        InputError: one is wrong, or two do not go together.
+    """
+
+    model: nn.Module
+    inputs: Any
+    n: int = 5000
+    _: KW_ONLY
+    predictive: Predictive | None = None
+    probe: str = "rademacher"
+    batch_size: int | None = None
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    output: OutputSelector = None
+    in_dim: int = 0
+    out_dim: int = 0
+    target_rel_stderr: float | None = None
+    min_n: int = 512
+    max_n: int | None = None
+    progress: bool | Report | None = None
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        for name in ("model", "inputs", "predictive"):
+            if isinstance(given := getattr(self, name), type):
+                raise InputError(f"{name}={given.__name__} is a class: pass an instance, {given.__name__}(...)")
+        if not isinstance(self.model, nn.Module):
+            raise InputError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")
+        if not callable(getattr(self.inputs, "batch", None)):
+            raise InputError(
+                f"inputs of type {type(self.inputs).__name__} have no batch(start, stop, *, seed, device, dtype): pass "
+                "fastlr.ShapeImages() or another of fastlr's inputs; wrap a tensor in fastlr.TensorInputs"
+            )
+        if self.predictive is not None and not callable(getattr(self.predictive, "cotangent", None)):
+            raise InputError(
+                "predictive must be fastlr.Categorical(), Bernoulli() or Gaussian(), or have a cotangent()"
+            )
+        if self.inputs_in_dim not in (0, self.in_dim):
+            raise InputError(
+                f"the inputs' samples are on axis {self.inputs_in_dim}, but in_dim={self.in_dim}: pass the same"
+            )
+        if self.probe not in (*PROBES, "batch"):
+            raise InputError(f"unknown probe {self.probe!r}: choose 'rademacher', 'sampled', 'exact' or 'batch'")
+        if self.dtype not in (None, torch.bfloat16, torch.float16):
+            raise InputError(
+                f"dtype is the autocast dtype, torch.bfloat16 or torch.float16 (None: the model's); not {self.dtype}"
+            )
+        try:
+            torch.device("cpu" if self.device is None else self.device)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(
+                f"device={self.device!r} is no device of torch's: 'cpu', 'cuda', 'cuda:1' ..., or leave device out"
+            ) from error
+        if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
+            raise InputError("progress must be True, False, None or a function of (done, total, value, stderr)")
+        seed = check_seed(self.seed)
+        n, min_n = count("n", self.n), count("min_n", self.min_n)
+        total = total_inputs(n, self.inputs, self.target_rel_stderr, min_n, self.max_n)
+        batch_size = None if self.batch_size is None else count("batch_size", self.batch_size)
+        checked = {"seed": seed, "n": n, "min_n": min(min_n, total), "total": total, "batch_size": batch_size}
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def inputs_in_dim(self) -> int:
+        """Sample axis of the inputs as they are made."""
+        return getattr(self.inputs, "in_dim", 0)
+
+
+def total_inputs(n: int, inputs: Any, target: float | None, min_n: int, max_n: int | None) -> int:
+    """Return the most inputs to use, from n, the length of the inputs and the options of early stopping."""
+    length = len(inputs) if hasattr(inputs, "__len__") else None
+    if target is None:
+        if max_n is not None:
+            raise InputError("max_n goes with target_rel_stderr: pass n for a fixed number of inputs")
+        total = n
+    else:
+        if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target < 1:
+            raise InputError(f"target_rel_stderr must be a fraction in (0, 1), such as 0.05 for 5 %, not {target!r}")
+        if max_n is None:
+            total = n if length is None else min(n, length)
+        elif count("max_n", max_n) < min_n:
+            raise InputError(f"max_n = {max_n} is less than min_n = {min_n}: raise max_n or lower min_n")
+        else:
+            total = count("max_n", max_n)
+    if length is not None and total > length:
+        raise InputError(f"{total} inputs are asked for but there are {length}: lower n (or max_n)")
+    return count("the number of inputs", total)
+
+
+def with_arguments_of(
+    source: Callable[Arguments, Any],
+) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
+    """Give a function of ``*args, **kwargs`` the signature of ``source``, for inspection and for type checkers."""
+
+    def declare(function: Callable[..., Result]) -> Callable[..., Result]:
+        signature = inspect.signature(function)
+        leading = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        parameters = [*leading, *inspect.signature(source).parameters.values()]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+def method_with_arguments_of(
+    source: Callable[Arguments, Any],
+) -> Callable[[Callable[..., Result]], Callable[Concatenate[Any, Arguments], Result]]:
+    """Give a method of ``self, *args, **kwargs`` the signature of ``source`` after ``self``."""
+    return with_arguments_of(source)

@@ -1,0 +1,174 @@
+"""The passes of an estimate over some of its inputs: the inputs made, their cotangents, and the norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import InputError
+from fastlr.estimator.options import EstimateOptions
+from fastlr.estimator.padding import padding_mask
+from fastlr.estimator.predictive import Categorical, Predictive
+from fastlr.ghost.api import engine_of
+from fastlr.ghost.cotangents import Scaled, batch_sq_norms
+from fastlr.ghost.engine import ChunkNorms
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.refusals import refusals
+from fastlr.ghost.runtime import move_samples
+from fastlr.ops.deferred_checks import refuse_where
+from fastlr.ops.torch_private import tree_map
+
+
+class Passes:
+    """Measures samples start .. stop - 1 of the inputs.
+
+    Args:
+        options: what is measured and how.
+        view: the model.
+
+    Attributes:
+        engine: that of the model, which others use too: a model is proven once.
+        predictive: the distribution of the labels; where none was given the default, once an output was seen.
+        padding_left_out: True if the last chunk had padding.
+        refusals_checked: True once a batch was seen to be one that the per-sample probes measure (for ``probe="batch"``).
+    """
+
+    def __init__(self, options: EstimateOptions, view: ModelView) -> None:
+        self.options, self.view = options, view
+        self.engine = engine_of(view)
+        self.dtype = next((p.dtype for p in view.held.values() if p.is_floating_point()), torch.float32)
+        self.predictive: Any = options.predictive
+        self.padding_left_out = False
+        self.refusals_checked = False
+
+    def inputs(self, start: int, stop: int) -> Any:
+        """Return these inputs on the model's device, with the samples along its axis."""
+        options, device = self.options, self.view.device
+        x = options.inputs.batch(start, stop, seed=options.seed, device=device, dtype=self.dtype)
+        if options.in_dim == options.inputs_in_dim:
+            return x
+        return tree_map(lambda t: move_samples(t, options.in_dim, stop - start), x)
+
+    def inputs_on_device(self) -> Callable[[Tensor, int], Any] | None:
+        """Return the function of (number of the first [1] int64, how many) that makes inputs, where they have one."""
+        options = self.options
+        if options.in_dim != options.inputs_in_dim or not hasattr(options.inputs, "from_device"):
+            return None
+        return options.inputs.from_device(seed=options.seed, device=self.view.device, dtype=self.dtype_on_device)
+
+    @property
+    def dtype_on_device(self) -> torch.dtype:
+        """Dtype of inputs made on the device: autocast's, where the model would have them cast to it before all else."""
+        return self.options.dtype if self.options.dtype and self.engine.folding.casts_inputs else self.dtype
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision asked for, whatever autocast region the caller is in; its cache of cast weights may be stale.
+
+        A chunk has a context of its own: the cache must not outlive it.
+        """
+        device, dtype = self.view.device.type, self.options.dtype
+        ambient = torch.is_autocast_enabled(device)
+        if dtype is None:
+            return torch.autocast(device, enabled=False) if ambient else nullcontext()
+        return torch.autocast(device, dtype=dtype, cache_enabled=not ambient)
+
+    def forward(self, x: Any) -> Tensor:
+        """Return the model's output, with its graph."""
+        with refusals(self.view, x), self.autocast():
+            return self.view.forward(x)
+
+    def cotangent(
+        self, index: range | Tensor, x: Any, probe: str | None = None, *, scaled: bool = True
+    ) -> Callable[[Tensor], Any]:
+        """Return the function of the output that gives the cotangents of the inputs x, with these global numbers."""
+        out_dim, seed, probe = self.options.out_dim, self.options.seed, probe or self.options.probe
+
+        def cotangent(output: Tensor) -> Any:
+            if self.predictive is None:
+                self.predictive = default_predictive(output, out_dim)
+            where: dict[str, Any] = {} if out_dim == 0 else {"sample_dim": out_dim}
+            if isinstance(self.predictive, Predictive):
+                counted = padding_mask(x, output, out_dim)
+                self.padding_left_out = counted is not None
+                if counted is not None:
+                    where["counted"] = counted
+                small = self.predictive.scaled_cotangent(output, probe, index, seed, **where) if scaled else None
+                if small is not None:
+                    return Scaled(*small)
+            return self.predictive.cotangent(output, probe, index, seed, **where)
+
+        return cotangent
+
+    def norms(self, start: int, stop: int) -> ChunkNorms:
+        """Return the norms of these samples; InputError where the model gives another number of them."""
+        x = self.inputs(start, stop)
+        with self.autocast():
+            norms = self.engine.run(x, self.cotangent(range(start, stop), x))
+        samples = norms.table.shape[1]
+        if samples != stop - start:
+            raise InputError(
+                f"inputs {start}..{stop - 1} gave {samples} samples at out_dim={self.options.out_dim}: the sample "
+                "axes are in_dim= and out_dim=, and batch(start, stop) must return stop - start samples"
+            )
+        return norms
+
+    def batch_gradient(self, start: int, stop: int) -> ChunkNorms:
+        """Return ``B ||gradient of the batch's mean log-likelihood of sampled labels||^2`` as the norms of one sample."""
+        if not self.refusals_checked:
+            few = range(start, min(stop, start + 2))
+            two = self.inputs(few.start, few.stop)
+            with self.autocast():
+                self.engine.run(two, self.cotangent(few, two, "sampled"))
+            self.refusals_checked = True
+        x = self.inputs(start, stop)
+        with self.autocast(), self.engine.without_caches(x):
+            z = self.view.forward(x)
+        v = self.cotangent(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (stop - start)
+        parameters = self.engine.parameters
+        table = batch_sq_norms(parameters, z, v, stop - start)
+        return ChunkNorms(list(parameters), table, dict.fromkeys(parameters, "batch gradient"))
+
+    def description(self) -> str:
+        """Return what the outputs were taken for, as text."""
+        return f"{self.predictive!r} without padding" if self.padding_left_out else repr(self.predictive)
+
+
+def default_predictive(output: Tensor, out_dim: int) -> Predictive:
+    """Return Categorical() for logits [B, C >= 2]; InputError that says what to pass for other outputs."""
+    shape = tuple(output.shape)
+    if output.ndim == 2 and out_dim == 0 and shape[1] >= 2:
+        refuse_probabilities(output)
+        return Categorical()
+    if output.ndim == 1 or (output.ndim == 2 and 1 in shape):
+        hint = (
+            "a single value per sample: pass predictive=fastlr.Bernoulli() for a logit, Gaussian(sigma) for regression"
+        )
+    else:
+        hint = (
+            "pass predictive=fastlr.Categorical(dim=...) for logits at several positions, Bernoulli() for independent "
+            "labels, Gaussian(sigma) for regression"
+        )
+    raise InputError(
+        f"the output has shape {shape} (samples on axis {out_dim}), which does not tell what it means: {hint}"
+    )
+
+
+def refuse_probabilities(output: Tensor) -> None:
+    """Raise InputError for outputs [B, C] that a softmax gave: their softmax is another, far flatter distribution.
+
+    Rows of 1 / C are such too: what a softmax gives of a zero-initialised layer. Logits hardly sum to one in every row.
+    """
+    close = max(torch.finfo(output.dtype).eps, 1e-5)  # the sum of C rounded values that sum to one
+    off = (output.sum(1, dtype=torch.float64) - 1).abs().amax()
+    refuse_where(
+        (output.amin() >= 0) & (off <= close),
+        lambda: InputError(
+            f"the outputs {list(output.shape)} {output.dtype} look like probabilities: none is negative and every row sums to "
+            "one, but the default predictive, Categorical, takes the softmax of logits. Return logits (leave out the model's "
+            "softmax), or pass predictive=fastlr.Categorical() to take these values as logits anyway"
+        ),
+    )

@@ -1,0 +1,64 @@
+"""Ranks that share an estimate: they measure the same, change together what runs, and merge what they have measured."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastlr import ops
+from fastlr.distributed.sharding import Team, fingerprint
+from fastlr.estimator.chunks import Chunks
+from fastlr.estimator.options import EstimateOptions
+from fastlr.ghost.engine import Engine
+from fastlr.ghost.model_io import unwrap
+from fastlr.ghost.runtime import describe
+
+_COMPARED = ("total", "target_rel_stderr", "min_n", "probe", "seed", "batch_size", "in_dim", "out_dim")
+
+
+def agree(members: Team, options: EstimateOptions, inputs_digest: str) -> None:
+    """Raise InputError unless all ranks measure the same."""
+    arguments = {name: getattr(options, name) for name in _COMPARED}
+    arguments |= {"dtype": str(options.dtype), "inputs": inputs_digest}
+    arguments["predictive"] = None if options.predictive is None else describe(options.predictive)
+    members.agree("what they measure", arguments, "pass the same arguments on every rank")
+    values = fingerprint(unwrap(options.model))
+    members.agree("the model", values, "load the same weights and buffers on every rank, or broadcast them")
+
+
+def settled(members: Team, engine: Engine, chunks: Chunks, failed: int, doubts: Tensor | None = None) -> bool:
+    """Return True if the measurement holds; else all ranks change together what runs, and are to measure anew.
+
+    Args:
+        members: the ranks.
+        engine: this rank's.
+        chunks: this rank's.
+        failed: how many audits had failed before.
+        doubts: what `Replays.doubts` asked, read.
+    """
+    replays = chunks.replays
+    state = [replays.clean(doubts), ops.switched_off(), sorted(engine.ledger.loop), engine.audits.failed > failed]
+    states = members.share(state)
+    if all(other == [True, *state[1:3], False] for other in states):
+        return True
+    clean, off, loop, disproved = zip(*states, strict=True)
+    if any(disproved):  # of one rank's sample: what is known of the model is no longer true on any
+        chunks.note("an audit found that the model had changed unseen: it was proven anew and measured again")
+        engine.distrust()
+    else:
+        engine.by_loop_from_now_on({name for names in loop for name in names})
+    # a kernel that one rank does not trust, none does
+    ops.switch_off([kernel for kernels in off for kernel in kernels])
+    if not all(clean) or any(kernels != off[0] for kernels in off):
+        replays.drop(replays.note or "ranks differed in the kernels that they trust")
+        replays.failures += all(clean)
+    return False
+
+
+def merged(members: Team, sums: dict[str, float], routes: dict[str, str]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return each parameter's sum over the values of all ranks, and the routes on any of them."""
+    (all_sums, all_routes), *others = members.share([sums, routes])
+    for more_sums, more_routes in others:
+        all_routes.update(more_routes)
+        for name, value in more_sums.items():
+            all_sums[name] += value
+    return all_sums, all_routes

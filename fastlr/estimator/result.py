@@ -1,0 +1,178 @@
+"""The result of a measurement, and differences of paired results."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import InputError
+from fastlr.estimator.statistics import Moments, count, in_unit, ratio
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """An estimate of the local redundancy ``LR = mean over x of E_{y ~ P(.|x)} ||grad log P(y|x)||^2``.
+
+    Attributes:
+        value: the estimate; times epsilon and the number of inputs it bounds the redundancy in nats (:meth:`bound`).
+        stderr: standard error of ``value`` from the per-sample values, std / sqrt(n); NaN for n = 1.
+        n: number of values averaged: inputs, or batches for ``probe="batch"``.
+        per_parameter: name of each trainable parameter -> its part of ``value``.
+        per_sample: the n values, float64 on the CPU; None if it was loaded from a record without them.
+        routes: parameter -> how its norms were computed (a rule of the engine, or the exact fallback).
+        seconds: wall time of the measurement.
+        probe: the probe of the measurement.
+        seed: of inputs and probe.
+        predictive: what the outputs were taken for, as text.
+        inputs: what was measured on, as text.
+        inputs_used: number of inputs; the same as n except for ``probe="batch"``.
+        inputs_digest: hash of the first and last inputs; estimates pair only where it agrees.
+        batch_size: inputs in a chunk (after halving, if memory ran out).
+        bytes_per_input: memory that a chunk took at its peak, for each of its inputs, where that was measured to choose its
+            size (on a GPU, where the inputs do not fit one small chunk); 0 elsewhere.
+        dtype: autocast dtype (None: the model's own), as text.
+        device: where the model was, as text.
+        notes: what the user should know, such as chunks halved for lack of memory.
+        versions: of fastlr, torch and Python.
+        audits: randomly drawn inputs whose output and gradient norms were held to those of the input beside a copy of
+            itself, and were right.
+    """
+
+    value: float
+    stderr: float
+    n: int
+    per_parameter: dict[str, float]
+    per_sample: Tensor | None
+    routes: dict[str, str]
+    seconds: float
+    probe: str = "rademacher"
+    seed: int = 0
+    predictive: str = ""
+    inputs: str = ""
+    inputs_used: int = 0
+    inputs_digest: str = ""
+    batch_size: int = 0
+    dtype: str | None = None
+    device: str = "cpu"
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    audits: int = 0
+    bytes_per_input: int = 0
+
+    @property
+    def rel_stderr(self) -> float:
+        """Standard error over value (0 where the standard error is 0)."""
+        return ratio(self.stderr, self.value)
+
+    def bound(self, epsilon: float, n: int | None = None, unit: str = "nats") -> float:
+        """Return ``epsilon * n * LR``: the redundancy of n inputs is at least this, up to O(epsilon^2) (Theorem 3.4).
+
+        Args:
+            epsilon: step size on the loss summed over the n inputs, in nats; at least 0.
+            n: number of inputs; default: as many as were measured.
+            unit: "nats" or "bits".
+
+        Raises:
+            InputError: epsilon negative or not finite, n < 1, unknown unit.
+        """
+        if not (math.isfinite(epsilon) and epsilon >= 0):
+            raise InputError(f"epsilon must be finite and at least 0, not {epsilon}")
+        number = (self.inputs_used or self.n) if n is None else count("n", n)
+        return in_unit(epsilon * number * self.value, unit)
+
+    def to_dict(self, *, per_sample: bool = False) -> dict[str, Any]:
+        """Return a dict for strict JSON (NaN as None), with the per-sample values if asked for."""
+        record = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = record.pop("per_sample")
+        if per_sample and values is not None:
+            record["per_sample"] = values.tolist()
+        record["stderr"] = None if math.isnan(self.stderr) else self.stderr
+        record.update(notes=list(self.notes), versions=dict(self.versions), routes=dict(self.routes))
+        record["per_parameter"] = dict(self.per_parameter)
+        return record
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Estimate:
+        """Return the estimate that :meth:`to_dict` recorded; keys it does not know are ignored."""
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        values = known.get("per_sample")
+        known["per_sample"] = None if values is None else torch.tensor(values, dtype=torch.float64)
+        known["stderr"] = math.nan if known.get("stderr") is None else known["stderr"]
+        known["notes"] = tuple(known.get("notes", ()))
+        try:
+            return cls(**known)
+        except TypeError as error:
+            raise InputError(f"not a record of an estimate: {error}") from None
+
+    def __str__(self) -> str:
+        """Return the value, what was measured, and the largest parameters, in a few lines."""
+        what = "batches" if self.probe == "batch" else "inputs"
+        error = f"+- {self.stderr:.2g} ({100 * self.rel_stderr:.2g} %)"
+        if self.n == 1:
+            error = f"(one {what.removesuffix('es').removesuffix('s')} gives no standard error)"
+        lines = [
+            f"local redundancy {self.value:.6g} {error}, nats for each input and unit step",
+            f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on {self.device}"
+            + (f", autocast {self.dtype}" if self.dtype else ""),
+            f"  inputs {self.inputs}, predictive {self.predictive}",
+            f"  {self.audits} audited: right" if self.audits else "  none audited: the plan was audited earlier",
+        ]
+        top = sorted(self.per_parameter.items(), key=lambda item: -item[1])[:3]
+        if self.value > 0:
+            parts = ", ".join(f"{name} {100 * part / self.value:.0f} %" for name, part in top)
+            lines.append(f"  largest of {len(self.per_parameter)} parameters: {parts}")
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with the largest modules."""
+        from fastlr.display.notebook import estimate_html
+
+        return estimate_html(self)
+
+    def plot(self, path: str | os.PathLike[str] | None = None, **options: Any) -> Figure:
+        """Draw each module's share of the value, in network order.
+
+        Args:
+            path: where to write it as well, ``.png``, ``.pdf`` or ``.svg``.
+            options: title and most (the largest number of bars), as for `fastlr.display.plots.per_layer_figure`.
+
+        Returns:
+            A matplotlib figure, which notebooks show.
+
+        Raises:
+            InputError: the value is zero, or an unwritable path.
+        """
+        from fastlr.display.figures import save_figure
+        from fastlr.display.plots import per_layer_figure
+
+        figure = per_layer_figure(self, **options)
+        if path is not None:
+            save_figure(figure, path)
+        return figure
+
+
+def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
+    """Return (a - b, its standard error) of two estimates on the same inputs, from the differences per sample.
+
+    The variance between inputs that both estimates share cancels, so this is sharper than adding their standard errors.
+
+    Raises:
+        InputError: seeds, inputs, n or probes differ, or the per-sample values are missing.
+    """
+    for name in ("probe", "seed", "n", "inputs_used", "inputs_digest"):
+        left, right = getattr(a, name), getattr(b, name)
+        if left != right:
+            raise InputError(f"the estimates are not paired: {name} is {left!r} and {right!r}; measure both alike")
+    if a.per_sample is None or b.per_sample is None:
+        raise InputError("an estimate has no per-sample values: record it with to_dict(per_sample=True)")
+    moments = Moments()
+    moments.add(a.per_sample - b.per_sample)
+    return moments.mean, moments.stderr

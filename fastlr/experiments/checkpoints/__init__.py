@@ -1,0 +1,1 @@
+"""Measures of saved checkpoints: ranking and input ablation."""

@@ -1,0 +1,84 @@
+"""Measuring a user's checkpoints one after the other, in one model, on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import fastlr
+from fastlr.errors import InputError, NonFiniteError
+from fastlr.estimator.result import Estimate
+from fastlr.experiments.continual.summaries import INPUTS
+from fastlr.models.loading import load_state_dict, read_checkpoint
+
+Progress = Callable[[str, int], AbstractContextManager[Any]]
+
+
+def no_progress(label: str, total: int) -> AbstractContextManager[Any]:
+    """Show nothing."""
+    return nullcontext(False)
+
+
+def existing(checkpoints: Sequence[str | Path], fewest: int, why: str) -> list[Path]:
+    """Return the files, each there once, at least ``fewest``; ``why`` says what so many are needed for.
+
+    Raises:
+        InputError: Fewer, one named twice, or missing.
+    """
+    paths = [Path(path) for path in checkpoints]
+    resolved = [path.resolve() for path in paths]
+    for path in paths:
+        if not path.is_file():
+            raise InputError(f"checkpoint {path}: no such file")
+        if resolved.count(path.resolve()) > 1:
+            raise InputError(f"checkpoint {path} is given twice: each counts once")
+    if len(paths) < fewest:
+        raise InputError(f"{len(paths)} checkpoints: {why}; fastlr estimate measures a single one")
+    return paths
+
+
+def measure_each(
+    model: nn.Module,
+    paths: Sequence[Path],
+    sources: Mapping[str, tuple[Any, int]],
+    *,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> list[dict[str, Estimate]]:
+    """Measure local redundancy at each checkpoint, on the same inputs each time; plans are made and proven once.
+
+    Args:
+        model: The checkpoints are loaded into it, strictly; it is left with the last.
+        paths: State dicts.
+        sources: Name of a measure to its inputs and how many of them.
+        progress: (label, total) -> context manager around a measurement, whose value is the estimator's ``progress``.
+        options: Of `fastlr.estimate`: ``predictive``, ``probe``, ``batch_size``, ``seed``, ``dtype``.
+
+    Returns:
+        For each checkpoint the estimates by name.
+
+    Raises:
+        InputError: A checkpoint that is unreadable or of another model.
+        ModelError: The model cannot be measured, as for `fastlr.estimate`. NonFiniteError: a checkpoint gives no numbers.
+    """
+    estimators: dict[str, fastlr.LocalRedundancy] = {}
+    measured = []
+    for number, path in enumerate(paths, 1):
+        load_state_dict(model, read_checkpoint(path), source=str(path))
+        estimates = {}
+        for name, (inputs, total) in sources.items():
+            label = INPUTS.get(name, name)
+            if name not in estimators:
+                estimators[name] = fastlr.LocalRedundancy(model, inputs, total, **options)
+            with progress(f"{number}/{len(paths)} {label}", total) as report:
+                estimators[name].progress = report
+                try:
+                    estimates[name] = estimators[name].measure()
+                except NonFiniteError as error:
+                    raise NonFiniteError(f"checkpoint {path}, {label}: {error}") from error
+        measured.append(estimates)
+    return measured

@@ -1,0 +1,134 @@
+"""Ranking checkpoints by local redundancy: which is best, and whether the numbers can tell it from the next.
+
+All estimates are on the same inputs, so two checkpoints are compared by the differences input by input, in which what
+inputs have in common cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import NormalDist
+
+from fastlr.errors import InputError
+from fastlr.estimator.result import Estimate, paired_difference
+
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoints compared on the same inputs.
+
+    Attributes:
+        first: The one with the larger local redundancy.
+        second: The other.
+        difference: Mean over inputs of first minus second, at least 0.
+        stderr: Its standard error.
+        z: difference / stderr; infinite where every input has the same difference, 0 where that is 0.
+        p: Two-sided, by the normal distribution.
+        adjusted: p after Holm's correction for the number of all pairs.
+    """
+
+    first: str
+    second: str
+    difference: float
+    stderr: float
+    z: float
+    p: float
+    adjusted: float
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Checkpoints in order of their local redundancy.
+
+    Attributes:
+        estimates: Name to estimate, the largest first.
+        pairs: Every two of them, in their order: those of the best come first.
+        level: Of significance.
+    """
+
+    estimates: dict[str, Estimate]
+    pairs: tuple[Pair, ...]
+    level: float = LEVEL
+
+    @property
+    def best(self) -> str:
+        """The checkpoint with the largest local redundancy."""
+        return next(iter(self.estimates))
+
+    def against_best(self, name: str) -> Pair | None:
+        """The pair of the best and another checkpoint; None for the best itself."""
+        return next((pair for pair in self.pairs if (pair.first, pair.second) == (self.best, name)), None)
+
+    @property
+    def ties(self) -> list[str]:
+        """The checkpoints that cannot be told from the best: the adjusted p is at least the level."""
+        pairs = [pair for name in self.estimates if (pair := self.against_best(name))]
+        return [pair.second for pair in pairs if pair.adjusted >= self.level]
+
+    @property
+    def next_best(self) -> Pair:
+        """The pair of the best and the next."""
+        return self.pairs[0]
+
+    @property
+    def distinguishable(self) -> bool:
+        """True if the best can be told from the next."""
+        return self.next_best.adjusted < self.level
+
+
+def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
+    """Rank checkpoints by their estimates on the same inputs.
+
+    For every two, a paired z test: z is the mean over the n inputs of the difference of the two squared gradient norms
+    over its standard error, p two-sided by the normal distribution. Which one is the best is found on the same inputs,
+    so p is corrected for all k (k - 1) / 2 pairs (Holm 1979), not only for those that involve the best: the chance that
+    any two equal checkpoints are told apart is at most ``level``.
+
+    Args:
+        estimates: Name to estimate, all with the same seed, inputs, n and probe, and with per-sample values.
+        level: Of significance.
+
+    Raises:
+        InputError: Fewer than two, or estimates that are not paired.
+
+    Example:
+        >>> import torch, fastlr
+        >>> x = fastlr.TensorInputs(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <torch._C.Generator object at ...>
+        >>> a = torch.nn.Linear(3, 2)
+        >>> b = torch.nn.Linear(3, 2)
+        >>> b.weight.data, b.bias.data = a.weight.data * 5, a.bias.data * 5
+        >>> ranked = ranking({name: fastlr.estimate(model, x, 64) for name, model in (("b", b), ("a", a))})
+        >>> ranked.best, ranked.distinguishable, ranked.ties
+        ('a', True, [])
+    """
+    if len(estimates) < 2:
+        raise InputError(f"{len(estimates)} checkpoints: a ranking needs at least two")
+    order = sorted(estimates, key=lambda name: -estimates[name].value)
+    tests = []
+    for first, second in combinations(order, 2):
+        difference, stderr = paired_difference(estimates[first], estimates[second])
+        z = difference / stderr if stderr > 0 else math.inf if difference else 0.0
+        tests.append((first, second, difference, stderr, z, 2 * NormalDist().cdf(-abs(z))))
+    adjusted = _holm([test[-1] for test in tests])
+    pairs = tuple(Pair(*test, adjusted=p) for test, p in zip(tests, adjusted))
+    return Ranking({name: estimates[name] for name in order}, pairs, level)
+
+
+def _holm(p: list[float]) -> list[float]:
+    """Holm's adjusted p values.
+
+    >>> _holm([0.01, 0.04, 0.03])
+    [0.03, 0.06, 0.06]
+    """
+    adjusted, least = [1.0] * len(p), 0.0
+    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        least = max(least, min(1.0, (len(p) - rank) * p[i]))
+        adjusted[i] = least
+    return adjusted

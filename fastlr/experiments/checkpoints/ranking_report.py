@@ -1,0 +1,116 @@
+"""A ranking of checkpoints as a table and a figure."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style_rows
+from fastlr.display.sheets import DASH, Columns, Sheet
+from fastlr.display.tables import pm
+from fastlr.experiments.checkpoints.ranking import Pair, Ranking
+
+_FEW = 100  # inputs below which a normal distribution of the mean is doubtful
+
+
+def verdict(ranked: Ranking) -> str:
+    """Say whether the best can be told from the next, and which cannot."""
+    following = ranked.next_best
+    p = _p(following.adjusted)
+    numbers = f"z = {following.z:.1f}, adjusted p {p if p.startswith('<') else '= ' + p}"
+    if ranked.distinguishable:
+        others = f"; not told from it, though: {', '.join(ranked.ties)}" if ranked.ties else ""
+        return f"{ranked.best} is the best, distinguishable from the next, {following.second} ({numbers}){others}."
+    return (
+        f"{ranked.best} has the largest local redundancy, but cannot be told from {', '.join(ranked.ties)} ({numbers} for "
+        f"{following.second})."
+    )
+
+
+def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
+    """The checkpoints, best first, with the paired difference of the best from each."""
+    n = ranked.estimates[ranked.best].n
+    pairs = {name: ranked.against_best(name) for name in ranked.estimates}
+    places = {name: place for place, name in enumerate(ranked.estimates, 1)}
+    columns: Columns[str] = {
+        "checkpoint": str,
+        "rank": lambda name: str(places[name]),
+        "local redundancy": lambda name: pm(ranked.estimates[name].value, ranked.estimates[name].stderr),
+        "best minus": lambda name: pm(pair.difference, pair.stderr) if (pair := pairs[name]) else DASH,
+        "z": lambda name: f"{pair.z:.1f}" if (pair := pairs[name]) else DASH,
+        "p": lambda name: _p(pair.adjusted) if (pair := pairs[name]) else DASH,
+    }
+    texts = [
+        verdict(ranked),
+        f"Best minus: paired over the same n = {n} inputs, ± standard error; z: difference over its standard error. p: "
+        f"two-sided by the normal distribution, Holm's correction for all {len(ranked.pairs)} pairs of "
+        f"{len(ranked.estimates)} checkpoints, as the best was found on the same inputs; distinguishable: "
+        f"p < {ranked.level:g}.",
+        "The errors are over inputs: they say how well these checkpoints are measured, not what another training would give.",
+    ]
+    if n < _FEW:
+        texts.append(f"With n = {n} the normal distribution is doubtful, as gradients are heavy-tailed: take more.")
+    return Sheet.of("ranking", "Checkpoints by local redundancy", ranked.estimates, columns, [*texts, *notes])
+
+
+def ranking_record(ranked: Ranking) -> dict[str, Any]:
+    """The ranking for JSON: best, verdict, every estimate and every pair."""
+    return {
+        "best": ranked.best,
+        "distinguishable": ranked.distinguishable,
+        "ties": ranked.ties,
+        "verdict": verdict(ranked),
+        "level": ranked.level,
+        "test": "paired z over inputs, two-sided, Holm's correction for all pairs",
+        "ranking": [{"checkpoint": name, **estimate.to_dict()} for name, estimate in ranked.estimates.items()],
+        "pairs": [vars(pair) for pair in ranked.pairs],
+    }
+
+
+def ranking_chart(ranked: Ranking, path: str | os.PathLike[str]) -> bool:
+    """Draw local redundancy of each checkpoint, best first, and the paired difference from the best; 95 % intervals."""
+    names = list(ranked.estimates)
+    figure, (left, right) = new_figure((9, 1.5 + 0.32 * len(names)), 1, 2, sharey=True)
+    for y, (name, estimate) in enumerate(ranked.estimates.items()):
+        _interval(left, y, estimate.value, estimate.stderr, COLOURS[0])
+        pair = ranked.against_best(name)
+        if pair is not None:
+            _interval(right, y, pair.difference, pair.stderr, _colour(pair, ranked.level))
+    right.axvline(0, color=MUTED, linewidth=1)
+    left.set_yticks(range(len(names)), names, fontsize=8, color=INK)
+    left.set_ylim(len(names) - 0.5, -0.5)
+    for axes, text in (
+        (left, f"local redundancy, n = {ranked.estimates[names[0]].n} inputs (± 1.96 standard errors)"),
+        (right, f"best ({names[0]}) minus this one, paired (± 1.96 standard errors)"),
+    ):
+        style_rows(axes, text, fontsize=8)
+        axes.tick_params(axis="y", length=0)
+    figure.suptitle(
+        "Checkpoints by local redundancy; orange: not distinguishable from the best",
+        x=0.01,
+        ha="left",
+        fontsize=10,
+        color=INK,
+    )
+    return save_figure(figure, path)
+
+
+def _interval(axes: Any, y: int, value: float, stderr: float, colour: str) -> None:
+    if math.isfinite(stderr):
+        axes.plot([value - 1.96 * stderr, value + 1.96 * stderr], [y, y], color=colour, linewidth=1.8)
+    axes.plot([value], [y], "o", color=colour, markersize=5)
+
+
+def _colour(pair: Pair, level: float) -> str:
+    return COLOURS[0] if pair.adjusted < level else COLOURS[1]
+
+
+def _p(p: float) -> str:
+    """Write a probability.
+
+    >>> _p(0.2345), _p(0.0123), _p(1e-9)
+    ('0.23', '0.012', '<0.0001')
+    """
+    return "<0.0001" if p < 1e-4 else f"{p:.2g}"

@@ -1,0 +1,261 @@
+"""Table 1: how each measure goes with what comes after it, the task number regressed out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fastlr.errors import InputError
+from fastlr.experiments.continual.records import HORIZON, Run
+from fastlr.experiments.runs.records import Array
+from fastlr.experiments.statistics.bootstrap import (
+    SHORTEST_BLOCK,
+    block_length,
+    block_weights,
+    deviation,
+    interval,
+)
+from fastlr.experiments.statistics.correlation import Resampled, constant, correlation, residuals, straight
+
+FEWEST = SHORTEST_BLOCK * 2 + 1  # tasks of a run: three blocks, of which its level and slope take two
+FREEDOM = 2  # blocks beyond those two that all runs must have together: four blocks in a single run
+KINDS = ("semi-partial", "partial")
+METHODS = ("pearson", "spearman")
+TRANSFORMS = ("raw", "log")
+TARGETS = ("future accuracy", "forgetting")
+_LEADER = "local_redundancy"
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """The correlation of a measure with a target, task number regressed out.
+
+    Several runs: the mean of the runs' correlations, weighted by tasks; resampled within each run.
+
+    Attributes:
+        measure: Name of the measure.
+        target: "future accuracy" (mean of the next 10 tasks) or "forgetting" (of this task by the next).
+        kind: "semi-partial" (the trend is removed from the target alone; the paper's) or "partial" (from both).
+        method: "pearson" or "spearman".
+        transform: "raw" or "log", of the measure.
+        value: The correlation; NaN where it does not exist (a constant measure, the logarithm of zero).
+        stderr: Its standard error, by block bootstrap.
+        low: Lower end of the 95 % confidence interval.
+        high: Upper end.
+        naive: 1 / sqrt(n), which takes neighbouring tasks for independent.
+        smallest: The smallest correlation that these runs find with probability 80 % (two-sided, 5 %).
+        n: Tasks that count, of all runs.
+        blocks: Blocks that make up a resample.
+        length: Tasks a block.
+        per_run: The value of each run.
+        note: Why there is no value.
+        lead: Local redundancy's value minus this one, of the same kind, method and transform.
+        lead_stderr: Its standard error, from the same resamples.
+    """
+
+    measure: str
+    target: str
+    kind: str
+    method: str
+    transform: str
+    value: float = math.nan
+    stderr: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    naive: float = math.nan
+    smallest: float = math.nan
+    n: int = 0
+    blocks: int = 0
+    length: int = 0
+    per_run: tuple[float, ...] = ()
+    note: str = ""
+    lead: float = math.nan
+    lead_stderr: float = math.nan
+
+
+@dataclass(frozen=True)
+class TooShort:
+    """Runs with too few tasks for a correlation with an honest error; ``str`` of it is a sentence."""
+
+    target: str
+    counts: dict[str, int]
+    fewest: int = FEWEST
+
+    def __str__(self) -> str:
+        runs = ", ".join(f"{name} has {n}" for name, n in self.counts.items())
+        end = f" ({HORIZON} more must follow the last one)" if self.target == TARGETS[0] else ""
+        return (
+            f"Too short for correlations with {self.target}: {runs} usable tasks, and a block bootstrap needs at least "
+            f"{SHORTEST_BLOCK * (FREEDOM + 1) + 1} in a single run, or {self.fewest} in each of several{end}."
+        )
+
+
+def correlations(
+    runs: Sequence[Run],
+    measures: Sequence[str] | None = None,
+    target: str = "future accuracy",
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+    horizon: int = HORIZON,
+    length: int | None = None,
+    fewest: int = FEWEST,
+) -> list[Correlation] | TooShort:
+    """Correlate measures at the boundary after task t with what follows it, task number regressed out.
+
+    For "future accuracy" the target is the mean accuracy of tasks t + 1 .. t + horizon; for "forgetting" it is what task
+    t's accuracy loses by training on task t + 1. Trends are linear in task number, removed by least squares; in the
+    bootstrap they are fitted anew to each resample. All measures are resampled with the same blocks.
+
+    Args:
+        runs: At least one.
+        measures: Names; None takes all that were recorded.
+        target: "future accuracy" or "forgetting".
+        resamples: Of the bootstrap.
+        seed: Of the bootstrap.
+        horizon: Tasks whose accuracy is averaged.
+        length: Tasks a block; None takes :func:`fastlr.experiments.statistics.bootstrap.block_length`, at least 30.
+        fewest: Runs with fewer usable tasks are left out.
+
+    Returns:
+        For each measure both kinds, methods and transforms; TooShort where the runs do not make up enough blocks: 91
+        tasks in a single run, or 61 in each of several.
+
+    Raises:
+        InputError: No runs, an unknown target, a block that does not fit, or fewer than 2 resamples.
+
+    Source: paper, section 4.1, Tables 1 and 2.
+    """
+    if not runs:
+        raise InputError("no runs to correlate")
+    if target not in TARGETS:
+        raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}")
+    names = list(measures) if measures is not None else list(dict.fromkeys(m for run in runs for m in run.measures))
+    targets = [run.future_accuracy(horizon) if target == TARGETS[0] else run.forgetting for run in runs]
+    usable = [int(np.isfinite(values).sum()) for values in targets]
+    spans = {i: _span(values, length, horizon) for i, values in enumerate(targets) if usable[i] >= fewest}
+    if sum(span.blocks - 2 for span in spans.values()) < FREEDOM:
+        return TooShort(target, {run.name: n for run, n in zip(runs, usable)}, fewest)
+
+    parts: dict[_Key, list[_Part | str]] = {}
+    for index, span in spans.items():
+        rng = np.random.default_rng([seed, index])
+        weights = block_weights(span.stop - span.start, span.length, resamples, rng)
+        for key, part in _one_run(runs[index], targets[index], names, span, weights, fewest):
+            parts.setdefault(key, []).append(part)
+    pooled = {key: _pooled(target, key, of_runs) for key, of_runs in parts.items()}
+    return [_with_lead(pooled.get((_LEADER, *key[1:])), entry) for key, entry in pooled.items()]
+
+
+_Key = tuple[str, str, str, str]  # measure, kind, method, transform
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The tasks ``start`` .. ``stop`` - 1 of a run, which have a target, and the tasks a block."""
+
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that make up a resample."""
+        return -(-(self.stop - self.start) // self.length)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A correlation within one run, and in its resamples."""
+
+    value: float
+    replicates: Array
+    n: int
+    span: _Span
+
+
+def _span(target: Array, length: int | None, horizon: int) -> _Span:
+    known = np.flatnonzero(np.isfinite(target))
+    start, stop = int(known[0]), int(known[-1]) + 1
+    if length is not None and not 1 <= length <= stop - start:
+        raise InputError(f"blocks of {length} tasks cannot be drawn from {stop - start}")
+    return _Span(start, stop, length or min(block_length(stop - start, horizon), (stop - start) // 2))
+
+
+def _one_run(
+    run: Run,
+    target: Array,  # [tasks]
+    names: Sequence[str],
+    span: _Span,
+    weights: Array,  # [resamples, tasks of the span]
+    fewest: int,
+) -> Iterator[tuple[_Key, _Part | str]]:
+    """Yield the correlations of one run's measures, or the reason why there is none."""
+    target = target[span.start : span.stop]
+    prepared: dict[bytes, Resampled] = {}  # measures that were recorded at the same tasks share it
+    for name in names:
+        raw = run.measure(name)[span.start : span.stop]
+        known = np.isfinite(raw) & np.isfinite(target)
+        task, y = np.arange(span.start, span.stop, dtype=np.float64)[known], target[known]
+        for transform in TRANSFORMS:
+            with np.errstate(invalid="ignore", divide="ignore"):
+                x = np.log(raw[known]) if transform == "log" else raw[known]
+            for kind in KINDS:
+                partial = kind == "partial"
+                reason = _why_none(raw[known], x, task, transform, partial, fewest)
+                for method in METHODS:
+                    key = (name, kind, method, transform)
+                    if reason:
+                        yield key, reason
+                        continue
+                    if (mask := known.tobytes()) not in prepared:
+                        prepared[mask] = Resampled(weights[:, known], task, y)
+                    value = correlation(method, residuals(x, task) if partial else x, residuals(y, task))
+                    yield key, _Part(value, getattr(prepared[mask], method)(x, partial=partial), len(x), span)
+
+
+def _why_none(raw: Array, x: Array, task: Array, transform: str, partial: bool, fewest: int) -> str:
+    """Say why a measure ``raw``, which is ``x`` after its transform, has no correlation; empty if it has one."""
+    if len(raw) < fewest:
+        return f"recorded at {len(raw)} usable tasks only, fewer than {fewest}"
+    if transform == "log" and (raw <= 0).any():
+        return "no logarithm: it is zero or negative at times"
+    if constant(x):
+        return "constant"
+    return "a straight line in task number" if partial and straight(x, task) else ""
+
+
+def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Correlation, Array]:
+    """Average over runs, weighted by their tasks; replicates are averaged in the same way."""
+    measure, kind, method, transform = key
+    none = Correlation(measure, target, kind, method, transform)
+    parts = [part for part in of_runs if isinstance(part, _Part)]
+    if not parts:
+        return replace(none, note=str(of_runs[0])), np.empty(0)
+    n, blocks = sum(part.n for part in parts), sum(part.span.blocks for part in parts)
+    value = sum(part.n / n * part.value for part in parts)
+    replicates = sum((part.n / n * part.replicates for part in parts), np.zeros(len(parts[0].replicates)))
+    pooled = replace(
+        none,
+        value=value,
+        **vars(interval(value, replicates, blocks, len(parts))),
+        naive=1 / math.sqrt(n),
+        n=n,
+        blocks=blocks,
+        length=max(part.span.length for part in parts),
+        per_run=tuple(part.value for part in parts),
+    )
+    return pooled, replicates
+
+
+def _with_lead(leader: tuple[Correlation, Array] | None, entry: tuple[Correlation, Array]) -> Correlation:
+    """Add how far local redundancy leads, if it was measured in the same runs."""
+    (other, replicates), runs = entry, len(entry[0].per_run)
+    if leader is None or leader[0].measure == other.measure or not runs or len(leader[0].per_run) != runs:
+        return other
+    ahead, replicates_ahead = leader
+    spread = deviation(replicates_ahead - replicates, other.blocks, runs)
+    return replace(other, lead=ahead.value - other.value, lead_stderr=spread)

@@ -1,0 +1,286 @@
+"""Figures of continual runs: curves over tasks, the correlations, local redundancy by layer and task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastlr.display.figures import (
+    COLOURS,
+    INK,
+    MUTED,
+    count_axis,
+    error_band,
+    legend_below,
+    log_axis,
+    new_figure,
+    save_figure,
+    style,
+    style_rows,
+)
+from fastlr.display.tables import group_to_fit
+from fastlr.experiments.continual.association import Correlation
+from fastlr.experiments.continual.records import Run
+from fastlr.experiments.continual.summaries import INPUTS
+from fastlr.experiments.continual.tables import TARGET_LABELS, hundred, label, order
+from fastlr.experiments.runs.records import Array, finite, number
+
+_SMOOTH, _FROM = 30, 150  # tasks a running mean, drawn in series of at least so many
+_NAMES = 24  # on an axis, at most
+_UNITS = {
+    "weight_norm": "l2 norm",
+    "distance_from_init": "l2 norm",
+    "dormant_ratio": "share of units",
+    "dormant_ratio_tau": "share of units",
+    "train_grad_norm": "mean squared l2 norm",
+    "batch_grad_norm": "squared l2 norm",
+}
+_COLUMNS = 400  # of the heat map: more tasks are averaged
+_ABLATION = {
+    "local_redundancy_next_task": INK,
+    "local_redundancy_real": INK,
+    "local_redundancy": COLOURS[0],
+    "local_redundancy_noise": COLOURS[1],
+    "local_redundancy_series": COLOURS[0],
+}
+_CORRELATIONS = {  # above or below the row's middle, colour, marker, name
+    "pearson": (1, COLOURS[0], "o", "Pearson's r"),
+    "spearman": (-1, COLOURS[1], "s", "Spearman's rho"),
+}
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # of a number on a line
+
+
+def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
+    """Draw local redundancy above accuracy over tasks, bands of two standard errors; False if neither was recorded.
+
+    Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local redundancy).
+    """
+    lr = [run.measure("local_redundancy") for run in runs]
+    has_lr = any(np.isfinite(values).any() for values in lr)
+    if not has_lr and not any(np.isfinite(run.accuracy).any() for run in runs):
+        return False
+    figure, (top, bottom) = new_figure((9, 6.2), 2, sharex=True)
+    for index, (run, values) in enumerate(zip(runs, lr)):
+        colour, name = COLOURS[index % len(COLOURS)], run.name
+        tasks, values = np.arange(len(run)), np.where(values > 0, values, np.nan)
+        error_band(top, tasks, values, run.measure("local_redundancy", "stderr"), colour)
+        _curve(top, tasks, np.log(values), colour, name, exponential=True)
+        error_band(bottom, tasks, 100 * run.accuracy, 100 * run.accuracy_stderr, colour)
+        _curve(bottom, tasks, 100 * run.accuracy, colour, name)
+    for chance in sorted({run.chance for run in runs if np.isfinite(run.chance)}):
+        bottom.axhline(100 * chance, color=MUTED, linewidth=1, linestyle="--", label=f"chance, {100 * chance:.3g} %")
+    inputs = _count((run.measure("local_redundancy", "n") for run in runs), "inputs")
+    style(top, "local redundancy, E||grad||²", f"Local redundancy over tasks{inputs} (band: ± 2 standard errors)")
+    images = _count((run.test_images for run in runs), "images a task")
+    banded = " (band: ± 2 standard errors)" if any(np.isfinite(run.accuracy_stderr).any() for run in runs) else ""
+    style(bottom, f"accuracy on {runs[0].tested_on}, %", f"Accuracy right after training on a task{images}{banded}")
+    if has_lr:
+        log_axis(top)
+    count_axis(bottom, f"task{_thick(runs)}")
+    legend_below(figure, bottom)
+    return save_figure(figure, path)
+
+
+def _count(numbers: Iterable[Array], things: str) -> str:
+    """Return ", n = 500 inputs" or ", n = 5 to 500 inputs"; empty where no number is known."""
+    known = finite(np.concatenate([*numbers, np.empty(0)]))
+    if not len(known):
+        return ""
+    least, most = int(known.min()), int(known.max())
+    return f", n = {least}{'' if most == least else f' to {most}'} {things}"
+
+
+def _thick(runs: Sequence[Run]) -> str:
+    """Return what stands behind the axis of tasks where there are two kinds of lines."""
+    return f" (thin: each; thick: running mean over {_SMOOTH})" if max(map(len, runs)) >= _FROM else ""
+
+
+def ablation_curves(
+    runs: Sequence[Run], path: str | os.PathLike[str], at: str = "task", names_at: Sequence[str] = ()
+) -> bool:
+    """Draw local redundancy on synthetic and on real inputs over tasks; False with fewer than two kinds of inputs.
+
+    Args:
+        runs: A panel each.
+        path: Of the picture.
+        at: What the axis is of.
+        names_at: The names of what it is of, if they have any.
+    """
+    names = [name for name in _ABLATION if any(np.isfinite(run.measure(name)).any() for run in runs)]
+    if len(names) < 2:
+        return False
+    runs = [run for run in runs if any(name in run.measures for name in names)]
+    figure, panels = new_figure((9, 0.9 + 3.0 * len(runs)), len(runs), sharex=True)
+    for axes, run in zip(np.atleast_1d(panels), runs):
+        for name in names:
+            values, places = run.measure(name), np.arange(len(run))
+            values = np.where(values > 0, values, np.nan)
+            error_band(axes, places, values, run.measure(name, "stderr"), _ABLATION[name])
+            text = INPUTS[name] + _count([run.measure(name, "n")], "")
+            _curve(axes, places, np.log(values), _ABLATION[name], text.strip(), exponential=True, marked=bool(names_at))
+        log_axis(axes)
+        title = f"Local redundancy by kind of input: {run.name} (band: ± 2 standard errors)"
+        style(axes, "local redundancy, E||grad||²", title)
+    last = np.atleast_1d(panels)[-1]
+    count_axis(last, at + _thick(runs))
+    legend_below(figure, *np.atleast_1d(panels))
+    if names_at:
+        step = -(-len(names_at) // _NAMES)
+        last.set_xticks(range(0, len(names_at), step), names_at[::step], rotation=30, ha="right")
+        last.set_xlim(-0.5, len(names_at) - 0.5)
+    return save_figure(figure, path)
+
+
+def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
+    """Draw local redundancy by module (network order, top to bottom) and task, colours logarithmic; False without it.
+
+    Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks are averaged.
+    """
+    from matplotlib.colors import LogNorm
+
+    means = run.per_parameter()
+    if not means:
+        return False
+    names = next(iter(means.values())).keys()
+    groups = {task: group_to_fit(values, most) for task, values in means.items() if values.keys() == names}
+    rows = list(next(iter(groups.values())))
+    start, last = min(groups), max(groups)
+    step = int(np.min(np.diff(sorted(groups)))) if len(groups) > 1 else 1
+    width = max(step, -(-(last + 1 - start) // _COLUMNS))
+    sums, counts = np.zeros((2, len(rows), (last - start) // width + 1))
+    for task, values in groups.items():
+        column, by_row = (task - start) // width, np.array([values[name] for name in rows])
+        known = np.isfinite(by_row)
+        sums[known, column] += by_row[known]
+        counts[known, column] += 1
+    with np.errstate(invalid="ignore"):
+        cells = np.ma.masked_invalid(np.where(counts > 0, sums / counts, np.nan))
+    cells = np.ma.masked_less_equal(cells, 0)
+    if not cells.count():
+        return False
+    low, high = float(cells.min()), float(cells.max())
+    norm = LogNorm(max(low, high * 1e-8), high if high > low else low * 1.01)
+    figure, axes = new_figure((9, max(2.4, 1.4 + 0.19 * len(rows))), 1)
+    axes.set_facecolor("#d7dbdf")
+    edge = start + width * cells.shape[1]
+    image = axes.imshow(
+        cells,
+        aspect="auto",
+        interpolation="nearest",
+        norm=norm,
+        cmap="viridis",
+        extent=(start - 0.5, edge - 0.5, len(rows) - 0.5, -0.5),
+    )
+    axes.set_yticks(range(len(rows)), rows, fontsize=7, color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8, colors=MUTED)
+    count_axis(axes, "task" + (f" (columns of {width})" if width > 1 else ""))
+    inputs = _count([run.measure("local_redundancy", "n")], "inputs")
+    grey = " (grey: zero or none)" if cells.count() < cells.size else ""
+    axes.set_title(
+        f"Local redundancy by module over tasks{inputs}: {run.name}{grey}", loc="left", fontsize=10, color=INK
+    )
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    bar.set_label("E||grad||², log colours", fontsize=8, color=INK)
+    bar.ax.tick_params(labelsize=8, colors=MUTED)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return save_figure(figure, path)
+
+
+def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLike[str]) -> bool:
+    """Draw the semi-partial correlations of the raw measures with their 95 % intervals; False if there are none."""
+    chosen = [c for c in correlations if c.kind == "semi-partial" and c.transform == "raw" and not c.note]
+    names = order(c.measure for c in chosen)
+    if not names:
+        return False
+    figure, axes = new_figure((7.5, 1.3 + 0.48 * len(names)), 1)
+    axes.axvline(0, color=MUTED, linewidth=1)
+    for c in chosen:
+        side, colour, marker, name = _CORRELATIONS[c.method]
+        y = names.index(c.measure) - 0.14 * side
+        axes.plot([100 * c.low, 100 * c.high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt")
+        axes.plot([100 * c.value], [y], marker, color=colour, markersize=5, label=name)
+        axes.annotate(
+            hundred(c.value), (100 * c.value, y), (0, 4 * side), textcoords="offset points", fontsize=7, color=colour,
+            ha="center", va="bottom" if side > 0 else "top", bbox=_BEHIND,
+        )  # fmt: skip
+    axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8, color=INK)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    handles, texts = axes.get_legend_handles_labels()
+    unique = dict(zip(texts, handles))
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(unique.values(), unique.keys(), fontsize=8, frameon=False, ncols=2, **place)
+    style_rows(axes, f"correlation x 100 with {TARGET_LABELS[chosen[0].target]}, task number regressed out")
+    tasks = _count([np.array([c.n for c in chosen], dtype=float)], "tasks")
+    short = "; LR: local redundancy" if any(label(name).startswith("LR ") for name in names) else ""
+    axes.set_title(
+        f"Semi-partial correlations{tasks}\n(lines: 95 % intervals{short})", loc="left", fontsize=9, color=INK
+    )
+    return save_figure(figure, path)
+
+
+def measure_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
+    """Draw every measure but local redundancy over tasks, a small panel each; False if there are none.
+
+    The axes begin at zero, so that small changes look small.
+    """
+    names = order(m for run in runs for m in run.measures if not m.startswith("local_redundancy"))
+    names = [name for name in names if any(np.isfinite(run.measure(name)).any() for run in runs)]
+    if not names:
+        return False
+    columns = 3 if len(names) > 2 else len(names)
+    lines = -(-len(names) // columns)
+    figure, panels = new_figure((3.1 * columns + 0.4, 2.3 * lines + 0.6), lines, columns)
+    flat = np.atleast_1d(panels).ravel()
+    for axes, name in zip(flat, names):
+        for index, run in enumerate(runs):
+            _curve(axes, np.arange(len(run)), run.measure(name), COLOURS[index % len(COLOURS)], run.name)
+        style(axes, _UNITS.get(name, "rank" if name.endswith("rank") else "value"), label(name))
+        count_axis(axes, "task")
+        axes.set_ylim(min(0, axes.get_ylim()[0]) if any((finite(run.measure(name)) < 0).any() for run in runs) else 0)
+    for axes in flat[len(names) :]:
+        axes.set_visible(False)
+    legend_below(figure, flat[0])
+    images = [np.array([number(run.options.get("measure_images"))]) for run in runs]
+    of = _count(images, "training images (units, gradients, ranks)").removeprefix(", ")
+    lines_of_title = ["The other measures at each task boundary", of, _thick(runs).strip()]
+    figure.suptitle("\n".join(filter(None, lines_of_title)), x=0.01, ha="left", fontsize=10, color=INK)
+    return save_figure(figure, path)
+
+
+def _curve(
+    axes: Any,
+    tasks: NDArray[Any],
+    values: Array,
+    colour: str,
+    name: str,
+    *,
+    exponential: bool = False,
+    marked: bool = False,
+) -> None:
+    """Each task thin and, from 150 tasks on, the running mean thick; of logarithms that are shown as numbers, if asked."""
+    known = np.isfinite(values)
+    if not known.any():
+        return
+    tasks, values = tasks[known], values[known]
+    shown = np.exp if exponential else np.asarray
+    long = len(values) >= _FROM
+    axes.plot(
+        tasks, shown(values), color=colour, linewidth=0.6 if long else 1.4, alpha=0.35 if long else 1.0,
+        marker="o" if marked or len(values) == 1 else "", markersize=4, label=None if long else name or None,
+    )  # fmt: skip
+    if long:
+        axes.plot(tasks, shown(_running_mean(values)), color=colour, linewidth=1.8, label=name or None)
+
+
+def _running_mean(values: Array) -> Array:
+    """Mean over the 30 values around each, fewer at the ends."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    middle = np.arange(len(values))
+    low, high = np.maximum(middle - _SMOOTH // 2, 0), np.minimum(middle + _SMOOTH // 2, len(values))
+    return (sums[high] - sums[low]) / (high - low)

@@ -1,0 +1,374 @@
+"""Which units of a network can be replaced by new ones: found by following one forward pass, then proven.
+
+A *unit* is a channel of a convolution or a feature of a linear layer, with all that acts on this channel alone: its row of
+the weight, its bias, its scale, shift and statistics in a batch norm, its filter of a depthwise convolution that follows,
+and its row of the layer that makes a factor for it (squeeze-and-excitation). Its *outgoing weights* are its columns of the
+convolutions and linear layers that read it; between the two there may be activations, pooling, dropout and flattening. It
+can be replaced if nothing else reads it: with its outgoing weights at zero it has no influence at all.
+
+Left alone, with a reason, are units that reach anything else: channels of a residual sum (several layers write them, and
+resetting one would change what all of them have learned), the model's outputs, whatever goes through a norm over channels
+(where each unit changes the others) or an operation that is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost.runtime import as_it_was
+from fastlr.ghost.verification.copies import subjects
+from fastlr.metrics.activation_hooks import CONVOLUTIONS, FUNCTIONS, MOVES, Watch, moved
+from fastlr.ops.torch_private import BatchNorm, Convolution, tree_leaves
+
+
+def _named(names: str) -> set[Any]:
+    """Functions of these names, in place or not, wherever torch has them."""
+    ends = [name + end for name in names.split() for end in ("", "_")]
+    return {getattr(owner, name) for name in ends for owner in (F, torch, Tensor) if hasattr(owner, name)}
+
+
+_ELEMENTWISE = set(FUNCTIONS) | _named(
+    "sigmoid hardsigmoid logsigmoid tanh softplus softsign threshold clamp clamp_min clamp_max clip square abs clone "
+    "contiguous detach to type_as float double half bfloat16 dropout dropout1d dropout2d dropout3d alpha_dropout "
+    "feature_dropout feature_alpha_dropout"
+)
+_POOLS = _named(
+    " ".join(f"{kind}_pool{n}d" for kind in ("max", "avg", "lp", "adaptive_max", "adaptive_avg") for n in (1, 2, 3))
+) | {F.pad}
+_SHAPES = _named("flatten view reshape squeeze unsqueeze")
+_MEANS = _named("mean amax sum")
+_PRODUCTS = _named("mul multiply div divide true_divide __mul__ __rmul__ __imul__ __truediv__ __itruediv__")
+_SUMS = _named("add sub subtract rsub __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__")
+
+
+@dataclasses.dataclass(eq=False)
+class Reader:
+    """A layer that reads units: unit i is its input features ``repeat * i`` to ``repeat * i + repeat - 1``.
+
+    Attributes:
+        name: Of the module.
+        layer: A linear layer or a convolution.
+        repeat: Features a unit: 1, or the positions of a channel that were flattened.
+        norm: The batch norm that reads the layer's output, if nothing else does.
+    """
+
+    name: str
+    layer: Any
+    repeat: int
+    norm: Any = None
+
+    @property
+    def groups(self) -> int:
+        """Of the convolution; 1 for a linear layer."""
+        return getattr(self.layer, "groups", 1)
+
+    def columns(self, t: Tensor, features: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """Return a view of the weight (or a tensor of its shape) and the index there of some features' outgoing weights."""
+        width = t.shape[1]
+        return t.unflatten(0, (self.groups, -1)), (features // width, slice(None), features % width)
+
+    def by_feature(self, t: Tensor) -> Tensor:
+        """Sum a tensor of the weight's shape over positions: ``[groups, outputs of a group, features of a group]``."""
+        return t.reshape(*t.shape[:2], -1).sum(2).unflatten(0, (self.groups, -1))
+
+    def features(self, units: Tensor) -> Tensor:
+        """Return the features of some units."""
+        return (units[:, None] * self.repeat + torch.arange(self.repeat, device=units.device)).flatten()
+
+
+@dataclasses.dataclass(eq=False)
+class Units:
+    """The units that some layers make together.
+
+    Attributes:
+        name: Of the module that makes them.
+        count: How many.
+        layers: By name, those whose row i makes unit i: one, and depthwise convolutions and layers that make factors.
+        norms: By name, the batch norms that act on them.
+        readers: The layers that read them.
+        reason: Why they are left alone; empty if they can be replaced.
+    """
+
+    name: str
+    count: int
+    layers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    norms: dict[str, Any] = dataclasses.field(default_factory=dict)
+    readers: list[Reader] = dataclasses.field(default_factory=list)
+    reason: str = ""
+    _into: Units | None = None
+
+    def root(self) -> Units:
+        """Return the units that these were joined to, themselves if to none."""
+        return self if self._into is None else self._into.root()
+
+    def exclude(self, reason: str) -> None:
+        """Leave them alone, and those that they were joined to; the first reason counts."""
+        root = self.root()
+        root.reason = root.reason or reason
+
+    def join(self, other: Units) -> None:
+        """Make the units of ``other`` parts of these, one by one."""
+        self.layers |= other.layers
+        self.norms |= other.norms
+        self.readers += other.readers
+        self.reason = self.reason or other.reason
+        other._into = self
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tag:
+    """Marks a tensor that holds units along ``axis``, each ``repeat`` long; ``raw``: the layer that returned the tensor."""
+
+    units: Units
+    axis: int
+    repeat: int = 1
+    raw: str = ""
+
+
+class _Trace(Watch):
+    """Follows the units through a forward pass; those that meet an unknown operation are left alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.modules = dict(model.named_modules())
+        self.tags = WeakTensorKeyDictionary()
+        self.made: dict[str, Units] = {}  # by the name of the layer
+        self.called: dict[str, list[Units]] = {}  # units whose weights a layer holds, those it reads included
+        self.depthwise: list[tuple[Units, Units, str]] = []  # (read, made, layer)
+        self.norm_of: dict[str, Any] = {}
+        self.seen_raw: set[str] = set()  # layers whose output something other than a batch norm has read
+
+    def _add(self, kind: str, a: Tensor) -> None:
+        """Do nothing: activations are not measured here."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch and follow the units."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        if not results:
+            return result
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tags = [self.tags[t] for t in operands if t in self.tags]
+        if func is not F.batch_norm:
+            self.seen_raw |= {tag.raw for tag in tags}
+        new: _Tag | None = None
+        if func in CONVOLUTIONS or func is F.linear:
+            new = self._layer(func, args, kwargs, results[0])
+        elif tags:
+            new = self._passed(func, args, kwargs, operands, tags, results[0])
+            if new is None:
+                for tag in tags:
+                    tag.units.exclude(f"goes through {_name(func)}, behind which its weights are not known")
+        if new is not None:
+            self.tags[results[0]] = new
+        else:
+            for t in results:
+                self.tags.pop(t, None)
+        return result
+
+    def _layer(self, func: Any, args: tuple, kwargs: dict, result: Tensor) -> _Tag | None:
+        """A convolution or linear layer reads units and makes new ones."""
+        name = self.path[-1] if self.path else ""
+        layer: Any = self.modules.get(name)
+        x = args[0] if args else kwargs["input"]
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        tag: _Tag | None = self.tags.get(x)
+        expected = isinstance(layer, nn.Linear if func is F.linear else Convolution)
+        if not expected or layer.weight is not weight or not isinstance(weight, nn.Parameter):
+            if tag is not None:
+                tag.units.exclude(f"goes through {_name(func)} in {name or 'the model'}, whose weights are not its own")
+            return None
+        axis = x.ndim - 1 if func is F.linear else 1
+        made = Units(name, len(weight), {name: layer})
+        if not weight.requires_grad:
+            made.exclude("is frozen")
+        groups = getattr(layer, "groups", 1)
+        depthwise = groups > 1 and groups == len(weight) and weight.shape[1] == 1
+        read: list[Units] = []
+        if tag is not None:
+            units = tag.units.root()
+            read = [units]
+            if tag.axis != axis or x.ndim < 2 or (func is not F.linear and tag.repeat > 1):
+                units.exclude(f"is rearranged before {name}")
+            elif not weight.requires_grad:
+                units.exclude(f"goes into {name}, which is frozen")
+            elif depthwise:
+                self.depthwise.append((units, made, name))
+            elif groups > 1 and weight.shape[1] == 1:
+                units.exclude(f"goes into {name}, a depthwise convolution with several filters a channel")
+            else:
+                units.readers.append(Reader(name, layer, tag.repeat))
+        if name in self.called:
+            for units in (*self.called[name], *read, made):
+                units.exclude(f"has weights of {name}, which is used more than once")
+        self.called.setdefault(name, []).extend([*read, made])
+        self.made.setdefault(name, made)
+        return _Tag(made, axis, raw=name)
+
+    def _passed(
+        self, func: Any, args: tuple, kwargs: dict, operands: list[Tensor], tags: list[_Tag], result: Tensor
+    ) -> _Tag | None:
+        """Where units are in the result of any other function; None if that is not known."""
+        tag, source = tags[0], next(t for t in operands if t in self.tags)
+        plain = dataclasses.replace(tag, raw="")
+        if func is F.batch_norm:
+            return self._batch_norm(tag, plain)
+        if func in _PRODUCTS | _SUMS:
+            return self._combined(func, [t for t in operands if t.numel() > 1], tags, plain)
+        if len({t.units.root() for t in tags}) > 1 or isinstance(source, nn.Parameter):
+            return None
+        if func in _ELEMENTWISE | _POOLS:
+            keeps_axis = result.ndim == source.ndim and result.shape[tag.axis] == source.shape[tag.axis]
+            return plain if keeps_axis else None
+        if func in MOVES:
+            axis = moved(func, args, kwargs, source, tag.axis)
+            return None if axis is None else dataclasses.replace(plain, axis=axis)
+        if func in _MEANS:
+            return _reduced(args, kwargs, source, plain)
+        return _reshaped(source, plain, result) if func in _SHAPES else None
+
+    def _batch_norm(self, tag: _Tag, plain: _Tag) -> _Tag:
+        name = self.path[-1] if self.path else ""
+        norm, units = self.modules.get(name), tag.units.root()
+        if not isinstance(norm, BatchNorm) or tag.axis != 1 or tag.repeat > 1:
+            units.exclude(f"goes through a batch norm in {name or 'the model'} that is not a module of its own")
+        elif name in self.called:
+            for user in (*self.called[name], units):
+                user.exclude(f"goes through {name}, which is used more than once")
+        else:
+            units.norms[name] = norm
+            self.norm_of.setdefault(tag.raw, norm)
+        self.called.setdefault(name, []).append(units)
+        return plain
+
+    def _combined(self, func: Any, operands: list[Tensor], tags: list[_Tag], plain: _Tag) -> _Tag | None:
+        """A product or sum with a number, of units with themselves, or of units with factors of their own."""
+        groups = {tag.units.root() for tag in tags}
+        alike = len({(t.ndim, tag.axis, tag.repeat) for t, tag in zip(operands, tags, strict=False)}) == 1
+        if len(operands) == 1 or (len(groups) == 1 and len(operands) == len(tags) and alike):
+            return plain
+        if func in _PRODUCTS and len(tags) == len(operands) == 2 and alike:
+            units, factors = (tag.units.root() for tag in tags)
+            if units.count == factors.count:
+                units.join(factors)
+                return plain
+        for units in groups:
+            units.exclude(
+                "is a channel of a residual sum" if func in _SUMS else f"meets other features in {_name(func)}"
+            )
+        return plain
+
+    def finish(self, result: Any) -> list[Units]:
+        """Return all units, those of joined layers once, after what can be decided only at the end of the pass."""
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t in self.tags:
+                self.tags[t].units.exclude("makes the model's output")
+        for read, made, name in self.depthwise:
+            source, filtered = read.root(), made.root()
+            if source.readers or sum(r.root() is source for r, _, _ in self.depthwise) > 1:
+                source.exclude(f"goes into {name}, a depthwise convolution, and elsewhere")
+            elif not source.reason and source is not filtered:
+                source.join(filtered)
+        roots = {id(units.root()): units.root() for units in self.made.values()}
+        for units in roots.values():
+            if not units.readers:
+                units.exclude("goes into no layer")
+            for reader in units.readers:
+                reader.norm = None if reader.name in self.seen_raw else self.norm_of.get(reader.name)
+        return list(roots.values())
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _reduced(args: tuple, kwargs: dict, source: Tensor, tag: _Tag) -> _Tag | None:
+    """Units after a mean over other axes."""
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dims is None:
+        return None
+    reduced = {d % source.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+    if tag.axis in reduced:
+        return None
+    keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    return tag if keepdim else dataclasses.replace(tag, axis=tag.axis - sum(d < tag.axis for d in reduced))
+
+
+def _reshaped(source: Tensor, tag: _Tag, result: Tensor) -> _Tag | None:
+    """Units after a change of shape that leaves their axis as it is, or flattens all axes behind it into it."""
+    ahead, size, behind = source.shape[: tag.axis].numel(), source.shape[tag.axis], source.shape[tag.axis + 1 :].numel()
+    before = 1
+    for axis, length in enumerate(result.shape):
+        if before == ahead and length in (size, size * behind):
+            return dataclasses.replace(tag, axis=axis, repeat=tag.repeat * (length // size))
+        before *= length
+    return None
+
+
+def find_units(model: nn.Module, example: Tensor) -> tuple[list[Units], dict[str, str]]:
+    """Find the units of a model that can be replaced.
+
+    Args:
+        model: Left as it is.
+        example: A batch of at least two inputs, on the model's device.
+
+    Returns:
+        The units that can be replaced, in the order in which they are made, and the layers left alone, by name, with
+        reasons. The first are proven on a perturbed copy in float64: with the outgoing weights of every other unit at zero,
+        new incoming weights of those units leave the outputs as they are.
+    """
+    trace = _Trace(model)
+    with as_it_was(model, example.device), torch.no_grad():
+        with trace.watching():
+            result = model(example)
+        units = trace.finish(result)
+        replaceable = [u for u in units if not u.reason]
+        if replaceable and not _isolated(model, replaceable, example):
+            for u in replaceable:
+                if not _isolated(model, [u], example):
+                    u.exclude("has an influence beside its outgoing weights")
+    layers = {
+        name: "was not reached in a way that can be followed"
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Convolution))
+    }
+    layers |= {name: made.root().reason for name, made in trace.made.items()}
+    return [u for u in units if not u.reason], {name: reason for name, reason in layers.items() if reason}
+
+
+def _isolated(model: nn.Module, units: Sequence[Units], example: Tensor) -> bool:
+    """Return True if units without outgoing weights have no influence, tried on every other unit of each layer."""
+    subject = next(subjects(model, adapt.trainable(model), 1.0, seed=0))
+    tensors = subject.tensors
+    assert tensors is not None  # the first subject is a functional copy
+    tried = [torch.arange(0, u.count, 2, device=example.device) for u in units]
+    for u, rows in zip(units, tried, strict=True):
+        for reader in u.readers:
+            view, index = reader.columns(tensors[f"{reader.name}.weight"], reader.features(rows))
+            view[index] = 0
+    before = subject(example)
+    generator = torch.Generator().manual_seed(1)
+    for u, rows in zip(units, tried, strict=True):
+        for name in _incoming(u):
+            if name in tensors:
+                shape = tensors[name][rows].shape
+                noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(rows.device)
+                tensors[name][rows] += noise.abs() if name.endswith("running_var") else noise
+    outputs = zip(tree_leaves(before), tree_leaves(subject(example)), strict=True)
+    return all(bool(((a - b).abs() <= 1e-9 * a.abs().max()).all()) for a, b in outputs)
+
+
+def _incoming(units: Units) -> Iterable[str]:
+    """Names of the tensors whose row i belongs to unit i."""
+    for name in (*units.layers, *units.norms):
+        for part in ("weight", "bias", "running_mean", "running_var"):
+            yield f"{name}.{part}"

@@ -1,0 +1,200 @@
+"""The measures at a task boundary: all that were asked for, each with its definition and its time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fastlr
+from fastlr import metrics
+from fastlr.distributed.sharding import apart
+from fastlr.errors import ModelError, NonFiniteError
+from fastlr.experiments.continual.trainer import Trainer
+from fastlr.experiments.data import Task, TaskSequence, normalise, take
+from fastlr.experiments.runs.folder import stream_seed
+from fastlr.ghost.runtime import clock
+from fastlr.inputs import Inputs
+
+# Names in a run's records -> names in fastlr.metrics, for the measures on training images, by the passes that they share.
+OF_TRAINING = (
+    {
+        "dormant_ratio": "dormant_ratio",
+        "dormant_ratio_tau": "dormant_ratio_tau",
+        "effective_rank": "effective_rank_entropy",
+        "srank": "effective_rank",
+        "feature_rank": "feature_rank",
+        "batch_grad_norm": "train_grad_norm_batch",
+    },
+    {"train_grad_norm": "train_grad_norm"},
+)
+REDUNDANCIES = {
+    "local_redundancy": "synthetic shapes",
+    "local_redundancy_noise": "images of Gaussian noise",
+    "local_redundancy_next_task": "training images of the next task",
+}
+_Compute = Callable[[list[str]], dict[str, dict[str, Any]]]
+_LR = "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y from the model, eval mode"
+
+
+class CurrentImages(Inputs):
+    """The first images of a task, as the inputs of an estimator that outlives the task: set ``images`` to change them."""
+
+    def __init__(self, channels_last: bool = True) -> None:
+        self.channels_last, self.images = channels_last, torch.empty(0, 3, 1, 1, dtype=torch.uint8)
+
+    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+        images = self.images[start:stop].to(device)
+        return normalise(images, dtype or torch.float32, channels_last=self.channels_last)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+class Measurer:
+    """Takes the measures of a run; keeps the estimators of local redundancy, so that their plans are made once.
+
+    Attributes:
+        chunks: Inputs at a time of each estimator, by name: chosen by the free memory when it is first used, and then kept
+            in the checkpoint, as they change the last bits of a value.
+    """
+
+    def __init__(
+        self, trainer: Trainer, tasks: TaskSequence, initial: Mapping[str, Tensor], chunks: Mapping[str, int]
+    ) -> None:
+        self.trainer, self.options = trainer, trainer.options
+        self.initial, self.chunks = initial, dict(chunks)
+        shape = (3, tasks.size, tasks.size)
+        self._fewest = tasks.fewest
+        self._current = CurrentImages(trainer.channels_last)
+        self._inputs: dict[str, Any] = {
+            "local_redundancy": fastlr.ShapeImages(size=shape),
+            "local_redundancy_noise": fastlr.NoiseImages(size=shape),
+            "local_redundancy_next_task": self._current,
+        }
+        self._estimators: dict[str, fastlr.LocalRedundancy] = {}
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if the next task's images are needed."""
+        return "local_redundancy_next_task" in self.options.measures
+
+    def due(self, number: int) -> bool:
+        """Return True if measures are taken after task ``number`` (-1: before the first)."""
+        return (number + 1) % self.options.measure_every == 0
+
+    def measure(self, task: Task, following: Task | None, number: int) -> tuple[dict[str, Any], dict[str, float]]:
+        """Take the measures of the model as it is.
+
+        Args:
+            task: The one just learned: its training images serve the measures on real data.
+            following: The next one, for local_redundancy_next_task.
+            number: Of the task just learned, which decides the images chosen; -1: before the first.
+
+        Returns:
+            Records by name, and seconds by name; measures that share a pass have one time, under their names joined by "+".
+
+        Raises:
+            ModelError: A measure is not defined for this model, named.
+            NonFiniteError: A measure is not finite and on_nan is "stop" (else its value is None).
+        """
+        records: dict[str, Any] = {}
+        seconds: dict[str, float] = {}
+        for names, compute in self._passes(task, following, number):
+            began = clock(self.trainer.device)
+            records |= self._taken(names, compute, number)
+            seconds["+".join(names)] = clock(self.trainer.device) - began
+        return {name: records[name] for name in self.options.measures}, seconds
+
+    def _taken(self, names: list[str], compute: _Compute, number: int) -> dict[str, dict[str, Any]]:
+        """Take the measures of a pass; where it fails, each by itself, so that only those are missing that cannot be taken."""
+        try:
+            return compute(names)
+        except ModelError as error:
+            if len(names) > 1:
+                return {name: self._taken([name], compute, number)[name] for name in names}
+            if not isinstance(error, NonFiniteError):
+                raise ModelError(f"{names[0]}: {error}; or leave it out by --set measures=...") from error
+            if self.options.on_nan == "stop":
+                raise NonFiniteError(f"after task {number}: {names[0]}: {error}") from error
+            return {names[0]: {"value": None, "stderr": None, "definition": "", "error": str(error)}}
+
+    def _passes(self, task: Task, following: Task | None, number: int) -> Iterator[tuple[list[str], _Compute]]:
+        """Yield the measures that are asked for, those together that share a pass: (names, names -> records)."""
+        wanted, model = self.options.measures, self.trainer.model
+        for name in REDUNDANCIES:
+            if name in wanted:
+                yield [name], lambda names: {names[0]: self._redundancy(names[0], following)}
+        if "weight_norm" in wanted:
+            yield ["weight_norm"], lambda names: {names[0]: _record(metrics.weight_norm(model))}
+        if "distance_from_init" in wanted:
+            distance = metrics.distance_from_init
+            yield ["distance_from_init"], lambda names: {names[0]: _record(distance(model, self.initial))}
+        passes = [known for known in OF_TRAINING if not known.keys().isdisjoint(wanted)]
+        if passes:
+            x, y = self._training_images(task, number)
+        for known in passes:
+
+            def compute(names: list[str], known: dict[str, str] = known) -> dict[str, dict[str, Any]]:
+                with self.trainer.autocast():
+                    images: dict[str, Any] = {"x": x, "y": y, "loss": F.cross_entropy, "tau": self.options.tau}
+                    found = metrics.measures(model, [known[name] for name in names], **images)
+                return {name: _record(found[known[name]]) for name in names}
+
+            yield [name for name in wanted if name in known], compute
+
+    def _training_images(self, task: Task, number: int) -> tuple[Tensor, Tensor]:
+        """Training images of the task drawn without replacement, and their labels."""
+        generator = torch.Generator().manual_seed(stream_seed(self.options.seed, "measure", number))
+        rows = torch.randperm(len(task.train_y), generator=generator)[: self.options.measure_images]
+        rows = rows.to(task.train_y.device)
+        return self.trainer.as_input(self.trainer.normalised(take(task.train_x, rows))), task.train_y[rows]
+
+    def _redundancy(self, name: str, following: Task | None) -> dict[str, Any]:
+        n = self.options.redundancy_n
+        if name == "local_redundancy_next_task":
+            assert following is not None
+            n = min(n, self._fewest)
+            order = torch.randperm(len(following.train_y), generator=torch.Generator().manual_seed(0))[:n]
+            self._current.images = take(following.train_x, order.to(following.train_x.device))
+        if name not in self._estimators:
+            size = self.options.redundancy_batch or self.chunks.get(name)
+            self._estimators[name] = fastlr.LocalRedundancy(
+                self.trainer.model,
+                self._inputs[name],
+                n,
+                probe=self.options.redundancy_probe,
+                seed=self.options.seed,
+                dtype=self.trainer.autocast_dtype,
+                batch_size=size,
+                progress=False,
+            )
+        with apart():  # so that the ranks of a run go on after a value that is not finite
+            estimate = self._estimators[name].measure()
+        self.chunks[name] = estimate.batch_size
+        return redundancy_record(estimate, REDUNDANCIES[name])
+
+
+def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
+    """Return the record of a measurement of local redundancy.
+
+    Args:
+        estimate: The measurement.
+        inputs: What it was measured on, in words.
+    """
+    return {
+        "value": estimate.value,
+        "stderr": None if math.isnan(estimate.stderr) else estimate.stderr,
+        "definition": _LR.format(n=estimate.n, inputs=inputs),
+        "n": estimate.n,
+        "probe": estimate.probe,
+        "per_parameter": {key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()},
+    }
+
+
+def _record(measure: metrics.Measure) -> dict[str, Any]:
+    return {"stderr": None, **measure.to_dict()}

@@ -1,0 +1,256 @@
+"""Options and presets of the continual-learning driver."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fastlr.errors import InputError
+from fastlr.experiments.runs.options import differences, option
+from fastlr.experiments.training.options import TrainingOptions
+from fastlr.experiments.training.steps import StepMode
+
+MEASURES = (
+    "local_redundancy",
+    "local_redundancy_noise",
+    "local_redundancy_next_task",
+    "weight_norm",
+    "distance_from_init",
+    "dormant_ratio",
+    "dormant_ratio_tau",
+    "train_grad_norm",
+    "batch_grad_norm",
+    "effective_rank",
+    "srank",
+    "feature_rank",
+)
+RANDOM_LABELS, SYNTHETIC = "random-labels", "synthetic"  # data that need no store
+RANDOM_DIGITS, PERMUTED_DIGITS = "random-labels-digits", "permuted-digits"
+MEMORISED = (RANDOM_LABELS, RANDOM_DIGITS)  # with labels that only memory knows
+OF_THE_ABLATION = ("local_redundancy_noise", "local_redundancy_next_task")  # the paper's Table 4
+OF_THE_TABLES = ("local_redundancy", "weight_norm", "distance_from_init", "dormant_ratio", "train_grad_norm")  # 1, 2, 5
+INTERVENTIONS = tuple(  # options of which a report compares the values
+    "model_kwargs norm head_reset optimiser_state weight_decay shrink perturb reset_every reset_layers l2_init "
+    "redundancy_floor floor_strength floor_images cbp_rate cbp_maturity cbp_decay cbp_transfer replay_images replay_share "
+    "ewc ewc_decay ewc_images".split()
+)
+WITHOUT_ABLATION = tuple(name for name in MEASURES if name not in OF_THE_ABLATION)
+
+
+@dataclasses.dataclass(frozen=True)
+class ContinualOptions(TrainingOptions):
+    """Options of ``fastlr continual``; the defaults are the preset ``paper``. Those of all drivers: `TrainingOptions`.
+
+    Attributes:
+        model: Name for `fastlr.models.load_model`: torchvision's, timm's, or ``package.module:function``. It is made with
+            ``num_classes``, as many as a task has classes.
+        model_kwargs: Further arguments of the model, a JSON object.
+        data: Folder of an image store, ``synthetic`` for `synthetic_store` with ``synthetic_classes``, or ``random-labels``
+            for `fastlr.experiments.data.RandomLabels` with ``random_images`` and ``random_classes``;
+            ``random-labels-digits`` is the same on handwritten digits, ``permuted-digits``
+            `fastlr.experiments.data.PermutedDigits` (both of scikit-learn).
+        synthetic_classes: Their number (32 x 32, 200 training and 50 test images each).
+        random_images: Training images of every task of random labels or permuted digits.
+        random_classes: Of every task of random labels; of digits 10, of other tasks two.
+        tasks: How many, in all.
+        optimiser: ``adamw`` or ``sgd``.
+        learning_rate: Of either.
+        weight_decay: Decoupled for AdamW, in the gradient for SGD.
+        momentum: Of SGD.
+        optimiser_state: ``kept`` from task to task, or ``reset`` at the start of each.
+        epochs: Passes over a task's training images.
+        flip: Mirror each training image with probability 1/2 (neither paper says that it does).
+        head_reset: Set the last linear layer to zero at the start of each task, as Dohare et al. do.
+        norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place (see
+            `fastlr.experiments.continual.interventions`, as for those that follow).
+        shrink: Multiply every parameter by it at the start of each task after the first; 1: off.
+        perturb: Then add normal noise of this standard deviation; 0: off.
+        reset_every: Periodic resets: before every so many tasks the last layers begin anew; 0: off.
+        reset_layers: How many layers that have a weight matrix, with all that is defined after them; 0: the whole network.
+        l2_init: Strength of L2 regularisation towards initialisation; 0: off. Not in the recorded train_loss.
+        redundancy_floor: Penalty that holds local redundancy (nats) at this value where it falls below; 0: off. Not in
+            train_loss. It differentiates local redundancy on shapes in every step, and needs eager steps.
+        floor_strength: Of the penalty ``floor_strength * log(redundancy_floor / running mean)``.
+        floor_images: Synthetic images a step.
+        cbp_rate: Continual backprop: the share of each layer's mature units that is replaced in a step; 0: off. Dohare et
+            al. take 3e-4 for ``dohare32``.
+        cbp_maturity: Steps after which a unit is mature.
+        cbp_decay: Of the running means of contribution utility and activation.
+        cbp_transfer: Let the mean contribution of a replaced unit go to the bias of what reads it; ``no``: as in Nature.
+        replay_images: Images of earlier tasks in the memory of experience replay, each with the label of its task; 0: off.
+        replay_share: Of each batch that is drawn from the memory.
+        ewc: Strength lambda of elastic weight consolidation, ``lambda / 2 F (theta - theta*)^2``; 0: off. Not in train_loss.
+        ewc_decay: By which the Fisher information of earlier tasks is multiplied after each task.
+        ewc_images: Of each task, for its Fisher information: one forward and backward pass each.
+        layout: Of images, activations and weights in memory: ``channels-last``, with which a step on a CPU takes less time for
+            most networks, or ``contiguous`` (ResNet-18 on 32 x 32 and 64 x 64 images: 0.93 of the time on one core; ConvNet:
+            1.18; MobileNetV3-Large: 1.2 to 1.3; ResNet-50: 1.3). It changes the last bits.
+        step: How a training step runs: ``eager``; ``graph``, replayed as a CUDA graph; ``compile``, the model compiled by
+            `torch.compile` (on a GPU replayed too); ``auto``: ``graph`` on a GPU, else ``eager``. The records say which.
+        on_nan: A loss that is not finite: ``stop`` with an error, or ``skip`` the task, going on from before it.
+        measures: Which, with commas.
+        measure_every: Measure after every k-th task (and before the first).
+        redundancy_n: Synthetic images of local redundancy; the same ones at every measurement.
+        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does; ``rademacher`` has the same
+            expectation and less variance; ``exact`` enumerates them.
+        redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement, then kept.
+        measure_images: Training images of the task just learned for the measures of activations and gradients.
+        tau: Threshold of dormant_ratio_tau.
+    """
+
+    model: str = "mobilenet_v3_large"
+    model_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    data: str = ""
+    synthetic_classes: int = option(8, at_least=2)
+    random_images: int = option(256, at_least=2)
+    random_classes: int = option(10, at_least=2)
+    tasks: int = option(3000, at_least=1)
+    optimiser: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = option(1e-3, positive=True)
+    weight_decay: float = option(0.01, at_least=0)
+    momentum: float = option(0.0, at_least=0)
+    optimiser_state: Literal["kept", "reset"] = "kept"
+    epochs: int = option(100, at_least=1)
+    flip: bool = False
+    head_reset: bool = False
+    norm: Literal["batch", "layer"] = "batch"
+    shrink: float = option(1.0, at_least=0)
+    perturb: float = option(0.0, at_least=0)
+    reset_every: int = option(0, at_least=0)
+    reset_layers: int = option(1, at_least=0)
+    l2_init: float = option(0.0, at_least=0)
+    redundancy_floor: float = option(0.0, at_least=0)
+    floor_strength: float = option(0.1, at_least=0)
+    floor_images: int = option(32, at_least=1)
+    cbp_rate: float = option(0.0, at_least=0, at_most=1)
+    cbp_maturity: int = option(100, at_least=0)
+    cbp_decay: float = option(0.99, at_least=0, below=1)
+    cbp_transfer: bool = True
+    replay_images: int = option(0, at_least=0)
+    replay_share: float = option(0.5, positive=True, below=1, hint="replay_images=0 turns replay off")
+    ewc: float = option(0.0, at_least=0)
+    ewc_decay: float = option(0.95, at_least=0, at_most=1)
+    ewc_images: int = option(200, at_least=1)
+    layout: Literal["channels-last", "contiguous"] = "channels-last"
+    step: StepMode = "auto"
+    on_nan: Literal["stop", "skip"] = "stop"
+    measures: tuple[str, ...] = option(MEASURES, known=MEASURES)
+    measure_every: int = option(1, at_least=1)
+    redundancy_n: int = option(5000, at_least=1)
+    redundancy_probe: Literal["sampled", "rademacher", "exact"] = "sampled"
+    redundancy_batch: int = option(0, at_least=0)
+    measure_images: int = option(256, at_least=2)
+    tau: float = option(0.1, at_least=0)
+
+    def __post_init__(self) -> None:
+        """Check what the types do not say."""
+        super().__post_init__()
+        for name in ("cbp_rate", "ewc"):
+            if self.dtype == "bf16-weights" and getattr(self, name):
+                raise InputError(
+                    f"{name} keeps running means of which bfloat16 would lose most: choose dtype=bf16, or {name}=0"
+                )
+
+    @property
+    def classes(self) -> int:
+        """Classes of a task."""
+        return {PERMUTED_DIGITS: 10, **dict.fromkeys(MEMORISED, self.random_classes)}.get(self.data, 2)
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    # The run of the paper's Table 5: fewer tasks, and the measures of that table alone.
+    "table5": {"tasks": 500, "measures": OF_THE_TABLES},
+    # Dohare et al. 2024, lop/imagenet/cfg/bp.json and lop/imagenet/single_expr.py. Their step sizes are .01, .001, .0001.
+    "dohare32": {
+        "model": "fastlr.models.convnet:ConvNet",
+        "tasks": 2000,
+        "dtype": "fp32",
+        "optimiser": "sgd",
+        "learning_rate": 0.01,
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+        "batch_size": 100,
+        "norm_batch": 0,
+        "epochs": 250,
+        "head_reset": True,
+        "measures": WITHOUT_ABLATION,
+        "redundancy_probe": "rademacher",
+    },
+    # Tiny ImageNet at 64 x 64 on two CPU cores.
+    "tiny": {
+        "model": "fastlr.models.convnet:ConvNet",
+        "model_kwargs": {"size": 64},
+        "tasks": 30,
+        "dtype": "fp32",
+        "batch_size": 128,
+        "norm_batch": 0,
+        "epochs": 10,
+        "measures": WITHOUT_ABLATION,
+        "redundancy_n": 1000,
+        "redundancy_probe": "rademacher",
+    },
+    # Its tables in some ten minutes a run on one CPU core: Tiny ImageNet at 32 x 32.
+    "small": {
+        "model": "fastlr.models.convnet:ConvNet",
+        "tasks": 200,
+        "device": "cpu",
+        "threads": 1,
+        "dtype": "fp32",
+        "batch_size": 128,
+        "norm_batch": 0,
+        "epochs": 10,
+        "measures": (*OF_THE_ABLATION, *OF_THE_TABLES),
+        "redundancy_n": 500,
+        "redundancy_probe": "rademacher",
+        "redundancy_batch": 250,
+    },
+    # Half a minute on one CPU core, without any data: a network that loses its plasticity.
+    "demo": {
+        "model": "fastlr.models.mlp:MLP",
+        "data": RANDOM_LABELS,
+        "tasks": 200,
+        "device": "cpu",
+        "threads": 1,
+        "dtype": "fp32",
+        "learning_rate": 3e-3,
+        "optimiser_state": "reset",
+        "batch_size": 32,
+        "norm_batch": 0,
+        "epochs": 20,
+        "measures": WITHOUT_ABLATION,
+        "redundancy_n": 512,
+        "redundancy_probe": "rademacher",
+        "redundancy_batch": 512,
+    },
+}
+
+# Options that change no number, or only its last bits, or are reported in their own place; tau is of no measure of the paper.
+_NO_MATTER = set("seed device threads layout step on_nan redundancy_batch measures tau data synthetic_classes".split())
+_NO_MATTER |= {"random_images", "random_classes", "reduce_dtype", "batch_norm_updates"}
+_PAPER_IMAGES = {"images": "ImageNet's", "classes": 1000, "size": 224, "resize": "squash"}
+
+
+def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int) -> list[str]:
+    """Say in what a run differs from the paper's, each as "NAME VALUE for PAPER'S".
+
+    Args:
+        options: Of the run.
+        data: What ``config.json`` says of its data; older runs do not say ``resize``, which was ``crop``, and that of data
+            which nobody has resized is None.
+        tasks: Those that it has done.
+
+    Example:
+        >>> data = {"classes": 60, "size": 224, "resize": "crop"}
+        >>> substitutions(ContinualOptions(epochs=10), data, 500)
+        ['tasks 500 for 3000 (500 in Table 5)', 'epochs 10 for 100', 'classes 60 for 1000', 'resize crop for squash']
+    """
+    paper = {**vars(ContinualOptions()), **_PAPER_IMAGES}
+    if options.data in (*MEMORISED, PERMUTED_DIGITS, SYNTHETIC):
+        actual: dict[str, Any] = {"images": options.data}
+    else:
+        given = {"resize": "crop", **data}
+        actual = {key: given[key] for key in ("classes", "size", "resize") if given.get(key) is not None}
+    texts = differences({**vars(options), "tasks": tasks, **actual}, paper, _NO_MATTER)
+    return [f"{text} (500 in Table 5)" if text.startswith("tasks 500 ") else text for text in texts]

@@ -1,0 +1,221 @@
+"""The tables beside Table 1: forgetting by blocks of tasks, what each measure costs, how estimates agree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastlr.experiments.continual.records import Run
+from fastlr.experiments.runs.records import Array, finite
+from fastlr.experiments.statistics.bootstrap import block_length, block_weights, interval, mean_error
+from fastlr.experiments.statistics.correlation import constant, correlation
+
+REFERENCE = "local_redundancy_next_task"
+SHAPES = "local_redundancy"
+INPUTS = {  # what each estimate is taken on
+    SHAPES: "shapes",
+    "local_redundancy_noise": "Gaussian noise",
+    "local_redundancy_series": "Gaussian series",
+    REFERENCE: "next task's real images",
+    "local_redundancy_real": "real inputs",
+}
+FEWEST_FOR_ERROR = 91  # boundaries: four blocks
+
+
+@dataclass(frozen=True)
+class ForgettingBlock:
+    """Mean forgetting over the tasks ``first`` .. ``last`` (``last`` included), of all runs.
+
+    Attributes:
+        first: First task.
+        last: Last task.
+        n: Tasks that count: those with an accuracy right after training and after the next task.
+        right_after: Mean accuracy right after training on the task.
+        one_later: Mean accuracy on the same images after the next task.
+        mean: Mean of their difference; positive is forgetting.
+        stderr: Its standard error: by blocks of 30 tasks from 60 tasks on, else sd / sqrt(n); runs are independent.
+    """
+
+    first: int
+    last: int
+    n: int
+    right_after: float
+    one_later: float
+    mean: float
+    stderr: float
+
+
+def forgetting_by_blocks(runs: Sequence[Run], blocks: int = 10) -> list[ForgettingBlock]:
+    """Return the forgetting of all tasks, then of at most ``blocks`` stretches of equal length of at least 10 tasks.
+
+    Forgetting of task t is its accuracy right after training on it minus its accuracy after task t + 1.
+    """
+    longest = max(len(run) for run in runs)
+    size = max(10, -(-longest // blocks))
+    stretches = [(0, longest)] + [(start, min(start + size, longest)) for start in range(0, longest, size)]
+    if len(stretches) == 2:
+        stretches = stretches[:1]
+    result = []
+    for start, stop in stretches:
+        lost = [run.forgetting[start:stop] for run in runs]
+        accuracies = [run.accuracy[start:stop][np.isfinite(values)] for run, values in zip(runs, lost)]
+        lost = [finite(values) for values in lost]
+        n = sum(map(len, lost))
+        if not n:
+            continue
+        right_after, mean = float(np.concatenate(accuracies).mean()), float(np.concatenate(lost).mean())
+        variance = sum((len(values) / n * mean_error(values)) ** 2 for values in lost if len(values))  # NaN stays NaN
+        result.append(ForgettingBlock(start, stop - 1, n, right_after, right_after - mean, mean, math.sqrt(variance)))
+    return result
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of "train", "evaluate" or a measure, as timed within the runs.
+
+    Attributes:
+        name: What was timed.
+        n: Tasks at which it was.
+        total: Seconds, of all runs.
+        mean: Seconds a task, over those at which it was timed.
+        median: The same; first calls (planning, compiling) do not move it.
+        share: Total over the seconds of training of all tasks of the same runs; NaN without them.
+    """
+
+    name: str
+    n: int
+    total: float
+    mean: float
+    median: float
+    share: float
+
+
+def costs(runs: Sequence[Run]) -> list[Cost]:
+    """Return what was timed: "train", then the measures from the dearest to the cheapest, "evaluate" among them.
+
+    Source: paper, appendix A.5, Table 5.
+    """
+    names = list(dict.fromkeys(name for run in runs for name in run.timed))
+    result = []
+    for name in names:
+        timed = [run for run in runs if name in run.timed]
+        by_task = np.concatenate([finite(run.seconds(name)) for run in timed])
+        if not len(by_task):
+            continue
+        training = sum(float(finite(run.seconds("train")).sum()) for run in timed)
+        total = float(by_task.sum())
+        share = total / training if training > 0 else math.nan
+        result.append(Cost(name, len(by_task), total, float(by_task.mean()), float(np.median(by_task)), share))
+    return sorted(result, key=lambda cost: (cost.name != "train", -cost.total))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How closely an estimate follows a reference over the boundaries at which both were taken.
+
+    With x the estimate and y the reference; several runs: the mean of the runs' values, weighted by boundaries.
+
+    Attributes:
+        measure: Name of the estimate.
+        transform: "raw" or "log".
+        r: Pearson's correlation of x and y (no trend removed, as in the paper).
+        stderr: Its standard error by block bootstrap; NaN below 91 boundaries.
+        r_squared: r * r, the R^2 of the best straight line through the points.
+        identity: 1 - sum (x - y)^2 / sum (y - mean y)^2, the R^2 of the line x = y; negative when the mean of y would
+            be a better guess than x.
+        squared_error: Mean of (x - y)^2, of the values or of their natural logarithms as ``transform`` says.
+        mse: The same after each series is brought to mean 0 and standard deviation 1: 2 (1 - r).
+        ratio: Geometric mean of x / y: how many times too large.
+        n: Boundaries.
+    """
+
+    measure: str
+    transform: str
+    r: float
+    stderr: float
+    r_squared: float
+    identity: float
+    mse: float
+    ratio: float
+    n: int
+    squared_error: float
+
+
+def agreement(
+    runs: Sequence[Run],
+    reference: str = REFERENCE,
+    candidates: Sequence[str] | None = None,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> list[Agreement]:
+    """Hold estimates on synthetic inputs to the one on real images of the next task.
+
+    Args:
+        runs: Runs without the reference are left out.
+        reference: Name of the reference measure.
+        candidates: Names; None takes local_redundancy (shapes) and all local_redundancy_* that were recorded.
+        resamples: Of the bootstrap behind the standard error.
+        seed: Of the bootstrap.
+
+    Returns:
+        Each candidate, raw and as logarithms; empty if the reference was not recorded.
+
+    Source: paper, appendix A.4, Table 4, which gives no definitions of R^2 and MSE.
+    """
+    runs = [run for run in runs if reference in run.measures]
+    if candidates is None:
+        names = dict.fromkeys(name for run in runs for name in run.measures)
+        candidates = [n for n in names if n == SHAPES or (n.startswith(f"{SHAPES}_") and n != reference)]
+    result = []
+    for name in candidates:
+        series = [(run.measure(name), run.measure(reference)) for run in runs]
+        for transform in ("raw", "log"):
+            pairs = []
+            for x, y in series:
+                if transform == "log":
+                    x, y = _log(x), _log(y)
+                known = np.isfinite(x) & np.isfinite(y)
+                if known.sum() >= 3 and not constant(x[known]) and not constant(y[known]):
+                    pairs.append((x[known], y[known]))
+            if pairs:
+                result.append(_agree(name, transform, pairs, resamples, seed))
+    return result
+
+
+def _agree(name: str, transform: str, pairs: list[tuple[Array, Array]], resamples: int, seed: int) -> Agreement:
+    n = sum(len(x) for x, _ in pairs)
+    shares = [len(x) / n for x, _ in pairs]
+
+    def mean(values: list[float]) -> float:
+        return sum(share * value for share, value in zip(shares, values))
+
+    r = mean([correlation("pearson", x, y) for x, y in pairs])
+    identity = mean([1 - float(((x - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()) for x, y in pairs])
+    squared = mean([float(((x - y) ** 2).mean()) for x, y in pairs])
+    logs = pairs if transform == "log" else [(_log(x), _log(y)) for x, y in pairs]
+    ratio = math.exp(mean([float((x - y).mean()) for x, y in logs]))
+    error = _error(r, pairs, shares, resamples, seed)
+    return Agreement(name, transform, r, error, r * r, identity, 2 * (1 - r), ratio, n, squared)
+
+
+def _error(r: float, pairs: list[tuple[Array, Array]], shares: list[float], resamples: int, seed: int) -> float:
+    if min(len(x) for x, _ in pairs) < FEWEST_FOR_ERROR:
+        return math.nan
+    replicates, blocks = np.zeros(resamples), 0
+    for index, ((x, y), share) in enumerate(zip(pairs, shares)):
+        length = min(block_length(len(x)), len(x) // 2)
+        weights = block_weights(len(x), length, resamples, np.random.default_rng([seed, index]))
+        x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
+        mx, my, xx, yy, xy = (weights @ np.stack([x, y, x * x, y * y, x * y], axis=1)).T / len(x)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            replicates += share * (xy - mx * my) / np.sqrt((xx - mx**2) * (yy - my**2))
+        blocks += -(-len(x) // length)
+    return interval(r, replicates, blocks, len(pairs)).stderr
+
+
+def _log(values: Array) -> Array:
+    return np.log(np.where(values > 0, values, np.nan))

@@ -1,0 +1,319 @@
+"""The tables of a continual run, from the analysis: text cells, with every definition stated below its table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+
+from fastlr.display.sheets import DASH, Columns, Sheet, shown
+from fastlr.display.tables import pm
+from fastlr.experiments.continual.association import KINDS, TRANSFORMS, Correlation, TooShort
+from fastlr.experiments.continual.experiment import DRIVER
+from fastlr.experiments.continual.options import substitutions
+from fastlr.experiments.continual.records import Run
+from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR, INPUTS, Agreement, Cost, ForgettingBlock
+from fastlr.experiments.runs.options import not_as_in_the_paper
+from fastlr.experiments.runs.records import as_dict, finite
+from fastlr.experiments.statistics.bootstrap import SHORTEST_BLOCK
+from fastlr.experiments.training.options import training_text
+
+LABELS = {
+    "local_redundancy": "local redundancy",
+    "local_redundancy_noise": "LR on noise",
+    "local_redundancy_next_task": "LR on next task",
+    "distance_from_init": "distance from init",
+    "weight_norm": "weight norm",
+    "dormant_ratio": "dormant ratio",
+    "dormant_ratio_tau": "dormant ratio tau",
+    "train_grad_norm": "training grad norm",
+    "batch_grad_norm": "batch grad norm",
+    "effective_rank": "effective rank",
+    "srank": "srank",
+    "feature_rank": "feature rank",
+    "train": "training",
+    "evaluate": "evaluation",
+}
+_METHODS = {"pearson": "r", "spearman": "rho"}
+_SHORT = {"semi-partial": "semi", "partial": "partial"}
+NUMBERS = {"future accuracy": 1, "forgetting": 2}  # of the paper's tables
+TARGET_LABELS = {"future accuracy": "accuracy of the next 10 tasks", "forgetting": "forgetting"}
+_DEFINITIONS = {
+    "future accuracy": "the mean accuracy of the next 10 tasks",
+    "forgetting": "forgetting (of this task by the next)",
+}
+_TRANSFORMS = {"raw": "raw measures", "log": "logarithms of the measures"}
+NOT_RECORDED = (
+    "The runs have no local redundancy on the next task's images (measure local_redundancy_next_task), or it and "
+    "another estimate do not both vary: no ablation table."
+)
+
+
+def setting(runs: Sequence[Run]) -> tuple[str, ...]:
+    """The options in which runs are not as in the paper, a sentence for those that have the same."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for run in runs:
+        if run.options:
+            changes = substitutions(DRIVER.options_of(run.options), as_dict(run.config, "data"), len(run.tasks))
+        else:
+            changes = ["not known, as the run has no configuration"]
+        alike.setdefault(tuple(changes), []).append(run.name)
+    return tuple(
+        not_as_in_the_paper(changes, ", ".join(names) if len(alike) > 1 else "") for changes, names in alike.items()
+    )
+
+
+def with_setting(sheets: Sequence[Sheet], runs: Sequence[Run]) -> list[Sheet]:
+    """Return tables, with `setting` among the notes of those that the paper has too."""
+    notes = setting(runs)
+    return [replace(s, notes=(*s.notes, *notes)) if s.title.startswith("Table ") else s for s in sheets]
+
+
+def label(name: str) -> str:
+    """A measure's name in words; names joined by + are one pass that serves several.
+
+    >>> label("dormant_ratio+srank")
+    'dormant ratio + srank'
+    """
+    return " + ".join(LABELS.get(part, part.replace("_", " ")) for part in name.split("+"))
+
+
+def hundred(value: float, digits: int = 1) -> str:
+    """100 times the value; an en dash where there is none."""
+    return shown(100 * value, f"{{:.{digits}f}}")
+
+
+def order(names: Iterable[str]) -> list[str]:
+    """Distinct measures in the order of the paper's Table 1, others after them as they come."""
+    known = list(LABELS)
+    return sorted(dict.fromkeys(names), key=lambda name: known.index(name) if name in known else len(known))
+
+
+def _with_error(value: float, stderr: float) -> str:
+    return f"{hundred(value)} ± {hundred(stderr)}" if math.isfinite(value) else DASH
+
+
+def slug(target: str, suffix: str) -> str:
+    """Name for files of a table of correlations with a target."""
+    return f"{target.replace(' ', '-')}-{suffix}"
+
+
+def correlation_sheets(correlations: list[Correlation] | TooShort, target: str) -> list[Sheet]:
+    """The four tables of a target, the paper's first; one with a sentence where the runs are too short."""
+    tables: list[Sheet] = []
+    for kind, transform in product(KINDS, TRANSFORMS):
+        name = slug(target, f"{kind}-{transform}")
+        number = f"Table {NUMBERS[target]}: " if not tables else "Correlations with "  # the first is the paper's
+        title = f"{number}{TARGET_LABELS[target]}; {kind}, {_TRANSFORMS[transform]}"
+        if isinstance(correlations, TooShort):
+            return [Sheet(name, title, notes=(str(correlations),))]
+        tables.append(_correlation_sheet(correlations, name, title, target, kind, transform))
+    return tables
+
+
+def _correlation_sheet(
+    correlations: Sequence[Correlation], name: str, title: str, target: str, kind: str, transform: str
+) -> Sheet:
+    """Correlations of one kind in full: a line for Pearson's and one for Spearman's."""
+    chosen = [c for c in correlations if c.kind == kind and c.transform == transform]
+    measures = order(c.measure for c in chosen)
+    chosen.sort(key=lambda c: measures.index(c.measure))
+    known = [c for c in chosen if not c.note]
+    missing = "; ".join(dict.fromkeys(f"{label(c.measure)}: {c.note}" for c in chosen if c.note))
+    if not known:
+        return Sheet(name, title, notes=(f"No measure has a correlation. {missing}",))
+    trend = "the target alone (semi-partial, as in the paper)" if kind == "semi-partial" else "both (partial)"
+    notes = [
+        f"Each measure{' (its logarithm)' if transform == 'log' else ''} at the boundary after task t against "
+        f"{_DEFINITIONS[target]}; r is Pearson's, rho Spearman's; a line in task number is taken out of {trend}.",
+        f"s.e. and interval: moving-block bootstrap, {known[0].blocks} blocks of {known[0].length} tasks, the line "
+        "fitted anew to each resample; naive: 1/sqrt(tasks), which takes neighbouring tasks for independent; least: the "
+        "smallest correlation that would be found with probability 80 % (two-sided test at 5 %).",
+    ]
+    runs = len(known[0].per_run)
+    if runs > 1:
+        notes.append(f"Mean over {runs} runs, weighted by tasks, resampled within runs.")
+    if kind == "semi-partial":
+        notes.append(
+            "A measure that is nearly a line in task number has a semi-partial correlation near zero whatever it does "
+            "beside the line: compare the partial ones."
+        )
+    outside = [f"{label(c.measure)} ({_METHODS[c.method]})" for c in known if c.low > 0 or c.high < 0]
+    notes.append(
+        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(known)} such intervals about "
+        f"{len(known) / 20:.1f} would leave out zero by chance."
+    )
+    if known[0].blocks < 10:
+        notes.append(f"With {known[0].blocks} blocks the errors themselves are rough.")
+    if missing:
+        notes.append(f"Left out: {missing}.")
+    columns: Columns[Correlation] = {
+        "x 100": lambda c: label(c.measure) if c.method == "pearson" else "",
+        "": lambda c: _METHODS[c.method],
+        "value ± s.e.": lambda c: _with_error(c.value, c.stderr),
+        "95 % interval": lambda c: f"[{hundred(c.low)}, {hundred(c.high)}]",
+        "naive": lambda c: hundred(c.naive),
+        "least": lambda c: hundred(c.smallest),
+        "tasks": lambda c: str(c.n),
+    }
+    return Sheet.of(name, title, known, columns, notes)
+
+
+def overview_sheet(correlations: Sequence[Correlation], target: str) -> Sheet:
+    """All kinds of correlation side by side."""
+    by = {(c.measure, c.method, c.kind, c.transform): _with_error(c.value, c.stderr) for c in correlations}
+    combinations = list(product(KINDS, TRANSFORMS))
+    rows = []
+    for measure, method in product(order(c.measure for c in correlations), _METHODS):
+        cells = [by[measure, method, kind, transform] for kind, transform in combinations]
+        if set(cells) != {DASH}:
+            rows.append((label(measure) if method == "pearson" else "", _METHODS[method], *cells))
+    notes = (
+        "value ± s.e. by block bootstrap. semi: the line in task number is taken out of the target alone; partial: out "
+        "of the measure too. log: of the measure (Spearman's semi-partial does not feel it); – where it is zero at "
+        "times, constant or a straight line.",
+    )
+    columns = ("x 100", "", *(f"{_SHORT[kind]}, {transform}" for kind, transform in combinations))
+    title = f"All correlations with {TARGET_LABELS[target]}"
+    return Sheet(slug(target, "overview"), title, columns, tuple(rows), notes)
+
+
+def lead_sheet(correlations: Sequence[Correlation], target: str) -> Sheet | None:
+    """How far local redundancy leads each other measure; None where there is nothing to compare."""
+    leads = [c for c in correlations if c.transform == "raw" and math.isfinite(c.lead)]
+    if not leads:
+        return None
+    by = {(c.measure, c.kind, c.method): _with_error(c.lead, c.lead_stderr) for c in leads}
+    combinations = list(product(KINDS, _METHODS))
+    rows = [
+        (label(measure), *(by.get((measure, *combination), DASH) for combination in combinations))
+        for measure in order(c.measure for c in leads)
+    ]
+    columns = ("x 100", *(f"{_SHORT[kind]}, {_METHODS[method]}" for kind, method in combinations))
+    notes = (
+        "Local redundancy's correlation minus that of each other measure (raw), with the standard error of the "
+        "difference: both are computed on the same resamples. With a sign: a measure that falls where accuracy rises "
+        "has a negative correlation, so compare sizes in the tables above.",
+    )
+    return Sheet(slug(target, "lead"), "How far local redundancy leads", columns, tuple(rows), notes)
+
+
+def forgetting_sheet(blocks: Sequence[ForgettingBlock]) -> Sheet:
+    """Mean forgetting, of all tasks and by blocks."""
+    title = "Forgetting: what a task's accuracy loses by training on the next"
+    if not blocks:
+        return Sheet("forgetting", title, notes=("No task has an accuracy after the next one.",))
+    columns: Columns[ForgettingBlock] = {
+        "tasks": lambda b: "all tasks" if b is blocks[0] else f"{b.first} to {b.last}",
+        "n": lambda b: str(b.n),
+        "right after": lambda b: hundred(b.right_after),
+        "one later": lambda b: hundred(b.one_later),
+        "forgetting": lambda b: f"{hundred(b.mean, 2)} ± {hundred(b.stderr, 2)}",
+    }
+    note = (
+        "Per cent: accuracy on a task right after training on it, after the next task, and their "
+        f"difference (positive: forgotten) with its standard error, by blocks of {SHORTEST_BLOCK} tasks where there are "
+        "two or more, else sd/sqrt(n)."
+    )
+    return Sheet.of("forgetting", title, blocks, columns, [note])
+
+
+def cost_sheet(timed: Sequence[Cost], runs: Sequence[Run]) -> Sheet:
+    """Table 5: seconds and share of training of each measure."""
+    title = "Table 5: what each measure costs"
+    if not timed:
+        return Sheet("costs", title, notes=("The records hold no times.",))
+    columns: Columns[Cost] = {
+        "": lambda c: label(c.name),
+        "total s": lambda c: f"{c.total:.1f}",
+        "mean s": lambda c: f"{c.mean:.4f}",
+        "median s": lambda c: f"{c.median:.4f}",
+        "share": lambda c: shown(100 * c.share, "{:.2f} %"),
+        "tasks": lambda c: str(c.n),
+    }
+    devices = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
+    tasks = sum(len(run.tasks) for run in runs)
+    of_measures = sum(c.total for c in timed if c.name not in ("train", "evaluate"))
+    notes = [
+        f"A task took {sum(c.total for c in timed) / tasks:.4g} s in all, {of_measures / tasks:.4g} s of them for measures.",
+        "Timed within the run: seconds in all, their mean and median a task, and their share of the seconds of training "
+        "(first row). The first call plans and compiles: it is in the total and the mean, not in the median. Measures "
+        "joined by + share one pass: each of them alone costs at most as much.",
+        f"On {devices}." if devices else "",
+    ]
+    return Sheet.of("costs", title, timed, columns, notes)
+
+
+def runs_sheet(runs: Sequence[Run]) -> Sheet:
+    """The runs: their tasks, gaps and accuracy at both ends."""
+
+    def end(run: Run, last: bool) -> str:
+        accuracy = finite(run.accuracy)
+        tenth = max(1, len(accuracy) // 10)
+        values = accuracy[-tenth:] if last else accuracy[:tenth]
+        return hundred(float(values.mean())) if len(values) else DASH
+
+    columns: Columns[Run] = {
+        "run": lambda run: run.name,
+        "tasks": lambda run: str(len(run.tasks)),
+        "skipped": lambda run: str(len(run.skipped)),
+        "resumed": lambda run: str(len(run.resumed)),
+        "first 10th %": lambda run: end(run, last=False),
+        "last 10th %": lambda run: end(run, last=True),
+    }
+    note = f"Accuracy on {runs[0].tested_on} right after training on a task: mean of the first and the last tenth."
+    return Sheet.of("runs", "Runs", runs, columns, [note, *dict.fromkeys(map(training_text, runs))])
+
+
+def definitions_sheet(runs: Sequence[Run]) -> Sheet:
+    """The definition of each measure, in the words of the records."""
+
+    def definition(name: str) -> str:
+        return " / ".join(dict.fromkeys(text for run in runs if (text := run.definition(name)))) or DASH
+
+    names = order(name for run in runs for name in run.measures)
+    return Sheet.of("definitions", "What the measures are", names, {"measure": label, "definition": definition})
+
+
+def ablation_sheet(
+    agreements: Sequence[Agreement],
+    real: str = "real images of the next task",
+    at: str = "boundaries",
+    none: str = NOT_RECORDED,
+    notes: Sequence[str] = (),
+) -> Sheet:
+    """Table 4: estimates on synthetic inputs against the one on real inputs.
+
+    Args:
+        agreements: From `fastlr.experiments.continual.agreement`.
+        real: What the real inputs are.
+        at: Where both were measured.
+        none: What to say if there is nothing to compare.
+        notes: Further notes.
+    """
+    title = f"Table 4: synthetic inputs against {real}"
+    if not agreements:
+        return Sheet("ablation", title, notes=(none, *notes))
+    columns: Columns[Agreement] = {
+        "inputs": lambda a: INPUTS.get(a.measure, a.measure) if a.transform == "raw" else "",
+        "": lambda a: a.transform,  # what r and MSE are of
+        "Pearson r": lambda a: pm(a.r, a.stderr) if math.isfinite(a.stderr) else f"{a.r:.3f}",
+        "r^2": lambda a: f"{a.r_squared:.3f}",
+        "R2 x = y": lambda a: f"{a.identity:.4g}",
+        "MSE": lambda a: f"{a.squared_error:.3g}",
+        "MSE std.": lambda a: f"{a.mse:.3f}",
+        "x / y": lambda a: f"{a.ratio:.3g}",
+        "n": lambda a: str(a.n),
+    }
+    definitions = (
+        f"x: local redundancy on the synthetic inputs, y: on {real}, at the same {at}. raw: the values "
+        "as they are; log: their natural logarithms. No trend is removed.",
+        "The paper (Table 4) does not define R^2 and MSE; ours: r^2 is Pearson's r squared, the share of y's variance "
+        "that the best straight line in x explains; R2 x = y is 1 - sum (x - y)^2 / sum (y - mean y)^2, negative "
+        "where the mean of y would be the better guess; MSE is the mean of (x - y)^2, of the raw values and of their "
+        "logarithms; MSE std. that after each series is brought to mean 0 and standard deviation 1, which is 2 (1 - r) and "
+        "cannot be the paper's (2.474 at r = 0.847); x / y is the geometric mean of the ratio. s.e. of r: "
+        f"block bootstrap, from {FEWEST_FOR_ERROR} {at} on.",
+    )
+    return Sheet.of("ablation", title, agreements, columns, [*definitions, *notes])

@@ -1,0 +1,255 @@
+"""Decode the images of one class and write them into the store: the work of one process of ``fastlr data prepare``.
+
+This file imports nothing of fastlr, because a worker process loads it by itself: it then starts in a tenth of a second
+and holds no copy of torch. See `main`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import runpy
+import sys
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image
+
+CHANNELS = 3
+SPLITS = ("train", "test")
+RULES = {  # how an image is brought to the size of a store
+    "squash": "RGB (Pillow's convert); both sides resized to the size whatever their ratio, bilinear with antialiasing (as "
+    "torchvision's Resize to a pair on PIL images); an image that has the size already is copied as it is",
+    "crop": "RGB (Pillow's convert); shorter side resized to the size, bilinear with antialiasing, then centre crop (as "
+    "torchvision's Resize and CenterCrop on PIL images); an image that has the size already is copied as it is",
+}
+_BUFFER = 4 << 20  # bytes read or written at a time
+_EVERY = 32  # images between two reports
+MAX_FILE_MB = 512  # of one file of the source, unpacked: 700 images of 3 x 480 x 480 in a .npy file
+
+Job = dict[str, Any]
+
+
+class SourceError(Exception):
+    """The source cannot be read or is not what it was when it was listed; the message names the file."""
+
+
+def to_pixels(image: Image.Image, size: int, resize: str) -> np.ndarray:
+    """Return ``image`` as uint8 ``[size, size, 3]`` by one of :data:`RULES`."""
+    if image.mode.startswith("I;16"):  # Pillow's convert would clip 16-bit grey at 255
+        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} (32 bits) have no fixed range")
+    image = image.convert("RGB")
+    width, height = image.size
+    if resize == "squash" and (width, height) != (size, size):
+        image = image.resize((size, size), Image.Resampling.BILINEAR)
+    elif (width, height) != (size, size):
+        if min(width, height) != size:
+            long = int(size * max(width, height) / min(width, height))
+            width, height = (size, long) if width <= height else (long, size)
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        left, top = int(round((width - size) / 2.0)), int(round((height - size) / 2.0))
+        image = image.crop((left, top, left + size, top + size))
+    return np.asarray(image)
+
+
+def decode(data: bytes, size: int, resize: str) -> np.ndarray:
+    """Decode the bytes of an image file to uint8 ``[size, size, 3]``; any exception means that the file is corrupt."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # odd metadata, palettes with transparency, very large images
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            return to_pixels(image, size, resize)
+
+
+def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
+    """Return the bytes of a file, for an archive as it declares them; SourceError if they are more than the limit."""
+    size = open_zip(root).getinfo(name).file_size if zipped else os.stat(os.path.join(root, name)).st_size
+    if size > limit_mb * 1e6:
+        raise SourceError(
+            f"{name} of {root} has {size / 1e6:,.1f} MB{' unpacked' * zipped}, and the limit is {limit_mb:g} MB: give a "
+            "greater --max-file-mb if it is to be read"
+        )
+    return size
+
+
+def read_bytes(root: str, zipped: bool, name: str, limit_mb: float) -> bytes:
+    """Return the bytes of the file ``name`` under the folder or in the zip archive ``root``.
+
+    No more than the declared size is unpacked, so an archive that declares less than it holds takes no memory either.
+
+    Raises:
+        zipfile.BadZipFile: The archive's checksum of this file fails (the file is corrupt, or longer than declared).
+        SourceError: It is larger than the limit, not there or cannot be read (the disk, the network or a permission;
+            not this image).
+    """
+    try:
+        size = size_within(limit_mb, root, zipped, name)
+        with open_file(root, zipped, name) as file:
+            return file.read(size)
+    except (zipfile.BadZipFile, zlib.error, EOFError):
+        raise zipfile.BadZipFile("its data in the zip archive is damaged") from None
+    except (OSError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise SourceError(f"cannot read {name} of {root}: {error}") from error
+
+
+def open_file(root: str, zipped: bool, name: str) -> BinaryIO:
+    """Open the file ``name`` under the folder or in the zip archive ``root``."""
+    if zipped:
+        return open_zip(root).open(name)  # type: ignore[return-value]
+    return open(os.path.join(root, name), "rb")
+
+
+def open_zip(path: str) -> zipfile.ZipFile:
+    """Return the opened archive; it stays open for the next image, and is opened again when the file has changed."""
+    status = os.stat(path)
+    return _open_zip(path, status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=2)
+def _open_zip(path: str, changed: int, size: int) -> zipfile.ZipFile:
+    return zipfile.ZipFile(path)
+
+
+def _read(job: Job, name: str) -> bytes:
+    return read_bytes(job["root"], job["zipped"], name, job["max_file_mb"])
+
+
+def npy_images(job: Job, name: str) -> np.ndarray:
+    """Return the ``[n, 3, H, W]`` uint8 array of a class, checked against what its header said when it was listed."""
+    try:
+        array = np.load(io.BytesIO(_read(job, name)), allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise SourceError(f"{name} of {job['root']} is no whole .npy file: {error}") from error
+    if array.dtype != np.uint8 or list(array.shape) != job["shape"]:
+        raise SourceError(
+            f"{name} of {job['root']} is {array.dtype} {list(array.shape)}, and was uint8 {job['shape']} when listed"
+        )
+    return array
+
+
+def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
+    """Yield (split, name of the image, pixels or the reason why it is corrupt) for every image of a class."""
+    size, resize = job["size"], job["resize"]
+    if job["npy"] is not None:
+        array = npy_images(job, job["npy"])
+        for row, image in enumerate(array.transpose(0, 2, 3, 1)):
+            split = SPLITS[row >= job["npy_train"]]
+            same = image.shape[:2] == (size, size)
+            pixels = image if same else to_pixels(Image.fromarray(image.copy()), size, resize)
+            yield split, f"{job['npy']}[{row}]", pixels
+        return
+    for split in SPLITS:
+        for name in job[split]:
+            try:
+                found: np.ndarray | str = decode(_read(job, name), size, resize)
+            except (SourceError, MemoryError):
+                raise
+            except Exception as error:  # a decoder may raise anything on a damaged file
+                text = " ".join(str(error).split())
+                text = text if "BytesIO" not in text else "it is no image, or of an unknown kind"
+                found = f"{type(error).__name__}: {text}"
+            yield split, name, found
+
+
+def write_class(job: Job, report: Callable[[int], None] = lambda images: None) -> dict[str, Any]:
+    """Write the images of one class into their block of the store, the training images first, and flush it to disk.
+
+    The same job gives the same bytes whenever it is done, so that a block that was interrupted is done again in place.
+    Rows that corrupt images leave free are at the end of the block, and are zero.
+
+    Args:
+        job: ``out`` (the file of the store), ``first`` and ``rows`` (the block), ``size``, ``resize``, ``root``, ``zipped`` and
+            ``max_file_mb`` (the source), ``train`` and ``test`` (names of files), or ``npy``, ``npy_train`` and ``shape``.
+        report: Called with the number of images since the last call.
+
+    Returns:
+        ``{"train": images, "test": images, "left_out": [{"file", "split", "reason"}], "sha256": of the whole block}``.
+
+    Raises:
+        SourceError: A file cannot be read.
+        OSError: The store cannot be written.
+    """
+    row_bytes = job["size"] ** 2 * CHANNELS
+    counts, left_out = dict.fromkeys(SPLITS, 0), []
+    digest, unreported = hashlib.sha256(), 0
+    with open(job["out"], "r+b", buffering=_BUFFER) as file:
+        file.seek(job["first"] * row_bytes)
+
+        def write(data: bytes) -> None:
+            file.write(data)
+            digest.update(data)
+
+        for split, name, pixels in class_images(job):
+            if isinstance(pixels, str):
+                left_out.append({"file": name, "split": split, "reason": pixels})
+            else:
+                write(pixels.tobytes())
+                counts[split] += 1
+            unreported += 1
+            if unreported == _EVERY:
+                report(unreported)
+                unreported = 0
+        for _ in range(job["rows"] - sum(counts.values())):
+            write(bytes(row_bytes))
+        file.flush()
+        os.fsync(file.fileno())
+    report(unreported)
+    return {**counts, "left_out": left_out, "sha256": digest.hexdigest()}
+
+
+def block_digest(path: str, first: int, rows: int, row_bytes: int) -> str:
+    """Return the SHA-256 of a block of rows as it is on disk ("" where the file is too short)."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=_BUFFER) as file:
+        file.seek(first * row_bytes)
+        for _ in range(rows):
+            row = file.read(row_bytes)
+            if len(row) < row_bytes:
+                return ""
+            digest.update(row)
+    return digest.hexdigest()
+
+
+def do(job: Job, report: Callable[[int], None]) -> Any:
+    """Do a job: one of `write_class`, or ``{"check": arguments of `block_digest`}``; return what it returns."""
+    return block_digest(*job["check"]) if "check" in job else write_class(job, report)
+
+
+def failure(error: BaseException) -> tuple[str, str, int | None]:
+    """Return what failed ("source", "store" or "memory"), a text, and the number of an error of the store's disk."""
+    if isinstance(error, SourceError):
+        return "source", str(error), None
+    if isinstance(error, OSError):
+        return "store", str(error), error.errno
+    return "memory", "no memory left to decode an image", None
+
+
+FAILURES = (SourceError, OSError, MemoryError)
+
+
+def main(processes: str) -> None:
+    """Do the jobs of a line on stdin, JSON pairs of a key and a job, as a process of `fastlr.experiments.runs.processes`.
+
+    Messages: ``{"done": images}`` on the way, ``{"key": key, "result": result}`` for each job; at a failure
+    ``{"failure": as `failure` returns it}``, and exit code 1.
+
+    Args:
+        processes: Path of that module.
+    """
+    jobs = json.loads(sys.stdin.readline())
+    send = runpy.run_path(processes)["attach"]()
+    try:
+        for key, job in jobs:
+            send({"key": key, "result": do(job, lambda images: send({"done": images}))})
+    except FAILURES as error:
+        send({"failure": failure(error)})
+        sys.exit(1)

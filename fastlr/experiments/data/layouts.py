@@ -1,0 +1,415 @@
+"""The classes of a source of images and the files of each, for the three layouts that fastlr reads.
+
+- ``imagenet``: ``train/<class>/*.JPEG`` and, optionally, ``val/<class>/*.JPEG``, which become the test images.
+- ``folder``: ``<class>/*.png``, the layout of torchvision's ``ImageFolder``; it has no split.
+- ``npy``: ``<class>.npy``, each uint8 ``[n, 3, H, W]``, the first 600 for training (Dohare et al., "Loss of plasticity
+  in deep continual learning", Nature 632, 2024: 700 images of 32 x 32 a class).
+
+Each can be a folder or a .zip file, which is read without unpacking it. Where there is no split, a part of each class
+is held out: the images whose names get the lowest random words, which are a function of the seed, the class's name and
+the position in the class, so a class keeps its split whatever other classes are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import unicodedata
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import torch
+from numpy.lib import format as npy_format
+
+from fastlr.errors import InputError
+from fastlr.experiments.data.decode import open_file, open_zip
+from fastlr.ops.philox import STREAMS, random_words
+
+FORMATS = ("imagenet", "folder", "npy")
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+SPLIT_STREAM = STREAMS["split"]
+_HEADER = 1 << 16  # bytes in which the header of a .npy file ends, which may say that it is of any length
+
+
+@dataclass
+class ClassFiles:
+    """The images of one class: names of files for each split, or one .npy file.
+
+    Attributes:
+        name: of the class.
+        train: files of training images, as paths below the source, sorted.
+        test: files of test images.
+        npy: the .npy file, or None.
+        shape: of its array.
+        npy_train: how many of its images, from the first, are for training.
+        first: the row of the store where the class begins.
+    """
+
+    name: str
+    train: list[str] = field(default_factory=list)
+    test: list[str] = field(default_factory=list)
+    npy: str | None = None
+    shape: list[int] | None = None
+    npy_train: int = 0
+    first: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The number of images listed: of rows in the store."""
+        return self.shape[0] if self.shape else len(self.train) + len(self.test)
+
+
+@dataclass
+class Source:
+    """A folder or zip archive with its listing.
+
+    Attributes:
+        path: of the folder or archive.
+        zipped: True for an archive.
+        prefix: folders that wrap everything ("" or with a slash at the end).
+        files: all files below the prefix, sorted; hidden ones are not listed.
+        folders: all folders below the prefix.
+        checksums: of each file, for archives.
+    """
+
+    path: Path
+    zipped: bool
+    prefix: str
+    files: list[str]
+    folders: set[str]
+    checksums: dict[str, int]
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file below the prefix."""
+        return open_file(str(self.path), self.zipped, self.prefix + name)
+
+    def fingerprint(self, classes: Sequence[ClassFiles]) -> str:
+        """SHA-256 over the classes and names of files (in archives with their checksums) that a store is made of."""
+        digest = hashlib.sha256()
+        for entry in classes:
+            names = [entry.npy] if entry.npy else [*entry.train, "", *entry.test]
+            lines = [entry.name, str(entry.shape), *(f"{name} {self.checksums.get(name, '')}" for name in names)]
+            digest.update("\0".join(lines).encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+
+@dataclass
+class Layout:
+    """The classes of a source.
+
+    Attributes:
+        kind: imagenet, folder or npy.
+        classes: those to be prepared, in the order of their names (of their numbers if all are numbers).
+        held_out: True if the test images were held out, by the seed, from classes without a split.
+        ignored: how many files were not used, by reason.
+    """
+
+    kind: str
+    classes: list[ClassFiles]
+    held_out: bool
+    ignored: dict[str, int]
+
+
+def list_source(path: str | Path) -> Source:
+    """List a folder or a .zip file.
+
+    Raises:
+        InputError: It is not there, is neither, cannot be read, is encrypted or compressed otherwise than by deflate, or
+            holds two files of one name.
+    """
+    path = Path(os.path.abspath(path))
+    checksums: dict[str, int] = {}
+    if path.is_dir():
+        files, folders = _walk(path)
+    elif path.is_file():
+        files, folders, checksums = _list_archive(path)
+    else:
+        what = "is neither a folder nor a file" if path.exists() else "does not exist"
+        raise InputError(f"{path} {what}: give a folder of images or of .npy files, or a .zip of one")
+    if not files:
+        raise InputError(f"{path} holds no files: give a folder of images or of .npy files, or a .zip of one")
+    files.sort()
+    prefix = _wrapper(files, folders)
+    cut = len(prefix)
+    return Source(
+        path,
+        not path.is_dir(),
+        prefix,
+        [name[cut:] for name in files],
+        {name[cut:] for name in folders if len(name) > cut and name.startswith(prefix)},
+        {name[cut:]: checksum for name, checksum in checksums.items()},
+    )
+
+
+def _walk(path: Path) -> tuple[list[str], set[str]]:
+    """Return the files and the folders below a folder."""
+    files: list[str] = []
+    folders: set[str] = set()
+
+    def fail(error: OSError) -> None:
+        raise InputError(f"cannot list {error.filename}: {error.strerror}") from error
+
+    seen: dict[str, str] = {}  # the folder that a path leads to -> the path
+    for folder, inside, names in os.walk(path, followlinks=True, onerror=fail):
+        earlier = seen.setdefault(os.path.realpath(folder), folder)
+        if earlier is not folder:
+            raise InputError(f"{folder} and {earlier} are one folder: remove the link, or its images would count twice")
+        inside[:] = sorted(name for name in inside if not _hidden(name))
+        below = os.path.relpath(folder, path).replace(os.sep, "/")
+        below = "" if below == "." else below + "/"
+        folders.update(below + name for name in inside)
+        files += [below + name for name in names if not _hidden(name)]
+    return files, folders
+
+
+def _list_archive(path: Path) -> tuple[list[str], set[str], dict[str, int]]:
+    """Return the files and the folders in an archive, and the checksum of each file."""
+    try:
+        infos = [info for info in open_zip(str(path)).infolist() if not any(map(_hidden, info.filename.split("/")))]
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise InputError(f"{path} is no readable .zip file ({error}): give a folder or a whole zip file") from error
+    if any(info.flag_bits & 1 for info in infos):
+        raise InputError(f"{path} is encrypted: unpack it and give the folder")
+    absolute = next((info.filename for info in infos if info.filename.startswith("/")), None)
+    if absolute is not None:
+        raise InputError(
+            f"{path} holds {absolute}, a path from the root: make the archive anew, from within its folder"
+        )
+    odd = next((info for info in infos if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)), None)
+    if odd is not None:  # Python unpacks others without a bound
+        raise InputError(f"{odd.filename} of {path} is not compressed by deflate: make the archive anew with it")
+    files = [info.filename for info in infos if not info.is_dir()]
+    twice = _duplicate(files)
+    if twice is not None:
+        raise InputError(f"{path} holds {twice} twice: make the archive anew with one of them")
+    folders = {info.filename.rstrip("/") for info in infos if info.is_dir()}
+    folders |= {str(parent) for name in files for parent in PurePosixPath(name).parents} - {"."}
+    return files, folders, {info.filename: info.CRC for info in infos}
+
+
+def scan(
+    source: Source,
+    kind: str = "auto",
+    *,
+    test_fraction: float = 0.2,
+    npy_train: int = 600,
+    seed: int = 0,
+    limit: int | Sequence[str] | None = None,
+) -> Layout:
+    """Find the classes of a source.
+
+    Args:
+        source: As listed.
+        kind: auto, imagenet, folder or npy.
+        test_fraction: Of each class, held out as test images where the layout has no split.
+        npy_train: Of each .npy file, the number of training images; the rest are test images.
+        seed: Of the held-out images.
+        limit: The first so many classes, or the names of those wanted; None: all.
+
+    Raises:
+        InputError: The layout is another, a class is empty or there twice, an array has a wrong shape or type, or a
+            name in ``limit`` is unknown.
+    """
+    if kind == "auto":
+        kind = _detect(source)
+    elif kind not in FORMATS:
+        raise InputError(f"format {kind}: choose auto, {', '.join(FORMATS)}")
+    if not 0 < test_fraction < 1:
+        raise InputError(f"test_fraction must lie between 0 and 1, got {test_fraction}: such as 0.2")
+    listed, ignored = {"imagenet": _imagenet, "folder": _folder, "npy": _npy}[kind](source)
+    classes = _choose(listed, limit, source)
+    held_out = kind != "npy" and not any(entry.test for entry in listed)
+    for entry in classes:
+        if kind != "npy" and not entry.train:
+            raise InputError(f"class {entry.name} of {source.path} is empty: add images, remove the folder, {_NAMED}")
+        if kind != "npy" and not (entry.test or held_out):
+            raise InputError(f"class {entry.name} of {source.path} has no images in val/: add some, {_NAMED}")
+        if held_out:
+            _hold_out(entry, test_fraction, seed)
+    if kind == "npy":
+        _npy_shapes(source, classes, npy_train)
+    for before, entry in zip(classes, classes[1:]):
+        entry.first = before.first + before.rows
+    return Layout(kind, classes, held_out, dict(ignored))
+
+
+_NAMED = "or name the wanted classes by --limit-classes"
+
+
+def _detect(source: Source) -> str:
+    if _npy_files(source):
+        return "npy"
+    if any(name.startswith("train/") and name.count("/") >= 2 for name in source.files):
+        return "imagenet"
+    if any("/" in name and _is_image(name) for name in source.files):
+        return "folder"
+    raise InputError(
+        f"{source.path} has none of the layouts that are known: train/<class>/*.JPEG, <class>/*.png (or another kind "
+        "of image) or <class>.npy"
+    )
+
+
+def _by_class(source: Source, base: str, ignored: Counter[str]) -> dict[str, ClassFiles]:
+    """Return the classes under ``base``: its folders, with the images at any depth below each, as torchvision does."""
+    classes: dict[str, ClassFiles] = {}
+    cut = len(base)
+    for folder in sorted(source.folders):
+        if folder.startswith(base) and "/" not in folder[cut:]:
+            classes[folder[cut:]] = ClassFiles(folder[cut:])
+    for name in source.files:
+        if not name.startswith(base):
+            continue
+        parts = name[cut:].split("/", 1)
+        if len(parts) == 1:
+            ignored[f"{base}: in no class"] += 1
+        elif not _is_image(name):
+            ignored[f"{base}: no image by its ending"] += 1
+        else:
+            classes[parts[0]].train.append(source.prefix + name)
+    return classes
+
+
+def _imagenet(source: Source) -> tuple[list[ClassFiles], Counter[str]]:
+    ignored: Counter[str] = Counter()
+    classes = _by_class(source, "train/", ignored)
+    if not classes:
+        raise InputError(f"{source.path} has no folders train/<class>: for <class>/*.png use --format folder")
+    test = _by_class(source, "val/", ignored)
+    if "val" in source.folders and not any(name in classes for name in test):
+        raise InputError(
+            f"the folder val/ of {source.path} has no folder named like a class of train/: sort its images into "
+            "val/<class>/, or move it away, and test images are held out from train/"
+        )
+    for name, entry in test.items():
+        if name in classes:
+            classes[name].test = entry.train
+        else:
+            ignored[f"val/{name}: no class of train/"] += entry.rows
+    for name in source.files:
+        if not name.startswith(("train/", "val/")):
+            ignored["outside train/ and val/"] += 1
+    return list(classes.values()), ignored
+
+
+def _folder(source: Source) -> tuple[list[ClassFiles], Counter[str]]:
+    ignored: Counter[str] = Counter()
+    classes = list(_by_class(source, "", ignored).values())
+    if not classes:
+        raise InputError(f"{source.path} has no folders of classes: each class needs a folder with its images")
+    return classes, ignored
+
+
+def _npy(source: Source) -> tuple[list[ClassFiles], Counter[str]]:
+    files = _npy_files(source)
+    if not files:
+        raise InputError(f"{source.path} has no files <class>.npy")
+    ignored = Counter({"not <class>.npy": len(source.files) - len(files)})
+    return [ClassFiles(name[:-4], npy=source.prefix + name) for name in files], +ignored
+
+
+def _npy_files(source: Source) -> list[str]:
+    return [name for name in source.files if "/" not in name and name.lower().endswith(".npy")]
+
+
+def _npy_shapes(source: Source, classes: list[ClassFiles], npy_train: int) -> None:
+    for entry in classes:
+        assert entry.npy is not None
+        try:
+            with source.open(entry.npy[len(source.prefix) :]) as file:
+                head = io.BytesIO(file.read(_HEADER))
+            version = npy_format.read_magic(head)
+            read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+            shape, _, dtype = read(head)
+        except (ValueError, OSError, zipfile.BadZipFile) as error:
+            raise InputError(f"{entry.npy} of {source.path} is no .npy file: {error}; {_WANTED}") from error
+        entry.shape, entry.npy_train = list(shape), npy_train
+        if dtype != "uint8" or len(shape) != 4 or shape[1] != 3 or 0 in shape:
+            raise InputError(f"{entry.npy} of {source.path} is {dtype} {list(shape)}; {_WANTED}")
+        if shape != tuple(classes[0].shape or ()):
+            raise InputError(
+                f"{entry.npy} of {source.path} has shape {list(shape)} and {classes[0].npy} {classes[0].shape}: "
+                "all classes must have the same, make the odd one anew"
+            )
+        if not 0 < npy_train < shape[0]:
+            raise InputError(
+                f"{entry.npy} of {source.path} has {shape[0]} images, which {npy_train} for training leave none for "
+                "testing of: give another number by --npy-train"
+            )
+
+
+_WANTED = "wanted is uint8 [n, 3, H, W], such as [700, 3, 32, 32]"
+
+
+def _choose(classes: list[ClassFiles], limit: int | Sequence[str] | None, source: Source) -> list[ClassFiles]:
+    twice = _duplicate(unicodedata.normalize("NFC", entry.name).strip() for entry in classes)
+    if twice is not None:
+        raise InputError(f"{source.path} has two classes of the name {twice}: rename one")
+    numbers = all(entry.name.isascii() and entry.name.isdigit() for entry in classes)
+    classes = sorted(classes, key=lambda entry: (int(entry.name) if numbers else 0, entry.name))
+    if isinstance(limit, int):
+        if not 1 <= limit <= len(classes):
+            raise InputError(f"--limit-classes {limit}: {source.path} has {len(classes)} classes")
+        classes = classes[:limit]
+    elif limit is not None:
+        twice = _duplicate(limit)
+        if twice is not None:
+            raise InputError(f"--limit-classes names {twice} twice: name each class once")
+        unknown = sorted(set(limit) - {entry.name for entry in classes})
+        if unknown:
+            raise InputError(f"--limit-classes: {source.path} has no class {unknown[0]}, it has {_some(classes)}")
+        classes = [entry for entry in classes if entry.name in limit]
+    if len(classes) < 2:
+        raise InputError(f"{source.path} gives {len(classes)} class ({_some(classes)}): a task needs two")
+    return classes
+
+
+def _hold_out(entry: ClassFiles, fraction: float, seed: int) -> None:
+    """Move a fraction of the training files, at least one, to the test files."""
+    if len(entry.train) < 2:
+        raise InputError(f"class {entry.name} has one image, and one is held out for testing: add some, {_NAMED}")
+    count = min(max(1, round(fraction * len(entry.train))), len(entry.train) - 1)
+    digest = hashlib.sha256(entry.name.encode("utf-8", "surrogateescape")).digest()
+    key = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
+    words = random_words(seed, key, SPLIT_STREAM, len(entry.train))[0]
+    held_out = set(words.argsort(stable=True)[:count].tolist())
+    files = entry.train
+    entry.train = [name for i, name in enumerate(files) if i not in held_out]
+    entry.test = [name for i, name in enumerate(files) if i in held_out]
+
+
+def _wrapper(files: list[str], folders: set[str]) -> str:
+    """Return the folders that hold everything, such as "tiny-imagenet-200/" ("" without any)."""
+    prefix = ""
+    while True:
+        head = prefix + files[0][len(prefix) :].split("/", 1)[0] + "/"
+        cut = len(head)
+        alone = all(name.startswith(head) for name in files) and not any(
+            folder.startswith(prefix) and not (folder + "/").startswith(head) for folder in folders
+        )
+        layered = all(name.lower().endswith(".npy") for name in files) or any("/" in name[cut:] for name in files)
+        if not alone or not layered or head == prefix + "train/":
+            return prefix
+        prefix = head
+
+
+def _duplicate(names: Iterable[str]) -> str | None:
+    """Return a name that is there more than once, or None."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(EXTENSIONS)
+
+
+def _some(classes: list[ClassFiles]) -> str:
+    names = [entry.name for entry in classes[:4]]
+    return ", ".join(names) + (f" and {len(classes) - 4} more" if len(classes) > 4 else "")

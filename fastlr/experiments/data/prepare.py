@@ -1,0 +1,323 @@
+"""Turn a source of images into an :class:`fastlr.experiments.data.ImageStore`: ``fastlr data prepare``.
+
+The work survives a kill at any moment. What the store is to be is written first (``plan.json``), the file of pixels is
+allocated whole (so a disk that is too small is found out at once), and every class whose block has been written and
+flushed gets a line in ``blocks.jsonl`` with its checksum; ``index.json`` comes last, and from then on the store exists.
+The same command again keeps the classes whose checksum holds and does the others; the bytes do not depend on it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import PIL
+from PIL import features
+
+from fastlr.errors import InputError
+from fastlr.experiments.data.decode import CHANNELS, MAX_FILE_MB, RULES, SPLITS, SourceError, size_within
+from fastlr.experiments.data.layouts import ClassFiles, Source, list_source, scan
+from fastlr.experiments.data.store import (
+    IMAGES,
+    INDEX,
+    PLAN,
+    ImageStore,
+    build_index,
+    index_text,
+    read_index,
+)
+from fastlr.experiments.data.workers import AGAIN, disk_error, run_jobs
+from fastlr.files import lock_folder, replace_file
+from fastlr.ops.philox import check_seed
+
+JOURNAL, LOCK = "blocks.jsonl", ".lock"
+MAX_SIZE = 4096
+_OURS = {IMAGES, INDEX, PLAN, JOURNAL, LOCK}
+Progress = Callable[[str, int, int], None]
+Blocks = dict[str, dict[str, Any]]
+
+
+def prepare(
+    source: str | Path,
+    out: str | Path,
+    *,
+    size: int | None = None,
+    resize: str | None = None,
+    format: str = "auto",
+    workers: int | None = None,
+    limit_classes: int | Sequence[str] | None = None,
+    test_fraction: float = 0.2,
+    npy_train: int = 600,
+    seed: int = 0,
+    max_file_mb: float = MAX_FILE_MB,
+    progress: Progress | None = None,
+) -> ImageStore:
+    """Make an image store, go on with one that was interrupted, or check and mend a finished one.
+
+    Args:
+        source: A folder, or a .zip file of one, in a layout of :mod:`fastlr.experiments.data.layouts`.
+        out: The folder of the store.
+        size: Height and width of the images; None: 64, and for .npy files their own.
+        resize: How other images are brought to it, by :data:`fastlr.experiments.data.decode.RULES`: ``squash``, as in the
+            paper, or ``crop``; None: ``squash``, and for a store that is there its own.
+        format: auto, imagenet, folder or npy.
+        workers: Processes that decode, each a class at a time (None: one a core).
+        limit_classes: The first so many classes, or the names of those wanted.
+        test_fraction: Of each class, held out for testing where the layout has no split.
+        npy_train: Of each .npy file, the number of training images.
+        seed: Of the held-out images, in ``[0, 2**64)``.
+        max_file_mb: The largest file of the source, unpacked: a few MB of a .zip file may unpack to many GB.
+        progress: Called with (what is done, images done, images in all).
+
+    Returns:
+        The store, opened. Corrupt images are left out and listed in its index.
+
+    Raises:
+        InputError: The source or an argument is wrong, ``out`` holds something else or a store of other settings, or
+            another process is writing there.
+        OSError: The disk is full, or cannot be written.
+    """
+    if workers is None:
+        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers < 1:
+        raise InputError(f"workers must be at least 1, got {workers}")
+    seed, folder = check_seed(seed), Path(os.path.abspath(out))
+    listing = list_source(source)
+    real = listing.path.resolve()
+    if folder.resolve() == real or (not listing.zipped and real in folder.resolve().parents):
+        raise InputError(f"{folder} lies in the source {listing.path}: choose a folder outside it")
+    layout = scan(listing, format, test_fraction=test_fraction, npy_train=npy_train, seed=seed, limit=limit_classes)
+    _check_sizes(listing, layout.classes, max_file_mb)
+    if size is None:
+        size = layout.classes[0].shape[-1] if layout.classes[0].shape else 64
+    if not 1 <= size <= MAX_SIZE:
+        raise InputError(f"size {size}: choose 1 to {MAX_SIZE} pixels")
+    if resize is not None and resize not in RULES:
+        raise InputError(f"resize {resize}: choose one of {', '.join(RULES)}")
+    plan = {
+        "source": str(listing.path),
+        "kind": layout.kind,
+        "size": size,
+        "resize": resize,
+        "test_fraction": test_fraction if layout.held_out else None,
+        "seed": seed if layout.held_out else None,
+        "npy_train": npy_train if layout.kind == "npy" else None,
+        "classes": len(layout.classes),
+        "listed": sum(entry.rows for entry in layout.classes),
+        "fingerprint": listing.fingerprint(layout.classes),
+        "ignored": layout.ignored,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(folder, name=LOCK)
+        try:
+            _make(folder, listing, layout.classes, plan, max_file_mb, workers, progress or (lambda *_: None))
+        finally:
+            os.close(lock)
+    except OSError as error:
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            raise InputError(f"{folder} is no folder: choose another") from error
+        if AGAIN in str(error):  # it says what to do already
+            raise
+        raise disk_error(error.errno, f"cannot write {folder}: {error.strerror or error}") from error
+    return ImageStore.open(folder)
+
+
+def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float) -> None:
+    """Refuse files that are too large before anything is read, where that takes no look at every file of a folder."""
+    if not max_file_mb > 0:
+        raise InputError(f"--max-file-mb {max_file_mb:g}: give a number above 0, such as {MAX_FILE_MB}")
+    for entry in classes:
+        for name in [entry.npy] if entry.npy else [*entry.train, *entry.test] if listing.zipped else []:
+            try:
+                size_within(max_file_mb, str(listing.path), listing.zipped, name)
+            except SourceError as error:
+                raise InputError(str(error)) from None
+
+
+def _make(
+    folder: Path,
+    listing: Source,
+    classes: list[ClassFiles],
+    plan: dict[str, Any],
+    max_file_mb: float,
+    workers: int,
+    progress: Progress,
+) -> None:
+    blocks = _earlier(folder, plan)
+    plan["rule"] = RULES[plan["resize"]]
+    _allocate(folder / IMAGES, plan["listed"] * plan["size"] ** 2 * CHANNELS)
+    blocks = _intact(folder, classes, plan["size"], blocks, workers, progress)
+    if len(blocks) == len(classes) and (folder / INDEX).exists():
+        _tidy(folder)
+        return
+    replace_file(folder / PLAN, json.dumps(plan, indent=2) + "\n")
+    replace_file(folder / JOURNAL, "".join(json.dumps(block) + "\n" for block in blocks.values()))
+    (folder / INDEX).unlink(missing_ok=True)
+
+    place = {
+        "out": str(folder / IMAGES),
+        "size": plan["size"],
+        "resize": plan["resize"],
+        "root": str(listing.path),
+        "zipped": listing.zipped,
+        "max_file_mb": max_file_mb,
+    }
+    jobs = [
+        (i, {**asdict(entry), "rows": entry.rows, **place})
+        for i, entry in enumerate(classes)
+        if entry.name not in blocks
+    ]
+    jpeg = features.version_feature("libjpeg_turbo") or features.version_codec("jpg")
+    decoder = f"Pillow {PIL.__version__}, libjpeg {jpeg}, numpy {numpy.__version__}"
+    with open(folder / JOURNAL, "a", encoding="utf-8") as journal:
+
+        def keep(i: int, result: dict[str, Any]) -> None:
+            entry = classes[i]
+            _check_not_empty(entry, result, listing)
+            blocks[entry.name] = {"name": entry.name, "rows": entry.rows, **result, "decoder": decoder}
+            journal.write(json.dumps(blocks[entry.name]) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+        done = sum(block["rows"] for block in blocks.values())
+        run_jobs(jobs, workers, counter(progress, "decoding", plan["listed"], done), keep)
+    from fastlr import __version__
+
+    versions = {"fastlr": __version__, "decoders": sorted({block["decoder"] for block in blocks.values()})}
+    index = build_index(plan, [blocks[entry.name] for entry in classes], versions)
+    replace_file(folder / INDEX, index_text(index))
+    _tidy(folder)
+
+
+def counter(progress: Progress, what: str, total: int, done: int = 0) -> Callable[[int], None]:
+    """Return a function that adds to the number of images that are done, and reports it; it is reported at once too."""
+    progress(what, done, total)
+
+    def add(images: int) -> None:
+        nonlocal done
+        done += images
+        progress(what, done, total)
+
+    return add
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what only an unfinished store needs."""
+    for name in (JOURNAL, PLAN):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _check_not_empty(entry: ClassFiles, result: dict[str, Any], listing: Source) -> None:
+    for split in SPLITS:
+        if not result[split]:
+            bad = next(item for item in result["left_out"] if item["split"] == split)
+            raise InputError(
+                f"class {entry.name} of {listing.path}: all its images for {split} are corrupt ({bad['file']}: "
+                f"{bad['reason']}): mend or remove them, or name the wanted classes by --limit-classes"
+            )
+
+
+def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
+    """Return the blocks that an earlier run has written, by class; refuse a folder of something else.
+
+    A plan that leaves ``resize`` open takes that of the earlier run.
+    """
+    if (folder / INDEX).exists():
+        index = read_index(folder)
+        earlier, decoder = index["plan"], " or ".join(index["versions"]["decoders"])
+        entries = [{**entry, "decoder": decoder} for entry in index["classes"]]
+        for entry in entries:
+            entry |= {split: entry[split][1] - entry[split][0] for split in SPLITS}
+            del entry["first"]
+    elif (folder / PLAN).exists():
+        earlier = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        entries = _journal(folder / JOURNAL)
+    else:
+        foreign = sorted(path.name for path in folder.iterdir() if path.name.removesuffix(".part") not in _OURS)
+        if foreign:
+            raise InputError(f"{folder} holds something else ({foreign[0]}): choose a new or empty folder")
+        plan["resize"] = plan["resize"] or "squash"
+        return {}
+    earlier = {"resize": "crop", **earlier}  # before there was a choice
+    plan["resize"] = plan["resize"] or earlier["resize"]
+    for key in plan:
+        if key not in ("source", "ignored") and earlier.get(key) != plan[key]:
+            what = "other files of the source" if key == "fingerprint" else f"{key} {earlier.get(key)}"
+            now = "" if key == "fingerprint" else f", not {plan[key]}"
+            raise InputError(f"{folder} holds a store made with {what}{now}: choose another folder, or remove it")
+    return {entry["name"]: entry for entry in entries}
+
+
+def _journal(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of the journal; a kill can leave half a line at its end."""
+    entries = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break
+    return entries
+
+
+def _intact(
+    folder: Path, classes: list[ClassFiles], size: int, blocks: Blocks, workers: int, progress: Progress
+) -> Blocks:
+    """Return the blocks whose checksum holds, in the order of the classes."""
+    row_bytes, path = size**2 * CHANNELS, str(folder / IMAGES)
+    written = {i: entry for i, entry in enumerate(classes) if entry.name in blocks}
+    if not written:
+        return {}
+    jobs = [(i, {"check": [path, entry.first, entry.rows, row_bytes]}) for i, entry in written.items()]
+    total = sum(entry.rows for entry in written.values())
+    add = counter(progress, "checking", total)
+    digests: dict[int, str] = {}
+
+    def keep(i: int, digest: str) -> None:
+        digests[i] = digest
+        add(classes[i].rows)
+
+    small = total * row_bytes < 1 << 28  # then starting processes would take longer
+    run_jobs(jobs, 1 if small else workers, lambda images: None, keep)
+    return {
+        entry.name: blocks[entry.name] for i, entry in written.items() if digests[i] == blocks[entry.name]["sha256"]
+    }
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Give the file its full size and its place on the disk, so that a disk that is too small is found out now."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        before = os.fstat(descriptor).st_size
+        if before == size:
+            return
+        try:
+            _reserve(descriptor, path, size)
+            os.truncate(path, size)  # where it was longer
+        except OSError as error:
+            os.truncate(path, min(before, size))
+            text = f"{path} needs {size / 1e9:.2f} GB, {shutil.disk_usage(path.parent).free / 1e9:.2f} GB are free"
+            raise disk_error(error.errno, f"{text} ({error.strerror or error})") from error
+    finally:
+        os.close(descriptor)
+
+
+def _reserve(descriptor: int, path: Path, size: int) -> None:
+    unsupported = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            return
+        except OSError as error:
+            if error.errno not in unsupported:
+                raise
+    if shutil.disk_usage(path).free < size - os.fstat(descriptor).st_size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.truncate(path, size)

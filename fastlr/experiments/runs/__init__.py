@@ -1,0 +1,1 @@
+"""Run folders, queues of runs, and the processes they run in."""

@@ -1,0 +1,355 @@
+"""Runs on a Ray cluster, one started here or an existing one: each a Ray task that starts the process of the local queue.
+
+Ray chooses the node, and the GPU or the fraction of one. The task runs the command that a local queue would run, so the
+results are the same; it passes on what the process reports. A run whose worker, node or process was killed is begun again
+from its last checkpoint, up to a number of times; one that ends with an error is not.
+
+All nodes must see the folder of the runs under the same path, and have the same fastlr and torch. Each task checks both
+before it starts anything; a node that fails ends the sweep with an error that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+import pickle
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fastlr.errors import InputError, install, one_line
+from fastlr.experiments.runs import worker
+from fastlr.experiments.runs.options import RunOptions
+from fastlr.experiments.runs.processes import Job, Listen, Message, job_messages
+from fastlr.files import LOCK, lock_folder
+from fastlr.ghost.runtime import versions
+
+RETRIES = 3
+_PATIENCE = 30.0  # seconds in which a network file system shows what was written, or drops the lock of a dead node
+_DYING = 1.0  # seconds in which a worker that Ray ends, after the job that it has started, is gone
+_CONNECT = 20.0  # seconds
+_OBJECTS = 100 << 20  # bytes of shared memory for Ray's objects: only short messages pass
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a node that a run occupies.
+
+    Attributes:
+        cpus: Cores; Ray counts them, nothing holds a run to them.
+        gpus: 0 to 1 GPU, counted likewise.
+    """
+
+    cpus: float
+    gpus: float
+
+
+class Cluster:
+    """A Ray cluster that this process is connected to; `connect` makes one.
+
+    Args:
+        ray: The module.
+        cpus: For each run; None: its threads.
+        gpus: For each run; None: one where the cluster has any and the runs are not to be on the CPU.
+        retries: How often a run is begun again after it was lost.
+
+    Raises:
+        InputError: A number out of range.
+    """
+
+    def __init__(self, ray: Any, cpus: float | None = None, gpus: float | None = None, retries: int = RETRIES) -> None:
+        if cpus is not None and not 0 < cpus < math.inf:
+            raise InputError(f"--cpus-per-run {cpus:g}: give a positive number")
+        if gpus is not None and not 0 <= gpus <= 1:
+            raise InputError(f"--gpus-per-run {gpus:g}: give 0 to 1, as a run uses one GPU or a fraction of it")
+        if retries < 0:
+            raise InputError(f"--retries {retries}: give at least 0")
+        self.ray, self.cpus, self.gpus, self.retries = ray, cpus, gpus, retries
+
+    def on_gpu(self, options: RunOptions) -> bool:
+        """Return True if runs with these options get a GPU.
+
+        Raises:
+            InputError: The options and ``gpus`` contradict each other, or name a GPU, which Ray chooses.
+        """
+        device = options.device
+        if device not in ("auto", "cpu", "cuda"):
+            raise InputError(f"device={device}: on Ray give auto, cpu or cuda; Ray chooses the GPU")
+        if device == "cpu" and self.gpus:
+            raise InputError(f"--gpus-per-run {self.gpus:g} and device=cpu: leave one out")
+        if device == "cuda" and self.gpus == 0:
+            raise InputError("--gpus-per-run 0 and device=cuda: leave one out")
+        if device == "auto" and self.gpus is None:
+            return any(node.get("GPU", 0) > 0 for node in self._nodes())
+        return device == "cuda" or (device == "auto" and bool(self.gpus))
+
+    def share(self, options: RunOptions) -> Share:
+        """Return what each run occupies.
+
+        Raises:
+            InputError: No node has as much, or as `on_gpu`.
+        """
+        gpus = (1.0 if self.gpus is None else self.gpus) if self.on_gpu(options) else 0.0
+        share = Share(float(max(1, options.threads)) if self.cpus is None else self.cpus, gpus)
+        nodes = self._nodes()
+        if not any(node.get("CPU", 0) >= share.cpus and node.get("GPU", 0) >= share.gpus for node in nodes):
+            present = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
+            raise InputError(
+                f"no node of the Ray cluster has {share.cpus:g} CPUs and {share.gpus:g} GPUs for a run (there: {present}): "
+                "lower --cpus-per-run or --gpus-per-run, or add a node first"
+            )
+        return share
+
+    def run(
+        self, jobs: Sequence[Job], shared_file: Path, share: Share, at_once: int | None, listen: Listen
+    ) -> dict[str, str]:
+        """Run jobs; see `fastlr.experiments.runs.processes.run_jobs`.
+
+        Args:
+            jobs: Each writes the folder of its name, beside ``shared_file``.
+            shared_file: A file that every node must see as it is here.
+            share: What a job occupies.
+            at_once: The most at a time; None: as many as the cluster has room for.
+            listen: Called as by `run_jobs`; and with ``{"event": "lost", "why": a line, "next": a line}`` when a job was
+                killed and is begun again.
+
+        Returns:
+            Name -> a line that says what went wrong, for the jobs that failed.
+
+        Raises:
+            InputError: A node sees another folder, or has another fastlr.
+        """
+        environment = {key: value for key, value in os.environ.items() if key.startswith("FASTLR_")}
+        if not share.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        node = Node(shared_file, _checksum(shared_file), versions(), environment, os.getcwd(), _PATIENCE)
+        remote = self.ray.remote(_sent_whole()).options(
+            num_cpus=share.cpus, num_gpus=share.gpus, max_retries=0, num_returns="streaming"
+        )
+        waiting, running, failed = deque(_Task(job) for job in jobs), list[_Task](), dict[str, str]()
+        while waiting or running:
+            while waiting and (at_once is None or len(running) < at_once):
+                task = waiting.popleft()
+                task.stream = remote.remote(list(sys.path), pickle.dumps((task.job, node, task.losses > 0)))
+                running.append(task)
+            ready, _ = self.ray.wait([task.stream for task in running], num_returns=1)
+            task = next(task for task in running if task.stream is ready[0])
+            message = self._next_message(task)
+            if "unfit" in message:
+                raise InputError(message["unfit"])
+            if message.get("event") != "ended":
+                listen(task.job.name, message)
+                continue
+            running.remove(task)
+            if message["killed"] and task.losses < self.retries:
+                task.losses += 1
+                again = f"going on from its last checkpoint ({task.losses} of {self.retries} retries)"
+                listen(task.job.name, {"event": "lost", "why": message["error"], "next": again})
+                waiting.appendleft(task)
+                continue
+            if message["killed"] and self.retries:
+                message["error"] += f", also after {self.retries} {'retry' if self.retries == 1 else 'retries'}"
+            if message["error"] is not None:
+                failed[task.job.name] = message["error"]
+            listen(task.job.name, message)
+        return failed
+
+    def _next_message(self, task: _Task) -> Message:
+        """Return the next message of a task; the end of one that Ray ended counts as the job's."""
+        errors = self.ray.exceptions
+        try:
+            message: Message = self.ray.get(next(task.stream))
+            return message
+        except errors.RayTaskError as error:
+            return {"event": "ended", "error": one_line(error.cause), "killed": False}
+        except errors.OutOfMemoryError as error:
+            why = f"Ray ended it, as the node ran out of memory ({type(error).__name__})"
+        except errors.RayError as error:
+            why = f"its Ray worker or node was lost ({type(error).__name__})"
+        except StopIteration:
+            why = "its Ray task ended without a word"
+        return {"event": "ended", "error": why, "killed": True}
+
+    def _nodes(self) -> list[Mapping[str, float]]:
+        return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
+
+
+@dataclass(eq=False)
+class _Task:
+    """A job, the stream of its messages, and how often it was lost."""
+
+    job: Job
+    stream: Any = None
+    losses: int = 0
+
+
+@contextmanager
+def connect(
+    address: str | None,
+    at_once: int | None = None,
+    *,
+    cpus: float | None = None,
+    gpus: float | None = None,
+    retries: int = RETRIES,
+) -> Iterator[Cluster]:
+    """Connect to a Ray cluster, or start one on this machine that ends with the block.
+
+    Args:
+        address: ``HOST:PORT`` of an existing one that this machine is a node of, or ``auto`` (RAY_ADDRESS, or the one that
+            runs here); None: start one.
+        at_once: Runs that one started here shall have room for; None: as many as it has cores for.
+        cpus: As for `Cluster`, with ``gpus`` and ``retries``.
+        gpus: See there.
+        retries: See there.
+
+    Raises:
+        InputError: Ray is not installed, there is no such cluster, or a number is out of range.
+    """
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise InputError(f"Ray is not installed: {install('ray')}; or leave --ray out") from error
+    cluster = Cluster(ray, cpus, gpus, retries)
+    if address is not None:
+        _check_address(address)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    files = None
+    try:
+        if address is None:
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            files = tempfile.mkdtemp(prefix="fastlr-ray-")
+            cores = max(len(os.sched_getaffinity(0)), math.ceil((at_once or 1) * (cpus or 1)))
+            local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECTS, "_temp_dir": files}
+            ray.init("local", num_cpus=cores, **local, **quiet)
+        else:
+            try:
+                ray.init(address, **quiet)
+            except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and its own
+                raise InputError(f"--address {address}: no Ray cluster can be reached ({one_line(error)})") from error
+        _let_print(ray, False)
+        yield cluster
+    finally:
+        ray.shutdown()
+        _let_print(ray, True)
+        if files is not None:
+            shutil.rmtree(files, ignore_errors=True)
+
+
+def _check_address(address: str) -> None:
+    """Meet an address where nothing answers now: Ray would try for minutes."""
+    place = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
+    if place == "auto":
+        return
+    host, colon, port = place.rpartition(":")
+    if "/" in place or not colon or not port.isdecimal():
+        raise InputError(f"--address {place}: give HOST:PORT (or auto), on a machine that is a node of the cluster")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--address {place}: no Ray cluster can be reached ({error}): ray start begins one") from error
+
+
+def _let_print(ray: Any, enabled: bool) -> None:
+    """Say whether Ray prints paragraphs on lost workers to stdout; there is no public switch."""
+    with suppress(AttributeError):
+        ray._private.worker._worker_logs_enabled = enabled
+
+
+@dataclass(frozen=True)
+class Node:
+    """The requirements on a node, and what it is given.
+
+    Attributes:
+        shared_file: A file that it must see.
+        checksum: Of its content.
+        versions: Of fastlr, torch and Python.
+        environment: Variables for the job.
+        cwd: Current folder for the job, where it exists: relative paths and modules of the user's are found there.
+        patience: Seconds in which a network file system may show what was written, or drop the lock of a dead node.
+    """
+
+    shared_file: Path
+    checksum: str | None
+    versions: Mapping[str, str]
+    environment: Mapping[str, str]
+    cwd: str
+    patience: float
+
+
+def _sent_whole() -> Any:
+    """Return `run_on_node` as a function that Ray sends whole: a worker may import another fastlr until its path is set."""
+
+    def run_on_node(path: list[str], packed: bytes) -> Iterator[dict[str, Any]]:
+        import os
+        import pickle
+        import socket
+        import sys
+
+        here = [folder for folder in path if not folder or os.path.exists(folder)]
+        sys.path[:] = here + [folder for folder in sys.path if folder not in here]
+        try:
+            from fastlr.experiments.runs import ray
+        except ImportError as error:
+            yield {"unfit": f"node {socket.gethostname()} cannot import fastlr ({error}): install the same there"}
+            return
+        yield from ray.run_on_node(*pickle.loads(packed))
+
+    return run_on_node
+
+
+def run_on_node(job: Job, node: Node, again: bool) -> Iterator[Message]:
+    """Run a job from this process, a Ray worker, and yield its messages, or ``{"unfit": why this node cannot}``."""
+    until = time.monotonic() + node.patience
+    name, folder = socket.gethostname(), node.shared_file.parent
+    if versions() != node.versions:
+        present, wanted = (", ".join(f"{key} {value}" for key, value in v.items()) for v in (versions(), node.versions))
+        yield {"unfit": f"node {name} has {present}, not {wanted}: install the same there"}
+        return
+    while (checksum := _checksum(node.shared_file)) != node.checksum and time.monotonic() < until:
+        time.sleep(0.5)
+    if checksum != node.checksum:
+        what = "does not see" if checksum is None else "sees other files in"
+        remedy = (
+            "--out must be a folder that all nodes of the cluster share, under the same path; what was begun is kept"
+        )
+        yield {"unfit": f"node {name} {what} {folder}: {remedy}"}
+        return
+    while again and _locked(folder / job.name) and time.monotonic() < until:
+        time.sleep(0.5)
+    if os.path.isdir(node.cwd):
+        os.chdir(node.cwd)
+    local = replace(job, command=worker.here(job.command))
+    with closing(job_messages([local], [node.environment])) as messages:
+        for _, message in messages:
+            if message.get("killed"):
+                time.sleep(_DYING)
+            yield message
+
+
+def _checksum(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _locked(folder: Path) -> bool:
+    """Return True if a process still writes a run folder: the one of a worker that was lost."""
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        os.close(lock_folder(folder))
+    except InputError:
+        return True
+    return False

@@ -1,0 +1,209 @@
+"""Reports of runs: one HTML page, Markdown, CSV files and JSON in a folder, tables in the terminal."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fastlr.display.record import output_folder, write_json
+from fastlr.display.sheets import HTML, WIDTH, Sheet
+from fastlr.errors import InputError
+from fastlr.experiments.runs.records import RunFolder
+from fastlr.files import write_text
+
+FIGURES = ("png", "none")
+Figure = tuple[Path, str]  # the picture and its caption
+
+_PAGE = HTML.from_string(  # self-contained: pictures are embedded as base64, nothing is fetched from anywhere
+    """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; background: #fff; max-width: 62rem; margin: 2rem auto;
+  padding: 0 1rem; }
+p { overflow-wrap: anywhere; } h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
+.finding { font-size: 1.05rem; max-width: 52rem; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .22rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e7eb; }
+th:first-child, td:first-child, #definitions td, #definitions th { text-align: left; }
+#definitions td { white-space: normal; vertical-align: top; }
+thead th { border-bottom: 2px solid #66717d; }
+.wide { overflow-x: auto; } .note { color: #66717d; font-size: .85rem; margin: .4rem 0; max-width: 52rem; }
+figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
+figcaption { color: #66717d; font-size: .85rem; } pre { font-size: .75rem; overflow-x: auto; background: #f5f7f9;
+  padding: .8rem; } summary { cursor: pointer; margin: .6rem 0; }
+</style></head>
+<body>
+{% macro figure(caption, data) %}
+
+<figure><img alt="{{ caption }}" src="data:image/png;base64,{{ data }}"><figcaption>{{ caption }}</figcaption></figure>
+{% endmacro %}
+<h1>{{ title }}</h1>
+{% for caption, data in pictures[:1] %}
+{{ figure(caption, data) }}
+{% endfor %}
+{% for sentence in findings %}
+<p class="finding">{{ sentence }}</p>
+{% endfor %}
+{% for paragraph in lead %}
+<p class="note">{{ paragraph }}</p>
+{% endfor %}
+{% for caption, data in pictures[1:] %}
+{{ figure(caption, data) }}
+{% endfor %}
+<h2>Tables</h2>
+{% for sheet in sheets %}
+{% include "sheet" %}
+{% endfor %}
+{% for run in runs if run.config %}
+
+<details><summary>Configuration of {{ run.name }}</summary><pre>{{ json(run.config, indent=2) }}</pre></details>
+{% endfor %}
+</body></html>
+"""
+)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture to draw.
+
+    Attributes:
+        name: Of the PNG file.
+        draw: Writes the file; returns False where there is nothing to draw.
+        caption: What stands below it.
+    """
+
+    name: str
+    draw: Callable[[Path], bool]
+    caption: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The files of a report, and its tables.
+
+    Attributes:
+        folder: Where its files are.
+        page: The HTML page.
+        sheets: All tables, in the page's order.
+        screen: Those that are shown in the terminal.
+        figures: The pictures that were drawn, with captions.
+        findings: What the runs show, in sentences.
+    """
+
+    folder: Path
+    page: Path
+    sheets: tuple[Sheet, ...]
+    screen: tuple[Sheet, ...]
+    figures: tuple[Figure, ...]
+    findings: tuple[str, ...]
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the tables and where the files are."""
+        console = show(self.screen, console)
+        for sentence in self.findings:
+            console.print(sentence + "\n", highlight=False, markup=False)
+        console.print(f"report: {self.page}", highlight=False, soft_wrap=True)
+
+
+def make_folder(paths: Sequence[str | Path], out: str | Path | None, figures: str) -> Path:
+    """Make the folder of a report: ``out``, or ``report`` in the one path given, ``fastlr-report`` for several.
+
+    Raises:
+        InputError: It cannot be made, or ``figures`` is neither "png" nor "none".
+    """
+    if figures not in FIGURES:
+        raise InputError(f"figures {figures!r}: choose one of {', '.join(FIGURES)}")
+    if out is None:
+        out = Path(paths[0]) / "report" if len(paths) == 1 else "fastlr-report"
+    return output_folder(out)
+
+
+def write_files(
+    folder: Path,
+    title: str,
+    findings: Sequence[str],
+    lead: Sequence[str],
+    sheets: Sequence[Sheet],
+    drawings: Sequence[Drawing],
+    runs: Sequence[RunFolder],
+    numbers: Mapping[str, Any],
+    *,
+    screen: Sequence[Sheet],
+    texts: Mapping[str, str] | None = None,
+) -> Report:
+    """Write ``index.html``, ``report.md``, a CSV file a table, ``report.json`` and the pictures.
+
+    Pictures of an earlier report that there is nothing to draw for now are removed.
+
+    Args:
+        folder: Of the report.
+        title: Of the page.
+        findings: What the runs show, in sentences; they stand below the first picture, before anything else.
+        lead: What stands below them; where the runs come from is added.
+        sheets: Tables in the page's order.
+        drawings: The pictures, the one that shows most first.
+        runs: Whose configurations are folded away at its end.
+        numbers: What goes into ``report.json``.
+        screen: Those of them that are shown in the terminal.
+        texts: Further files: name to content.
+
+    Raises:
+        InputError: A file cannot be written.
+    """
+    figures: list[Figure] = []
+    pictures: list[tuple[str, str]] = []
+    for drawing in drawings:
+        path, caption = folder / drawing.name, drawing.caption.strip()
+        if drawing.draw(path):
+            figures.append((path, caption))
+            data = base64.b64encode(path.read_bytes()).decode("ascii")
+            pictures.append((caption, data))
+        else:
+            path.unlink(missing_ok=True)
+    write_json(folder / "report.json", dict(numbers))
+    origins = dict.fromkeys(text for run in runs if (text := provenance(run)))
+    content = {"title": title, "findings": findings, "lead": [*lead, *origins], "sheets": sheets}
+    content |= {"pictures": pictures, "runs": runs}
+    texts = {
+        "report.md": "\n".join(
+            [f"# {title}\n", *(f"{s}\n" for s in findings), *(sheet.markdown() for sheet in sheets)]
+        ),
+        **{f"{sheet.slug}.csv": sheet.csv() for sheet in sheets if sheet.rows},
+        **(texts or {}),
+        "index.html": _PAGE.render(content, json=json.dumps),
+    }
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return Report(folder, folder / "index.html", tuple(sheets), tuple(screen), tuple(figures), tuple(findings))
+
+
+def provenance(run: RunFolder) -> str:
+    """Say what ran, where: the command, the versions and the commit, as far as the configuration tells."""
+    config, command, versions = run.config, run.config.get("command"), run.config.get("versions")
+    entries = {
+        "preset": config.get("preset"),
+        "model": run.options.get("model"),
+        "seed": run.options.get("seed"),
+        "machine": run.machine,
+        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
+        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else versions,
+        "commit": config.get("commit"),
+    }
+    text = "; ".join(f"{key}: {value}" for key, value in entries.items() if value not in (None, ""))
+    return f"{run.name} – {text}." if text else ""
+
+
+def show(sheets: Sequence[Sheet], console: Console | None = None) -> Console:
+    """Print tables, by default for 80 columns; return the console."""
+    console = console or Console(width=WIDTH, highlight=False)
+    for sheet in sheets:
+        console.print(sheet.text(), highlight=False, markup=False)
+    return console

@@ -1,0 +1,141 @@
+"""Correlations after a linear trend is removed: of one series, and of many weighted copies of it at once.
+
+Semi-partial: only the target's trend is removed; the measure is taken as it is. Partial: both trends are removed.
+The paper (section 4.1) regresses out task number and measures "correlation with the residuals", its Table 1 "correlations
+with the residual accuracy": the semi-partial one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+def residuals(values: ArrayLike, task: ArrayLike | None = None) -> Array:
+    """Return the residuals of ``values`` [n] after least squares on 1 and ``task`` [n] (default 0, 1, ...).
+
+    >>> residuals([1.0, 3.0, 5.0, 8.0]).round(2).tolist()
+    [0.2, -0.1, -0.4, 0.3]
+    """
+    y = np.asarray(values, dtype=np.float64)
+    t = np.arange(len(y), dtype=np.float64) if task is None else np.asarray(task, dtype=np.float64)
+    t, y = t - t.mean(), y - y.mean()
+    return y - t * ((t @ y) / (t @ t))
+
+
+def correlation(method: str, x: ArrayLike, y: ArrayLike) -> float:
+    """Return Pearson's or Spearman's correlation of two series [n]; NaN if one of them is constant.
+
+    Args:
+        method: "pearson" or "spearman".
+        x: One series.
+        y: The other.
+
+    Example:
+        >>> round(correlation("pearson", [1.0, 2.0, 3.0], [1.0, 3.0, 2.0]), 12)
+        0.5
+    """
+    from scipy import stats  # its import takes most of a second, which only what correlates shall wait for
+
+    if constant(np.asarray(x)) or constant(np.asarray(y)):
+        return float("nan")
+    function = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[method]
+    return float(function(x, y).statistic)
+
+
+@dataclass
+class Resampled:
+    """A target and its task numbers under resampling, to correlate measures with.
+
+    A resample is a row of multiplicities: ``weights[b, t]`` says how often task t occurs in resample b. Everything that
+    an ordinary computation on the resample gives (trend, residuals, midranks, correlation) is computed from them, the
+    trend anew in each resample.
+    """
+
+    weights: Array
+    task: Array
+    target: Array
+
+    def __post_init__(self) -> None:
+        self.task, self.target = _standard(self.task), _standard(self.target)
+        self.count = self.weights.sum(1)
+        slope = self._slope(self.target)
+        self.target_ranks = _row_ranks(self.weights, self.target - slope[:, None] * self.task)
+
+    def _slope(self, y: Array) -> Array:
+        t, w, n = self.task, self.weights, self.count
+        mean_t, mean_y = w @ t / n, w @ y / n
+        return (w @ (t * y) / n - mean_t * mean_y) / (w @ (t * t) / n - mean_t**2)
+
+    def pearson(self, x: Array, *, partial: bool) -> Array:
+        """Pearson's correlation of measure ``x`` [n] with the target's residuals in each resample [b]."""
+        x, t, y, w, n = _standard(x), self.task, self.target, self.weights, self.count
+        columns = np.stack([t, x, y, t * t, t * x, t * y, x * x, x * y, y * y], axis=1)
+        mt, mx, my, tt, tx, ty, xx, xy, yy = (w @ columns).T / n
+        tt, tx, ty, xx, xy, yy = tt - mt**2, tx - mt * mx, ty - mt * my, xx - mx**2, xy - mx * my, yy - my**2
+        variance = xx - tx**2 / tt if partial else xx
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.clip((xy - tx * ty / tt) / np.sqrt(variance * (yy - ty**2 / tt)), -1.0, 1.0)
+
+    def spearman(self, x: Array, *, partial: bool) -> Array:
+        """Spearman's correlation of measure ``x`` [n] with the target's residuals in each resample [b]."""
+        x, w = _standard(x), self.weights
+        a = _row_ranks(w, x - self._slope(x)[:, None] * self.task) if partial else _fixed_ranks(w, x)
+        return _of_ranks(w, a, self.target_ranks)
+
+
+def resampled_spearman(
+    weights: Array,  # [b, n]
+    x: Array,  # [n]
+    y: Array,  # [n]
+) -> Array:  # [b]
+    """Spearman's correlation of two series in each resample, no trend removed; weights as in `Resampled`."""
+    return _of_ranks(weights, _fixed_ranks(weights, x), _fixed_ranks(weights, y))
+
+
+def _of_ranks(weights: Array, a: Array, b: Array) -> Array:
+    """Pearson's correlation [b] of ranks [b, n] under each row of multiplicities; NaN where they are constant."""
+    middle = (weights.sum(1)[:, None] + 1) / 2
+    a, b = a - middle, b - middle
+    weighted = weights * a
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (weighted * b).sum(1) / np.sqrt((weighted * a).sum(1) * (weights * b * b).sum(1))
+
+
+def constant(x: Array) -> bool:
+    """Return True if ``x`` is constant but for rounding: it then has no correlation."""
+    return len(x) < 2 or bool(np.std(x) <= 1e-13 * np.max(np.abs(x)))
+
+
+def straight(x: Array, task: Array) -> bool:
+    """Return True if ``x`` is a straight line in ``task`` but for rounding: it then has no partial correlation."""
+    return constant(x) or bool(np.std(residuals(x, task)) <= 1e-10 * np.std(x))
+
+
+def _standard(x: Array) -> Array:
+    return (x - x.mean()) / (x.std() or 1.0)
+
+
+def _fixed_ranks(weights: Array, x: Array) -> Array:
+    """Midranks of the same values [n] under each row of multiplicities [b, n]."""
+    order = np.argsort(x, kind="stable")
+    _, starts, group = np.unique(x[order], return_index=True, return_inverse=True)
+    sums = np.add.reduceat(weights[:, order], starts, axis=1)
+    middle = np.cumsum(sums, axis=1) - (sums - 1) / 2
+    result = np.empty_like(weights)
+    result[:, order] = middle[:, group]
+    return result
+
+
+def _row_ranks(weights: Array, values: Array) -> Array:
+    """Ranks of each row of values [b, n] under its multiplicities; equal values at different tasks are not joined."""
+    result = np.empty_like(weights)
+    for w, row, out in zip(weights, values, result):
+        order = np.argsort(row)
+        sums = w[order]
+        out[order] = np.cumsum(sums) - (sums - 1) / 2
+    return result

@@ -1,0 +1,1 @@
+"""Transfer of a forecaster between time series (paper, section on time-series transfer)."""

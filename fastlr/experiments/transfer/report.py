@@ -1,0 +1,198 @@
+"""The report of transfer runs: terminal tables, CSV, Markdown, PNG figures and one self-contained HTML page."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastlr.display.figures import COLOURS, MUTED, count_axis, legend_below, new_figure, save_figure, style
+from fastlr.experiments.runs.records import Array
+from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
+from fastlr.experiments.transfer import tables
+from fastlr.experiments.transfer.records import TransferRun, differences, losses, read_transfer_runs, strategies
+
+_TRAIN, _VALIDATION, _REDUNDANCY = COLOURS[:3]
+_CURVES = {"validation_loss": _TRAIN, "local_redundancy": _VALIDATION}  # as in Figure 5, of fine-tuning
+
+
+def write_transfer_report(
+    paths: Sequence[str | Path], out: str | Path | None = None, *, figures: str = "png"
+) -> Report:
+    """Analyse run folders that differ by their seeds and write the report.
+
+    Args:
+        paths: Run folders, or folders of run folders; all of them are pooled.
+        out: Folder for the files, made if missing; None: ``report`` in the one path given, ``fastlr-report`` for several.
+        figures: "png", or "none".
+
+    Returns:
+        The report: ``index.html``, ``report.md``, a CSV file a table, ``report.json`` with all digits, and the figures.
+
+    Raises:
+        InputError: No runs there, runs that cannot be pooled, or a file that cannot be written.
+    """
+    runs = read_transfer_runs(paths)
+    folder = make_folder(paths, out, figures)
+    finished = [run for run in runs if run.complete]
+    setting = tables.setting(runs)
+    sheets = [
+        tables.strategy_sheet(runs),
+        tables.difference_sheet(runs),
+        tables.pretraining_sheet(runs),
+        tables.picks_sheet(runs),
+        tables.runs_sheet(runs),
+    ]
+    sheets = [
+        replace(sheet, notes=(*sheet.notes, *setting)) for sheet in sheets
+    ]  # on every table, wherever it is shown
+    numbers: dict[str, Any] = {
+        "runs": [str(run.path) for run in runs],
+        "setting": list(setting),
+        "losses": {name: vars(mean) for name, mean in losses(finished).items()},
+        "losses_by_seed": {str(run.seed): {name: run.loss(name) for name in run.picks} for run in finished},
+        "differences": [{**vars(pair), "mean": vars(pair.mean)} for pair in differences(finished)],
+        "picks": {str(run.seed): run.picks for run in runs},
+    }
+    sentences = findings(finished)
+    numbers["findings"] = sentences
+    lead = [*setting, "Numbers with all digits are in report.json."]
+    drawings = _drawings(finished or runs) if figures == "png" else []
+    return write_files(
+        folder,
+        "Selecting checkpoints for transfer",
+        sentences,
+        lead,
+        sheets,
+        drawings,
+        runs,
+        numbers,
+        screen=sheets[:3],
+    )
+
+
+def findings(runs: Sequence[TransferRun]) -> list[str]:
+    """Say which strategy ended lowest, and whether local redundancy can be told from each other one.
+
+    Args:
+        runs: Finished ones.
+    """
+    if not runs:
+        return ["No run has finished its fine-tuning yet: nothing can be told."]
+    means = losses(runs)
+    best = min(means, key=lambda name: means[name].value)
+    lowest = f"Lowest loss after fine-tuning: {tables.label(best)}, {means[best].value:.4f}"
+    if len(runs) == 1:
+        return [f"{lowest}. That is one seed: what it shows cannot be told from chance."]
+    sentences = [f"{lowest} ± {means[best].stderr:.4f} over {len(runs)} seeds."]
+    leader = "local_redundancy"
+    told: dict[str, list[str]] = {"lower": [], "higher": [], "not": []}
+    for pair in differences(runs):
+        if leader in (pair.first, pair.second) and math.isfinite(pair.mean.low):
+            other, sign = (pair.second, 1) if pair.first == leader else (pair.first, -1)
+            kind = (
+                "not" if pair.mean.low <= 0 <= pair.mean.high else "lower" if sign * pair.mean.value < 0 else "higher"
+            )
+            told[kind].append(f"{tables.label(other)} ({sign * pair.mean.value:+.4f} ± {pair.mean.stderr:.4f})")
+    for kind, text in (
+        ("lower", "Picked by the largest local redundancy, the loss is lower than by: {}."),
+        ("higher", "Picked by the largest local redundancy, the loss is higher than by: {}."),
+        ("not", "It cannot be told (at 95 %, paired by seed) from that by: {}."),
+    ):
+        if told[kind]:
+            sentences.append(text.format(", ".join(told[kind])))
+    return sentences
+
+
+def _drawings(runs: Sequence[TransferRun]) -> list[Drawing]:
+    band = f"Bands: ± one standard deviation over {len(runs)} seeds." if len(runs) > 1 else "One seed."
+    return [
+        Drawing(
+            "finetuning.png",
+            partial(finetuning_curves, [run for run in runs if run.complete]),
+            "Validation loss on the target while fine-tuning the checkpoints that each strategy picked, mean of the "
+            "fine-tuning runs, then over seeds; those with the same picks lie on one another. Dashed: the end of training "
+            f"without pretraining. {band}",
+        ),
+        Drawing(
+            "pretraining.png",
+            partial(pretraining_curves, runs),
+            f"Training loss, validation loss and local redundancy (right axis, every measurement) in pretraining. {band}",
+        ),
+    ]
+
+
+def pretraining_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]) -> bool:
+    """Draw the losses and local redundancy over the epochs of pretraining (the paper's Figure 4); False before epoch 1."""
+    last = tables.last_epoch(runs)
+    if not last:
+        return False
+    figure, axes = new_figure((8, 4.2), 1)
+    epochs = np.arange(last + 1.0)
+    for name, colour, text in (
+        ("train_loss", _TRAIN, "training loss"),
+        ("validation_loss", _VALIDATION, "validation loss"),
+    ):
+        _band(axes, epochs, np.stack([run.numbers(name)[: last + 1] for run in runs]), colour, text)
+    style(axes, "mean squared error, normalised", f"Pretraining{_seeds(runs)}")
+    count_axis(axes, "epoch")
+    right = axes.twinx()
+    points = [run.redundancy_points() for run in runs]
+    known = min(len(x) for x, _ in points)
+    _band(right, points[0][0][:known], np.stack([y[:known] for _, y in points]), _REDUNDANCY, "local redundancy")
+    inputs = f", n = {runs[0].options['redundancy_n']} inputs" if "redundancy_n" in runs[0].options else ""
+    style(right, f"local redundancy, E||grad||²{inputs} (right axis)")
+    right.grid(False)
+    right.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
+    right.yaxis.get_offset_text().set(size=8, color=MUTED)
+    legend_below(figure, axes, right)
+    return save_figure(figure, path)
+
+
+def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]) -> bool:
+    """Draw the validation loss over the steps of fine-tuning (the paper's Figure 5); False without strategies to draw.
+
+    The two strategies of the paper's figure have bands, the others thin lines.
+    """
+    names = [name for name in strategies(runs) if name != "no_pretraining"]
+    if not names:
+        return False
+    figure, axes = new_figure((8, 4.2), 1)
+    colours = iter(COLOURS[2:])
+    for name in names:
+        curves, text = [run.curve(name) for run in runs], tables.label(name).replace("†", "(sees the target)")
+        steps = max((x for x, _ in curves), key=len)
+        rows = np.stack([np.append(y, np.full(len(steps) - len(y), y[-1])) for _, y in curves])
+        if name in _CURVES:
+            _band(axes, steps, rows, _CURVES[name], text)
+        else:
+            axes.plot(steps, rows.mean(0), color=next(colours), linewidth=0.9, label=text)
+    if "no_pretraining" in runs[0].picks:
+        end = float(np.mean([run.loss("no_pretraining") for run in runs]))
+        axes.axhline(end, color=MUTED, linewidth=1, linestyle="--", label="no pretraining, at its end")
+    style(axes, "mean squared error on the target, normalised", f"Fine-tuning, validation loss{_seeds(runs)}")
+    count_axis(axes, "optimiser step")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return save_figure(figure, path)
+
+
+def _seeds(runs: Sequence[TransferRun]) -> str:
+    return f", mean of n = {len(runs)} seeds (bands: ± 1 standard deviation)" if len(runs) > 1 else ", one seed"
+
+
+def _band(axes: Any, x: Array, rows: Array, colour: str, text: str) -> None:
+    """Draw the mean of rows, with a band of their standard deviation where there are several."""
+    mean = rows.mean(0)
+    known = np.isfinite(mean)
+    axes.plot(x[known], mean[known], color=colour, linewidth=1.6, label=text)
+    if len(rows) > 1:
+        deviation = rows.std(0, ddof=1)[known]
+        axes.fill_between(
+            x[known], mean[known] - deviation, mean[known] + deviation, color=colour, alpha=0.18, linewidth=0
+        )

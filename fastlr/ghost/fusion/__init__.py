@@ -1,0 +1,1 @@
+"""Blocks of a model that are run as one: folded convolutions, gates, attention."""

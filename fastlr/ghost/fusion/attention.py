@@ -1,0 +1,49 @@
+"""Self-attention of nn.MultiheadAttention without the copies that torch makes around it.
+
+Torch moves the packed projection so that queries, keys and values are each contiguous, and its backward pass writes a
+tensor of all three, mostly zeros, for each of them. Here they are views of the projection, and their gradients are written
+once. The parameters are used by the same two linear layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+ATTENTION = F.multi_head_attention_forward
+_SIGNATURE = inspect.signature(ATTENTION)
+_ABSENT = ("bias_k", "bias_v", "key_padding_mask", "attn_mask", "static_k", "static_v")  # left to torch where given
+_FALSE = ("add_zero_attn", "use_separate_proj_weight", "is_causal")  # likewise where true
+
+
+def self_attention(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, None] | None:
+    """The result of a call of multi_head_attention_forward (``func``); None if it is not a plain self-attention.
+
+    Plain: one tensor [S, B, E] that lies in memory as [B, S, E] (batch_first), no mask, no dropout, no weights wanted.
+    """
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    x, heads, weight = given["query"], given["num_heads"], given["in_proj_weight"]
+    plain = (
+        x is given["key"] is given["value"]
+        and type(x) is Tensor  # a subclass may have its own
+        and all(given[name] is None for name in _ABSENT)
+        and not any(given[name] for name in _FALSE)
+        and not given["need_weights"]
+        and not (given["training"] and given["dropout_p"])
+    )
+    if not plain or x.ndim != 3 or weight is None:
+        return None
+    x, width = x.transpose(0, 1), x.shape[-1]
+    fits = given["embed_dim_to_check"] == width and width % heads == 0 and weight.shape == (3 * width, width)
+    if not fits or not x.is_contiguous():
+        return None
+    packed = F.linear(x, weight, given["in_proj_bias"]).unflatten(-1, (3, heads, width // heads))
+    attended = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in packed.unbind(2)))
+    out = F.linear(attended.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
+    return out.transpose(0, 1), None

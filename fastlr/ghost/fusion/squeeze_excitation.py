@@ -1,0 +1,88 @@
+"""Squeeze-and-excitation's mean over all positions, and its product with one number a sample and channel, as own nodes.
+
+The product's backward pass reads the gradient and the input once, where torch's own makes and reads a product of their
+size. The mean's gives one number a sample and channel, expanded, where torch's own writes a tensor of the input's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlr import ops
+from fastlr.ops.torch_private import is_view
+
+_POOLS = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_pool3d: 3}
+MEANS: set[Callable] = {torch.mean, Tensor.mean, *_POOLS}
+PRODUCTS: set[Callable] = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
+
+
+class Squeeze(torch.autograd.Function):
+    """``mean(x)``, for x [B, C, *spatial] and a function that takes the mean over all spatial axes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: D102
+        ctx.shape = x.shape
+        result = mean(x)
+        return result.clone() if is_view(result) else result  # a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # noqa: D102
+        one = g.reshape(*ctx.shape[:2], *[1] * (len(ctx.shape) - 2)) / prod(ctx.shape[2:])
+        return one.expand(ctx.shape), None
+
+
+def whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool | None:
+    """Whether a call that is a mean over all spatial axes keeps them; None if it is none."""
+    x, size = args if len(args) == 2 else (None, None)
+    if not isinstance(x, Tensor) or x.ndim < 3:
+        return None
+    sizes = list(size) if isinstance(size, (tuple, list)) else [size]
+    if func in _POOLS:
+        whole = x.ndim == _POOLS[func] + 2 and all(n == 1 for n in sizes) and not kwargs
+    else:
+        axes = [axis % x.ndim for axis in sizes if isinstance(axis, int)]
+        whole = len(axes) == len(sizes) and sorted(axes) == list(range(2, x.ndim)) and kwargs.keys() <= {"keepdim"}
+    return func in _POOLS or bool(kwargs.get("keepdim")) if whole else None
+
+
+def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The result of a call that is a mean over all spatial axes, by `Squeeze`; None if it is not one that it can take."""
+    if whole_mean(func, args, kwargs) is None or not args[0].requires_grad or args[0].is_leaf:
+        return None
+    return Squeeze.apply(args[0], lambda t: func(t, args[1], **kwargs))
+
+
+class Gate(torch.autograd.Function):
+    """``x * gate`` for x [B, C, *spatial] and gate [B, C, 1, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:  # noqa: D102
+        ctx.save_for_backward(x, gate)
+        return x * gate
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return ops.run("gate_grad", g, *ctx.saved_tensors)
+
+
+def gate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The result of a call that is a product with one number a sample and channel, by `Gate`; None if it is none."""
+    if len(args) != 2 or kwargs or not all(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in args):
+        return None
+    numbers, x = sorted(args, key=Tensor.numel)
+    return Gate.apply(x, numbers) if is_gate(numbers, x) else None
+
+
+def is_gate(numbers: Any, x: Tensor) -> bool:
+    """Return True for one number a sample and channel of ``x`` [B, C, *spatial], computed of parameters."""
+    if not isinstance(numbers, Tensor) or not numbers.requires_grad or numbers.is_leaf:
+        return False
+    per_channel = (*x.shape[:2], *[1] * (x.ndim - 2))
+    fits = x.ndim > 2 and numbers.shape == per_channel and x.numel() > numbers.numel()
+    return fits and numbers.dtype == x.dtype and numbers.device == x.device

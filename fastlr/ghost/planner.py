@@ -1,0 +1,401 @@
+"""The plan of a model: what was proven, by structure of its graph, and where the samples are, by the shapes at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import FastlrError, HiddenParameterError, InputError, InteractionError
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost import ownership, program
+from fastlr.ghost.backward import Structure
+from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_parts_of_samples
+from fastlr.ghost.fusion.mode import Folding, unfolded
+from fastlr.ghost.graph import Graph, walk
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.ownership import Place
+from fastlr.ghost.sample_axis import Layout
+from fastlr.ghost.state import emptied, tensor_caches
+from fastlr.ghost.verification.agreement import agree, low_precision, measured_noise, rounding
+from fastlr.ghost.verification.batch_checks import every_layout, explained, likely_layouts
+from fastlr.ghost.verification.prover import SAMPLES, Prover, generic_cotangent
+from fastlr.ghost.verification.record import Ledger, ParameterProof
+from fastlr.ops.deferred_checks import out_of_memory
+
+ALONE = 32  # samples run alone where a batch is looked at that may well interact
+KEPT = 256  # plans of shapes kept for one structure
+MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
+UNSEEN = (
+    "no proof has met its use, which the data choose. The values are exact; it is faster where the first "
+    f"{MAX_PROOFS * SAMPLES} inputs of the first batch include some that use it"
+)
+
+
+@dataclass
+class ShapePlan:
+    """The sample axes in batches of one shape whose forward pass sees the same attributes.
+
+    ``by_data``: the kind of node below which rows may belong to other samples in every batch; "" if the graph tells all.
+    """
+
+    layouts: dict[Place, Layout]
+    by_data: str = ""
+
+
+@dataclass
+class State:
+    """A structure of the graph: its sides and uses, and the plans for its shapes."""
+
+    side: list[int]
+    keys: list
+    structure: Structure
+    loop: frozenset[str]
+    signature: tuple
+    plans: dict[tuple, ShapePlan] = field(default_factory=dict)  # by shapes and what the forward pass may branch on
+
+
+Plan = tuple[State, ShapePlan, int]  # with the number of samples
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A batch that is measured: its inputs, the output for them with its graph, and the number of samples."""
+
+    x: Any
+    z: Tensor
+    count: int
+    graph: Graph
+
+
+class Planner:
+    """Plans of one model, made and proven when a structure or a shape is first seen.
+
+    Args:
+        view: the model.
+    """
+
+    def __init__(self, view: ModelView) -> None:
+        self.view = view
+        self.folding = Folding()
+        self._ledgers: dict[tuple, Ledger] = {}
+        self._states: dict[tuple, State] = {}
+        self._slices: dict[tuple, list[int]] = {}
+        self._last: tuple | None = None
+        self._observed: dict[tuple, tuple[frozenset[int], bool]] = {}  # by flags, see program.observed
+        self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
+        self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
+        self.proofs = 0
+        self.comparisons = 0
+        self._compared = False  # whether this batch's outputs were
+
+    @property
+    def model(self) -> nn.Module:
+        """The unwrapped model; ModelError once it no longer exists."""
+        return self.view.module
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name, as the last call found them."""
+        return self.view.parameters
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the trainable parameters."""
+        return list(self.parameters)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The proofs for the model as the last call found it."""
+        return self._ledgers[self._last] if self._last in self._ledgers else Ledger()
+
+    @property
+    def _hooked(self) -> bool:
+        """Return True if hooks may move gradients between rows, which no graph shows."""
+        return self.ledger.hooked or (self._last in self._observed and self._observed[self._last][1])
+
+    def _flags(self) -> tuple:
+        model, kind = self.model, self.view.device.type
+        return (
+            tuple(m.training for m in model.modules()),
+            tuple((n, p.dtype) for n, p in self.parameters.items()),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            program.hook_programs(model),
+        )
+
+    def without_caches(self, x: Any) -> AbstractContextManager[None]:
+        """Within this context the model runs without what earlier forward passes have left in it (see `_caches`)."""
+        return emptied(self._caches(x))
+
+    def _caches(self, x: Any) -> list[tuple[nn.Module, str]]:
+        """Dicts of tensors in the model that forward passes of ours run without: caches of what its parameters give.
+
+        A forward pass without a graph may have filled them (LeViT's attention biases): then parameters would seem unused.
+
+        Raises:
+            HiddenParameterError: one holds something else than what its parameters give now.
+        """
+        caches = tensor_caches(self.model)
+        if not caches:
+            return []
+        key = (self._flags(), *(id(t) for module, name in caches for t in vars(module)[name].values()))
+        if key not in self._known_caches:
+            self._known_caches.clear()
+            self._known_caches[key] = caches if self._are_caches(caches, x) else []
+        return self._known_caches[key]
+
+    def _are_caches(self, caches: list[tuple[nn.Module, str]], x: Any) -> bool:
+        with_caches = self.view.forward(adapt.copied(x))
+        try:
+            with emptied(caches):
+                without = self.view.forward(adapt.copied(x))
+        except Exception:  # whatever a model raises that misses what it needs
+            return False
+        same = self._same_outputs(with_caches, without)
+        hidden = self._used_parameters(without) - self._used_parameters(with_caches)
+        if not same and hidden:
+            module, name = caches[0]
+            raise HiddenParameterError(
+                f"parameter {min(hidden)} moves the output only through what an earlier forward pass left in {name} of "
+                f"{type(module).__name__}, and that is no longer what it gives: clear it (model.train() and model.eval() does "
+                "so in timm's models)"
+            )
+        return same
+
+    def _used_parameters(self, z: Tensor) -> set[str]:
+        return set(walk(z, self.parameters).parameters.values()) if z.requires_grad else set()
+
+    def _state(self, chunk: Chunk) -> tuple[tuple, State]:
+        """Find or make the plan for this structure, with the key of its shapes; prove what is not proven yet."""
+        graph, count = chunk.graph, chunk.count
+        signature = (self._last, graph.signature())
+        state = self._states.get(signature)
+        sizes = tuple(graph.sizes(i) for i in range(len(graph.nodes)))
+        key = (count, sizes, ownership.details(graph), self._seen)
+        if state is not None and (
+            count == 1 or key in state.plans or self._known(graph, state)
+        ):  # one needs no layouts
+            graph.side, graph.keys = state.side, state.keys
+            return key, state
+        assert self._last is not None
+        if len(self._ledgers) > 64 and self._last not in self._ledgers:
+            self._forget(next(iter(self._ledgers)))
+        ledger = self._ledgers.setdefault(self._last, Ledger())
+        unproven = self._unproven(graph, ledger)
+        absent = frozenset(self.parameters) - frozenset(graph.parameters.values())
+        # a new structure is proven anew, but one that the data choose goes by what is proven of its uses
+        known, by_data = ownership.trace(graph, chunk.z, self.view.out_dim)
+        fresh = not ledger.parameters or not by_data
+
+        def open_questions() -> bool:
+            return bool(unproven) or not any(absent <= tested for tested in [frozenset[str](), *ledger.absent])
+
+        if fresh or open_questions():
+            refuse_parts_of_samples(graph, known)  # needs no proof
+            batch = self._batch(chunk)
+            generator = torch.Generator().manual_seed(5)
+            prover = self._prover(self.folding)
+            for start in range(0, min(count, MAX_PROOFS * SAMPLES), SAMPLES):
+                if start and not open_questions():
+                    break
+                samples = [(start + k) % count for k in range(min(count, SAMPLES))]
+                self.proofs += 1
+                prover.prove(batch.part(samples).distinct(SAMPLES, generator), ledger, seed=start)
+                ledger.programs.add(self._seen[0])
+                unproven = self._unproven(graph, ledger)
+            for name in unproven:
+                if count == 1 and name in ledger.parameters:
+                    continue  # one sample needs no rule; its graph may look like that of no larger batch
+                ledger.parameters[name] = ParameterProof("loop", alive=True, reason=UNSEEN)
+        state = State(graph.side, graph.keys, Structure.of(graph), frozenset(unproven), signature[1])
+        if len(self._states) > 64:
+            self._states.clear()
+        self._states[signature] = state
+        return key, state
+
+    def _try_program(self, chunk: Chunk) -> None:
+        """Require of a program not tried yet that samples do not interact, in float64 and under other conditions.
+
+        Where activations saturate, the batch at hand may hide in its few digits what the next one shows.
+        """
+        ledger, tried = self.ledger, self._seen[0]
+        if tried in ledger.programs:
+            return
+        if len(ledger.programs) > KEPT:
+            ledger.programs.clear()
+        samples = [k % chunk.count for k in range(SAMPLES)]
+        three = self._batch(chunk).part(samples).distinct(SAMPLES, torch.Generator().manual_seed(5))
+        self._prover().compare_outputs(three, ledger)
+        ledger.programs.add(tried)
+
+    def _prover(self, folding: Folding | None = None) -> Prover:
+        return Prover(self.model, self.parameters, self.view.output, self.view.out_dim, folding)
+
+    def _forget(self, flags: tuple | None) -> None:
+        """Drop what was proven for a state of the model's flags."""
+        self._ledgers.pop(flags, None)  # type: ignore[arg-type]
+        self._states = {key: known for key, known in self._states.items() if key[0] != flags}
+        self._slices.clear()
+
+    def _known(self, graph: Graph, state: State) -> bool:
+        """Return True if nodes of a known structure fall on the known sides with new shapes."""
+        graph.classify(self.ledger.decide(graph))
+        return graph.side == state.side and not graph.undecided
+
+    def _unproven(self, graph: Graph, ledger: Ledger) -> list[str]:
+        """Parameters of which some use, or the absence, is not in the ledger; classifies the graph on the way."""
+        graph.classify(ledger.decide(graph))
+        missing: dict[str, None] = {}
+        for i in graph.undecided:
+            for child, _ in graph.children[i]:
+                if child >= 0:
+                    missing |= dict.fromkeys(graph.parameters[p] for p in graph.parameters_below(child))
+        for use in graph.uses():
+            if use.key not in ledger.uses:
+                missing |= dict.fromkeys(graph.parameters[p] for p in graph.parameters_below(use.child))
+        present = set(graph.parameters.values())
+        for name in self.parameters:
+            proof = ledger.parameters.get(name)
+            if proof is None or (name in present and proof.route == "zero"):
+                missing[name] = None
+        return [
+            name for name in missing if ledger.parameters.get(name) is None or ledger.parameters[name].route != "loop"
+        ]
+
+    def _slice_key(self, x: Any, count: int) -> tuple:
+        shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in adapt.tree_flatten(x)[0])
+        return count, shapes
+
+    def _batch(self, chunk: Chunk, *, compare: bool = False) -> adapt.Batch:
+        """Find the batched inputs: with their samples in other company, all outputs must be what they are in the batch.
+
+        Looked at once for each shape, and where ``compare``.
+
+        Raises:
+            InteractionError: the outputs depend on the company.
+            InputError: the model fails on parts of the batch.
+        """
+        x, count = chunk.x, chunk.count
+        key = (*self._slice_key(x, count), self._seen)
+        known = self._slices.get(key)
+        batch = self.view.batch(x, count, known)
+        if count == 1 or (known is not None and not compare):
+            return batch
+        self.comparisons += 1
+        self._compared = True
+        failures = []
+        options = [batch.batched] + [[i for i in batch.batched if i != drop] for drop in batch.batched if known is None]
+        for option in filter(None, options):
+            trial = self.view.batch(x, count, option)
+            try:
+                alike = self._alike(trial, chunk.z)
+            except Exception as error:
+                if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
+                    raise
+                failures.append(f"{type(error).__name__}: {error}".splitlines()[0])  # a model may raise anything
+                continue
+            if alike:
+                break
+        else:
+            if count > SAMPLES and len(failures) == len([o for o in options if o]):
+                raise InputError(
+                    f"the model fails on parts of the {count} samples ({failures[0]}); check in_dim={self.view.in_dim}, or "
+                    "pass inputs whose every batched tensor has the samples along it"
+                )
+            self._blame(batch, alike=not failures)
+            trial = batch
+        if len(self._slices) > KEPT:
+            self._slices.clear()
+        self._slices[key] = trial.batched
+        return trial
+
+    def _alike(self, batch: adapt.Batch, z: Tensor) -> bool:
+        """Return True if random halves of the batch, shuffled, give what they gave in it (few samples: each beside a copy).
+
+        Where samples are known to interact under other conditions, as many as ALONE also each beside a copy.
+        """
+        count = batch.count
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.comparisons)).tolist()
+        groups = [order[: count // 2], order[count // 2 :]] if count > SAMPLES else []
+        groups += [[j, j] for j in (order[:ALONE] if self.ledger.by_data or not groups else [])]
+        noise = self._noise_of(batch)
+        for samples in groups:
+            in_parts = self.view.forward(batch.pick(samples)).detach()
+            index = torch.tensor(samples, device=z.device)
+            whole = z.detach().index_select(self.view.out_dim, index)
+            if self._same_outputs(whole, in_parts, noise):
+                continue
+            if self.folding.active:
+                with unfolded():
+                    whole = self.view.forward(batch.pick(range(count))).detach().index_select(self.view.out_dim, index)
+                if self._same_outputs(whole, in_parts, noise):
+                    raise FoldRefuted([], "the folded model gives another output")
+            return False
+        return True
+
+    def _same_outputs(self, want: Tensor, got: Tensor, noise: Callable[[], Tensor | None] | None = None) -> bool:
+        """Return True if outputs of the same samples agree within the model's own precision (see `agree`)."""
+        low = low_precision(want.device, {p.dtype for p in self.parameters.values()})
+        return agree(want, got, rounding(want.dtype, low=low), noise, self.view.out_dim)
+
+    def _noise_of(self, batch: adapt.Batch) -> Callable[[], Tensor | None]:
+        few = range(min(batch.count, 8))
+        return lambda: measured_noise(self.model, batch.pick(few), self.view.output)
+
+    def _blame(self, batch: adapt.Batch, *, alike: bool) -> None:
+        """Samples in other company give something else: find out exactly, on the copy, who is to blame."""
+        count = batch.count
+        picked = [0, count // 2, count - 1] if count > SAMPLES else list(range(count))
+        three = batch.part(picked).distinct(SAMPLES, torch.Generator().manual_seed(5))
+        self._prover().prove(three, Ledger())
+        if alike:
+            raise InteractionError(
+                f"samples give another output in parts of the batch than within the batch of {count}: samples interact, or "
+                f"an input is shared that in_dim={self.view.in_dim} makes look batched. Make the forward pass work on "
+                "each sample alone"
+            )
+
+    def _layouts(self, chunk: Chunk, state: State, *, fresh: bool) -> ShapePlan:
+        """Layouts of all uses, told by the graph or found in this batch; parameters where none holds go to the loop."""
+        ledger, structure, graph = self.ledger, state.structure, chunk.graph
+        z, count, out_dim = chunk.z, chunk.count, self.view.out_dim
+        known, by_data = ownership.trace(graph, z, out_dim)
+        if self._hooked:
+            known, by_data = {}, "a hook of a gradient"
+        options = likely_layouts(graph, structure, ledger, count, known)
+        by_graph = {place: held for place, held in options.items() if place in known}
+        layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
+        v = generic_cotangent(z)
+        if fresh and not (by_data and state.plans):  # what the graph tells is held to the marks once
+            candidates = {place: by_graph.get(place, []) for place in options}
+            confirmed = explained(graph, structure, z, v, out_dim, candidates)
+            options = {place: options[place] for place in confirmed}  # no gradient arrives at the others
+            for place in [place for place, held in confirmed.items() if not held and place in by_graph]:
+                options |= {place: every_layout(graph, place, count)}
+                ledger.hooked, by_data = True, "a hook of a gradient"
+                del by_graph[place]
+        open_places = {place: held for place, held in options.items() if place not in by_graph}
+        by_marks = explained(graph, structure, z, v, out_dim, open_places) if open_places else {}
+        layouts |= {place: held[0] for place, held in by_marks.items() if held}
+        lost = {place[0] for place, held in by_marks.items() if not held}
+        for use in (u for node in lost for u in structure.by_node[node]):
+            for name in (graph.parameters[p] for p in graph.parameters_below(use.child)):
+                old = ledger.parameters.get(name)
+                if old is not None and old.route == "loop":
+                    continue
+                kinds = old.kinds if old else ()
+                reason = f"its sample axis was not found in a batch of {count}"
+                ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
+        if not by_marks:
+            by_data = ""
+        if any(graph.keys[use.child] in ledger.varying for use in structure.uses):
+            by_data = by_data or "data among what is computed of parameters"
+        by_data = by_data or ledger.by_data
+        note = f"rows are found and outputs compared anew in every batch: {by_data.removesuffix('Backward0')}"
+        if by_data and note not in ledger.notes:
+            ledger.notes.append(note)
+        return ShapePlan(layouts, by_data)

@@ -1,0 +1,98 @@
+"""What a model raises when it is called, as an error that names the inputs it was given and says what to do."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import FastlrError, InputError, ModelError
+from fastlr.ghost.model_io import FAILURES, ModelView, copied
+from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.torch_private import tree_flatten
+
+_OF_SHAPES = ("shape", "size", "dimension", "channel", "length", "broadcast", "expand", "mat1", "expected", "element")
+
+
+@contextmanager
+def refusals(view: ModelView, x: Any) -> Iterator[None]:
+    """Turn what the model raises for inputs x also when it runs alone into fastlr's error; that exception is the cause.
+
+    Raises:
+        InputError: the inputs are not those that the model is made for, as far as its exception tells.
+        ModelError: its forward pass fails for another reason.
+
+    Anything else that is raised within stays what it is: fastlr's own errors, lack of memory, failures of other code.
+    """
+    try:
+        yield
+    except FAILURES as error:
+        if isinstance(error, FastlrError) or out_of_memory(error):
+            raise
+        try:
+            view.forward(copied(x))
+        except FAILURES as raised:
+            if isinstance(raised, FastlrError) or out_of_memory(raised):
+                raise error from None
+            raise _refusal(view.module, x, raised) from raised
+        raise
+
+
+def _refusal(model: nn.Module, x: Any, error: Exception) -> FastlrError:
+    raised = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    text = f"{type(model).__name__} does not run on {_given(x)} ({raised})"
+    remedy = _remedy(model, x, error)
+    return ModelError(text) if remedy is None else InputError(f"{text}. {remedy}")
+
+
+def _given(x: Any) -> str:
+    """The inputs by dtype and shape, as the model gets them."""
+    if isinstance(x, dict):
+        return ", ".join(f"{name}={_one(value)}" for name, value in x.items())
+    return f"({', '.join(map(_one, x))})" if isinstance(x, tuple) else f"an input {_one(x)}"
+
+
+def _one(value: Any) -> str:
+    return f"{_name(value.dtype)}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _remedy(model: nn.Module, x: Any, error: Exception) -> str | None:
+    text = str(error)
+    given = {t.dtype for t in tree_flatten(x)[0] if isinstance(t, Tensor)}
+    held = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    other = sorted(_name(dtype) for dtype in given - held)
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    if "nference tensor" in text:
+        return "Build and load the model outside of torch.inference_mode(), whose tensors autograd refuses"
+    if isinstance(error, TypeError) and isinstance(x, dict):
+        return (
+            f"The inputs go by name ({', '.join(x)}), but forward takes ({_parameters(model)}): give them under these names, "
+            "or a plain tensor by fastlr.TensorInputs"
+        )
+    if isinstance(error, TypeError) and isinstance(x, tuple) and len(x) > 1:
+        return (
+            f"The inputs are {len(x)} positional arguments, but forward takes ({_parameters(model)}): where a data set's "
+            "items are (input, label), pass fastlr.TensorInputs(dataset, item=0); of a tuple pass the input alone"
+        )
+    if "indices" in text and any(dtype.is_floating_point for dtype in given):
+        return "An embedding takes integers: give tokens, such as fastlr.TokenInputs or int64 in fastlr.TensorInputs"
+    if isinstance(error, IndexError) and tables:
+        return f"A token is beyond the rows of an embedding (the model's have {tables}): lower vocab_size"
+    if other and ("type" in text or "not implemented for" in text):
+        how = "the inputs by x.float() / 255 if they are bytes of images" if "uint8" in other else "one of them"
+        return f"The inputs are {', '.join(other)}, the model is {', '.join(sorted(map(_name, held)))}: convert {how}"
+    if any(word in text.lower() for word in _OF_SHAPES):
+        return "Give inputs for which the model runs, of the size that it was built for"
+    return None
+
+
+def _parameters(model: nn.Module) -> str:
+    return ", ".join(inspect.signature(model.forward).parameters)

@@ -1,0 +1,280 @@
+"""The surroundings of an estimate: model state kept, memory, progress, versions, a hash of the inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import InputError
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.program import own_attributes
+from fastlr.ghost.tokens import version as tensor_version
+from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.torch_private import tree_flatten
+
+Report = Callable[[int, int, float, float], Any]
+
+PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
+
+_CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 1024
+_WORK = 3  # a chunk's peak memory over the activations that its graph saves
+_SHARE = 0.4  # of the free memory, where the peak is known: a captured chunk keeps its own, one beside it takes as much
+
+
+@contextmanager
+def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model into eval mode with gradients on; afterwards flags, buffers and random states are as before.
+
+    Flags are set directly: ``model.eval()`` may be overridden, and merge or freeze things.
+    """
+    modules = list(model.modules())
+    flags = [module.training for module in modules]
+    with buffers_kept(modules):
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), quiet_rng(device), _repeatable(modules, device):
+                for module in modules:
+                    module.training = False
+                yield
+        finally:
+            for module, flag in zip(modules, flags, strict=True):
+                module.training = flag
+
+
+@contextmanager
+def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put back what is written into buffers or comes in their place.
+
+    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Not where a number that the module
+    holds has changed with them, as with a table that grows: they belong together.
+    """
+    places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
+    places += [(m, m._parameters) for m in modules if getattr(m, "max_norm", None) is not None]
+    held = [
+        (module, place, name, t, tensor_version(t), t.detach().clone())
+        for module, place in places
+        for name, t in place.items()
+        if t is not None
+    ]
+    numbers = {id(module): (module, own_attributes(module)) for module, *_ in held}
+    try:
+        yield
+    finally:
+        moved_on = {key for key, (module, before) in numbers.items() if own_attributes(module) != before}
+        for module, place, name, tensor, seen, copy in held:
+            if id(module) in moved_on:
+                continue
+            if tensor_version(tensor) != seen:
+                with torch.no_grad():
+                    tensor.copy_(copy)
+            if name not in place or place[name] is not tensor:
+                place[name] = tensor
+
+
+@contextmanager
+def quiet_rng(device: torch.device) -> Iterator[None]:
+    """Leave the random states of the CPU and of ``device`` as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def _repeatable(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
+    """On a GPU, let cuDNN add in a fixed order, so that the same call gives the same bits.
+
+    Models with recurrent layers do without it: it refuses their backward pass in eval mode.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    cudnn.enabled = cudnn.enabled and not any(isinstance(module, nn.RNNBase) for module in modules)
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = before
+
+
+def move_samples(t: Any, in_dim: int, size: int) -> Any:
+    """Move the samples of a batched tensor (axis 0 of that size) to ``in_dim``."""
+    if not isinstance(t, Tensor) or t.ndim == 0 or t.shape[0] != size:
+        return t
+    if not -t.ndim <= in_dim < t.ndim:
+        raise InputError(f"in_dim={in_dim} is not an axis of an input of shape {tuple(t.shape)}")
+    return t.movedim(0, in_dim)
+
+
+def read_together(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Return one-dimensional tensors on the host as float64, from one device by one transfer; None stays None."""
+    there = [first, *(t.to(first.device) for t in others if t is not None)]
+    parts = iter(torch.cat([t.detach().double() for t in there]).cpu().split([len(t) for t in there]))
+    return tuple(None if t is None else next(parts) for t in (first, *others))
+
+
+def clock(device: torch.device) -> float:
+    """Return the time in seconds once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def same_device(asked: torch.device, actual: torch.device) -> bool:
+    """Return True if a device that the user named is the one the model is on; "cuda" means the current one."""
+    if asked.type == "cuda" and asked.index is None and actual.type == "cuda":
+        return actual.index == torch.cuda.current_device()
+    return asked.type == actual.type and (asked.index or 0) == (actual.index or 0)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had on the device now, the allocator's cache included; on the CPU, available RAM."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, OSError, ValueError):
+        return 4 << 30
+
+
+def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -> int:
+    """Return how many inputs fit a quarter of the free memory, from the bytes that a small forward pass saves.
+
+    Args:
+        view: the model that the forward pass runs.
+        few: inputs of that pass.
+        forward: runs it and returns the output, with its graph.
+    """
+    output: list[Tensor] = []
+    try:
+        storages = _saved_storages(lambda: output.append(forward()))
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        return 1
+    storages[output[0].data_ptr()] = output[0].nbytes
+    of_model = {t.untyped_storage().data_ptr() for t in (*view.module.parameters(), *view.module.buffers())}
+    activations = sum(size for pointer, size in storages.items() if pointer not in of_model) / few
+    weights = max(p.nbytes for p in view.parameters.values())
+    budget = min(free_bytes(view.device) / 4, _CPU_BYTES if view.device.type == "cpu" else _GPU_BYTES)
+    return int(max(1, min(_LARGEST_CHUNK, budget // (_WORK * activations + weights + 1))))
+
+
+def peak_bytes(device: torch.device, work: Callable[[], Any]) -> int:
+    """Return the most memory that ``work()`` held on a GPU beside what was there; torch's record of its peak begins anew."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def chunk_for_peak(device: torch.device, bytes_per_input: int) -> int:
+    """Return how many inputs fit the free memory, from the peak of a chunk as it was measured."""
+    return int(max(1, min(_LARGEST_CHUNK, _SHARE * free_bytes(device) // max(1, bytes_per_input))))
+
+
+def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
+    """Address -> bytes of the memory that autograd saves during a forward pass."""
+    storages: dict[int, int] = {}
+
+    def saved(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t):
+        forward()
+    return storages
+
+
+@contextmanager
+def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | None]:
+    """Yield a function to call as (done, total, value, stderr): a progress bar's, the user's, or None.
+
+    For ``progress=None`` the bar comes after `PATIENCE` seconds, where somebody may see it.
+    """
+    if progress is True:
+        with _bar(total) as update:
+            yield update
+    elif progress is not None or not _watched():
+        yield None if progress is False else progress
+    else:
+        with ExitStack() as late:
+            begun, shown = time.monotonic(), list[Report]()
+
+            def report(done: int, total: int, value: float, stderr: float) -> None:
+                if not shown and done < total and time.monotonic() - begun >= PATIENCE:
+                    shown.append(late.enter_context(_bar(total, stderr=True)))
+                for update in shown:
+                    update(done, total, value, stderr)
+
+            yield report
+
+
+@contextmanager
+def _bar(total: int, *, stderr: bool = False) -> Iterator[Report]:
+    """A progress bar; one on stderr goes when it is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True) if stderr else None, transient=stderr) as bar:
+        task = bar.add_task("local redundancy", total=total)
+
+        def update(done: int, total: int, value: float, stderr: float) -> None:
+            error = "" if math.isnan(stderr) else f" +- {stderr:.2g}"
+            bar.update(task, completed=done, total=total, description=f"local redundancy {value:.5g}{error}")
+
+        yield update
+
+
+def _watched() -> bool:
+    """Return True if stderr is a terminal, or this is a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell" or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def describe(thing: Any) -> str:
+    """Return the repr of an object, or its type's name where the repr is an address."""
+    return type(thing).__name__ if type(thing).__repr__ is object.__repr__ else repr(thing)
+
+
+def digest(inputs: Any, used: int, seed: int) -> str:
+    """Return a hash of the first two inputs and the last, made on the CPU in float32 whatever the model."""
+    total = hashlib.sha256()
+    for start, stop in ((0, min(2, used)), (used - 1, used)):
+        x = inputs.batch(start, stop, seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+        for leaf in tree_flatten(x)[0]:
+            if isinstance(leaf, Tensor):
+                total.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
+                total.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            else:
+                total.update(repr(leaf).encode())
+    return total.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of fastlr, torch and Python."""
+    try:
+        fastlr_version = version("fastlr")
+    except PackageNotFoundError:
+        fastlr_version = "not installed"
+    return {"fastlr": fastlr_version, "torch": torch.__version__, "python": platform.python_version()}

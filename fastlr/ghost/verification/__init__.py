@@ -1,0 +1,1 @@
+"""What is proven, compared and audited before a number is given."""

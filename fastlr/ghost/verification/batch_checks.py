@@ -1,0 +1,92 @@
+"""Which rows of the gradients belong to which sample, by marked backward passes on the batch at hand.
+
+With the cotangent of sample j scaled by known factors, the gradient that arrives at a use must be scaled, row by row, by the
+factors of the sample that the row belongs to. This tells the rows where the graph does not (fastlr.ghost.ownership), in every
+batch anew, and holds what the graph tells to the first batch of a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fastlr.ghost.backward import Structure, backward
+from fastlr.ghost.graph import Graph, Place
+from fastlr.ghost.sample_axis import Layout, Marks, Ragged, Regular, candidates, explains, row_sums
+from fastlr.ghost.verification.record import Ledger
+
+Options = Mapping[Place, list[Layout]]
+
+
+def explained(
+    graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int, options: Options
+) -> dict[Place, list[Layout]]:
+    """For every output of a use where a gradient arrives: the layouts among ``options`` that marked passes confirm.
+
+    Args:
+        graph: below ``z``, classified; kept.
+        structure: its uses.
+        z: the output.
+        v: a dense cotangent: one with zeros would leave rows undecided.
+        out_dim: the samples' axis of the output.
+        options: layouts by place, likelier ones first; an empty list asks only whether a gradient arrives.
+    """
+    count = z.shape[out_dim]
+    regular = not any(isinstance(o, Ragged) for held in options.values() for o in held)
+    marks = Marks.make(count, graph.lowest_dtype(), v.device, regular=regular)
+    broadcast = [1] * v.ndim
+    broadcast[out_dim] = count
+    plain = _row_sums(graph, structure, z, v, options)
+    passes = [_row_sums(graph, structure, z, v * c.view(broadcast).to(v.dtype), options) for c in marks.factors]
+    layouts: dict[Place, list[Layout]] = {}
+    for place, sums in plain.items():
+        held = (explains(o, sums[o.dim], torch.stack([p[place][o.dim] for p in passes]), marks) for o in options[place])
+        layouts[place] = [layout for layout in held if layout is not None]
+    return layouts
+
+
+def every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
+    """All layouts that an output could have: regular ones, then rows in any order."""
+    shape = graph.shape(*place)
+    return [*candidates(shape, count), *_any_order(shape)]
+
+
+def likely_layouts(
+    graph: Graph, structure: Structure, ledger: Ledger, count: int, known: Mapping[Place, Regular]
+) -> dict[Place, list[Layout]]:
+    """The layouts that each output of a use may have in this batch.
+
+    Where the graph tells it (``known``), that one; elsewhere those of the proof, fitted to the shapes, and rows in any order.
+    """
+    likely: dict[Place, list[Layout]] = {}
+    for node, uses in structure.by_node.items():
+        proven = [ledger.uses[u.key].layouts for u in uses if u.key in ledger.uses]
+        for output in range(graph.outputs(node)):
+            place, shape = (node, output), graph.shape(node, output)
+            if place in known:
+                likely[place] = [known[place]]
+                continue
+            fits = (c.fits(shape, count) for layouts in proven for c in layouts.get(output, []))
+            likely[place] = [*(fit for fit in fits if fit is not None), *_any_order(shape)]
+    return likely
+
+
+def _any_order(shape: torch.Size) -> list[Layout]:
+    return [Ragged(d) for d in range(len(shape))]
+
+
+def _row_sums(
+    graph: Graph, structure: Structure, z: Tensor, v: Tensor, options: Options
+) -> dict[Place, dict[int, Tensor]]:
+    """Row sums of the gradients that arrive at uses, along the axes of their options."""
+    sums: dict[Place, dict[int, Tensor]] = {}
+
+    def visit(i: int, gradients: Iterable[Tensor | None]) -> None:
+        for output, g in enumerate(gradients):
+            if g is not None and (i, output) in options:
+                sums[i, output] = {dim: row_sums(g, dim) for dim in {o.dim for o in options[i, output]}}
+
+    backward(graph, structure, z, v, visit, retain=True)
+    return sums

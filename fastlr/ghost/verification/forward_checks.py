@@ -1,0 +1,223 @@
+"""Forward passes on three samples: do they interact, is a pass random, does a parameter move the output outside the graph?
+
+In: a copy of the model (fastlr.ghost.verification.copies) and a batch of three samples. Out: errors that name the module, or
+notes in the ledger. Samples are run in other company and must give what they gave; parameters that are not in the graph are
+moved, and the output must stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import HiddenParameterError, InteractionError, ModelError, RandomForwardError
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost.fusion.conv_bn import FoldRefuted
+from fastlr.ghost.fusion.mode import Folding
+from fastlr.ghost.graph import Graph
+from fastlr.ghost.recurrent import Unfused
+from fastlr.ghost.verification.agreement import agree, noise_between, output_in
+from fastlr.ghost.verification.copies import Subject, with_buffers_moved
+from fastlr.ghost.verification.record import Ledger, ParameterProof
+
+SAMPLES = 3
+ALL = tuple(range(SAMPLES))
+COMPANIES = ([0] * 2, [1] * 2, [2] * 2 * SAMPLES)  # one sample each; six copies may be too many for the model
+OTHER_VALUES = (30.0, -1 / 30, 1.0)  # factors of the samples' inputs, to see whether they interact where values differ
+
+
+class ForwardChecks:
+    """Forward passes of a model's copies on three samples, compared.
+
+    Args:
+        model: the model.
+        parameters: those that are measured, by name.
+        output: picks the output tensor.
+        out_dim: the samples' axis of the output.
+        folding: what runs otherwise than the model says when it is measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        output: adapt.OutputSelector,
+        out_dim: int,
+        folding: Folding | None = None,
+    ):
+        self.model, self.parameters, self.output, self.out_dim = model, parameters, output, out_dim
+        self.folding = folding
+
+    @property
+    def is_folded(self) -> bool:
+        """True if the last forward pass ran otherwise than the model says."""
+        return self.folding is not None and self.folding.active
+
+    @contextmanager
+    def _precision(self, subject: Subject) -> Iterator[None]:
+        device = next(iter(self.parameters.values())).device.type
+        with torch.autocast(device, enabled=False) if subject.dtype is not None else nullcontext():
+            yield
+
+    def _forward(self, subject: Subject, batch: adapt.Batch, samples: Sequence[int], *, fold: bool = False) -> Tensor:
+        """The output for some samples; ``fold``: as it will be measured, otherwise as the model is."""
+        with torch.enable_grad():
+            x = batch.pick(samples)
+            with nullcontext() if fold else Unfused():
+                result = self.folding.run(subject.named, lambda: subject(x)) if fold and self.folding else subject(x)
+            z = adapt.select_output(result, self.output)
+        if adapt.sample_count(z, self.out_dim) != len(samples):
+            raise ModelError(
+                f"{len(samples)} samples give an output of shape {tuple(z.shape)}, which does not have that size along "
+                f"out_dim={self.out_dim}: pass in_dim= and out_dim="
+            )
+        return z
+
+    def _otherwise(self, subject: Subject, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger) -> None:
+        """Where samples would interact if something were otherwise, the model is looked at in every batch.
+
+        Tried are buffers that are zero, moved; samples whose values are far apart; and several copies of one sample, which
+        go the same way and may be too many for it.
+        """
+        moved = with_buffers_moved(self.model, self.parameters, scale, seed)
+        if moved is not None and not self._separate(moved, batch, on_error=False):
+            ledger.by_data = "a buffer that is zero now"
+        elif subject.dtype is not None and not self._separate(subject, batch.scaled(OTHER_VALUES), on_error=True):
+            ledger.by_data = "samples that would interact with other values"
+
+    def _separate(self, subject: Subject, batch: adapt.Batch, *, on_error: bool) -> bool:
+        """Return True if samples give in other company what they give in the batch of three; ``on_error`` if they fail."""
+        try:
+            with self._precision(subject), torch.no_grad():
+                z = self._forward(subject, batch, ALL)
+                for samples in COMPANIES:
+                    got = self._forward(subject, batch, samples)
+                    want = z.narrow(self.out_dim, samples[0], 1).expand_as(got)
+                    if not agree(want, got, 1e-9, partial(self._noise, subject, batch), self.out_dim):
+                        return False
+        except (FoldRefuted, *adapt.FAILURES):
+            return on_error
+        return True
+
+    def _apart(self, subject: Subject, batch: adapt.Batch, _ledger: Ledger) -> None:
+        """Require that samples give in other company what they give in the batch of three."""
+        with torch.no_grad():
+            z = self._forward(subject, batch, ALL)
+            for samples in COMPANIES:
+                got = self._forward(subject, batch, samples)
+                self._same(subject, batch, z, z.narrow(self.out_dim, samples[0], 1).expand_as(got), got)
+
+    def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
+        """Require that samples give what they gave in the batch of three; say what is wrong if they do not."""
+        close = 1e-9 if z.dtype == torch.float64 else 1e-3 if z.dtype == torch.float32 else 5e-2
+        alike = partial(agree, relative=close, noise=partial(self._noise, subject, batch), out_dim=self.out_dim)
+        if alike(want, got):
+            return
+        with torch.no_grad():
+            plain = self._forward(subject, batch, ALL)
+            repeatable = alike(plain, self._forward(subject, batch, ALL))
+            if repeatable and alike(z, plain):
+                raise InteractionError(self._interaction_message(subject, batch, close))
+        if repeatable and self.is_folded:
+            raise FoldRefuted([], "the folded model gives another output")
+        active = [n for n, m in self.model.named_modules() if m.training and "dropout" in type(m).__name__.lower()]
+        where = f"; in train mode: {', '.join(active[:5])}" if active else ""
+        message = f"two forward passes on the same inputs differ (dropout, sampling){where}"
+        if any(m.training for m in self.model.modules()):
+            raise RandomForwardError(f"{message}: call model.eval()")
+        raise RandomForwardError(
+            f"{message}, although the model is in eval mode: its forward pass draws at random whatever the mode. Give "
+            "F.dropout training=self.training, or draw only where self.training is true"
+        )
+
+    def _noise(self, subject: Subject, batch: adapt.Batch) -> Tensor | None:
+        """How far float64 outputs of the three samples may be off by rounding, from what float32 gives."""
+        if subject.dtype != torch.float64:
+            return None
+        own = self._forward(subject, batch, ALL).detach()
+        return noise_between(own, output_in(torch.float32, subject.model, batch.pick(ALL), self.output, subject.state))
+
+    def _interaction_message(self, subject: Subject, batch: adapt.Batch, close: float) -> str:
+        """Name the first module whose output for sample 0 changes when the other samples do."""
+        records: list[list[tuple[str, Tensor]]] = []
+
+        def hook_for(name: str) -> Callable:
+            def hook(_module: nn.Module, _inputs: Any, result: Any) -> None:
+                if isinstance(result, Tensor) and result.ndim and result.shape[0] % SAMPLES == 0:
+                    records[-1].append((name, result.detach()[: len(result) // SAMPLES].clone()))
+
+            return hook
+
+        modules = dict(subject.model.named_modules())
+        handles = [module.register_forward_hook(hook_for(name)) for name, module in modules.items() if name]
+        try:
+            for samples in (ALL, [0] * SAMPLES):
+                records.append([])
+                with torch.no_grad():
+                    self._forward(subject, batch, samples)
+        finally:
+            for handle in handles:
+                handle.remove()
+        pairs = zip(*records, strict=False)
+        name = next((n for (n, a), (_, b) in pairs if a.shape == b.shape and not agree(a, b, close)), None)
+        message = "samples of the batch interact: what one gives depends on the others"
+        if name is None:
+            return f"{message}. Make the forward pass work on each sample alone"
+        module = modules[name]
+        message += f", first seen in module {name} ({type(module).__name__})"
+        if module.training and "Norm" in type(module).__name__:
+            return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
+        return f"{message}. Make it work on each sample alone"
+
+    def _absent(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
+        """Parameters that are not in the graph: zero if they do not move the output, otherwise an error."""
+        present = set(graph.parameters.values())
+        absent = [n for n in self.parameters if n not in present]
+        if not absent or any(set(absent) <= tested for tested in ledger.absent):
+            return
+        if self._moves(subject, batch, z, absent):
+            culprits = [n for n in absent if self._moves(subject, batch, z, [n])] or absent
+            module = culprits[0].rpartition(".")[0]
+            while module and "checkpoint" not in repr(type(self.model.get_submodule(module))).lower() and "." in module:
+                if sum(n.startswith(module + ".") for n in culprits) == len(culprits):
+                    break
+                module = module.rpartition(".")[0]
+            kind = type(self.model.get_submodule(module)).__name__
+            raise HiddenParameterError(
+                f"parameter {culprits[0]}"
+                + (f" and {len(culprits) - 1} more" if len(culprits) > 1 else "")
+                + f" of module {module or '(root)'} ({kind}) change the output but are not in its autograd graph: "
+                "reentrant activation checkpointing (use use_reentrant=False or switch it off), no_grad, detach or .data in "
+                "the forward pass; or freeze them with requires_grad_(False) if they should not count"
+            )
+        ledger.absent.append(frozenset(absent))
+        for n in absent:
+            ledger.parameters.setdefault(n, ParameterProof("zero", reason="not used by the output", alive=True))
+
+    def _moves(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str]) -> bool:
+        """Return True if parameters move the output, and not by a choice alone, as the scores of hard routing do.
+
+        Such a choice has no gradient: it does not move with the least of changes.
+        """
+        double = z.dtype == torch.float64
+        return all(self._moves_by(subject, batch, z, names, size) for size in (0.5, 1e-6 if double else 1e-3))
+
+    def _moves_by(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str], size: float) -> bool:
+        generator = torch.Generator().manual_seed(2)
+        saved = {n: subject.parameters[n].detach().clone() for n in names}
+        with torch.no_grad():
+            try:
+                for n in names:
+                    p = subject.parameters[n]
+                    noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
+                    p.add_(noise * size * (p.abs().mean() + 0.2))
+                again = self._forward(subject, batch, ALL, fold=True)
+            finally:
+                for n in names:
+                    subject.parameters[n].copy_(saved[n])
+        return not agree(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6, None, self.out_dim)

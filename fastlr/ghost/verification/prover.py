@@ -1,0 +1,346 @@
+"""The proof on three samples: rules against one backward pass a sample, the sample axes, interaction, randomness.
+
+In: a model and three of its samples. Out: entries of a `Ledger`, or an error that says why per-sample gradients would mean
+nothing. The truth for sample b is the gradient of <v_b, z_b> from a plain backward pass, the sample run beside a copy of
+itself whose cotangent is zero; a rule holds if | |g|^2 - |truth|^2 | <= 1e-10 |truth|^2 + 1e-13 of the sample's total.
+
+It runs on a functional copy in float64 with every parameter and buffer perturbed, so that nothing is zero by
+initialisation; where that copy cannot run, on a deep copy; where that cannot either, on the model itself in its own dtype
+(and the report says so). What is proven is kept by local structure (node kind, slot, parameter side).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
+
+from fastlr.errors import (
+    HiddenParameterError,
+    InteractionError,
+    ModelError,
+    NonFiniteError,
+    NonlinearBackwardError,
+    RandomForwardError,
+    first_line,
+    one_line,
+)
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost.backward import Structure, sq_norms
+from fastlr.ghost.fallback import all_beside_copy
+from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks, weight_of
+from fastlr.ghost.fusion.mode import OURS
+from fastlr.ghost.graph import CASTS, Graph, Place, Use, walk
+from fastlr.ghost.ownership import trace
+from fastlr.ghost.sample_axis import Layout, Unsupported
+from fastlr.ghost.verification.batch_checks import every_layout, explained
+from fastlr.ghost.verification.copies import Subject, subjects
+from fastlr.ghost.verification.forward_checks import ALL, SAMPLES, ForwardChecks
+from fastlr.ghost.verification.record import Ledger, ParameterProof, UseProof
+
+SCALES = (-20, 20)  # powers of two of cotangents that gradients must follow
+
+
+def tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    """(relative to the parameter's own squared norm, relative to the sample's total) for a rule against the truth."""
+    return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
+
+
+class Prover(ForwardChecks):
+    """Proves the uses of a model on three samples; `prove` adds what it finds to a ledger."""
+
+    def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
+        """Prove on the first three samples of ``batch``; raises what makes per-sample gradients meaningless."""
+        self._on_copies(self._prove_on, batch, ledger, seed)
+
+    def compare_outputs(self, batch: adapt.Batch, ledger: Ledger) -> None:
+        """Prove of a model whose gradients are proven that its samples do not interact now."""
+        self._on_copies(self._apart, batch, ledger, 0)
+
+    def _on_copies(
+        self, step: Callable[[Subject, adapt.Batch, Ledger], None], batch: adapt.Batch, ledger: Ledger, seed: int
+    ) -> None:
+        """Take a step on the strictest of the copies that can, then see if samples would interact otherwise."""
+        failure: Exception | None = None
+        for scale in (1.0, 0.1, 0.0):
+            for subject in subjects(self.model, self.parameters, scale, seed):
+                try:
+                    with self._precision(subject):
+                        step(subject, batch, ledger)
+                        self._otherwise(subject, batch, scale, seed, ledger)
+                    return
+                except (InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError):
+                    raise
+                except NonFiniteError as error:
+                    failure = error
+                    break  # a gentler perturbation
+                except CheckpointError as error:
+                    ledger.to_loop(self.parameters, f"activation checkpointing: {first_line(error)}")
+                    return
+                except Unsupported as error:  # not even the nodes' own formulas apply
+                    if self.is_folded:
+                        raise FoldRefuted([], str(error)) from error
+                    ledger.to_loop(self.parameters, str(error))
+                    return
+                except adapt.FAILURES as error:
+                    text = one_line(error)[:200]
+                    if self.is_folded:
+                        raise FoldRefuted([], text) from error
+                    if isinstance(error, torch.OutOfMemoryError) and subject.dtype is None:
+                        raise
+                    ledger.notes.append(f"{subject.name}: {text}")
+                    failure = error
+        assert failure is not None
+        if isinstance(failure, ModelError):
+            raise failure
+        raise ModelError(f"the model could not be proven on three samples: {'; '.join(ledger.notes)}") from failure
+
+    def _prove_on(self, subject: Subject, batch: adapt.Batch, ledger: Ledger) -> None:
+        """Prove on one copy; raises what is wrong with it or with the model."""
+        z = self._forward(subject, batch, ALL, fold=True)
+        if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
+            raise NonFiniteError("the model's output is not finite on three samples of the inputs")
+        if not z.requires_grad:
+            raise ModelError(
+                "the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)"
+            )
+        graph = walk(z, subject.parameters)
+        originals = {id(p) for p in self.parameters.values()}
+        if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
+            raise TypeError("the forward pass uses parameters held outside the module, which a copy does not replace")
+        irregular = self._sides(subject, batch, z, graph, ledger)
+        if irregular and self.is_folded:
+            raise FoldRefuted([], irregular)
+        self._absent(subject, batch, z, graph, ledger)
+        ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
+        v = generic_cotangent(z)
+        truth = self._truth(subject, batch, z, v, ledger)
+        if irregular:
+            ledger.to_loop(self.parameters, irregular)
+        else:
+            structure = Structure.of(graph)
+            self._compare(graph, structure, z, v, truth, self._layouts(graph, structure, z, v), ledger)
+        ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
+
+    # -- forward checks ---------------------------------------------------------------------------------------------
+
+    def _sides(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> str:
+        """Tell parameter side from sample side: with every sample twice, the sample side doubles, the other does not.
+
+        Returns why that cannot be (a loop over samples within the model), or an empty string.
+        """
+        z6 = self._forward(subject, batch, ALL * 2, fold=True)
+        self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
+        twice = walk(z6, subject.parameters)
+        if graph.names != twice.names or graph.children != twice.children:
+            return "the graph of a batch of 6 has another structure than that of 3"
+
+        def decide(i: int, key: tuple) -> bool:
+            same = graph.sizes(i) == twice.sizes(i)
+            if same:
+                ledger.parameter_side.add((key, graph.sizes(i)))
+            else:
+                ledger.sample_side.add(key)
+            return same
+
+        graph.classify(decide)
+        self._varying(subject, batch, graph, ledger)
+        return ""
+
+    def _varying(self, subject: Subject, batch: adapt.Batch, graph: Graph, ledger: Ledger) -> None:
+        """Note what seems computed of parameters alone but is of the data too: a buffer of fixed size that samples fill.
+
+        With other samples the same cotangents must give the same gradients there.
+        """
+        sources = {u.source for u in graph.uses() if graph.view_chain(u.child) is None}
+        if not sources:
+            return
+        z = self._forward(subject, batch, [0] * SAMPLES, fold=True)
+        other = walk(z, subject.parameters)
+        other.side, other.keys = graph.side, graph.keys
+        alike = graph.names == other.names and graph.children == other.children
+        for node, output in sources:
+            if not alike or not self._same_pullback(graph, other, node, output):
+                ledger.varying.add(graph.keys[node])
+
+    @staticmethod
+    def _same_pullback(graph: Graph, other: Graph, node: int, output: int) -> bool:
+        if graph.sizes(node) != other.sizes(node):
+            return False
+        below = graph.parameters_below(node)
+        pulled = []
+        for g in (graph, other):
+            variables = [g.nodes[p].variable for p in below]
+            v = generic_cotangent(variables[0].new_empty(g.shape(node, output), dtype=g.dtype(node, output)))
+            edge = GradientEdge(g.nodes[node], output)
+            pulled.append(torch.autograd.grad([edge], variables, [v], retain_graph=True, allow_unused=True))
+        pairs = [(a, b) for a, b in zip(*pulled, strict=True) if a is not None and b is not None]
+        return all(torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max())) for a, b in pairs)
+
+    # -- backward checks --------------------------------------------------------------------------------------------
+
+    def _exact(
+        self, subject: Subject, batch: adapt.Batch, sample: int, cotangents: list[Tensor], ledger: Ledger
+    ) -> tuple[Tensor, list[list[Tensor]]]:
+        """Output row and, for each cotangent, exact squared norms of one sample beside a copy of itself.
+
+        A model that does not take two samples is run on the sample alone, one that does not take one on three copies.
+        """
+        failure: Exception | None = None
+        for copies in (2, 1, SAMPLES):
+            try:
+                row, norms = all_beside_copy(
+                    partial(self._forward, subject, batch),
+                    sample,
+                    [v.narrow(self.out_dim, sample, 1) for v in cotangents],
+                    self.out_dim,
+                    subject.parameters,
+                    copies,
+                )
+            except adapt.FAILURES as error:
+                failure = failure or error
+                continue
+            if copies == 1:
+                ledger.notes.append("the model does not take two samples: its gradients were taken from one alone")
+            return row, norms
+        assert failure is not None
+        raise failure
+
+    def _truth(self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, ledger: Ledger) -> dict[str, Tensor]:
+        """Exact squared norms [3] of every parameter: each sample beside a copy of itself, one plain backward pass each.
+
+        So a sample must give what it gave in the batch: samples that interact through anything, be it a detached mean,
+        are found here.
+        """
+        names = list(subject.parameters)
+        truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=v.device) for name in names}
+        at_scales: list[list[Tensor]] = []
+        for sample in range(SAMPLES):
+            scaled = [v * 2.0**e for e in SCALES] if sample == 0 and subject.dtype is not None else []
+            row, (norms, *others) = self._exact(subject, batch, sample, [v, *scaled], ledger)
+            self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), row)
+            at_scales += others
+            for name, norm in zip(names, norms, strict=True):
+                truth[name][sample] = norm
+        if not torch.isfinite(torch.stack(list(truth.values()))).all():
+            bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
+            raise NonFiniteError(f"the gradient of parameter {bad} is not finite on three samples of the inputs")
+        self._linear(torch.stack([norms[0] for norms in truth.values()]), at_scales)
+        return truth
+
+    def _layouts(self, graph: Graph, structure: Structure, z: Tensor, v: Tensor) -> dict[Place, list[Layout]]:
+        """Layouts of every output of a use: what the graph tells and marks confirm, else what marks find."""
+        known, _ = trace(graph, z, self.out_dim)
+        places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
+        told: dict[Place, list[Layout]] = {place: [known[place]] if place in known else [] for place in places}
+        layouts = explained(graph, structure, z, v, self.out_dim, told)
+        unknown = {place: every_layout(graph, place, SAMPLES) for place, held in layouts.items() if not held}
+        return layouts | (explained(graph, structure, z, v, self.out_dim, unknown) if unknown else {})
+
+    def _compare(
+        self,
+        graph: Graph,
+        structure: Structure,
+        z: Tensor,
+        v: Tensor,
+        truth: dict[str, Tensor],
+        alternatives: dict[Place, list[Layout]],
+        ledger: Ledger,
+    ) -> None:
+        """Run the rules on the three samples at once, compare each parameter's norms with the truth, record the outcome."""
+        layouts = {place: held[0] for place, held in alternatives.items() if held}
+        relative, part = tolerance(graph.lowest_dtype())
+        total = torch.stack(list(truth.values())).sum(0)
+        # a rule that an earlier proof refuted stays refuted
+        routes = {key: use.route for key, use in ledger.uses.items() if use.route == "node"}
+        reasons = {key: ledger.uses[key].reason for key in routes}
+        uses_of: dict[str, list[Use]] = {}
+        for use in structure.uses:
+            for name in graph.names_below(use.child):
+                uses_of.setdefault(name, []).append(use)
+
+        def deviations() -> tuple[dict[str, float], list[str]]:
+            """Largest deviation of each parameter's norms from the truth, in parts of the total; and those that are wrong."""
+            norms = sq_norms(
+                graph, structure, z, v, layouts, SAMPLES, routes, retain=True, reasons=reasons, tolerant=True
+            )
+            gaps = {name: (value - truth[name]).abs() for name, value in norms.items()}
+            wrong = [n for n, gap in gaps.items() if not bool((gap <= relative * truth[n] + part * total).all())]
+            return {name: float((gap / total.clamp_min(1e-300)).max()) for name, gap in gaps.items()}, wrong
+
+        off, wrong = deviations()
+        self._refute_folds(graph, structure, routes, reasons, wrong)
+        by_loop: dict[str, str] = {}
+        if wrong:  # the nodes' own backward formulas instead of the rules, for these parameters
+            for use in (use for name in wrong for use in uses_of[name]):
+                if routes.get(use.key, "rule") == "rule":
+                    routes[use.key] = "node"
+                    reasons[use.key] = "the rule's result differs from the truth"
+            off, wrong = deviations()
+            by_loop = {name: f"no route but the loop is right (off by {off[name]:.1e})" for name in wrong}
+        for use in structure.uses:
+            if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):  # no sample's of its own in a batch
+                counted = "scale_grad_by_freq counts the ids of the whole batch"
+                by_loop |= dict.fromkeys(graph.names_below(use.child), counted)
+            by_output = {o: alternatives.get((use.node, o), []) for o in range(graph.outputs(use.node))}
+            route = routes.get(use.key, "rule")
+            ledger.uses[use.key] = UseProof(by_output, route, graph.names[use.node], reasons.get(use.key, ""))
+        for name, deviation in off.items():
+            uses = uses_of[name]
+            alive = bool((truth[name] > 0).any())
+            known = ledger.parameters.get(name)
+            if known is not None and (known.route == "loop" or (known.alive and not alive)):
+                continue
+            kinds = tuple(dict.fromkeys(_kind(graph, use.node) for use in uses))
+            axes = tuple(dict.fromkeys(str(layouts.get((use.node, 0), "unknown")) for use in uses))
+            reason = next((reasons[use.key] for use in uses if use.key in reasons), "")
+            route = "node" if any(routes.get(use.key) == "node" for use in uses) else "rule"
+            if name in by_loop:
+                route, reason, deviation = "loop", by_loop[name], 0.0
+            ledger.parameters[name] = ParameterProof(route, deviation, alive, kinds, axes, reason)
+
+    @staticmethod
+    def _refute_folds(
+        graph: Graph, structure: Structure, routes: dict[tuple, str], reasons: dict[tuple, str], wrong: list[str]
+    ) -> None:
+        """Raise FoldRefuted with all folded blocks whose norms are wrong or have no rule: each refusal is another proof."""
+        blocks: dict[tuple[str, ...], str] = {}
+        for use in structure.uses:
+            if graph.names[use.node] not in OURS:
+                continue
+            if routes.get(use.key) == "node":  # its batch norm alone may do
+                blocks.setdefault(tuple(weight_of(graph, use.node)), reasons[use.key])
+            elif any(name in wrong for name in graph.names_below(use.child)):
+                blocks.setdefault(tuple(parameters_of(graph, use.node)), "its norms differ from the exact ones")
+        if blocks:
+            refuse_blocks(map(list, blocks), next(iter(blocks.values())))
+
+    @staticmethod
+    def _linear(want: Tensor, at_scales: list[list[Tensor]]) -> None:
+        """Require that a sample's gradients scale as the cotangent does: of squared norms at SCALES, if any were taken."""
+        for exponent, norms in zip(SCALES, at_scales, strict=False):
+            scaled = torch.stack(norms) * 4.0**-exponent
+            if not bool(((scaled - want).abs() <= 1e-6 * want.sum()).all()):
+                raise NonlinearBackwardError(
+                    f"gradients do not scale as the output's do: 2^{exponent} times the one does not give 2^{exponent} "
+                    "times the others. Something changes them on the way, such as a hook that clips them or adds to "
+                    "them; remove it for the measurement"
+                )
+
+
+def _kind(graph: Graph, node: int) -> str:
+    name = graph.names[node].removesuffix("Backward0")
+    return name.removesuffix("Backward") if graph.names[node] not in CASTS else name
+
+
+def generic_cotangent(z: Tensor) -> Tensor:
+    """Return a dense random cotangent for an output, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    v = torch.empty_like(z, memory_format=torch.contiguous_format)
+    for part in v if v.ndim > 1 else [v]:  # no float64 copy of the whole: it may be a language model's logits
+        part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
+    return v

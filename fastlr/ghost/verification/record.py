@@ -1,0 +1,74 @@
+"""The record of what has been proven of a model, by local structure: node kind, slot, parameter side below.
+
+So a larger batch, whose graph has the same uses, needs no new proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from fastlr.ghost.graph import Graph
+from fastlr.ghost.sample_axis import Layout
+
+
+@dataclass
+class UseProof:
+    """The proof of one kind of use."""
+
+    layouts: dict[int, list[Layout]]  # by output of the node, likelier ones first
+    route: str  # "rule", "node"
+    kind: str
+    reason: str = ""
+
+
+@dataclass
+class ParameterProof:
+    """The proof of one parameter."""
+
+    route: str  # "rule", "node", "loop", "zero"
+    deviation: float = 0.0  # largest |fast - truth| over the samples, relative to the sample's total
+    alive: bool = False  # its gradient was nonzero, so that something was proven
+    kinds: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass
+class Ledger:
+    """Everything proven so far of a model in one state of its flags."""
+
+    parameter_side: set[tuple] = field(default_factory=set)  # (key, shapes)
+    sample_side: set[tuple] = field(default_factory=set)  # keys
+    uses: dict[tuple, UseProof] = field(default_factory=dict)
+    parameters: dict[str, ParameterProof] = field(default_factory=dict)
+    absent: list[frozenset[str]] = field(default_factory=list)  # sets of parameters found not to move the output
+    varying: set[tuple] = field(default_factory=set)  # keys of what is computed of parameters and data
+    programs: set[bytes] = field(default_factory=set)  # fingerprints of the model whose samples were tried on copies
+    by_data: str = ""  # why every batch must be looked at, whatever the graph tells
+    hooked: bool = False  # a hook moves gradients between rows, so that the graph does not tell whose they are
+    others: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    subject: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def decide(self, graph: Graph) -> Callable[[int, tuple], bool | None]:
+        """Sides of nodes as far as proven (see Graph.classify)."""
+
+        def answer(i: int, key: tuple) -> bool | None:
+            if (key, graph.sizes(i)) in self.parameter_side:
+                return True
+            return False if key in self.sample_side else None
+
+        return answer
+
+    def to_loop(self, names: Iterable[str], reason: str) -> None:
+        """Measure these parameters by the loop over samples from now on."""
+        self.parameters |= {name: ParameterProof("loop", alive=True, reason=reason) for name in names}
+
+    @property
+    def loop(self) -> frozenset[str]:
+        """Names of parameters that only the loop over samples gets right."""
+        return frozenset(name for name, p in self.parameters.items() if p.route == "loop")

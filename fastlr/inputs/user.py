@@ -1,0 +1,146 @@
+"""Inputs that the user has: tensors and data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import InputError
+from fastlr.inputs.base import Batch, Inputs
+
+
+class TensorInputs(Inputs):
+    """The user's own inputs, in their order; the seed changes nothing.
+
+    Args:
+        tensors: a tensor, a tuple of positional or a dict of keyword arguments of the model, or a map-style torch
+            Dataset whose items are tensors, tuples or dicts of them (with the same item at every access: no random
+            augmentation). Values other than tensors are passed on as they are; a tensor of size 1 along ``in_dim``
+            beside longer ones (such as position ids) is not batched and is passed on whole.
+        in_dim: the sample axis of the batched tensors.
+        item: for a Dataset, the part of an item that the model takes: an index or key, such as 0 where items are
+            (image, label), or a function of the item. None: the whole item.
+
+    Batches own their memory. Floating-point tensors are cast to ``dtype`` if one is given, others keep theirs.
+
+    Raises:
+        InputError: no tensor, no samples, lengths that differ, or (in ``batch``) more samples than there are.
+
+    >>> TensorInputs((torch.zeros(10, 3), torch.ones(10, 2))).batch(2, 6)[0].shape
+    torch.Size([4, 3])
+    """
+
+    limit: int
+
+    def __init__(self, tensors: Any, in_dim: int = 0, *, item: int | str | Callable[[Any], Any] | None = None):
+        if type(in_dim) is not int:
+            raise InputError(f"in_dim must be an integer, got {in_dim!r}")
+        self.tensors, self.in_dim, self.item = tensors, in_dim, item
+        self.dataset: Any = None
+        if isinstance(tensors, (Tensor, tuple, Mapping)):
+            if item is not None:
+                raise InputError("item= picks from the items of a Dataset: leave it out for tensors")
+            self.limit = self._common_length(tensors)
+        elif hasattr(tensors, "__getitem__") and hasattr(tensors, "__len__") and not isinstance(tensors, (list, str)):
+            self.dataset, self.limit = tensors, len(tensors)
+        else:
+            raise InputError(
+                f"tensors must be a tensor, a tuple, a dict or a map-style Dataset, got {type(tensors).__name__}: "
+                "torch.stack a list of samples; use a tuple for positional arguments"
+            )
+        if self.limit < 1:
+            raise InputError("there are no samples: TensorInputs needs at least one")
+
+    def __len__(self) -> int:
+        return self.limit
+
+    def __repr__(self) -> str:
+        return f"TensorInputs({self._describe()}, in_dim={self.in_dim}, length={self.limit})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the shapes and dtypes (not the values), the sample axis and the number of samples, ready for JSON."""
+        return {"inputs": "TensorInputs", "tensors": self._describe(), "in_dim": self.in_dim, "length": self.limit}
+
+    def _describe(self) -> str:
+        if self.dataset is not None:
+            return type(self.dataset).__name__
+        return ", ".join(
+            name + (f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" if isinstance(v, Tensor) else repr(v))
+            for name, v in _leaves(self.tensors)
+        )
+
+    def _common_length(self, tensors: Any) -> int:
+        lengths = {}
+        for name, value in _leaves(tensors):
+            if not isinstance(value, Tensor):
+                continue
+            if not -value.ndim <= self.in_dim < value.ndim:
+                raise InputError(f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set in_dim")
+            lengths[name.rstrip("=")] = value.shape[self.in_dim]
+        if not lengths:
+            raise InputError("no tensor among the inputs: TensorInputs needs at least one")
+        batched = set(lengths.values()) - {1} or {1}
+        if len(batched) > 1:
+            raise InputError(f"the tensors have different numbers of samples along axis {self.in_dim}: {lengths}")
+        return batched.pop()
+
+    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
+        if self.dataset is not None:
+            return _map(self._stack(start, stop), lambda t: _cast(t, device, dtype))
+
+        def take(tensor: Tensor) -> Tensor:
+            batched = tensor.shape[self.in_dim] == self.limit
+            return _cast(tensor.narrow(self.in_dim, start, stop - start) if batched else tensor, device, dtype)
+
+        return _map(self.tensors, take)
+
+    def _stack(self, start: int, stop: int) -> Batch:
+        def pick(item: Any) -> Any:
+            if self.item is None:
+                return item
+            return self.item(item) if callable(self.item) else item[self.item]
+
+        items = [pick(self.dataset[i]) for i in range(start, stop)]
+        try:
+            return _stack_items(items, self.in_dim)
+        except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise InputError(
+                f"samples {start}..{stop - 1} of {type(self.dataset).__name__} do not stack into a batch ({error}): "
+                "items must be tensors, or tuples or dicts of them, of the same shapes; item= picks a part of an item"
+            ) from error
+
+
+def _leaves(tensors: Any) -> Iterator[tuple[str, Any]]:
+    """(prefix, value) of a tensor, each element of a tuple or each entry of a dict."""
+    if isinstance(tensors, Mapping):
+        yield from ((f"{key}=", value) for key, value in tensors.items())
+    elif isinstance(tensors, tuple):
+        yield from ((f"{i}=", value) for i, value in enumerate(tensors))
+    else:
+        yield "", tensors
+
+
+def _map(tensors: Any, function: Callable[[Tensor], Tensor]) -> Batch:
+    """Apply ``function`` to the tensors; a mapping becomes a dict."""
+    if isinstance(tensors, Mapping):
+        return {key: function(v) if isinstance(v, Tensor) else v for key, v in tensors.items()}
+    if isinstance(tensors, tuple):
+        return tuple(function(v) if isinstance(v, Tensor) else v for v in tensors)
+    return function(tensors)
+
+
+def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """A detached copy on ``device``, in ``dtype`` if it is floating-point."""
+    return tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
+
+
+def _stack_items(items: list, dim: int) -> Batch:
+    if isinstance(items[0], Mapping):
+        return {key: _stack_items([item[key] for item in items], dim) for key in items[0]}
+    if isinstance(items[0], (tuple, list)):
+        return tuple(_stack_items(list(part), dim) for part in zip(*items, strict=True))
+    tensors = [torch.as_tensor(item) for item in items]
+    return torch.stack(tensors, dim if tensors[0].ndim else 0)

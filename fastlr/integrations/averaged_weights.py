@@ -1,0 +1,80 @@
+"""Averaged weights (EMA, SWA) in a model for as long as it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.errors import InputError
+from fastlr.ghost.model_io import unwrap
+
+Weights = nn.Module | Mapping[str, Tensor] | Callable[[], "nn.Module | Mapping[str, Tensor]"]
+_PREFIXES = ("", "module.", "_orig_mod.", "module.module.", "module._orig_mod.", "_orig_mod.module.", "shadow.")
+
+
+@contextmanager
+def with_weights(model: nn.Module, weights: Weights | None) -> Iterator[None]:
+    """Let the model's parameters and buffers have other values; afterwards they are the same memory as before.
+
+    Nothing is copied where device and dtype agree: the tensors' memory is exchanged, so that what autograd saved of the
+    model's own values stays valid, and so do references to its parameters.
+
+    Args:
+        model: the model; DDP and torch.compile wrappers are looked through.
+        weights: name -> tensor for every parameter (buffers that are missing keep their values), a module that holds them
+            (a copy of the model, ``torch.optim.swa_utils.AveragedModel``, timm's ``ModelEma``), or a function that returns
+            either. None: nothing changes.
+
+    Raises:
+        InputError: a parameter is missing or has another shape.
+    """
+    if weights is None:
+        yield
+        return
+    module = unwrap(model)
+    values = _values(module, weights)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    before: list[tuple[Tensor, Tensor]] = []
+    try:
+        with torch.no_grad(), torch.inference_mode(False):
+            for name, tensor in tensors.items():
+                if name not in values:
+                    continue
+                value = values[name].detach()
+                if value.shape != tensor.shape:
+                    raise InputError(
+                        f"weights[{name!r}] has shape {tuple(value.shape)}, the model {tuple(tensor.shape)}: the average "
+                        "is of another architecture"
+                    )
+                before.append((tensor, tensor.data))
+                tensor.data = value.to(tensor.device, tensor.dtype)
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+def _values(module: nn.Module, weights: Any) -> Mapping[str, Tensor]:
+    """The averaged tensors by the model's own names."""
+    if callable(weights) and not isinstance(weights, nn.Module):
+        weights = weights()
+    if isinstance(weights, nn.Module):
+        if weights is module:
+            raise InputError("weights is the model itself: pass its average, or leave weights out")
+        weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+    if not isinstance(weights, Mapping):
+        raise InputError(f"weights must be a module, a state dict or a function of none, not {type(weights).__name__}")
+    names = [name for name, _ in module.named_parameters()]
+    for prefix in _PREFIXES:
+        if all(prefix + name in weights for name in names):
+            start = len(prefix)
+            return {n[start:]: v for n, v in weights.items() if n.startswith(prefix) and isinstance(v, Tensor)}
+    missing = [name for name in names if name not in weights]
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    raise InputError(
+        f"weights lacks {missing[0]}{more} of the model's parameters: pass the average of the model that is measured"
+    )

@@ -1,0 +1,327 @@
+"""The common part of all integrations: what is measured and when, one reading, the best checkpoint, several processes."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.distributed.fully_sharded import full_params
+from fastlr.errors import FastlrError, FastlrWarning, InputError, one_line
+from fastlr.estimator.estimator import LocalRedundancy
+from fastlr.estimator.result import Estimate, count
+from fastlr.files import save_file
+from fastlr.ghost.model_io import ModelView, unwrap
+from fastlr.integrations.averaged_weights import Weights, with_weights
+from fastlr.metrics import Measure
+from fastlr.metrics.compute import check_names, measures
+from fastlr.ops.torch_private import holds_fully_sharded, tree_map
+
+NAME = "local_redundancy"
+AUTO = "auto"
+_OPTIONS = frozenset(inspect.signature(LocalRedundancy).parameters) - {"model", "inputs", "n", "device"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The values measured at one moment of a training.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: epochs done.
+        estimate: the local redundancy.
+        measures: name -> `fastlr.metrics.Measure`, those that were asked for.
+        seconds: wall time of all of it.
+    """
+
+    step: int
+    epoch: int
+    estimate: Estimate
+    measures: dict[str, Measure] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def value(self) -> float:
+        """The local redundancy."""
+        return self.estimate.value
+
+    def values(self, prefix: str = "") -> dict[str, float]:
+        """The numbers for a logger: local_redundancy, local_redundancy_stderr and the measures, the prefix before each."""
+        numbers = {NAME: self.estimate.value, f"{NAME}_stderr": self.estimate.stderr}
+        numbers |= {name: float(measure) for name, measure in self.measures.items()}
+        return {prefix + name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+class Meter:
+    """Measures a model now and then. The integrations take its arguments after their own.
+
+    Args:
+        inputs: synthetic inputs, as for `fastlr.estimate`.
+        n: how many of them.
+        measures: names of `fastlr.metrics.measures` to take as well.
+        x: real inputs for these.
+        y: labels for these.
+        loss: for these.
+        init_state: for "distance_from_init".
+        weights: measure the model with these weights in it: an EMA or SWA of it, as a module, a state dict or a function that
+            returns one. None: its own.
+        dtype: autocast dtype of the measurement; None: the model's own precision. "auto": that of the training where the
+            framework tells, else None.
+        on_error: "warn": where a measurement fails after the first, say so and let the training go on; "raise".
+        options: of `fastlr.LocalRedundancy`: predictive, probe, batch_size, seed, output, in_dim, out_dim,
+            target_rel_stderr, min_n, max_n, progress (here False unless given).
+
+    Raises:
+        InputError: wrong arguments.
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        n: int = 1000,
+        *,
+        measures: Collection[str] = (),
+        x: Any = None,
+        y: Any = None,
+        loss: Any = None,
+        init_state: Mapping[str, Tensor] | nn.Module | None = None,
+        weights: Weights | None = None,
+        dtype: torch.dtype | str | None = AUTO,
+        on_error: str = "warn",
+        **options: Any,
+    ) -> None:
+        if unknown := sorted(set(options) - _OPTIONS):
+            raise InputError(f"unknown options {unknown}: choose from {sorted(_OPTIONS)}")
+        if on_error not in ("warn", "raise"):
+            raise InputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
+        if isinstance(dtype, str) and dtype != AUTO:
+            raise InputError(f"dtype must be torch.bfloat16, torch.float16, None or 'auto', not {dtype!r}")
+        if not callable(getattr(inputs, "batch", None)):
+            raise InputError(f"inputs must be fastlr.ShapeImages(...) or other inputs of fastlr, not {inputs!r}")
+        check_names(measures, x=x, y=y, loss=loss, init_state=init_state)
+        self.inputs, self.n, self.measures, self.weights = inputs, count("n", n), tuple(measures), weights
+        self.x, self.y, self.loss, self.init_state = x, y, loss, init_state
+        self.dtype, self.on_error, self.options = dtype, on_error, options
+        self.batch_size: int | None = options.pop("batch_size", None)
+        self._estimator: LocalRedundancy | None = None
+        self._key: Any = None
+        self._proven = False
+
+    def measure(
+        self,
+        model: Callable[[], nn.Module],
+        step: int,
+        epoch: int,
+        *,
+        dtype: torch.dtype | None = None,
+        keep: Callable[[Reading, nn.Module], Any] | None = None,
+    ) -> Reading | None:
+        """Measure the model as it is now; None where that failed, with a warning that the training goes on.
+
+        Args:
+            model: returns the model, which is left as it was wherever this ends.
+            step: optimizer steps done.
+            epoch: epochs done.
+            dtype: autocast dtype of the training, for "auto".
+            keep: called with the reading and the model, while the measured weights are in the model.
+
+        Raises:
+            FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
+        """
+        began = time.perf_counter()
+        precision = dtype if self.dtype == AUTO else self.dtype
+        assert not isinstance(precision, str)
+        try:
+            module = unwrap(model())
+            with with_weights(module, self.weights):
+                estimate = self._estimator_of(module, precision).measure()
+                self.batch_size = estimate.batch_size
+                values = self._measures(module, precision) if self.measures else {}
+                reading = Reading(step, epoch, estimate, values, time.perf_counter() - began)
+                if keep is not None:
+                    keep(reading, module)
+        except FastlrError as error:
+            if self.on_error == "raise" or not self._proven:
+                raise
+            warnings.warn(f"not measured, the training goes on: {one_line(error)}", FastlrWarning, stacklevel=3)
+            return None
+        self._proven = True
+        return reading
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training needs for the same bits: how many inputs at a time."""
+        return {"batch_size": self.batch_size}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.batch_size = state["batch_size"]
+        self._estimator = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled without the estimator, which holds the model and its plan and is made anew."""
+        return {**vars(self), "_estimator": None}
+
+    def _estimator_of(self, model: nn.Module, dtype: torch.dtype | None) -> LocalRedundancy:
+        """The estimator of the last time, or a new one where the model is another or has other parameters."""
+        shapes = tuple((name, p.shape, p.device, p.dtype) for name, p in ModelView.of(model).parameters.items())
+        key = (id(model), dtype, shapes)
+        if self._estimator is None or key != self._key:
+            self._estimator = LocalRedundancy(
+                model,
+                self.inputs,
+                self.n,
+                dtype=dtype,
+                batch_size=self.batch_size,
+                **{"progress": False, **self.options},
+            )
+            self._key = key
+        return self._estimator
+
+    def _measures(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Measure]:
+        device = next(model.parameters()).device
+        x, y = (tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, data) for data in (self.x, self.y))
+        axes = {key: self.options[key] for key in ("output", "in_dim", "out_dim") if key in self.options}
+        ambient = torch.is_autocast_enabled(device.type)
+        context: Any = nullcontext()
+        if ambient or dtype is not None:
+            context = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=not ambient)
+        with context:
+            state = self.init_state
+            return measures(model, self.measures, x=x, y=y, loss=self.loss, init_state=state, **axes)
+
+
+Keep = str | os.PathLike[str] | Callable[[Reading], Any]
+
+
+class Keeper:
+    """Keeps the checkpoint with the best local redundancy.
+
+    Args:
+        keep: a file, a function of the reading, or None.
+        mode: "max" or "min".
+
+    Raises:
+        InputError: an unknown mode, or a file whose folder is not there.
+    """
+
+    def __init__(self, keep: Keep | None, mode: str) -> None:
+        if mode not in ("max", "min"):
+            raise InputError(f"mode must be 'max' or 'min', not {mode!r}")
+        self.path = None if keep is None or callable(keep) else Path(keep)
+        self.function = keep if callable(keep) else None
+        if self.path is not None and not self.path.absolute().parent.is_dir():
+            raise InputError(f"keep_best={self.path}: there is no folder {self.path.absolute().parent}")
+        self.sign = 1.0 if mode == "max" else -1.0
+        self.value = -math.inf
+        self.best: Reading | None = None
+
+    def see(self, reading: Reading, model: nn.Module) -> None:
+        """Keep the model, as it is now, if the reading is the best."""
+        if not self.sign * reading.value > self.value:
+            return
+        if self.path is not None:
+            state = {key: value for key, value in unwrap(model).state_dict().items() if isinstance(value, Tensor)}
+            save_file(
+                self.path, {"state_dict": state, "step": reading.step, "epoch": reading.epoch, **reading.values()}
+            )
+        if self.function is not None:
+            self.function(reading)
+        self.value, self.best = self.sign * reading.value, reading
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value so far."""
+        return {"best": self.sign * self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self.value, self.best = self.sign * state["best"], None
+
+
+class Integration:
+    """Base of the monitor and the callbacks: when to measure, what to measure, the last and the best reading.
+
+    A subclass asks `step_due` and `epoch_due` at the events of its framework, has its ``meter`` measure, keeps the reading
+    in ``last``, and logs it where its framework wants it.
+
+    Raises:
+        InputError: wrong arguments, such as both ``every_n_steps`` and ``every_n_epochs``.
+    """
+
+    def __init__(
+        self,
+        inputs: Any,
+        n: int,
+        every_n_steps: int | None,
+        every_n_epochs: int | None,
+        prefix: str,
+        keep_best: Keep | None = None,
+        mode: str = "max",
+        **what: Any,
+    ) -> None:
+        if every_n_steps is not None and every_n_epochs is not None:
+            raise InputError("every_n_steps and every_n_epochs are both given: choose one")
+        self.every_n_steps = None if every_n_steps is None else count("every_n_steps", every_n_steps)
+        self.every_n_epochs = None if every_n_epochs is None else count("every_n_epochs", every_n_epochs)
+        self.has_schedule = every_n_steps is not None or every_n_epochs is not None
+        self.meter = Meter(inputs, n, **what)
+        self.keeper = Keeper(keep_best, mode)
+        self.prefix = prefix
+        self.last: Reading | None = None
+
+    @property
+    def best(self) -> Reading | None:
+        """The best reading so far."""
+        return self.keeper.best
+
+    def step_due(self, before: int, now: int) -> bool:
+        """Return True if a multiple of every_n_steps was reached since ``before`` steps."""
+        return self.every_n_steps is not None and now // self.every_n_steps > before // self.every_n_steps
+
+    def epoch_due(self, done: int) -> bool:
+        """Return True if the model is to be measured after this many epochs."""
+        return self.every_n_epochs is not None and done > 0 and done % self.every_n_epochs == 0
+
+
+def on_main(
+    measure: Callable[[], Reading | None], main: bool, broadcast: Callable[[Any], Any] | None, model: nn.Module
+) -> Reading | None:
+    """Measure on the main process; the others return its reading or raise its error. All of them must call this.
+
+    Args:
+        measure: called on the main process alone; on all of them together where the model is under ``fully_shard``.
+        main: True on the main process.
+        broadcast: gives every process the main one's object; None where there is one process.
+        model: the whole of what is measured, or what holds it.
+    """
+    if broadcast is None or holds_fully_sharded(model):
+        with full_params(model):
+            reading = measure()
+        return reading if broadcast is None else broadcast(reading)
+    reading, failure, text = None, None, None
+    if main:
+        try:
+            reading = measure()
+        except Exception as error:  # told to the others first: they would wait for ever
+            failure, text = error, one_line(error)
+    reading, text = broadcast((reading, text))
+    if failure is not None:
+        raise failure
+    if text is not None:
+        raise FastlrError(f"the measurement failed on the main process: {text}")
+    return reading
+
+
+def rank() -> int:
+    """Number of this process among those that train together; 0 where there is one."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0

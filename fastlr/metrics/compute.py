@@ -1,0 +1,103 @@
+"""Several measures by name, with as few passes over the model as they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastlr.errors import InputError
+from fastlr.ghost import model_io as adapt
+from fastlr.metrics.activations import MEASURES as ACTIVATIONS
+from fastlr.metrics.activations import activation_measures
+from fastlr.metrics.gradients import BATCH, Loss, batch_gradient_norm, gradient_measures
+from fastlr.metrics.gradients import MEASURES as GRADIENTS
+from fastlr.metrics.value import Measure, check_known
+from fastlr.metrics.weights import distance_from_init, weight_norm
+
+PARAMETERS: dict[str, Callable[[nn.Module, Any], Measure]] = {  # of the model and its initial state
+    "weight_norm": lambda model, _: weight_norm(model),
+    "distance_from_init": distance_from_init,
+}
+MEASURES = (*PARAMETERS, *ACTIVATIONS, *GRADIENTS)
+
+
+def measures(
+    model: nn.Module,
+    names: Collection[str],
+    *,
+    x: Any = None,
+    y: Any = None,
+    loss: Loss | None = None,
+    init_state: Mapping[str, Tensor] | nn.Module | None = None,
+    tau: float = 0.1,
+    output: adapt.OutputSelector = None,
+    in_dim: int = 0,
+    out_dim: int = 0,
+) -> dict[str, Measure]:
+    """Take the named measures in as few passes as they need.
+
+    One forward pass serves all measures of activations and the norm of the batch gradient, whose backward pass goes back
+    over it; the norms of the samples' gradients take a forward and a backward pass of their own.
+
+    Args:
+        model: any nn.Module.
+        names: of `MEASURES`: "weight_norm", "distance_from_init", those of `activation_measures` and of
+            `gradient_measures`, with their default options but for ``tau``.
+        x: real inputs, for the measures of activations and gradients.
+        y: their labels, for those of gradients.
+        loss: as for `train_grad_norm`, for those of gradients.
+        init_state: as for `distance_from_init`.
+        tau: threshold of "dormant_ratio_tau".
+        output: picks the output tensor, as in `fastlr.per_sample_grad_sq_norms`.
+        in_dim: sample axis of the batched inputs.
+        out_dim: sample axis of the output.
+
+    Returns:
+        Name -> Measure, in the order of ``names``.
+
+    Raises:
+        InputError: an unknown name, or what a measure needs is missing. Others: those of the measures.
+
+    Example:
+        >>> import torch, fastlr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> list(fastlr.metrics.measures(model, ["feature_rank", "weight_norm"], x=torch.randn(64, 4)))
+        ['feature_rank', 'weight_norm']
+    """
+    check_names(names, x=x, y=y, loss=loss, init_state=init_state)
+    results = {name: PARAMETERS[name](model, init_state) for name in names if name in PARAMETERS}
+    activations, gradients = ([name for name in names if name in known] for known in (ACTIVATIONS, GRADIENTS))
+
+    def of_batch(z: Tensor) -> None:
+        assert loss is not None
+        results[BATCH] = batch_gradient_norm(adapt.ModelView.of(model, output, in_dim, out_dim), z, y, loss)
+
+    if activations:
+        shared = BATCH in gradients and isinstance(x, (Tensor, tuple, list, Mapping))  # x is one batch
+        gradients = [name for name in gradients if name != BATCH or not shared]
+        then = of_batch if shared else None
+        results |= activation_measures(model, x, measures=activations, tau=tau, output=output, then=then)
+    if gradients:
+        assert loss is not None
+        axes = {"in_dim": in_dim, "out_dim": out_dim}
+        results |= gradient_measures(model, x, y, loss, measures=gradients, output=output, **axes)
+    return {name: results[name] for name in names}
+
+
+def check_names(names: Collection[str], *, x: Any, y: Any, loss: Any, init_state: Any) -> None:
+    """Raise InputError unless all names are known and what they need is there."""
+    if isinstance(names, str):
+        raise InputError(f"measures must be a list of names: [{names!r}]")
+    check_known(names, MEASURES)
+    gradients = [name for name in names if name in GRADIENTS]
+    data = [*(name for name in names if name in ACTIVATIONS), *gradients]
+    if data and x is None:
+        raise InputError(f"{data[0]} is measured on real inputs: pass x=")
+    if gradients and (y is None or loss is None):
+        raise InputError(f"{gradients[0]} is the gradient of a loss on labelled inputs: pass y= and loss=")
+    if "distance_from_init" in names and init_state is None:
+        raise InputError(
+            "distance_from_init needs init_state=: copy.deepcopy(model.state_dict()), taken right after the model was made"
+        )

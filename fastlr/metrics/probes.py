@@ -1,0 +1,333 @@
+"""Measures that try a model out: how fast a copy of it learns, and how many directions its outputs can move in."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastlr.errors import InputError, NonFiniteError
+from fastlr.estimator.loss import refuse_interaction, sample_gradients
+from fastlr.estimator.padding import padding_mask
+from fastlr.estimator.passes import default_predictive
+from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian, Predictive
+from fastlr.estimator.result import count as checked_count
+from fastlr.estimator.statistics import memorization_gain, regression_memorization_bound
+from fastlr.ghost.cotangents import scaled
+from fastlr.ghost.model_io import ModelView, OutputSelector
+from fastlr.ghost.refusals import refusals
+from fastlr.ghost.runtime import as_it_was, quiet_rng
+from fastlr.metrics.rank import effective_rank
+from fastlr.metrics.value import Measure
+from fastlr.ops.philox import check_seed
+
+
+def trainability(
+    model: nn.Module,
+    x: Any,
+    *,
+    steps: int = 100,
+    learning_rate: float = 1e-3,
+    repeats: int = 3,
+    seed: int = 0,
+    predictive: Predictive | None = None,
+    output: OutputSelector = None,
+) -> Measure:
+    """How far a copy of the model gets on random labels: the share of the loss that ``steps`` steps take away.
+
+    With L_t the mean negative log-likelihood of the inputs' labels after t steps of AdamW (weight decay 0) on all of them at
+    once, in train mode, the value is ``1 - L_steps / L_0``: 1 where they are learned, 0 where nothing is. The direct measure
+    of plasticity that cheaper ones are held against; it costs ``repeats * steps`` training steps.
+
+    Args:
+        model: any nn.Module; it is copied and left as it is.
+        x: inputs of n samples on axis 0: a tensor, a tuple (positional) or a dict (keywords).
+        steps: of training.
+        learning_rate: of AdamW.
+        repeats: draws of labels, for the standard error.
+        seed: of the labels and of what the model draws (dropout).
+        predictive: Categorical (labels drawn uniformly), Bernoulli (fair coins) or Gaussian (standard normal targets);
+            default as for `fastlr.estimate`.
+        output: picks the output tensor from what the model returns.
+
+    Returns:
+        Measure without a unit; ``details``: "n", "stderr" (None for one repeat), "start" and "end", the mean losses in nats a
+        label, and "half", the mean number of steps to half of the fall.
+
+    Raises:
+        InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no trainable parameters.
+
+    Source: target-fitting capacity, Lyle et al. 2022 (arXiv:2204.09560), section 3.1, with labels for its targets.
+
+    Example:
+        >>> import torch, fastlr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> 0 < fastlr.metrics.trainability(model, torch.randn(16, 8), learning_rate=1e-2) <= 1
+        True
+    """
+    checked_count("repeats", repeats)
+    fit = partial(_fit, model, x, steps, learning_rate, predictive=predictive, output=output, evaluate=False)
+    fits = [fit(check_seed(seed) + repeat) for repeat in range(repeats)]
+    loss, n = torch.tensor([fit.losses for fit in fits], dtype=torch.float64), fits[0].n  # loss: [repeats, steps + 1]
+    fall = loss[:, :1] - loss
+    values = fall[:, -1] / loss[:, 0]
+    half = (fall < fall[:, -1:] / 2).sum(1).double()
+    details = {
+        "n": n,
+        "stderr": float(values.std() / repeats**0.5) if repeats > 1 else None,
+        "start": float(loss[:, 0].mean()),
+        "end": float(loss[:, -1].mean()),
+        "half": float(half.mean()),
+    }
+    definition = (
+        f"trainability: share of the loss on random labels that {steps} steps of AdamW at {learning_rate:g} take away"
+    )
+    return Measure(float(values.mean()), definition, details)
+
+
+def memorization_capacity(
+    model: nn.Module,
+    inputs: Any,
+    n: int = 1024,
+    *,
+    steps: int = 1000,
+    learning_rate: float = 1e-3,
+    repeats: int = 3,
+    enumerated: bool = False,
+    seed: int = 0,
+    predictive: Predictive | None = None,
+    output: OutputSelector = None,
+) -> Measure:
+    """Bits of random labels that a parameter takes up on n inputs: the memorization gain, over the number of parameters.
+
+    ``(H(Y^n) + E log P_fit(y^n | x^n)) / ln 2 / parameters``: labels y uniform over the classes (fair coins, standard normal
+    targets), P_fit a copy after ``steps`` steps of AdamW (weight decay 0) on all n inputs at once in train mode, its likelihood
+    in eval mode. A lower bound of what the model could take up: it grows with n (the share of all bits tells whether there were
+    enough) and with the steps. `fastlr memorize` trains in batches, for as long as it takes, with checkpoints.
+
+    Args:
+        model: any nn.Module; it is copied and left as it is.
+        inputs: synthetic inputs (`fastlr.ShapeImages`, ...), of which the first n are taken, or the inputs themselves.
+        n: how many of the synthetic ones.
+        steps: of training.
+        learning_rate: of AdamW.
+        repeats: draws of labels, for the standard error.
+        enumerated: take all labelings instead, at most 4096: exactly the expectation, and the ceiling.
+        seed: of inputs, labels and what the model draws (dropout).
+        predictive: Categorical, Bernoulli or Gaussian; default as for `fastlr.estimate`.
+        output: picks the output tensor from what the model returns.
+
+    Returns:
+        Measure in bits a parameter, 0 or less where nothing is memorised; ``details``: "n", "parameters", "bits", "stderr" (of
+        the value; None for one repeat or all labelings), "share" of the labels' bits (None for a Gaussian), and "ceiling", in
+        bits: ``log2 sum over y^n of P_fit(y^n | x^n)``, the worst-case redundancy on these inputs as far as the fits reach it,
+        which no gain exceeds (None unless enumerated).
+
+    Raises:
+        InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no trainable parameters.
+
+    Source: paper, equation 6, Theorem 3.2 and Proposition 3.5.
+
+    Example:
+        >>> import torch, fastlr
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
+        >>> capacity = fastlr.memorization_capacity(model, fastlr.ShapeImages((3, 8, 8)), 8, learning_rate=0.1)
+        >>> 7 < capacity.details["bits"] <= 8
+        True
+    """
+    checked_count("repeats", repeats)
+    view, seed = ModelView.of(model, output), check_seed(seed)
+    if hasattr(inputs, "batch"):
+        inputs = inputs.batch(0, checked_count("n", n), seed=seed, device=view.device)
+    fit = partial(_fit, model, inputs, steps, learning_rate, predictive=predictive, output=output)
+    fits = [fit(seed)]
+    labels, classes = fits[0].labels, fits[0].classes
+    if enumerated:
+        if not classes or classes ** labels.numel() > 4096:
+            raise InputError(f"enumerated: more than 4096 labelings of {labels.numel()} labels: give fewer inputs")
+        every = product(range(classes), repeat=labels.numel())
+        fits = [fit(seed, labels=labels.new_tensor(y).view(labels.shape)) for y in every]
+    else:
+        fits += [fit(seed + repeat) for repeat in range(1, repeats)]
+    nats = torch.tensor([labels.numel() * f.end for f in fits], dtype=torch.float64)
+    if classes:
+        whole = labels.numel() * math.log2(classes)
+        bits = [memorization_gain(-float(x), whole * math.log(2), "bits") for x in nats]
+    else:
+        whole, errors = None, 2 * fits[0].variance * nats / labels.numel()
+        bound = partial(regression_memorization_bound, labels.numel(), 1, 1.0, unit="bits")
+        bits = [bound(float(e)) for e in errors]
+    gains = torch.tensor(bits, dtype=torch.float64)
+    value, parameters = float(gains.mean()), sum(p.numel() for p in view.parameters.values())
+    details = {
+        "n": fits[0].n,
+        "parameters": parameters,
+        "bits": value,
+        "stderr": float(gains.std() / len(fits) ** 0.5 / parameters) if len(fits) > 1 and not enumerated else None,
+        "share": value / whole if whole else None,
+        "ceiling": float(torch.logsumexp(-nats, 0)) / math.log(2) if enumerated else None,
+    }
+    definition = (
+        f"memorization capacity: bits of random labels a parameter, {steps} steps of AdamW at {learning_rate:g}"
+    )
+    return Measure(value / parameters, definition, details)
+
+
+class _Fit(NamedTuple):
+    """A training on random labels: losses [steps + 1] in train mode and at its end, nats a label."""
+
+    n: int
+    losses: list[float]
+    end: float
+    labels: Tensor
+    classes: int  # 0: Gaussian
+    variance: float
+
+
+def _fit(
+    model: nn.Module,
+    x: Any,
+    steps: int,
+    rate: float,
+    seed: int,
+    predictive: Predictive | None,
+    output: OutputSelector,
+    labels: Tensor | None = None,
+    evaluate: bool = True,
+) -> _Fit:
+    """Train a copy of the model on random labels; ``evaluate``: its end in eval mode, else in train mode."""
+    checked_count("steps", steps)
+    if not (math.isfinite(rate) and rate > 0):
+        raise InputError(f"learning_rate={rate}: give a positive number")
+    original = ModelView.of(model, output)
+    x = original.inputs(x)
+    with quiet_rng(original.device), torch.inference_mode(False), torch.enable_grad():
+        torch.manual_seed(seed % (1 << 63))
+        learner = copy.deepcopy(original.module).train()
+        view = ModelView.of(learner, output)
+        n, losses, labels, predictive, z = _learn(view, x, steps, rate, predictive, labels)
+        end = losses[-1]
+        if evaluate:
+            learner.eval()
+            with torch.no_grad():
+                z = view.forward(x)
+            end = float(_loss(z.detach(), labels, predictive))
+    if not all(map(math.isfinite, (*losses, end))):
+        raise NonFiniteError(f"the loss on random labels is not finite with learning_rate={rate:g}: lower it")
+    classes = z.shape[predictive.dim] if isinstance(predictive, Categorical) else 2 * isinstance(predictive, Bernoulli)
+    return _Fit(n, losses, end, labels, classes, predictive.sigma**2 if isinstance(predictive, Gaussian) else math.nan)
+
+
+def _learn(
+    view: ModelView, x: Any, steps: int, rate: float, predictive: Any, labels: Any
+) -> tuple[int, list[float], Tensor, Any, Tensor]:
+    """Train on labels (None: drawn from torch's generator).
+
+    Returns: samples, losses before each step and after the last, labels, predictive, last output.
+    """
+    optimizer = torch.optim.AdamW(view.parameters.values(), lr=rate, weight_decay=0.0)
+    losses, count = [], 0
+    for step in range(steps + 1):
+        with refusals(view, x):
+            z = view.forward(x)
+        if step == 0:
+            count = view.sample_count(z)
+            predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
+            labels = _labels(z.detach(), predictive) if labels is None else labels
+        loss = _loss(z, labels, predictive)
+        losses.append(float(loss.detach()))
+        if step < steps:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return count, losses, labels, predictive, z.detach()
+
+
+def _labels(z: Tensor, predictive: Any) -> Tensor:
+    """Random labels for outputs z."""
+    if isinstance(predictive, Categorical):
+        moved = z.movedim(predictive.dim, -1)
+        return torch.randint(moved.shape[-1], moved.shape[:-1], device=z.device)
+    if isinstance(predictive, Bernoulli):
+        return torch.randint(2, z.shape, device=z.device).float()
+    if isinstance(predictive, Gaussian):
+        return torch.randn(z.shape, device=z.device)
+    raise InputError(f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()")
+
+
+def _loss(z: Tensor, labels: Tensor, predictive: Any) -> Tensor:
+    """Mean negative log-likelihood of a label, in nats; of a Gaussian without its constant."""
+    z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+    if isinstance(predictive, Categorical):
+        return F.cross_entropy(z.movedim(predictive.dim, -1).flatten(0, -2), labels.flatten())
+    if isinstance(predictive, Bernoulli):
+        return F.binary_cross_entropy_with_logits(z, labels.to(z.dtype))
+    return F.mse_loss(z, labels.to(z.dtype)) / (2 * predictive.sigma**2)
+
+
+def curvature_rank(
+    model: nn.Module,
+    x: Any,
+    *,
+    delta: float = 0.01,
+    seed: int = 0,
+    predictive: Predictive | None = None,
+    output: OutputSelector = None,
+) -> Measure:
+    """Effective rank of the Gauss-Newton matrix on n inputs: the smallest k whose k largest eigenvalues make up 1 - delta.
+
+    The matrix is ``(1/n) sum_b J_b^T F_b J_b``, which local redundancy is the trace of: the Hessian of the loss but for the
+    curvature of the outputs themselves. Each ``J_b^T F_b J_b`` is sampled by ``g_b g_b^T``, ``g_b = J_b^T v_b`` (see
+    `fastlr.Categorical`; exact for two classes), so the rank is at most n; eigenvalues are those of the n x n products.
+
+    Args:
+        model: any nn.Module whose samples do not interact in eval mode; looked at as for `fastlr.redundancy_loss`.
+        x: inputs of n samples on axis 0, some tens: n backward passes, and the memory of n gradients.
+        delta: share of the sum of the eigenvalues that is left out, above 0 and below 1.
+        seed: of the draws.
+        predictive: Categorical, Bernoulli or Gaussian; default as for `fastlr.estimate`.
+        output: picks the output tensor from what the model returns.
+
+    Returns:
+        Measure, from 1 to n (0 for gradients of zero); ``details``: "n" and "trace", the mean of ``||g_b||^2``.
+
+    Raises:
+        InputError: arguments that are wrong. NonFiniteError: a gradient is not finite. Others: as for `fastlr.estimate`.
+
+    Source: Lewandowski et al. 2023 (arXiv:2312.00246), section 3, by the Gauss-Newton matrix instead of the Hessian.
+
+    Example:
+        >>> import torch, fastlr
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+        >>> 1 <= fastlr.metrics.curvature_rank(model, torch.randn(12, 8)) <= 12
+        True
+    """
+    if not 0 < delta < 1:
+        raise InputError(f"delta={delta}: give a number above 0 and below 1")
+    view = ModelView.of(model, output)
+    x = view.inputs(x)
+    with as_it_was(view.module, view.device):
+        refuse_interaction(view, x)
+        z = view.forward(x)
+        n = view.sample_count(z)
+        predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
+        v = predictive.cotangent(z.detach(), "rademacher", range(n), seed, counted=padding_mask(x, z, 0))
+        assert isinstance(v, Tensor)
+        unit, factors = scaled(v, z, 0)  # small cotangents keep their bits
+        grads = sample_gradients(z, list(view.parameters.values()), unit)
+    flat = (g.double().flatten(1) for g in grads if g is not None)
+    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(factors, factors).sqrt()  # [n, n]
+    if not products.isfinite().all():
+        raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
+    values = torch.linalg.eigvalsh(products).flip(0).clamp_min(0)
+    rank = effective_rank(values, delta)
+    definition = (
+        f"curvature rank: smallest k whose k largest eigenvalues of the Gauss-Newton matrix make up {1 - delta:g}"
+    )
+    return Measure(rank, definition, {"n": n, "trace": float(values.sum()) / n})

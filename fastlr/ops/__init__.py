@@ -1,0 +1,33 @@
+"""The ops: a table of their backends (dispatch), their definitions (reference/) and fast plain torch."""
+
+from __future__ import annotations
+
+from fastlr.ops.dispatch import (
+    SAMPLES,
+    TABLE,
+    backend_for,
+    backends,
+    get,
+    has_triton,
+    images_agree,
+    run,
+    switch_off,
+    switched_off,
+    twin,
+    using,
+)
+
+__all__ = [
+    "SAMPLES",
+    "TABLE",
+    "backend_for",
+    "backends",
+    "get",
+    "has_triton",
+    "images_agree",
+    "run",
+    "switch_off",
+    "switched_off",
+    "twin",
+    "using",
+]

@@ -1,0 +1,272 @@
+"""Kernels held to plain torch: the first call of each kind in a process is compared with its twin on a few samples.
+
+The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain torch here. A kind of call
+is what a kernel is chosen and compiled by: dtypes, memory formats, the order of magnitude of every size, and what divides
+every size and stride (Triton takes note of 1 and 16, the kernels themselves of 4 and 8). The truth is plain torch on
+the same arguments raised to float64. A kernel may be off by its dtype's tolerance, a few times as much as plain torch in
+the dtype given, and rounding in float32 of the terms where they cancel.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import FastlrWarning
+from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.torch_private import tree_flatten
+
+MOST = 8  # samples compared
+ELEMENTS = 1 << 24  # of their largest argument
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+OF_TORCH = 8  # times the deviation of plain torch in the same dtype
+ROUNDING = {torch.float64: 2.0**-40}  # of the terms that are summed
+IN_FLOAT32 = 2.0**-20
+SEVERAL = 2  # kinds of call that disagree: then no other kind of that op is trusted
+
+
+def divisor(n: int) -> int:
+    """All that a kernel may know of a number: that it is 0 or 1, or the largest power of two up to 16 that divides it."""
+    return n if 0 <= n <= 1 else min(n & -n, 16)
+
+
+def signature(args: Sequence[Any], samples: Sequence[int]) -> str:
+    """The kind of a call: what a kernel is chosen and compiled by; the same in every process. See `compared`."""
+    parts = []
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            parts.append(_layout(a, i in samples))
+        elif isinstance(a, ConvGeometry):
+            parts.append(signature(a, ()))
+        elif isinstance(a, int) and not isinstance(a, bool):
+            parts.append(f"int%{divisor(a)}")
+        elif not isinstance(a, float):
+            parts.append(str(list(a)) if isinstance(a, (tuple, list)) else str(a).removeprefix("torch."))
+    return "; ".join(parts)
+
+
+def _layout(t: Tensor, by_sample: bool) -> str:
+    """Dtype, and of each axis the order of magnitude of its size, what divides size and stride, and how axes join.
+
+    Of the number of samples, the first axis then, the order of magnitude alone.
+    """
+    order = sorted(range(t.ndim), key=lambda i: (t.stride(i), t.shape[i]))
+    pairs = zip(order, order[1:], strict=False)
+    joins = "".join("-" if t.stride(j) == t.stride(i) * t.shape[i] else "/" for i, j in pairs)
+    known = [f"%{divisor(n)}" for n in t.shape]
+    known = ["", *known[1:]] if by_sample and known else known
+    axes = ",".join(f"{n.bit_length()}{d}@{divisor(s)}" for n, d, s in zip(t.shape, known, t.stride(), strict=True))
+    aligned = "" if t.data_ptr() % 16 == 0 else " unaligned"
+    return f"{str(t.dtype).removeprefix('torch.')}[{axes}]{''.join(map(str, order))}{joins}{aligned}"
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Products of float32 numbers with all their digits (no TF32), sums of 16-bit ones in float32: what kernels are held to."""
+    matmul = torch.backends.cuda.matmul
+    flags: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32"), (matmul, "allow_tf32")]
+    flags += [(matmul, f"allow_{dtype}_reduced_precision_reduction") for dtype in ("fp16", "bf16")]
+    before = [getattr(of, name) for of, name in flags]
+    try:
+        for of, name in flags:
+            setattr(of, name, False)
+        yield
+    finally:
+        for (of, name), value in zip(flags, before, strict=True):
+            setattr(of, name, value)
+
+
+class Deviation(NamedTuple):
+    """How far a result is from the truth: as a share of what is allowed (above 1: wrong), and relative to its size."""
+
+    share: float
+    relative: float
+
+
+def compared(
+    kernel: Callable[..., Any],
+    twin: Callable[..., Any],
+    args: Sequence[Any],
+    samples: Sequence[int],
+    result: Any = None,
+) -> Deviation:
+    """Compare what a kernel gives for these arguments with its twin, on at most MOST samples.
+
+    Args:
+        kernel: the op's kernel.
+        twin: plain torch, or the definition.
+        args: of the call.
+        samples: numbers of the arguments that have samples, along axis 0.
+        result: what the kernel has given for the call; None: not yet asked.
+
+    Returns:
+        The largest deviation of any sample and result; where all results are zero, on arguments drawn instead. The twin's
+        float32 products are without TF32.
+    """
+    result = kernel(*args) if result is None else result
+    by_sample = bool(samples)
+    count = args[samples[0]].shape[0] if samples else 0
+    largest = max((a.numel() for a in args if isinstance(a, Tensor)), default=1)
+    few = max(1, min(MOST, ELEMENTS * max(1, count) // max(1, largest)))
+    chosen = torch.linspace(0, count - 1, min(few, count)).round().long() if samples else None
+    device = next(a.device.type for a in args if isinstance(a, Tensor))
+    with torch.no_grad(), torch.autocast(device, enabled=False), full_products():
+        picked = _picked(args, samples, chosen)
+        results = [_of(t, chosen) for t in _leaves(result)]
+        deviation, empty = _deviation(results, picked, twin, by_sample)
+        if empty:  # zero or not finite: nothing was learnt
+            drawn = [_drawn(a[:few] if _has_samples(args, samples, i) else a) for i, a in enumerate(args)]
+            again = kernel(*drawn)
+            if again is not NotImplemented:
+                deviation = max(deviation, _deviation(_leaves(again), drawn, twin, by_sample)[0])
+    return deviation
+
+
+def _deviation(
+    results: list[Tensor], args: Sequence[Any], twin: Callable[..., Any], by_sample: bool
+) -> tuple[Deviation, bool]:
+    """How far results are from the truth, and True if that says nothing: no result is finite and not zero."""
+    dtypes = [a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+    if not dtypes:
+        return _exact(results, _leaves(twin(*args)))
+    lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    truth, rounded = _leaves(twin(*map(_wide, args))), _leaves(twin(*args))
+    terms = _leaves(twin(*(_wide(a.abs()) if isinstance(a, Tensor) else _wide(a) for a in args)))
+    worst, empty = Deviation(0.0, 0.0), True
+    for got, right, low, size in zip(results, truth, rounded, terms, strict=True):
+        if got.shape != right.shape:
+            return Deviation(float("inf"), float("inf")), False
+        seen = right.isfinite() & low.isfinite()
+        error = torch.where(seen, (got.double() - right).abs(), 0.0).nan_to_num(nan=torch.inf)
+        rounding = torch.where(seen, (low.double() - right).abs(), 0.0)
+        scale = torch.where(seen, right.abs(), 0.0)
+        error, rounding, scale, size = (_largest(t, by_sample) for t in (error, rounding, scale, size.nan_to_num(0, 0)))
+        allowed = TOLERANCE[lowest] * scale + OF_TORCH * rounding + ROUNDING.get(lowest, IN_FLOAT32) * size
+        wrong = error > allowed
+        relative = torch.where(error > 0, error / scale, 0.0).max()  # infinite where zero is right
+        share = torch.where(wrong | (allowed > 0), error / allowed, 0.0).max()
+        worst = max(worst, Deviation(float(share), float(relative)))
+        empty &= not bool(scale.any())
+    return worst, empty
+
+
+def _exact(results: list[Tensor], truth: list[Tensor]) -> tuple[Deviation, bool]:
+    """Of integer arithmetic: every bit must be right."""
+    same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(results, truth, strict=True))
+    return Deviation(0.0, 0.0) if same else Deviation(float("inf"), float("inf")), False
+
+
+def _largest(t: Tensor, by_sample: bool) -> Tensor:
+    return t.double().flatten(1).amax(1) if by_sample and t.ndim > 1 else t.double() if by_sample else t.double().amax()
+
+
+def _leaves(result: Any) -> list[Tensor]:
+    return [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+
+
+def _wide(a: Any) -> Any:
+    """To float64, tensors and dtypes alike."""
+    if isinstance(a, torch.dtype):
+        return torch.float64
+    return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
+
+
+def _has_samples(args: Sequence[Any], samples: Sequence[int], i: int) -> bool:
+    """Return True if argument ``i`` has the samples along axis 0: a factor may be broadcast instead."""
+    a = args[i]
+    return i in samples and isinstance(a, Tensor) and a.ndim > 0 and a.shape[0] == args[samples[0]].shape[0]
+
+
+def _picked(args: Sequence[Any], samples: Sequence[int], chosen: Tensor | None) -> list[Any]:
+    return [_of(a, chosen) if _has_samples(args, samples, i) else a for i, a in enumerate(args)]
+
+
+def _of(t: Tensor, chosen: Tensor | None) -> Tensor:
+    """Some samples of a tensor, in its memory format."""
+    return t if chosen is None or len(chosen) == len(t) else t[chosen.to(t.device)]
+
+
+def _drawn(a: Any) -> Any:
+    """Numbers from 0.5 to 1.5 with the strides of a tensor of floating-point numbers; anything else as it is."""
+    if not isinstance(a, Tensor) or not a.is_floating_point():
+        return a
+    values = torch.rand(without_repeats(a).shape, generator=torch.Generator().manual_seed(a.ndim)) + 0.5
+    return with_strides(values.to(a.device, a.dtype), a)
+
+
+def without_repeats(t: Tensor) -> Tensor:
+    """The first of the elements along axes on which a tensor is expanded (strides of 0)."""
+    return t[tuple(slice(0, 1 if s == 0 else None) for s in t.stride())]
+
+
+def with_strides(values: Tensor, t: Tensor) -> Tensor:
+    """Values, those of `without_repeats`, with the shape and the strides of ``t``."""
+    return (
+        torch.empty_strided(values.shape, t.stride(), dtype=values.dtype, device=values.device)
+        .copy_(values)
+        .expand(t.shape)
+    )
+
+
+class Comparisons:
+    """The kinds of call whose kernels were compared in this process, and those that are switched off."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str, int]] = set()
+        self._off: dict[str, set[str]] = {}
+
+    def known(self, name: str, kind: str, args: Sequence[Any]) -> bool:
+        """Return True if a call of this kind was compared on the device of the arguments."""
+        return (name, kind, _device(args)) in self._known
+
+    def off(self, name: str, kind: str) -> bool:
+        """Return True if plain torch serves calls of this kind."""
+        off = self._off.get(name, ())
+        return len(off) >= SEVERAL or kind in off
+
+    def switch_off(self, name: str, kind: str) -> None:
+        """Let plain torch serve calls of this kind."""
+        self._off.setdefault(name, set()).add(kind)
+
+    def switched_off(self) -> list[list[str]]:
+        """The kinds that plain torch serves: [op, kind], sorted."""
+        return [[name, kind] for name in sorted(self._off) for kind in sorted(self._off[name])]
+
+    def agrees(
+        self, name: str, kind: str, kernel: Callable[..., Any], twin: Callable[..., Any], args: Sequence[Any],
+        samples: Sequence[int], result: Any,
+    ) -> bool | None:  # fmt: skip
+        """Return True if a kernel's result of a first call is its twin's; None where memory did not suffice to tell.
+
+        One that disagrees is switched off for calls of this kind, with a warning.
+        """
+        try:
+            deviation = compared(kernel, twin, args, samples, result)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            return None
+        self._known.add((name, kind, _device(args)))
+        if deviation.share <= 1:
+            return True
+        self.switch_off(name, kind)
+        shapes = ", ".join(f"{list(a.shape)}" for a in args if isinstance(a, Tensor))
+        dtypes = ", ".join(dict.fromkeys(str(a.dtype).removeprefix("torch.") for a in args if isinstance(a, Tensor)))
+        warnings.warn(
+            f"{name}: its Triton kernel is off by {deviation.relative:.2g} of the result of plain torch for tensors of "
+            f"{shapes} ({dtypes}), {deviation.share:.2g} times what rounding explains; it is switched off for such calls in "
+            "this process, and plain torch serves. Please report it with what `fastlr doctor --kernels` prints.",
+            FastlrWarning,
+            stacklevel=5,
+        )
+        return False
+
+
+def _device(args: Sequence[Any]) -> int:
+    return next(a.get_device() for a in args if isinstance(a, Tensor))

@@ -1,0 +1,96 @@
+"""The Fisher matrices of predictive distributions, by enumeration or in one line: the truth for the predictives.
+
+All of them are ``F = E_{y ~ P(.|z)} [grad_z log P(y|z) grad_z log P(y|z)^T]`` at the output z of one sample, float64.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from fastlr.ops.philox import STREAMS, random_words
+
+
+def categorical_fisher(logits: Tensor) -> Tensor:
+    """Fisher matrix [C, C] of softmax(logits [C]), summed label by label: sum_y p_y (e_y - p) (e_y - p)^T."""
+    p = logits.double().softmax(-1)
+    scores = torch.eye(len(p), dtype=torch.float64) - p
+    return torch.einsum("y,yi,yj->ij", p, scores, scores)
+
+
+def bernoulli_fisher(logits: Tensor) -> Tensor:
+    """Fisher matrix [E, E] of independent labels with P(y = 1) = sigmoid(logits [E]), over all 2^E labelings."""
+    p = torch.sigmoid(logits.double())
+    fisher = torch.zeros(len(p), len(p), dtype=torch.float64)
+    for labels in product((0.0, 1.0), repeat=len(p)):
+        y = torch.tensor(labels, dtype=torch.float64)
+        fisher += torch.where(y == 1, p, 1 - p).prod() * torch.outer(y - p, y - p)
+    return fisher
+
+
+def gaussian_fisher(size: int, sigma: float) -> Tensor:
+    """Fisher matrix [E, E] of N(z, sigma^2 I) with respect to z: I / sigma^2."""
+    return torch.eye(size, dtype=torch.float64) / sigma**2
+
+
+def householder_root(p: Tensor) -> Tensor:
+    """Square root R [C, C] of diag(p) - p p^T: R R^T equals it, and column argmax(p) is zero.
+
+    R = diag(s) H with s = sqrt(p) and H the Householder reflection of s to minus the axis k = argmax p, whose column k
+    is -s and would give diag(s) (-s) = -p; leaving that column out subtracts p p^T.
+    """
+    return _root(p.double().sqrt())
+
+
+def _root(s: Tensor) -> Tensor:
+    """`householder_root` from s = sqrt(p)."""
+    k = int(s.argmax())
+    u = s.clone()
+    u[k] += 1.0  # s - (-e_k); <u, u> = 2 (1 + s_k)
+    reflection = torch.eye(len(s), dtype=torch.float64) - torch.outer(u, u) / (1.0 + s[k])
+    root = torch.diag(s) @ reflection
+    root[:, k] = 0.0
+    return root
+
+
+def categorical_root_cotangent(
+    z: Tensor,  # [B, P, C]
+    index: Tensor,  # [B]
+    seed: int,
+) -> Tensor:  # [B, P, C]
+    """Rademacher cotangents: `householder_root` of each position's softmax, times random signs.
+
+    The sign of element e = position * C + class is bit e % 32 of word e // 32 of the sample's words in the stream
+    "cotangent".
+
+    Args:
+        z: logits [B, P, C] of any floating dtype; -inf is a class of probability zero. Where NaN, +inf or only -inf leave
+            no distribution, all of the position is NaN.
+        index: global numbers of the samples [B], int64.
+        seed: of the signs, from 0 to 2^64 - 1.
+
+    Returns:
+        [B, P, C], float64.
+    """
+    count, positions, classes = z.shape
+    element = torch.arange(positions * classes)
+    words = random_words(seed, index.cpu(), STREAMS["cotangent"], -(-len(element) // 32))
+    signs = 2 * (words[:, element // 32] >> element % 32 & 1).double() - 1
+    cotangents = torch.empty(count, positions, classes, dtype=torch.float64)
+    for b in range(count):
+        for p in range(positions):
+            s = (z[b, p].double().log_softmax(0) / 2).exp().cpu()
+            cotangents[b, p] = _root(s) @ signs[b].view(positions, classes)[p]
+    return cotangents.to(z.device)
+
+
+def expected_sq_norm(jacobian: Tensor, fisher: Tensor) -> Tensor:
+    """Label expectation of the squared score of one sample, tr(J^T F J), from J = dz/dtheta [outputs, parameters]."""
+    return torch.einsum("ip,ij,jp->", jacobian.double(), fisher, jacobian.double())
+
+
+def local_redundancy_per_sample(jacobians: Tensor, logits: Tensor) -> Tensor:
+    """E_y ||grad log P(y|x)||^2 of each sample, [B]: softmax outputs [B, C], Jacobians [B, C, parameters]."""
+    return torch.stack([expected_sq_norm(j, categorical_fisher(z)) for j, z in zip(jacobians, logits, strict=True)])

@@ -1,0 +1,228 @@
+"""Convolution, batch norm in eval mode and activation as one op: the definition of the folded path (DESIGN: kernels).
+
+With sigma = sqrt(running variance + eps), s = gamma / sigma and, for each sample b and output channel c, M_bc the gradient
+of the folded weight s_c W_c and S_bc = sum_t g_bct the gradient of the folded bias, the gradients of the original
+parameters are
+
+    dW_c = s_c M_c      dgamma_c = (<W_c, M_c> + (bias_c - mean_c) S_c) / sigma_c      dbeta_c = S_c      dbias_c = s_c S_c
+
+so one pass over the inputs and the gradients at the folded convolution's output gives the norms of all of them.
+Throughout, x is [B, C, *spatial] with one image a sample, outputs are [B, O, *spatial'].
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.reference.norms import conv_grads
+
+ACTIVATIONS = {
+    "none": lambda t: t,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+}
+# Where the derivative can be told from the output, that is what is kept; elsewhere the activation's input.
+KEEPS_OUTPUT = frozenset({"none", "relu", "relu6"})
+
+
+def folded_conv(
+    x: Tensor,  # [B, C, *spatial]
+    weight: Tensor,  # [O, C / groups, *kernel]
+    bias: Tensor,  # [O]
+    act: str,
+    geometry: ConvGeometry,
+    residual: Tensor | None = None,  # [B, O, *spatial']
+    before: str = "none",
+    gate: Tensor | None = None,  # [B, C, 1, ...]
+    residual_before: str = "none",
+    mean: bool = False,
+) -> tuple[Tensor, Tensor]:  # [B, O, *spatial'], both; with ``mean`` the second [B, O, 1, ...]
+    """Activation of a convolution with folded weight and bias, and perhaps of its sum with another tensor.
+
+    Args:
+        x: what is stored of the inputs [B, C, *spatial]: the convolution is of ``before(x) gate``.
+        weight: folded weight [O, C/groups, *kernel].
+        bias: folded bias [O].
+        act: a key of ACTIVATIONS.
+        geometry: of the convolution, not transposed.
+        residual: ``residual_before(residual)`` is added before the activation, [B, O, *spatial'].
+        before: a key of ACTIVATIONS.
+        gate: one number a sample and channel [B, C, 1, ...]; None for one.
+        residual_before: a key of ACTIVATIONS.
+        mean: return (the activation's input, the mean of the activation over all positions [B, O, 1, ...]) instead.
+
+    Returns:
+        (output, kept): kept is what `activation_grad` takes: the output itself for KEEPS_OUTPUT, else the activation's
+        input; both [B, O, *spatial'] in the dtype of ``x``.
+    """
+    inputs = ACTIVATIONS[before](x.double()) * (1 if gate is None else gate.double())
+    pre = torch.ops.aten.convolution(inputs, weight.double(), bias.double(), *geometry)
+    pre = pre if residual is None else pre + ACTIVATIONS[residual_before](residual.double())
+    if mean:
+        return pre.to(x.dtype), ACTIVATIONS[act](pre).mean(list(range(2, x.ndim)), keepdim=True).to(x.dtype)
+    out = ACTIVATIONS[act](pre).to(x.dtype)
+    return out, out if act in KEEPS_OUTPUT else pre.to(x.dtype)
+
+
+def activation_grad(
+    grad: Tensor,  # [...]
+    kept: Tensor,  # [...]
+    act: str,
+) -> Tensor:  # [...]
+    """Gradient at the input of an activation from the one at its output; ``kept`` as returned by `folded_conv`.
+
+    ReLU and ReLU6 pass nothing where the output is at a bound. Shapes and dtype are those of ``grad``.
+    """
+    if act == "none":
+        return grad
+    if act in KEEPS_OUTPUT:
+        inside = kept > 0 if act == "relu" else (kept > 0) & (kept < 6)
+        return torch.where(inside, grad, torch.zeros((), dtype=grad.dtype, device=grad.device))
+    with torch.enable_grad():
+        leaf = kept.detach().double().requires_grad_()
+        (input_grad,) = torch.autograd.grad(ACTIVATIONS[act](leaf), leaf, grad.double())
+    return input_grad.to(grad.dtype)
+
+
+def gate_grad(
+    g: Tensor,  # [B, C, *spatial]
+    x: Tensor,  # [B, C, *spatial]
+    gate: Tensor,  # [B, C, 1, ...]
+) -> tuple[Tensor, Tensor]:  # of the shapes of x and gate
+    """Gradients of ``x * gate``, of which ``gate`` has one number for each sample and channel.
+
+    Args:
+        g: gradient of the product [B, C, *spatial].
+        x: [B, C, *spatial].
+        gate: [B, C, 1, ...].
+
+    Returns:
+        (g gate, sum of g x over the positions), in the shapes and dtypes of ``x`` and ``gate``.
+    """
+    axes = list(range(2, x.ndim))
+    return (g.double() * gate.double()).to(x.dtype), (g.double() * x.double()).sum(axes, keepdim=True).to(gate.dtype)
+
+
+def folded_conv_sq_norms(
+    x: Tensor,  # [B, C, *spatial]
+    g: Tensor,  # [B, O, *spatial']
+    weight: Tensor,  # [O, C / groups, *kernel]
+    statistics: Tensor,  # [3, O]
+    geometry: ConvGeometry,
+    product: Tensor | None = None,  # [B, O, *spatial']
+) -> tuple[Tensor, ...]:  # four of [B]
+    """Squared norms of the gradients of the parameters of a folded convolution, from sums over positions alone.
+
+    Args:
+        x: inputs [B, C, *spatial].
+        g: gradients at the folded convolution's output (before the activation) [B, O, *spatial'].
+        weight: the *unfolded* weight W [O, C/groups, *kernel].
+        statistics: of the channels [3, O]: s, 1/sigma, bias - mean.
+        geometry: as in `folded_conv`.
+        product: the convolution of ``x`` with the unfolded weight [B, O, *spatial'], if it is known: <W_c, M_bc> is also
+            its sum with ``g``. Not needed here.
+
+    Returns:
+        Of weight, bias, gamma and beta, [B] each, float64.
+    """
+    grads = conv_grads(x.double()[:, None], g.double()[:, None], weight, geometry).flatten(2)
+    scale, rstd, shift = statistics.double()
+    inner, sums = (grads * weight.double().flatten(1)).sum(2), g.double().flatten(2).sum(2)
+    of_channels = (sums * scale, (inner + shift * sums) * rstd, sums)
+    return (scale[:, None] * grads).square().sum((1, 2)), *(t.square().sum(1) for t in of_channels)
+
+
+def folded_conv_backward(
+    x: Tensor,  # [B, C, *spatial]
+    grad: Tensor,  # [B, O, *spatial']
+    kept: Tensor,  # [B, O, *spatial']
+    act: str,
+    folded: Tensor,  # [O, C / groups, *kernel]
+    weight: Tensor,  # [O, C / groups, *kernel]
+    statistics: Tensor,  # [3, O]
+    geometry: ConvGeometry,
+    want_input: bool,
+    product: Tensor | None = None,  # [B, O, *spatial']
+    before: str = "none",
+    settled: bool = False,
+    gate: Tensor | None = None,  # [B, C, 1, ...]
+    more: Tensor | None = None,  # [B, C, *spatial]
+    of_mean: Tensor | None = None,  # [B, O, 1, ...]
+) -> tuple[Tensor | None, ...]:  # of the shape of x, four of [B], with a gate one of its shape
+    """The whole backward pass of a folded block: input gradient and squared norms.
+
+    Args:
+        x: what is stored of the inputs [B, C, *spatial].
+        grad: gradients at the activation's output [B, O, *spatial']; with ``of_mean`` those at its input.
+        kept: from `folded_conv`.
+        act: a key of ACTIVATIONS.
+        folded: folded weight s W, in the dtype of ``x``.
+        weight: unfolded weight W.
+        statistics: as in `folded_conv_sq_norms`.
+        geometry: as in `folded_conv`.
+        want_input: compute the input gradient too.
+        product: as in `folded_conv_sq_norms`.
+        before: as in `folded_conv`.
+        settled: the gradient of ``before(x)`` is wanted in place of that of ``x``.
+        gate: as in `folded_conv`.
+        more: a gradient of ``before(x)`` from elsewhere, which is added [B, C, *spatial].
+        of_mean: the gradient at the mean over all positions of the activation [B, O, 1, ...].
+
+    Returns:
+        (gradient of x in its dtype or None, *what `folded_conv_sq_norms` returns*), and where there is a gate its gradient.
+    """
+    if of_mean is None:
+        g = activation_grad(grad.double(), kept, act)
+    else:
+        g = grad.double() + activation_grad((of_mean.double() / prod(grad.shape[2:])).expand_as(grad), kept, act)
+    active = ACTIVATIONS[before](x.double())
+    inputs = active if gate is None else active * gate.double()
+    norms = folded_conv_sq_norms(inputs, g, weight, statistics, geometry)
+    if not want_input:
+        return None, *norms
+    given = (t.contiguous() for t in (g, inputs, folded.double()))  # as in fastlr.ops.reference.norms.conv_grads
+    gx = torch.ops.aten.convolution_backward(*given, None, *geometry, [True, False, False])[0]
+    of_gate: list[Tensor] = []
+    if gate is not None:
+        gx, *of_gate = gate_grad(gx, active, gate)
+    gx = gx if more is None else gx + more.double()
+    gx = gx if settled else activation_grad(gx, x, before)
+    return gx.to(x.dtype), *norms, *of_gate
+
+
+def fold_weights(
+    dtype: torch.dtype,
+    eps: tuple[float, ...],
+    *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
+) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
+    """Folded weights and biases of convolutions and the batch norms (running statistics) after them.
+
+    Args:
+        dtype: of the folded weights.
+        eps: added to the variance, one number a convolution.
+        tensors: six a convolution: weight W [O, C/groups, *kernel]; bias of the convolution or None for zero; weight of the
+            batch norm or None for one; its bias or None for zero; running mean; running variance; the last five [O].
+
+    Returns:
+        For each: (s W in ``dtype``, numbers of the channels [4, O], float64: beta + s (bias - mean), s, 1/sigma, bias - mean).
+    """
+    results = []
+    for i, one in enumerate(eps):
+        weight, bias, gamma, beta, mean, var = tensors[6 * i : 6 * i + 6]
+        rstd = (var.double() + one).rsqrt()
+        scale = rstd if gamma is None else gamma.double() * rstd
+        shift = -mean.double() if bias is None else bias.double() - mean.double()
+        folded_bias = scale * shift + (0.0 if beta is None else beta.double())
+        folded = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
+        results.append((folded.to(dtype), torch.stack([folded_bias, scale, rstd, shift])))
+    return results

@@ -1,0 +1,144 @@
+"""The local redundancy itself, by the Shtarkov sum: exponentially many labelings, for tiny models only.
+
+Paper, section 3: ``R(theta_0, eps) = sup_x^n log Z(x^n)``, ``Z(x^n) = sum_y^n sup_theta P_theta(y^n | x^n)``; the
+inner supremum over the local parameter set: ``theta_0 - eta grad L(theta_0; x'^n, y'^n)`` for any dataset (x'^n, y'^n)
+and any eta in [0, eps], L the negative log-likelihood summed over the dataset (Definition 3.1). Theorem 3.4 bounds it
+below by ``eps * E ||grad L||^2 + O(eps^2)``, which is ``eps * n * LR``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fastlr.errors import InputError, ModelError, NonFiniteError
+
+
+def local_redundancy_exact(
+    model: nn.Module,
+    candidates: Tensor,
+    n: int,
+    epsilon: float,
+    *,
+    own_dataset_only: bool = False,
+    etas: Sequence[float] | None = None,
+    limit: int = 50_000_000,
+) -> float:
+    """Local redundancy R(theta_0, epsilon) in nats over finitely many candidate inputs, by enumeration.
+
+    The outer supremum runs over all x^n in candidates^n, the sum over all C^n labelings, and the family holds the
+    gradient steps of *all* datasets of size n over the candidates, each at every eta of the grid. Order within a
+    dataset changes neither its gradient nor its likelihood, so multisets are enumerated, with multinomial weights.
+
+    Because the grid of eta is finite, the result is a lower bound of the supremum over [0, epsilon], and tends to it.
+
+    Args:
+        model: maps candidates [K, ...] to logits [K, C], C at least 2. Measured in eval mode, as a float64 copy.
+        candidates: inputs [K, ...], K at least 1.
+        n: samples in a dataset, at least 1.
+        epsilon: largest step on the summed loss, in nats, at least 0.
+        own_dataset_only: fit each dataset by steps of its own gradient only, the construction in the proof of
+            Theorem 3.4; then log Z(x^n) / epsilon tends to sum_i LR(x_i) as epsilon -> 0.
+        etas: step sizes in [0, epsilon]; 0 and epsilon are always added. Default: quarters of epsilon.
+        limit: largest number of (dataset, family member) pairs, and of distributions evaluated.
+
+    Returns:
+        max over x^n of log Z(x^n), a float, at least 0 up to rounding (eta = 0 gives Z = 1).
+
+    Raises:
+        InputError: empty candidates, n < 1, a step outside [0, epsilon], outputs that are not [K, C >= 2], or an
+            enumeration larger than ``limit``.
+        ModelError: no trainable parameters.
+
+    Source: paper, equations 1-4, Definition 3.1 and Theorem 3.4.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InputError(f"n must be an integer of at least 1, not {n!r}")
+    if not isinstance(candidates, Tensor) or candidates.ndim < 1 or len(candidates) < 1:
+        raise InputError("candidates must be a tensor [K, ...] with at least one input")
+    if not (math.isfinite(epsilon) and epsilon >= 0):
+        raise InputError(f"epsilon must be finite and at least 0, not {epsilon}")
+    grid = [epsilon * quarter / 4 for quarter in (1, 2, 3)] if etas is None else list(etas)
+    if not all(math.isfinite(eta) and 0 <= eta <= epsilon for eta in grid):
+        raise InputError(f"etas must lie in [0, epsilon = {epsilon}], not {grid}")
+    steps = sorted({0.0, float(epsilon), *grid})
+
+    model = deepcopy(model).cpu().double().eval()
+    candidates = candidates.detach().cpu()
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ModelError("the model has no trainable parameters: nothing spans a local family")
+    if candidates.is_floating_point():
+        candidates = candidates.double()
+
+    def log_probabilities(values: dict[str, Tensor]) -> Tensor:
+        logits = functional_call(model, values, (candidates,))
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(candidates):
+            raise InputError("the model must map candidates [K, ...] to logits [K, C] with C of at least 2")
+        return logits.log_softmax(-1)
+
+    with torch.enable_grad():
+        leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+        base = log_probabilities(leaves)
+        pairs = base.flatten()  # log P(c | x_k) at k * C + c
+        wanted = list(leaves.values())
+        rows = [torch.autograd.grad(pair, wanted, retain_graph=True, materialize_grads=True) for pair in pairs]
+    scores = {name: torch.stack(column) for name, column in zip(leaves, zip(*rows, strict=True), strict=True)}
+    inputs, classes = base.shape
+    base = base.detach().flatten()
+
+    count = math.comb(inputs * classes + n - 1, n)
+    members = 1 + count * (len(steps) - 1)
+    pairs_needed = count * (len(steps) if own_dataset_only else members)
+    if max(pairs_needed, members * inputs * classes) > limit:
+        raise InputError(
+            f"{inputs} candidates, {classes} classes and n = {n} give {count} datasets and {members} family members, "
+            f"{pairs_needed} pairs: more than limit = {limit}; use fewer candidates, a smaller n or fewer etas"
+        )
+    datasets = torch.tensor(list(_multisets(inputs * classes, n)), dtype=torch.float64)  # [M, K * C] counts
+
+    # One family member for each dataset and positive step; the step is up the summed score, down the loss.
+    def distributions(eta: float) -> Tensor:
+        def one(counts: Tensor) -> Tensor:
+            moved = {name: p + eta * torch.tensordot(counts, scores[name], dims=1) for name, p in parameters.items()}
+            return log_probabilities(moved).flatten()
+
+        with torch.no_grad():
+            result = torch.stack([one(counts) for counts in datasets])  # [M, K * C]
+        if not result.isfinite().all():
+            raise NonFiniteError(f"a step of eta = {eta} leads to log-probabilities that are not finite: lower epsilon")
+        return result
+
+    base_fit = datasets @ base
+    best = base_fit.clone()  # eta = 0
+    for eta in steps[1:]:
+        family = distributions(eta)
+        if own_dataset_only:
+            best = torch.maximum(best, (datasets * family).sum(1))
+        else:
+            for rows in family.split(1024):
+                best = torch.maximum(best, (datasets @ rows.T).amax(1))
+
+    # Z(x^n) - 1 = sum_y P_0(y) (sup P / P_0 - 1): expm1 keeps small redundancies accurate.
+    table = datasets.view(-1, inputs, classes)
+    of_input = table.sum(2)
+    weight = (torch.lgamma(of_input + 1).sum(1) - torch.lgamma(table + 1).sum((1, 2)) + base_fit).exp()
+    excess = weight * torch.expm1(best - base_fit)
+    _, group = torch.unique(of_input, dim=0, return_inverse=True)
+    z = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, excess)
+    return float(torch.log1p(z).max())
+
+
+def _multisets(kinds: int, size: int) -> Iterator[tuple[int, ...]]:
+    """Yield the counts of every multiset of ``size`` over ``kinds`` kinds."""
+    if kinds == 1:
+        yield (size,)
+        return
+    for count in range(size + 1):
+        for rest in _multisets(kinds - 1, size - count):
+            yield (count, *rest)

@@ -1,0 +1,98 @@
+"""Block sizes of kernels by measurement: a table by architecture, kernel and shape, which `python -m bench.tune` writes.
+
+In: the arguments of a rule that gives a kernel's block sizes. Out: the table's for them, else the rule's. The table is part
+of fastlr, so that the same call has the same block sizes, and gives the same bits, in every process on such a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+
+Arguments = ParamSpec("Arguments")
+Tile = TypeVar("Tile")
+
+TABLE = Path(__file__).with_name("tuned.json")  # {"9.0": {"folded_pointwise.forward_tile(...)": {"positions": 64}}}
+_asked: dict[str, Asked] | None = None
+_forced: dict[str, dict[str, int]] = {}
+
+
+class Asked(NamedTuple):
+    """What a rule was asked: the block sizes it gave, and which of them a kernel may have otherwise."""
+
+    tile: Any
+    free: tuple[str, ...]
+
+
+def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Arguments, Tile]]:
+    """Let the table overrule a rule that returns a NamedTuple of block sizes, or None where the kernel does not serve.
+
+    Args:
+        free: the fields with which the kernel is right whatever they are.
+    """
+
+    def declare(rule: Callable[Arguments, Tile]) -> Callable[Arguments, Tile]:
+        signature, place = inspect.signature(rule), f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
+
+        @functools.wraps(rule)
+        def chosen(*args: Arguments.args, **how: Arguments.kwargs) -> Tile:
+            tile: Any = rule(*args, **how)
+            entries = _forced or table().get(_architecture(), {})
+            if tile is None or not entries and _asked is None:
+                return tile
+            bound = signature.bind(*args, **how)
+            bound.apply_defaults()
+            shape = [tuple(a) if isinstance(a, torch.Size) else a for a in bound.arguments.values()]
+            key = f"{place}({', '.join(map(str, shape))})"
+            if _asked is not None:
+                _asked[key] = Asked(tile, free)
+            return tile._replace(**entries.get(key, {}))
+
+        chosen.free = free  # type: ignore[attr-defined]
+        return chosen
+
+    return declare
+
+
+@functools.cache
+def table() -> dict[str, dict[str, dict[str, int]]]:
+    """Architecture -> rule and its arguments -> fields of the block sizes that are other than the rule's."""
+    return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+
+
+def _architecture() -> str:
+    return _capability(torch.cuda.current_device()) if torch.cuda.is_initialized() else ""
+
+
+@functools.cache
+def _capability(device: int) -> str:
+    return "{}.{}".format(*torch.cuda.get_device_capability(device))
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, Asked]]:
+    """Note what rules are asked inside."""
+    global _asked
+    before, _asked = _asked, {}
+    try:
+        yield _asked
+    finally:
+        _asked = before
+
+
+@contextmanager
+def forcing(key: str, fields: dict[str, int]) -> Iterator[None]:
+    """Give these fields for one rule and its arguments, and the rules' own for all others."""
+    global _forced
+    before, _forced = _forced, {key: fields}
+    try:
+        yield
+    finally:
+        _forced = before

@@ -1,1 +1,0 @@
-"""Estimates as tables, charts and pictures."""

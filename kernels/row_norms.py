@@ -1,0 +1,66 @@
+"""Squared norms of gradients that are there, and of products of one row, in Triton: one launch in place of three or six.
+
+``dense_sq_norms`` and the case of one row of ``linear_sq_norms`` (fastlr.ops.reference.norms). A program takes one sample
+and adds in float64, always in the same order; samples too long for that are left to plain torch. The limit is reading the
+inputs once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastlr.kernels.launching import covered, on_device
+
+BLOCK, WARPS = 1024, 4
+LONGEST = 1 << 16  # elements of a sample
+
+
+@triton.jit
+def _square_sum(row, column, width, BLOCK: tl.constexpr):
+    """Sum of squares of one row, float64."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, width, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        value = tl.load(row + place * column, place < width, 0.0).to(tl.float64)
+        total += value * value
+    return tl.sum(total)
+
+
+@triton.jit(do_not_specialize=["groups", "inputs", "outputs"])
+def row_norms_kernel(
+    norms, a, g, a_sample, a_group, a_column, g_sample, g_group, g_column, groups, inputs, outputs, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Sum over the groups of |a|^2 |g|^2, or of |a|^2 where g is None, for one sample."""
+    sample = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([1], tl.float64)
+    for group in range(0, groups):
+        part = _square_sum(a + sample * a_sample + group * a_group, a_column, inputs, BLOCK)
+        if g is not None:
+            part *= _square_sum(g + sample * g_sample + group * g_group, g_column, outputs, BLOCK)
+        total += part
+    tl.store(norms + sample + tl.arange(0, 1), total)
+
+
+def row_norms(a: Tensor, g: Tensor | None) -> Tensor:
+    """Squared norms [B], float64, of g_n a_n^T, or of a_n, summed over N; a [B, N, I], g [B, N, O]."""
+    count, groups, inputs = a.shape
+    strides = (0, 0, 0) if g is None else g.stride()
+    outputs = 0 if g is None else g.shape[2]
+    if not covered(a, a if g is None else g) or groups * (inputs + outputs) > LONGEST:
+        return NotImplemented
+    norms = torch.empty(count, dtype=torch.float64, device=a.device)
+    with on_device(a):
+        row_norms_kernel[(count,)](
+            norms, a, g, *a.stride(), *strides, groups, inputs, outputs, BLOCK=BLOCK, num_warps=WARPS
+        )
+    return norms
+
+
+def dense_sq_norms(
+    grads: Tensor,  # [B, ...]
+) -> Tensor:  # [B]
+    """See fastlr.ops.reference.norms.dense_sq_norms."""
+    return row_norms(grads.reshape(len(grads), 1, grads[0].numel()), None) if len(grads) else NotImplemented

@@ -1,0 +1,92 @@
+"""Tuning: which block sizes are tried and taken, by a stand-in clock, and that kernels are launched with the table's."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from bench import traffic, tune
+from fastlr import ops
+from fastlr.ops import tuning
+from fastlr.ops.convolution_cases import geometry
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+def asked(**shape: int) -> tuple[str, tuning.Asked]:
+    """What the forward kernel of a pointwise convolution asks."""
+    from fastlr.kernels.folded_pointwise import forward_tile
+
+    with tuning.noting() as found:
+        forward_tile(torch.bfloat16, **{"outputs": 64, "inputs": 32, "align": 8} | shape)
+    ((key, what),) = found.items()
+    return key, what
+
+
+def test_the_fastest_that_is_right_is_taken_where_it_saves_enough() -> None:
+    (a, of_a), (b, of_b), (c, of_c) = asked(), asked(outputs=128), asked(inputs=64)
+    warps = of_a.tile.num_warps
+
+    def clock(key: str, fields: dict[str, int]) -> float | None:
+        if key == c:
+            return None if not fields else 0.1  # without the rule's own there is nothing to compare with
+        if fields == {"positions": of_a.tile.positions // 2}:
+            return None  # wrong results, however fast
+        gain = {a: 0.5, b: 0.96}[key]
+        return gain if fields == {"num_warps": warps * 2 if key == a else of_b.tile.num_warps // 2} else 1.0
+
+    found = tune.choose({a: of_a, b: of_b, c: of_c}, clock)
+    assert found == {a: {"num_warps": warps * 2}}
+
+
+def test_eight_configurations_are_tried_that_the_kernel_may_have() -> None:
+    _, what = asked()
+    tried = tune.candidates(what)
+    assert tried[0] == {} and len(tried) == len({str(fields) for fields in tried}) == tune.CONFIGURATIONS
+    assert all(set(fields) <= set(what.free) for fields in tried)
+    for fields in tried[1:]:
+        assert what.tile._replace(**fields) != what.tile
+        assert all(value >= 16 for field, value in fields.items() if not field.startswith("num_"))
+    fixed = tune.candidates(what._replace(free=("num_warps",)))
+    assert {tuple(fields) for fields in fixed} == {(), ("num_warps",)}
+
+
+def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert tune.main([]) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    given = x, torch.ones(64, 32, 1, 1, dtype=torch.bfloat16), torch.ones(64), "none", geometry(2)
+
+    def launched() -> tuple[int, int]:
+        found: list[dict[str, Any]] = []
+        with traffic.noted(lambda kernel, args, options: found.append(options)):
+            ops.run("folded_conv", *given)
+        return found[0]["POSITIONS"], found[0]["num_warps"]
+
+    with tuning.noting() as found:
+        before = launched()
+    (key,) = found
+    monkeypatch.setattr(tuning, "table", lambda: {"9.0": {key: {"positions": 16}}})
+    for architecture, positions in (("8.0", before[0]), ("9.0", 16)):
+        monkeypatch.setattr(tuning, "_architecture", lambda name=architecture: name)
+        assert launched() == (positions, before[1])
+    with tuning.forcing(key, {"num_warps": 2}):
+        assert launched() == (before[0], 2), "what is tried is tried alone"
+
+
+def test_the_table_has_fields_that_their_kernels_may_have() -> None:
+    from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
+
+    modules = {m.__name__.rpartition(".")[2]: m for m in (depthwise, folded_depthwise, folded_pointwise)}
+    assert tuning.TABLE.exists()
+    for entries in tuning.table().values():
+        for key, fields in entries.items():
+            module, _, rule = key.partition("(")[0].partition(".")
+            assert fields and set(fields) <= set(getattr(modules[module], rule).free)

@@ -1,0 +1,166 @@
+"""The command line: results, one-line errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from command_line import NETS
+from PIL import Image
+
+import fastlr
+from fastlr.cli.main import main
+
+BASE = ["--size", "16", "--n", "6", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def nets(tmp_path, monkeypatch):
+    (tmp_path / "cli_nets.py").write_text(textwrap.dedent(NETS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    sys.modules.pop("cli_nets", None)
+
+
+def one_line(capsys):
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def record_of(capsys, model, *options):
+    assert main(["estimate", f"cli_nets:{model}", *options, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_result_is_the_estimate(capsys):
+    assert main(["estimate", "cli_nets:net", *BASE, "--json", "out.json"]) == 0
+    out = capsys.readouterr().out
+    assert "local redundancy" in out
+    assert max(map(len, out.splitlines())) <= 80
+    record = json.load(open("out.json"))
+    import cli_nets
+
+    torch.manual_seed(0)
+    expected = fastlr.estimate(cli_nets.net(), fastlr.ShapeImages(size=(3, 16, 16)), n=6)
+    assert record["value"] == pytest.approx(expected.value, rel=1e-6)
+    assert record["stderr"] == pytest.approx(expected.stderr, rel=1e-5)
+    assert record["per_parameter"].keys() == expected.per_parameter.keys()
+    assert record["model"] == "cli_nets:net"
+
+
+def test_json_on_stdout_alone():
+    command = [sys.executable, "-m", "fastlr", "estimate", "cli_nets:net", *BASE, "--json", "-"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["n"] == 6
+    assert "local redundancy" in run.stderr
+
+
+def test_options_reach_the_estimate(capsys):
+    options = "--classes 2 --inputs noise --probe exact --seed 3 --batch-size 4 --dtype bf16"
+    record = record_of(capsys, "net", *BASE, *options.split())
+    import cli_nets
+
+    torch.manual_seed(3)
+    model = cli_nets.net(num_classes=2)
+    noise = fastlr.NoiseImages(size=(3, 16, 16))
+    expected = fastlr.estimate(model, noise, n=6, probe="exact", seed=3, batch_size=4, dtype=torch.bfloat16)
+    assert record["value"] == pytest.approx(expected.value, rel=1e-6)
+    assert (record["probe"], record["seed"], record["dtype"]) == ("exact", 3, "bfloat16")
+
+
+def test_target_and_own_inputs_and_gaussian(capsys):
+    options = "--target-rel-stderr 0.5 --min-n 4 --max-n 8 --inputs cli_nets:small_noise"
+    assert 4 <= record_of(capsys, "net", *options.split())["n"] <= 8
+    record = record_of(capsys, "regression", *"--size 8 --n 3 --predictive gaussian --sigma 2.0".split())
+    x = fastlr.ShapeImages(size=(3, 8, 8)).batch(0, 3, seed=0, device="cpu", dtype=torch.float32)
+    exact = 5 / 2.0**2 * (x.flatten(1).square().sum(1) + 1).mean().item()  # one row per output: |x|^2 + 1
+    assert record["value"] == pytest.approx(exact, rel=1e-5)
+
+
+def test_checkpoint_is_measured(capsys):
+    import cli_nets
+
+    torch.manual_seed(11)
+    source = cli_nets.net()
+    torch.save({"state_dict": source.state_dict()}, "c.pt")
+    record = record_of(capsys, "net", *BASE, "--checkpoint", "c.pt")
+    expected = fastlr.estimate(source, fastlr.ShapeImages(size=(3, 16, 16)), n=6)
+    assert record["value"] == pytest.approx(expected.value, rel=1e-6)
+
+
+def test_pictures_and_support(capsys):
+    files = ["--save-images", "images.png", "--per-layer", "layers.png"]
+    assert main(["estimate", "cli_nets:net", *BASE, *files, "--support"]) == 0
+    out = capsys.readouterr().out
+    for name in ("images.png", "layers.png"):
+        assert name in out
+        extrema = Image.open(name).convert("L").getextrema()
+        assert extrema[1] - extrema[0] > 50
+    assert "Convolution" in out and "Addmm" in out and "4 parameters" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("mobilenet_v3_larg", "mobilenet_v3_large"),
+        ("cli_nets:nets", "did you mean net?"),
+        ("no_module_here:f", "no_module_here"),
+        ("cli_nets:net --checkpoint absent.pt", "no such file"),
+        ("cli_nets:net --inputs shape", "choose shapes, noise"),
+        ("cli_nets:net --inputs cli_nets:net", "no batch"),
+        ("cli_nets:net --probe gauss", "rademacher"),
+        ("cli_nets:net --predictive poisson", "categorical"),
+        ("cli_nets:net --dtype int8", "bf16"),
+        ("cli_nets:net --device tpu9", "--device tpu9"),
+        ("cli_nets:net --size 0", "--size 0"),
+        ("cli_nets:net --n 0", "at least 1"),
+        ("cli_nets:net --json no/such/folder/out.json", "there is no folder"),
+        ("cli_nets:net --per-layer no/such/folder/out.png", "there is no folder"),
+        (f"cli_nets:net {' '.join(BASE)} --per-layer out.nonsense", "out.nonsense"),
+        ("cli_nets:net --n many", "--n"),
+        ("cli_nets:net --nonsense", "--nonsense"),
+        ("", "Missing argument"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_2(arguments, message, capsys):
+    assert main(["estimate", *arguments.split()]) == 2
+    assert message in one_line(capsys)
+
+
+def test_an_unknown_command_is_one_line_and_exits_2(capsys):
+    assert main(["estimat"]) == 2
+    assert "estimat" in one_line(capsys)
+
+
+def test_model_errors_are_one_line_and_exit_1(capsys):
+    assert main(["estimate", "cli_nets:interacting", *BASE]) == 1
+    one_line(capsys)
+
+
+def test_traceback_on_request(capsys):
+    assert main(["estimate", "cli_nets:broken", *BASE, "--traceback"]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error and "RuntimeError: the forward pass" in error
+    assert error.splitlines()[-1].startswith("error: ")
+    assert main(["estimate", "cli_nets:broken", *BASE]) == 1
+    assert "Broken does not run on an input float32[2, 3, " in one_line(capsys)
+
+
+def test_version_and_help(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("fastlr ")
+    assert main(["--help"]) == 0
+    commands = re.findall(r"^│ (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    newcomers, runs = ["estimate", "rank", "demo", "doctor", "bench"], ["continual", "transfer", "memorize", "sweep"]
+    assert commands == [*newcomers, *runs, "report", "cost", "ablate", "data"]
+    assert main([]) == 2

@@ -1,0 +1,112 @@
+"""The demo: two runs, curves, sentences and a page that agree with the records; at full size in the long tests."""
+
+from __future__ import annotations
+
+import io
+import re
+import resource
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from fastlr.cli import demo
+from fastlr.cli.main import main
+from fastlr.errors import FastlrError, InputError
+from fastlr.experiments.continual import read_run
+
+SMALL = {"tasks": 6, "epochs": 1, "random_images": 64, "redundancy_n": 16, "measures": ("local_redundancy",)}
+
+
+def carry_out(folder, **settings):
+    """A demo, and what it printed."""
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    return demo.run(folder, seed=1, settings={**SMALL, **settings}, console=console), console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """A small demo: (its folder, its report, what it printed)."""
+    folder = tmp_path_factory.mktemp("demo") / "new" / "out"
+    return folder, *carry_out(folder)
+
+
+def test_it_prints_its_findings_and_where_the_page_and_the_chart_are(shown):
+    folder, report, text = shown
+    for name in ("report/index.html", "report/redundancy-accuracy.png"):
+        assert f"   {folder / name}" in text and (folder / name).exists()
+    assert len(report.findings) == 3 and all(" ".join(s.split()) in " ".join(text.split()) for s in report.findings)
+    picture = Image.open(folder / "report" / "redundancy-accuracy.png").convert("L")
+    assert min(picture.size) > 100 and picture.getextrema()[1] - picture.getextrema()[0] > 50
+    page = (folder / "report/index.html").read_text()
+    assert all(f"Not as in the paper, {name}: " in page for name in demo.RUNS) and "shrink 0.8 for 1.0" in page
+    lines = [line for line in text.splitlines() if str(folder) not in line]
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+
+
+def test_what_it_shows_is_in_the_records(shown):
+    folder, report, text = shown
+    plain, helped = (read_run(folder / "runs" / name) for name in demo.RUNS)
+    for name, run in zip(demo.RUNS, (plain, helped)):
+        assert len(run) == 6 and run.config["preset"] == "demo" and run.options["seed"] == 1
+        row = next(line for line in text.splitlines() if line.startswith(name))
+        assert f"{100 * run.accuracy[-1]:.1f} %" in row and "6/6" in row
+        assert float(row.split()[-2].replace(",", "")) == pytest.approx(run.measure("local_redundancy")[-1], rel=0.01)
+    assert (plain.options["shrink"], helped.options["shrink"], helped.options["perturb"]) == (1.0, 0.8, 0.03)
+    assert not np.array_equal(plain.accuracy, helped.accuracy) and plain.accuracy[0] == helped.accuracy[0]
+    first, _, kept = report.findings
+    assert re.search(
+        rf"learns {100 * plain.accuracy[0]:.1f} % of .* and {100 * plain.accuracy[-1]:.1f} % in the last", first
+    )
+    assert "guessing: 10.0 %" in first and f"{100 * helped.accuracy[-1]:.1f} %" in kept
+
+
+def test_what_the_sentences_say_follows_the_numbers(shown):
+    folder, *_ = shown
+    plain, helped = (read_run(folder / "runs" / name) for name in demo.RUNS)
+    for accuracy, says in ((0.1, "has lost its plasticity"), (0.9, "cannot be told")):
+        plain.tasks[0]["accuracy"], plain.tasks[5]["accuracy"] = 0.9, accuracy
+        assert says in demo.findings(plain, helped)[0]
+
+
+def test_a_demo_that_is_there_is_gone_on_with(shown, tmp_path):
+    shutil.copytree(shown[0], tmp_path, dirs_exist_ok=True)
+    _, text = carry_out(tmp_path, tasks=7)
+    assert "is there: going on with it" in " ".join(text.split()) and len(read_run(tmp_path / "runs" / "as-it-is")) == 7
+    with pytest.raises(InputError, match="epochs cannot change"):
+        carry_out(tmp_path, epochs=2)
+
+
+def test_a_run_that_fails_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(FastlrError, match="as-it-is: .*not finite.*log: .*as-it-is.txt"):
+        carry_out(tmp_path, learning_rate=1e30)
+
+
+def test_curves_are_scaled_and_grow():
+    assert demo._curve(np.array([0.0, 0.0, 1.0, 1.0]), 4, 0.0, 1.0) == "▁▁██"
+    assert demo._curve(np.linspace(0, 1, 16), 32, 0.0, 1.0) == "▁▂▃▄▅▆▇█"
+    assert demo._curve(np.array([np.nan, 2.0]), 2, 2.0, 2.0) == "▁"
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert main(["demo", "--output", str(tmp_path / "file" / "out")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    called = []
+    monkeypatch.setattr(demo, "run", lambda output, seed: called.append((str(output), seed)))
+    assert main(["demo", "--seed", "4"]) == 0
+    assert called == [("demo-output", 4)]
+
+
+@pytest.mark.long
+def test_full_size_takes_at_most_two_minutes_of_two_cores_and_shows_the_effect(tmp_path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    report = demo.run(tmp_path, console=Console(file=io.StringIO(), width=80))
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)  # not by the clock: the other core has other tests to run
+    assert spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime < 2 * 120
+    plain, helped = (read_run(tmp_path / "runs" / name) for name in demo.RUNS)
+    assert plain.accuracy[:5].mean() > 0.95 and plain.accuracy[-40:].mean() < 0.2 < 0.9 < helped.accuracy[-40:].mean()
+    redundancy = [np.median(run.measure("local_redundancy")[-40:]) for run in (plain, helped)]
+    assert redundancy[1] > 20 * redundancy[0] and "has lost its plasticity" in report.findings[0]

@@ -1,0 +1,215 @@
+"""Estimates shared by ranks: the result is that of one process; errors are everybody's; nobody waits for ever."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+import rank_estimates as work
+import torch
+import torch.distributed as dist
+from command_line import NETS, as_torchrun
+from ranks import Ended, good, run_ranks
+
+import fastlr
+from fastlr.distributed import sharded
+from fastlr.distributed.messaging import Board
+from fastlr.errors import DistributedError, InputError
+
+ESTIMATE = "estimate nets:net --inputs noise --size 8 -n 40 --batch-size 6 --device cpu".split()
+
+
+@cache
+def alone(name: str) -> fastlr.Estimate:
+    return fastlr.estimate(work.mlp(), work.Drawn(), seed=3, **work.CASES[name])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_number_of_ranks_gives_the_same(ranks):
+    results = good(run_ranks(ranks, work.estimates))
+    for each in results:
+        for name in work.CASES:
+            same_as_alone(name, each[name], ranks)
+            different = {key for key in each[name] if each[name][key] != results[0][name][key]}
+            assert different <= {"seconds", "seen", "rank"}, (name, different)
+        first, second, after = each["kept"]["values"]
+        assert first != second and second == pytest.approx(after, rel=1e-12)
+        changed = work.mlp()
+        with torch.no_grad():
+            changed[3].weight.mul_(2)
+        assert second == pytest.approx(fastlr.estimate(changed, work.Drawn(), 40, seed=1).value, rel=1e-12)
+
+
+def same_as_alone(name, got, ranks):
+    want = alone(name)
+    assert got["n"] == want.n and got["inputs_used"] == want.inputs_used
+    if "batch_size" in work.CASES[name]:
+        assert got["per_sample"] == want.per_sample.tolist() and got["value"] == want.value
+    assert got["per_sample"] == pytest.approx(want.per_sample.tolist(), rel=1e-12)
+    assert got["value"] == pytest.approx(want.value, rel=1e-12)
+    assert got["stderr"] == pytest.approx(want.stderr, rel=1e-9)
+    assert got["per_parameter"] == pytest.approx(want.per_parameter, rel=1e-12)
+    assert list(got["per_parameter"]) == list(want.per_parameter)
+    for part in ("routes", "inputs_digest", "predictive", "probe", "seed", "dtype"):
+        assert got[part] == getattr(want, part)
+    assert got["training"], "the model's flags are as they were"
+    assert bool(got["seen"]) == (got["rank"] == 0), "progress is reported on rank 0"
+    assert got["notes"] == ([f"the inputs were shared by {ranks} ranks"] if ranks > 1 else [])
+
+
+@pytest.mark.parametrize(
+    "where, who, says",
+    [
+        ("model error", 1, "ModelError: rank 1: the forward pass fails"),
+        ("other error", 1, "ModelError: rank 1: Failing does not run on an input float64[3, 6] (KeyError: 'absent')"),
+        ("arguments", 2, "DistributedError: rank 2: ValueError: no arguments"),
+        ("after", 1, "ModelError: rank 1: too late"),
+    ],
+)
+def test_a_rank_that_fails_is_everybodys_error(where, who, says):
+    results = good(run_ranks(3, work.failing, who, where))
+    assert [said for said, _ in results] == [says] * 3
+    assert max(seconds for _, seconds in results) < 40
+
+
+def test_a_rank_that_exits():
+    results = run_ranks(3, work.failing, 1, "exits")
+    assert results[1][0] == "SystemExit: 3"
+    assert {results[0][0], results[2][0]} == {"DistributedError: rank 1: SystemExit: 3"}
+
+
+def test_a_killed_rank():
+    results = run_ranks(2, work.killed, 1.0)
+    assert isinstance(results[1], Ended)
+    said, seconds = results[0]
+    assert said.startswith("DistributedError: rank 0: rank 1 did not arrive within 1 s: every rank") and seconds < 6
+
+
+def test_ranks_must_measure_the_same():
+    first, *others = good(run_ranks(2, work.differing))
+    assert others == [first]
+    n, seed, predictive, weights, buffers, inputs = first
+    assert n.startswith("InputError: ranks 0 and 1 differ in what they measure: total is 20 and 21; ")
+    assert "seed is 0 and 1" in seed and "predictive is" in predictive and "inputs is" in inputs
+    assert "differ in the model: 3.bias is" in weights and "1.running_mean is" in buffers and "broadcast" in buffers
+
+
+def test_one_rank_alone_is_told():
+    first, _ = good(run_ranks(2, work.alone))
+    assert first["plain"] == 10, "without sharded(), one rank measures alone"
+    assert "rank 1 did not arrive within 1 s: every rank of the group must enter" in first["error"]
+    assert 1 <= first["seconds"] < 6
+    assert len(first["warned"]) == 1 and first["warned"][0].startswith("waiting for rank 1, for 1 s at most")
+
+
+def test_a_rank_that_leaves():
+    results = good(run_ranks(3, work.leaving))
+    assert results[1][0] == "no error"
+    for said, seconds in (results[0], results[2]):
+        assert "rank 1 left before the others were done" in said and seconds < 40
+
+
+def test_memory_that_runs_out_on_one_rank_makes_all_chunks_smaller():
+    results = good(run_ranks(2, work.halved))
+    for name, case in work.HALVED.items():
+        options = {k: v for k, v in case.items() if k not in ("who", "first")}
+        want = fastlr.estimate(work.mlp(), work.Drawn(), seed=3, **options)
+        first, second = (result[name] for result in results)
+        for part in ("values", "value", "notes", "chunk", "again"):
+            assert first[part] == second[part], (name, part)
+        assert first["values"] == pytest.approx(want.per_sample.tolist(), rel=1e-12)
+        assert first["notes"][0] == "the inputs were shared by 2 ranks" and first["chunk"] <= 6
+        who = f"rank {case['who']}: out of memory with"
+        assert len(first["notes"]) > 1 and all(note.startswith(who) for note in first["notes"][1:])
+        assert first["notes"][-1].endswith(f"went on with {first['chunk']}")
+        value, notes, chunk = first["again"]
+        assert value == pytest.approx(want.value, rel=1e-12) and notes == first["notes"] and chunk <= first["chunk"]
+        assert all(max(each["sizes again"]) <= 6 for each in (first, second))
+    sizes = results[0]["first round"]["sizes"]
+    assert sizes.count(8) == 1 and max(sizes[sizes.index(8) + 1 :]) == 4, "rank 0, which has memory, goes on as rank 1"
+
+
+def test_a_store_that_is_lost():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = Board(dist.TCPStore("127.0.0.1", store.port, is_master=False), "lost", 0, 2, 20.0, "together")
+    del store
+    with pytest.raises(DistributedError, match="rank 0: the store of the group was lost"):
+        board.share(1)
+    with pytest.raises(DistributedError, match="was lost"):
+        board.share(2)
+
+
+def test_messages_do_not_pile_up():
+    store = dist.HashStore()
+    boards = [Board(store, "kept", rank, 2, 20.0, "together") for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        work = [threads.submit(lambda b=b: [b.share([b.rank, k]) for k in range(50)]) for b in boards]
+        assert work[0].result() == work[1].result() == [[[0, k], [1, k]] for k in range(50)]
+    assert store.num_keys() <= 4
+
+
+def test_nested():
+    assert good(run_ranks(1, work.nested))[0] == "no error", "one rank shares nothing"
+    for said in good(run_ranks(2, work.nested)):
+        assert "entered twice" in said
+
+
+def test_groups_side_by_side():
+    for value, want in good(run_ranks(4, work.in_groups)):
+        assert value == want
+
+
+def test_without_torch_distributed():
+    with pytest.raises(InputError, match="not initialised"):
+        with sharded():
+            pass
+    with pytest.raises(InputError, match="timeout"):
+        with sharded(timeout=-1):
+            pass
+
+
+@pytest.fixture
+def nets(tmp_path):
+    (tmp_path / "nets.py").write_text(NETS)
+    return tmp_path
+
+
+def test_command_line_under_torchrun(nets):
+    first, second = as_torchrun(2, nets, [*ESTIMATE, "--json", "here.json"])
+    assert first[0] == second[0] == 0, first[2] + second[2]
+    assert "local redundancy" in first[1] and "shared by 2 ranks" in first[1]
+    assert second[1] == second[2] == ""
+    record = json.loads((nets / "here.json").read_text())
+    sys.path.insert(0, str(nets))
+    try:
+        from nets import net
+    finally:
+        sys.path.remove(str(nets))
+    torch.manual_seed(0)
+    want = fastlr.estimate(net(), fastlr.NoiseImages(size=(3, 8, 8)), 40, batch_size=6)
+    assert record["value"] == want.value and record["n"] == 40
+
+
+def test_command_line_errors_are_printed_once(nets):
+    first, second = as_torchrun(2, nets, [*ESTIMATE[:1], "nets:broken", *ESTIMATE[2:]])
+    assert first[0] == second[0] == 1
+    printed = first[2] + second[2]
+    assert printed.startswith("error: rank ") and printed.count("the forward pass fails") == 1, printed
+
+
+@pytest.mark.long
+def test_torchrun_itself(nets):
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fastlr"]
+    done = subprocess.run([*run, *ESTIMATE, "--json", "-"], cwd=nets, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["notes"] == ["the inputs were shared by 2 ranks"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_gpus():
+    for each in good(run_ranks(2, work.estimates_on_gpu, limit=300)):
+        assert each["got"] == pytest.approx(each["want"], rel=1e-5)

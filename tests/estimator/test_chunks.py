@@ -1,0 +1,113 @@
+"""How many inputs a chunk takes: on a GPU from the measured peak of one, the same on all ranks, and of no effect on results."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fastlr
+from fastlr.ghost import runtime
+
+BYTES = 1000  # that an input takes at the peak, in these tests
+
+
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Stand-ins of a GPU's memory, where a first guess of 8 inputs is far less than fits; the sizes that were measured."""
+    measured: list[int] = []
+
+    def peak_bytes(device: Any, work: Any) -> int:
+        size = len(work()[0])
+        measured.append(size)
+        return size * BYTES
+
+    monkeypatch.setattr("fastlr.estimator.chunks.chunk_for_memory", lambda *_: 8)
+    monkeypatch.setattr("fastlr.estimator.chunks.peak_bytes", peak_bytes)
+    monkeypatch.setattr(runtime, "free_bytes", lambda device: 50 * BYTES)
+    return measured
+
+
+def estimator(n: int, **how: Any) -> fastlr.LocalRedundancy:
+    torch.manual_seed(0)
+    made = fastlr.LocalRedundancy(
+        nn.Sequential(nn.Flatten(), nn.Linear(48, 3)), fastlr.ShapeImages((3, 4, 4)), n, **how
+    )
+    made.chunks.on_gpu = True
+    return made
+
+
+def test_the_measured_peak_gives_the_chunk_once(peaks: list[int]) -> None:
+    made = estimator(60)
+    first, second = made.measure(), made.measure()
+    assert peaks == [8], "measured once, on a chunk of the size that is safe"
+    assert (
+        first.batch_size == second.batch_size == 20
+    )  # 0.4 of the memory, then no more than as many chunks of one size
+    assert first.bytes_per_input == first.to_dict()["bytes_per_input"] == BYTES
+    assert torch.equal(first.per_sample, second.per_sample)
+    again = fastlr.LocalRedundancy(made.model, made.options.inputs, 60)
+    again.chunks.on_gpu = True
+    assert again.measure().batch_size == 20 and peaks == [8], "not once more for the same model"
+    given = estimator(60, batch_size=8).measure()
+    torch.testing.assert_close(first.per_sample, given.per_sample, rtol=1e-6, atol=0)
+    assert (first.n, given.bytes_per_input) == (60, 0)
+
+
+@pytest.mark.parametrize(
+    "how", [{"n": 8}, {"n": 60, "target_rel_stderr": 0.5}, {"n": 60, "batch_size": 30}, {"n": 20, "probe": "exact"}]
+)
+def test_no_peak_is_measured_where_it_would_change_nothing(peaks: list[int], how: dict[str, Any]) -> None:
+    assert estimator(**how).measure().bytes_per_input == 0 and not peaks
+
+
+def test_a_peak_above_the_guess_makes_chunks_smaller(peaks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "free_bytes", lambda device: 10 * BYTES)
+    assert estimator(60).measure().batch_size == 4
+
+
+def test_memory_that_runs_out_while_measuring_halves_the_chunk(peaks: list[int]) -> None:
+    made = estimator(60)
+    whole = made.passes.norms
+
+    def norms(start: int, stop: int) -> Any:
+        if stop - start > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return whole(start, stop)
+
+    made.passes.norms = norms  # type: ignore[method-assign]
+    with pytest.warns(fastlr.errors.FastlrWarning, match="out of memory with 8 inputs"):
+        assert made.measure().batch_size == 4
+
+
+def test_ranks_take_the_least_of_their_chunks(peaks: list[int]) -> None:
+    asked: list[int] = []
+    members = SimpleNamespace(size=2, least=lambda most: asked.append(most) or 10)
+    assert estimator(60).chunks.first_size(members) == 10 and asked == [20]
+    assert estimator(16).chunks.first_size(SimpleNamespace(size=2, least=lambda most: most)) == 8
+    assert len(peaks) == 1, "a rank's share of 16 inputs fits the first guess"
+
+
+def test_the_peak_is_of_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"now": 700, "peak": 9000}
+
+    def work() -> None:
+        held["peak"] = max(held["peak"], held["now"] + 300)
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["now"]))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: held["peak"])
+    assert runtime.peak_bytes(torch.device("cuda"), work) == 300
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_chunk_on_a_gpu_takes_what_was_measured() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
+    ).cuda()
+    result = fastlr.estimate(model, fastlr.ShapeImages((3, 64, 64)), 5000)
+    assert result.bytes_per_input > 0 and result.batch_size <= 1024

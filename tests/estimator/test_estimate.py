@@ -1,0 +1,605 @@
+"""estimate and LocalRedundancy: unbiased, invariant to chunks, and nothing of the model is touched."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from single_samples import Written
+from torch import nn
+
+from fastlr.distributed.sharding import Team
+from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
+from fastlr.estimator.estimator import (
+    LocalRedundancy,
+    estimate,
+    memorization_gain,
+    paired_difference,
+    regression_memorization_bound,
+)
+from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
+from fastlr.estimator.result import Estimate
+from fastlr.estimator.statistics import CHECK_EVERY, Moments
+from fastlr.ghost import runtime
+from fastlr.inputs import TensorInputs
+from fastlr.ops import dispatch as ops
+from fastlr.ops import kernel_checks
+
+
+class Normal:
+    """Inputs [n, width]: a function of (seed, index) that is cheap, as its own tensor is made at every call."""
+
+    def __init__(self, width: int = 6, most: int = 4096) -> None:
+        self.width, self.most = width, most
+
+    def batch(self, start, stop, *, seed, device, dtype):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(self.most, self.width, generator=generator, dtype=torch.float64)
+        return x[start:stop].to(device, dtype)
+
+
+def mlp(outputs: int, scale: float = 1.0, width: int = 6, hidden: int = 5) -> nn.Module:
+    torch.manual_seed(outputs)
+    model = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
+    model[2].weight.data.mul_(scale)
+    return model
+
+
+def loop(model, x, fisher):
+    """tr(J^T F J) of each sample by one backward pass for each output element."""
+    values = []
+    for row in x:
+        z = model(row[None])[0]
+        rows = [torch.autograd.grad(e, list(model.parameters()), retain_graph=True) for e in z.flatten()]
+        jacobian = torch.stack([torch.cat([g.flatten() for g in r]) for r in rows])
+        values.append(torch.einsum("ip,ij,jp->", jacobian, fisher(z.detach().flatten()), jacobian))
+    return torch.stack(values)
+
+
+def softmax_fisher(z):
+    p = z.softmax(-1)
+    return torch.diag(p) - torch.outer(p, p)
+
+
+CASES = {
+    "2": (mlp(2, 3.0), Categorical(), softmax_fisher),
+    "10": (mlp(10, 3.0), Categorical(), softmax_fisher),
+    "100": (mlp(100, 3.0), Categorical(), softmax_fisher),
+    "bernoulli": (mlp(3, 3.0), Bernoulli(), lambda z: torch.diag(torch.sigmoid(z) * torch.sigmoid(-z))),
+    "gaussian": (mlp(4), Gaussian(0.7), lambda z: torch.eye(len(z), dtype=z.dtype) / 0.49),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_is_the_label_expectation(name):
+    model, predictive, fisher = CASES[name]
+    n = 12
+    want = loop(model, Normal().batch(0, n, seed=0, device="cpu", dtype=torch.float64), fisher)
+    got = estimate(model, Normal(), n, probe="exact", predictive=predictive, batch_size=5)
+    torch.testing.assert_close(got.per_sample, want, rtol=1e-10, atol=0)
+    assert got.value == pytest.approx(float(want.mean()), rel=1e-12)
+    assert got.stderr == pytest.approx(float(want.std()) / math.sqrt(n), rel=1e-9)
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
+@pytest.mark.parametrize("name", CASES)
+def test_probes_converge_to_exact(name, probe):
+    """The same 8 inputs, 500 draws of each: the mean of the differences is zero within its standard error."""
+    model, predictive, fisher = CASES[name]
+    x = Normal().batch(0, 8, seed=0, device="cpu", dtype=torch.float64)
+    want = loop(model, x, fisher).repeat(500)
+    got = estimate(model, TensorInputs(x.repeat(500, 1)), 4000, probe=probe, predictive=predictive, seed=11)
+    difference = got.per_sample - want
+    stderr = float(difference.std()) / math.sqrt(len(difference))
+    assert abs(float(difference.mean())) < 4.5 * stderr + 1e-12 * got.value
+
+
+def test_rademacher_with_two_classes_is_exact_for_every_input():
+    model, predictive, fisher = CASES["2"]
+    got = estimate(model, Normal(), 40, predictive=predictive)
+    want = loop(model, Normal().batch(0, 40, seed=0, device="cpu", dtype=torch.float64), fisher)
+    torch.testing.assert_close(got.per_sample, want, rtol=1e-10, atol=0)
+
+
+def test_closed_form_of_softmax_regression():
+    """LR = E[(1 - ||p||^2) (||x||^2 + 1)] for z = W x + b."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5).double()
+    n = 2000
+    x = Normal().batch(0, n, seed=3, device="cpu", dtype=torch.float64)
+    closed = ((1 - model(x).softmax(-1).square().sum(1)) * (x.square().sum(1) + 1)).detach()
+    exact = estimate(model, Normal(), 200, probe="exact", seed=3)
+    torch.testing.assert_close(exact.per_sample, closed[:200], rtol=1e-10, atol=0)
+    for probe in ("rademacher", "sampled"):
+        got = estimate(model, Normal(), n, probe=probe, seed=3)
+        difference = got.per_sample - closed
+        assert abs(float(difference.mean())) < 4.5 * float(difference.std()) / math.sqrt(n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gap", [20.0, 60.0, 95.0, 100.0])
+@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
+def test_confident_low_precision_networks(dtype, gap, probe):
+    """A linear two-class model with a known gap: the norms are v^2 (||x||^2 + 1) summed, not zero, not off."""
+    model = nn.Linear(4, 2).to(dtype)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor([gap, 0.0]))
+    x = torch.tensor([[1.0, -2.0, 0.5, 1.5]] * 6)
+    got = estimate(model, TensorInputs(x), 6, probe=probe)
+    gap = float(model.bias.detach()[0])
+    p, q = 1 / (1 + math.exp(-gap)), 1 / (1 + math.exp(gap))
+    squared = p * q if probe == "rademacher" else q * q
+    want = 2 * squared * (float(x[0].square().sum()) + 1)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    assert got.value == pytest.approx(want, rel=tolerance)
+    assert want > 0
+
+
+def test_chunks_change_nothing_but_rounding():
+    model = mlp(3)
+    whole = estimate(model, Normal(), 101, batch_size=101)
+    for size in (1, 2, 17, 100, 1000):
+        part = estimate(model, Normal(), 101, batch_size=size)
+        torch.testing.assert_close(part.per_sample, whole.per_sample, rtol=1e-12, atol=0)
+        assert part.value == pytest.approx(whole.value, rel=1e-12)
+        assert part.per_parameter == pytest.approx(whole.per_parameter, rel=1e-11)
+    more = estimate(model, Normal(), 150)
+    torch.testing.assert_close(more.per_sample[:101], whole.per_sample, rtol=1e-12, atol=0)
+    assert not torch.allclose(estimate(model, Normal(), 101, seed=1).per_sample, whole.per_sample)
+
+
+def test_target_stops_at_the_same_n_for_every_chunk():
+    model = mlp(3)
+    results = [
+        estimate(model, Normal(), 4000, target_rel_stderr=0.03, min_n=100, batch_size=size) for size in (13, 64, 500)
+    ]
+    n = results[0].n
+    assert {r.n for r in results} == {n} and 100 < n < 4000 and (n - 100) % CHECK_EVERY == 0
+    assert all(r.rel_stderr <= 0.03 for r in results)
+    for r in results[1:]:
+        torch.testing.assert_close(r.per_sample, results[0].per_sample, rtol=1e-12, atol=0)
+        assert r.per_parameter == pytest.approx(results[0].per_parameter, rel=1e-11)
+    before = torch.tensor(results[0].per_sample[: n - CHECK_EVERY].tolist())
+    assert before.std() / math.sqrt(len(before)) / before.mean() > 0.03  # it could not have stopped one look earlier
+
+
+def test_target_keeps_to_its_limits():
+    model = mlp(3)
+    assert estimate(model, Normal(), 600, target_rel_stderr=1e-9).n == 600
+    assert estimate(model, Normal(), 10, target_rel_stderr=1e-9, max_n=700).n == 700
+    assert estimate(model, Normal(), 4000, target_rel_stderr=0.9).n == 512
+    assert estimate(model, Normal(), 300, target_rel_stderr=0.9).n == 300
+    x = torch.randn(200, 6, dtype=torch.float64)
+    assert estimate(model, TensorInputs(x), target_rel_stderr=1e-9).n == 200
+
+
+def test_batch_probe_has_the_same_expectation():
+    model = mlp(3, 2.0)
+    exact = estimate(model, Normal(), 500, probe="exact", batch_size=100)
+    got = estimate(model, Normal(), 4000, probe="batch", batch_size=8)
+    assert got.n == 500 and got.inputs_used == 4000 and got.bound(0.5) == pytest.approx(0.5 * 4000 * got.value)
+    assert abs(got.value - exact.value) < 4.5 * math.hypot(got.stderr, exact.stderr)
+    assert sum(got.per_parameter.values()) == pytest.approx(got.value, rel=1e-10)
+    # one batch by hand
+    x = Normal().batch(0, 8, seed=0, device="cpu", dtype=torch.float64)
+    z = model(x)
+    v = Categorical().cotangent(z, "sampled", range(8), 0)
+    grads = torch.autograd.grad((z * v).sum() / 8, list(model.parameters()))
+    assert float(got.per_sample[0]) == pytest.approx(8 * sum(float(g.square().sum()) for g in grads), rel=1e-10)
+    assert estimate(model, Normal(), 1001, probe="batch").n == 5  # 250 by default, the last one of a single input
+
+
+class Stateful(nn.Module):
+    """Dropout, batch norm, a frozen layer, a buffer that counts calls even in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.drop = nn.Dropout(0.5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.last(self.drop(self.frozen(self.norm(self.first(x)).relu())))
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "batch"])
+@pytest.mark.parametrize("fail", [False, True])
+def test_the_model_is_left_as_it_was(fail, probe):
+    torch.manual_seed(0)
+    model = Stateful().train()
+    model.norm.eval()  # mixed flags
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    hooked = []
+    model.last.register_forward_hook(lambda *_: hooked.append(1))
+    hooks = {
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+        for name, m in model.named_modules()
+    }
+    flags = {name: m.training for name, m in model.named_modules()}
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    requires = {name: p.requires_grad for name, p in model.named_parameters()}
+    buffer = model.calls
+    rng = torch.random.get_rng_state()
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+    if fail:
+        x[33] = torch.nan
+        with pytest.raises(NonFiniteError):
+            estimate(model, TensorInputs(x), 40, probe=probe, batch_size=8)
+    else:
+        result = estimate(model, TensorInputs(x), 40, probe=probe, batch_size=8)
+        assert set(result.per_parameter) == {n for n, p in model.named_parameters() if p.requires_grad}
+    assert flags == {name: m.training for name, m in model.named_modules()}
+    assert hooks == {
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+        for name, m in model.named_modules()
+    }
+    assert requires == {name: p.requires_grad for name, p in model.named_parameters()}
+    assert all(torch.equal(state[name], t) for name, t in model.state_dict().items())
+    assert model.calls is buffer
+    assert torch.equal(rng, torch.random.get_rng_state())
+    assert torch.equal(model.first.weight.grad, torch.ones_like(model.first.weight))
+    assert model.last.weight.grad is None
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_grad_mode_of_the_caller_does_not_matter(context):
+    model = mlp(3)
+    want = estimate(model, Normal(), 20)
+    with context():
+        assert torch.is_grad_enabled() is False
+        got = estimate(model, Normal(), 20)
+        assert torch.is_grad_enabled() is False
+    assert torch.equal(got.per_sample, want.per_sample)
+
+
+def test_local_redundancy_follows_the_weights():
+    model = mlp(3)
+    meter = LocalRedundancy(model, Normal(), 50, batch_size=16)
+    first = meter.measure()
+    again = meter.measure()
+    assert torch.equal(first.per_sample, again.per_sample)
+    with torch.no_grad():
+        model[0].weight.mul_(2.0)
+    changed = meter.measure()
+    fresh = estimate(model, Normal(), 50, batch_size=16)
+    torch.testing.assert_close(changed.per_sample, fresh.per_sample, rtol=1e-12, atol=0)
+    difference, stderr = paired_difference(changed, first)
+    assert difference == pytest.approx(changed.value - first.value, rel=1e-9)
+    spread = (changed.per_sample - first.per_sample).std()
+    assert stderr == pytest.approx(float(spread) / math.sqrt(50), rel=1e-9)
+
+
+def test_sample_axes_and_positions():
+    """Samples on axis 1 of input and output; T = 6 positions."""
+    torch.manual_seed(0)
+    x = Normal(12).batch(0, 10, seed=0, device="cpu", dtype=torch.float64).view(10, 6, 2)
+    time_first = Written(lambda m, x: m.linear(x).cumsum(0), linear=nn.Linear(2, 3).double())
+    batch_first = Written(lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1), inner=time_first)
+    kwargs = {"predictive": Categorical(), "n": 10, "batch_size": 4}
+    want = estimate(batch_first, TensorInputs(x), **kwargs)
+    moved = estimate(time_first, TensorInputs(x), in_dim=1, out_dim=1, **kwargs)
+    own = estimate(time_first, TensorInputs(x.transpose(0, 1).contiguous(), in_dim=1), in_dim=1, out_dim=1, **kwargs)
+    torch.testing.assert_close(moved.per_sample, want.per_sample, rtol=1e-12, atol=0)
+    torch.testing.assert_close(own.per_sample, want.per_sample, rtol=1e-12, atol=0)
+    exact = estimate(time_first, TensorInputs(x), in_dim=1, out_dim=1, probe="exact", **kwargs)
+    by_hand = []
+    for row in x:
+        z = time_first(row[:, None])[:, 0]
+        total = 0.0
+        for position in range(6):  # independent labels: the Fisher matrix is block diagonal
+            g = [torch.autograd.grad(e, list(time_first.parameters()), retain_graph=True) for e in z[position]]
+            jacobian = torch.stack([torch.cat([t.flatten() for t in r]) for r in g])
+            total += torch.einsum("ip,ij,jp->", jacobian, softmax_fisher(z[position].detach()), jacobian)
+        by_hand.append(total)
+    torch.testing.assert_close(exact.per_sample, torch.stack(by_hand), rtol=1e-10, atol=0)
+
+
+def test_autocast_is_used_and_named():
+    model = mlp(3).float()
+    full = estimate(model, Normal(), 64)
+    low = estimate(model, Normal(), 64, dtype=torch.bfloat16)
+    assert low.dtype == "bfloat16" and full.dtype is None
+    assert low.value != full.value and low.value == pytest.approx(full.value, rel=0.03)
+
+
+def test_out_of_memory_halves_the_chunk(monkeypatch):
+    model = mlp(3)
+    meter = LocalRedundancy(model, Normal(), 50, batch_size=32)
+    run = meter.engine.run
+    sizes = []
+
+    def limited(x, cotangent):
+        sizes.append(len(x))
+        if len(x) > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return run(x, cotangent)
+
+    monkeypatch.setattr(meter.engine, "run", limited)
+    with pytest.warns(FastlrWarning, match="32 inputs") as caught:
+        got = meter.measure()
+    assert len(caught) == 1 and sizes[:3] == [32, 16, 8] and got.batch_size == 8 and len(got.notes) == 2
+    torch.testing.assert_close(got.per_sample, estimate(model, Normal(), 50).per_sample, rtol=1e-12, atol=0)
+
+    def never(x, cotangent):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(meter.engine, "run", never)
+    with pytest.raises(ModelError, match="out of memory on cpu: one input does not fit"):
+        meter.measure()
+    monkeypatch.setattr(meter.engine, "run", lambda x, c: (_ for _ in ()).throw(RuntimeError("something else")))
+    with pytest.raises(RuntimeError, match="something else"):
+        meter.measure()
+
+
+def test_progress_is_told():
+    seen = []
+    got = estimate(mlp(3), Normal(), 50, batch_size=20, progress=lambda *args: seen.append(args))
+    assert [s[:2] for s in seen] == [(20, 50), (40, 50), (50, 50)]
+    assert seen[-1][2] == pytest.approx(got.value) and seen[-1][3] == pytest.approx(got.stderr)
+
+
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("progress", "terminal", "patience", "shown"),
+    [(None, True, 0.0, True), (None, True, 60.0, False), (None, False, 0.0, False), (False, True, 0.0, False)],
+)
+def test_a_long_call_shows_its_progress_on_a_terminal(monkeypatch, capsys, progress, terminal, patience, shown):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(runtime, "PATIENCE", patience)
+    monkeypatch.setattr(sys, "stderr", stderr := Terminal() if terminal else io.StringIO())
+    got = estimate(mlp(3), Normal(), 50, batch_size=20, progress=progress)
+    assert ("local redundancy" in stderr.getvalue()) is shown and bool(stderr.getvalue()) is shown
+    assert capsys.readouterr().out == ""
+    torch.testing.assert_close(got.per_sample, estimate(mlp(3), Normal(), 50, batch_size=20).per_sample, rtol=0, atol=0)
+
+
+def test_a_notebook_is_no_file(monkeypatch):
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    assert runtime._watched()
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not runtime._watched()
+
+
+def test_records():
+    got = estimate(mlp(3), Normal(), 30)
+    record = json.loads(json.dumps(got.to_dict(per_sample=True), allow_nan=False))
+    back = Estimate.from_dict(record)
+    assert torch.equal(back.per_sample, got.per_sample)
+    assert back.to_dict() == got.to_dict()
+    assert paired_difference(got, back) == (0.0, 0.0)
+    bare = Estimate.from_dict(got.to_dict())
+    with pytest.raises(InputError, match="per_sample=True"):
+        paired_difference(got, bare)
+    one = estimate(mlp(3), Normal(), 1)
+    assert math.isnan(one.stderr) and one.to_dict()["stderr"] is None
+    assert math.isnan(Estimate.from_dict(one.to_dict()).stderr)
+    assert f"{got.value:.6g}" in str(got) and "n = 30" in str(got)
+    with pytest.raises(InputError, match="record"):
+        Estimate.from_dict({"value": 1.0})
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "batch"])
+def test_one_input_has_no_standard_error(probe):
+    got = estimate(mlp(3), Normal(), 1, probe=probe)
+    assert math.isnan(got.stderr) and got.to_dict()["stderr"] is None
+    first = str(got).splitlines()[0]
+    what = "batch" if probe == "batch" else "input"
+    assert f"(one {what} gives no standard error)" in first and "nan" not in str(got)
+
+
+def test_bound():
+    got = estimate(mlp(3), Normal(), 30)
+    assert got.bound(0.1) == pytest.approx(0.1 * 30 * got.value)
+    assert got.bound(0.1, n=1000) == pytest.approx(100 * got.value)
+    assert got.bound(0.1, unit="bits") == pytest.approx(got.bound(0.1) / math.log(2))
+    for bad in ({"epsilon": -1}, {"epsilon": math.nan}, {"epsilon": 1, "n": 0}, {"epsilon": 1, "unit": "bytes"}):
+        with pytest.raises(InputError):
+            got.bound(**bad)
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"n": 31}, {"probe": "sampled"}, {"inputs": TensorInputs(torch.randn(30, 6))}]
+)
+def test_only_like_estimates_pair(change):
+    base = {"inputs": Normal(), "n": 30}
+    a, b = estimate(mlp(3), **base), estimate(mlp(3), **(base | change))
+    with pytest.raises(InputError, match="not paired"):
+        paired_difference(a, b)
+
+
+class Wrong:
+    def batch(self, start, stop, *, seed, device, dtype):
+        return torch.randn(stop - start + 1, 6, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"n": 0}, InputError, "n must be"),
+        ({"n": 2.5}, InputError, "n must be"),
+        ({"n": True}, InputError, "n must be"),
+        ({"probe": "hutchinson"}, InputError, "unknown probe"),
+        ({"batch_size": 0}, InputError, "batch_size"),
+        ({"seed": -1}, InputError, "seed"),
+        ({"dtype": torch.float64}, InputError, "autocast"),
+        ({"device": "cuda"}, InputError, "the model is on cpu"),
+        ({"device": "meta"}, InputError, "the model is on cpu"),
+        ({"device": "gpu"}, InputError, "device='gpu'.*'cuda'"),
+        ({"device": 1.5}, InputError, "device=1.5"),
+        ({"inputs": TensorInputs}, InputError, r"TensorInputs is a class: pass an instance, TensorInputs\("),
+        ({"predictive": Categorical}, InputError, r"predictive=Categorical is a class.*Categorical\("),
+        ({"model": nn.Tanh}, InputError, "model=Tanh is a class"),
+        ({"inputs": torch.zeros(9, 6)}, InputError, "TensorInputs"),
+        ({"inputs": TensorInputs(torch.zeros(9, 6))}, InputError, "there are 9"),
+        ({"inputs": TensorInputs(torch.zeros(9, 6).double(), in_dim=1)}, InputError, "axis 1"),
+        ({"inputs": Wrong()}, InputError, "sample"),
+        ({"predictive": "categorical"}, InputError, "predictive"),
+        ({"model": "resnet18"}, InputError, "Module"),
+        ({"model": mlp(1)}, InputError, "Bernoulli"),
+        ({"model": nn.Sequential(mlp(4), nn.Unflatten(1, (2, 2)))}, InputError, "Categorical"),
+        ({"model": nn.Tanh()}, ModelError, "trainable"),
+        ({"model": mlp(2).requires_grad_(False)}, ModelError, "trainable"),
+        ({"target_rel_stderr": 0.0}, InputError, "target_rel_stderr"),
+        ({"target_rel_stderr": 1}, InputError, "fraction.*0.05 for 5 %"),
+        ({"target_rel_stderr": 5.0}, InputError, "fraction.*not 5.0"),
+        ({"target_rel_stderr": math.nan}, InputError, "fraction"),
+        ({"target_rel_stderr": 0.1, "max_n": 100}, InputError, "min_n"),
+        ({"target_rel_stderr": 0.1, "min_n": 0}, InputError, "min_n"),
+        ({"max_n": 100}, InputError, "max_n"),
+        ({"progress": "yes"}, InputError, "progress"),
+        ({"progress": 1}, InputError, "progress"),
+        ({"probe": "exact", "predictive": Categorical(limit=1)}, InputError, "limit=1"),
+        ({"model": nn.Linear(6, 3, device="meta")}, ModelError, "meta"),
+    ],
+)
+def test_errors(change, error, match):
+    arguments = {"model": mlp(3), "inputs": Normal(), "n": 20} | change
+    with pytest.raises(error, match=match):
+        estimate(**arguments)
+
+
+def constant(*bias: float) -> nn.Module:
+    """A linear layer whose weights are zero: the same output for every input."""
+    model = nn.Linear(6, len(bias))
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor(bias))
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        (nn.Linear(6, 2), {}),
+        (nn.Linear(6, 500), {"batch_size": 1}),
+        (nn.Linear(6, 10), {"probe": "batch"}),
+        (nn.Linear(6, 10), {"probe": "exact", "batch_size": 3}),
+        (constant(0.0, 0.0), {}),  # a zero-initialised head: rows of 1 / C
+        (constant(90.0, 0.0, 0.0), {}),  # (1, 0, 0)
+    ],
+)
+def test_probabilities_are_not_taken_for_logits(head, options, dtype):
+    model = nn.Sequential(copy.deepcopy(head), nn.Softmax(1)).to(dtype)
+    meter = LocalRedundancy(model, Normal(), 8, **options)
+    for _ in range(2):  # an estimator that is kept says it again
+        with pytest.raises(InputError, match=r"probabilities.*logits.*predictive=fastlr.Categorical\(\)"):
+            meter.measure()
+    given = estimate(model, Normal(), 8, predictive=Categorical(), **options)
+    assert given.predictive == "Categorical(dim=-1)"
+
+
+def test_probabilities_of_autocast_are_seen():
+    with pytest.raises(InputError, match="probabilities"):
+        estimate(nn.Sequential(nn.Linear(6, 5), nn.Softmax(1)), Normal(), 8, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(6, 5), nn.LogSoftmax(1)),  # the same distribution, and gradient
+        nn.Sequential(nn.Linear(6, 5), nn.Sigmoid()),
+        nn.Sequential(nn.Linear(6, 2), nn.ReLU()),
+        constant(0.0, 0.0, 0.0),
+        constant(1.5, -0.5),  # sums to one, but one is negative
+        constant(0.5, 0.6),
+        nn.Sequential(nn.Linear(6, 4), nn.Softmax(1), nn.Unflatten(1, (2, 2)), nn.Flatten(), nn.Linear(4, 3)),
+    ],
+    ids=lambda model: str(model).replace("\n", ""),
+)
+def test_logits_give_no_alarm(model):
+    got, given = (estimate(model, Normal(), 8, batch_size=4, **more) for more in ({}, {"predictive": Categorical()}))
+    torch.testing.assert_close(got.per_sample, given.per_sample, rtol=0, atol=0)
+
+
+def test_weights_that_are_not_finite_give_no_number():
+    model = mlp(3)
+    with torch.no_grad():
+        model[2].bias[0] = torch.nan
+    for probe in ("rademacher", "batch"):
+        with pytest.raises(NonFiniteError):
+            estimate(model, Normal(), 20, probe=probe)
+
+
+def test_moments():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e6
+    moments = Moments()
+    for part in values.split([1, 0, 300, 699]):
+        moments.add(part)
+    assert moments.n == 1000 and moments.mean == pytest.approx(float(values.mean()), rel=1e-15)
+    assert moments.variance == pytest.approx(float(values.var()), rel=1e-9)
+    assert moments.stderr == pytest.approx(float(values.std()) / math.sqrt(1000), rel=1e-9)
+    assert math.isnan(Moments().stderr)
+
+
+def test_memorization_bounds():
+    assert memorization_gain([-0.5, -1.5], 3.0) == pytest.approx(1.0)
+    assert memorization_gain(torch.tensor([[-0.5, -1.5], [-1.0, -3.0]]), [1.0, 2.0]) == pytest.approx(0.0)
+    assert memorization_gain(-2.0, 4 * math.log(2), "bits") == pytest.approx(4 - 2 / math.log(2))
+    assert regression_memorization_bound(10, 3, 1.0, 0.5) == pytest.approx(15 * math.log(2))
+    assert regression_memorization_bound(10, 3, 1.0, 0.5, "bits") == pytest.approx(15)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [([], 1.0), ([math.nan], 1.0), ([-1.0, -1.0], [1.0]), (torch.zeros(1, 1, 1), 1.0), ([-1.0], 1.0, "bytes")],
+)
+def test_bad_arguments_of_the_gain(arguments):
+    with pytest.raises(InputError):
+        memorization_gain(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (0, 1, 1.0, 1.0),
+        (1, 0, 1.0, 1.0),
+        (1, 1, 0.0, 1.0),
+        (1, 1, 1.0, 0.0),
+        (1, 1, 1.0, math.nan),
+        (1, 1, 1.0, 1.0, "b"),
+    ],
+)
+def test_bad_arguments_of_the_bound(arguments):
+    with pytest.raises(InputError):
+        regression_memorization_bound(*arguments)
+
+
+def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank tells of one that it does not trust: this one leaves it to plain torch too, and measures anew."""
+    monkeypatch.setattr(ops, "_comparisons", kernel_checks.Comparisons())
+    members, told, spans = Team(), [["gate_grad", "some kind"]], []
+
+    def share(message: Any) -> list[Any]:
+        asked = isinstance(message, list) and len(message) == 4
+        return [message, [True, told or message[1], *message[2:]]] if asked else [message]
+
+    monkeypatch.setattr(members, "share", share)
+    monkeypatch.setattr(sys.modules["fastlr.distributed.fully_sharded"], "team", lambda: members)
+    estimator = LocalRedundancy(nn.Linear(12, 3), TensorInputs(torch.randn(4, 12)), 4)
+    measured = estimator.chunks.norms
+    monkeypatch.setattr(estimator.chunks, "norms", lambda *span: (spans.append(span[:2]), measured(*span))[1])
+    first = estimator.measure()
+    assert spans == [(0, 4)] * 2 and ops.switched_off() == told
+    told = []
+    assert estimator.measure().value == first.value and len(spans) == 3

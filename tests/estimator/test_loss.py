@@ -1,0 +1,228 @@
+"""The redundancy to train with: its mean, its gradient by finite differences of the exact value, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from single_samples import Written
+from torch import nn
+
+import fastlr
+from fastlr.errors import FastlrWarning, InputError, InteractionError, ModelError
+
+
+def attending() -> Written:
+    """Tokens [B, 3, 4] -> logits [B, 3]."""
+    parts = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), "head": nn.Linear(4, 3)}
+    return Written(lambda m, x: m.head(m.attention(x, x, x, need_weights=False)[0].mean(1)), **parts)
+
+
+def recurrent() -> Written:
+    return Written(lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(4, 5, batch_first=True), head=nn.Linear(5, 2))
+
+
+def mlp(act: type[nn.Module] = nn.GELU, outputs: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), act(), nn.Linear(6, outputs))
+
+
+CASES = {
+    "classes": (mlp, (5, 4), None),
+    "two-classes": (lambda: mlp(outputs=2), (5, 4), fastlr.Categorical()),
+    "gaussian": (lambda: mlp(nn.Tanh), (5, 4), fastlr.Gaussian(0.5)),
+    "bernoulli": (lambda: mlp(nn.SiLU), (5, 4), fastlr.Bernoulli()),
+    "batch-norm": (
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.GELU(), nn.Flatten(), nn.Linear(12, 3)),
+        (4, 2, 3, 3), None,
+    ),
+    "attention": (attending, (4, 3, 4), None),
+    "recurrent": (recurrent, (4, 3, 4), None),
+}  # fmt: skip
+
+
+def fisher(z: torch.Tensor, predictive: object) -> torch.Tensor:
+    """Of the label given the output z of one sample, by its definition."""
+    if isinstance(predictive, fastlr.Gaussian):
+        return torch.eye(len(z)) / predictive.sigma**2
+    if isinstance(predictive, fastlr.Bernoulli):
+        return torch.diag(torch.sigmoid(z) * torch.sigmoid(-z))
+    p = z.softmax(0)
+    return torch.diag(p) - torch.outer(p, p)
+
+
+def definition(model: nn.Module, x: torch.Tensor, predictive: object) -> torch.Tensor:
+    """Mean over x of the trace of J^T F J, one backward pass for each output of each sample."""
+    model = copy.deepcopy(model).eval()
+    total = torch.zeros(())
+    for z in model(x):
+        rows = [torch.autograd.grad(value, list(model.parameters()), retain_graph=True) for value in z]
+        jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        total += (fisher(z.detach(), predictive) * (jacobian @ jacobian.T)).sum()
+    return total / len(x)
+
+
+@pytest.fixture(params=CASES)
+def case(request, double):
+    build, shape, predictive = CASES[request.param]
+    model = build()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    return model, torch.randn(shape), predictive
+
+
+def test_its_value_and_its_gradient_are_those_of_the_mean_over_the_inputs(case):
+    """The exact value of each sample, whose mean is held to the definition and to finite differences."""
+    model, x, predictive = case
+    options = {"predictive": predictive, "probe": "exact", "seed": 3}
+    each = fastlr.redundancy_loss(model, x, reduction="none", **options)
+    want = definition(model, x, predictive)
+    torch.testing.assert_close(each.mean(), want, rtol=1e-9, atol=0)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(each.mean(), parameters, materialize_grads=True)
+    direction = [torch.randn_like(p) for p in parameters]
+    slope = sum((g * d).sum() for g, d in zip(grads, direction, strict=True))
+    moved = []
+    for step in (1e-5, -1e-5):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for p, d in zip(other.parameters(), direction, strict=True):
+                p.add_(d, alpha=step)
+        moved.append(definition(other, x, predictive))
+    torch.testing.assert_close(slope, (moved[0] - moved[1]) / 2e-5, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "exact"])
+def test_on_average_value_and_gradient_are_exact(case, probe):
+    model, x, predictive = case
+    options = {"predictive": predictive, "probe": probe}
+    parameters = list(model.parameters())
+    want = fastlr.redundancy_loss(model, x, reduction="none", seed=0, predictive=predictive, probe="exact").mean()
+    wanted = [g.flatten() for g in torch.autograd.grad(want, parameters, materialize_grads=True)]
+    values, slopes = [], []
+    for seed in range(100):
+        value = fastlr.redundancy_loss(model, x, seed=seed, **options)
+        values.append(value.detach())
+        grads = torch.autograd.grad(value, parameters, materialize_grads=True)
+        slopes.append(sum((g.flatten() * w).sum() for g, w in zip(grads, wanted, strict=True)))
+    for found, expected in ((values, want.detach()), (slopes, sum((w * w).sum() for w in wanted))):
+        found = torch.stack(found)
+        assert abs(found.mean() - expected) < 4 * found.std() / len(found) ** 0.5, (found.mean(), expected)
+
+
+def test_small_and_large_cotangents_keep_their_bits(double):
+    model = mlp(outputs=2).float()
+    with torch.no_grad():
+        model[2].bias.copy_(torch.tensor([60.0, -60.0]))  # p = 1e-52: its square vanishes in float32
+    x = torch.randn(4, 4, dtype=torch.float32)
+    assert fastlr.redundancy_loss(model, x, reduction="none", seed=0).dtype == torch.float32
+    model.double()
+    for options in ({"seed": 0}, {"probe": "exact"}):  # two classes: no noise in the signs
+        each = fastlr.redundancy_loss(model, x.double(), reduction="none", **options)
+        assert 0 < float(each.detach().mean()) < 1e-45
+        want = fastlr.per_sample_grad_sq_norms(model, x.double(), fastlr.Categorical().cotangent(
+            model(x.double()), "rademacher", range(4), 0))  # fmt: skip
+        torch.testing.assert_close(each.detach(), want, rtol=1e-9, atol=0)
+
+
+def test_the_model_is_left_alone_and_draws_are_its_callers(double):
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)).train()
+    x = torch.randn(8, 4)
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    loss = fastlr.redundancy_loss(model, x, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
+    assert (
+        model.training
+        and torch.equal(random, torch.get_rng_state())
+        and all(p.grad is None for p in model.parameters())
+    )
+    want = torch.autograd.grad(fastlr.redundancy_loss(model, x, seed=1), list(model.parameters()))
+    model(x)  # in train mode: batch norm writes its statistics, between the forward pass and the backward pass
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+    torch.manual_seed(0)
+    first, second = (float(fastlr.redundancy_loss(model, x).detach()) for _ in range(2))
+    torch.manual_seed(0)
+    assert first != second and first == float(fastlr.redundancy_loss(model, x).detach())
+
+
+def test_frozen_and_unused_parameters_and_padding(double):
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head, self.unused = nn.Embedding(9, 4), nn.Linear(4, 5), nn.Linear(2, 2)
+
+        def forward(self, input_ids, attention_mask):
+            return torch.tanh(self.head(torch.tanh(self.embed(input_ids))))
+
+    model = Padded()
+    model.embed.weight.requires_grad_(False)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    x = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "attention_mask": mask}
+    options = {"predictive": fastlr.Categorical(), "reduction": "none", "seed": 0}
+    first = fastlr.redundancy_loss(model, x, **options)
+    x["input_ids"] = torch.tensor([[1, 2, 7], [4, 8, 8]])
+    assert torch.equal(first, fastlr.redundancy_loss(model, x, **options)) and (first > 0).all()
+    first.sum().backward()
+    assert model.head.weight.grad is not None and model.embed.weight.grad is model.unused.weight.grad is None
+
+
+NODES = {nn.ReLU: "Relu", nn.Hardswish: "Hardswish", nn.LeakyReLU: "LeakyRelu", nn.ReLU6: "Hardtanh"}
+
+
+@pytest.mark.parametrize("act", NODES)
+def test_jumps_are_named(double, act):
+    with pytest.warns(FastlrWarning, match=f"jumps where a unit of {NODES[act]}"):
+        fastlr.redundancy_loss(mlp(act), torch.randn(3, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastlrWarning)
+        fastlr.redundancy_loss(mlp(nn.ELU), torch.randn(3, 4))
+
+
+def test_what_is_refused(double):
+    model, x = mlp(), torch.randn(3, 4)
+    for options, error, says in (
+        ({"probe": "sampled"}, InputError, "probe='sampled': the gradient would lack"),
+        ({"probe": "batch"}, InputError, "choose 'rademacher' or 'exact'"),
+        ({"reduction": "sum"}, InputError, "choose 'mean' or 'none'"),
+        ({"predictive": fastlr.Categorical}, InputError, "give a fastlr.Categorical"),
+        ({"seed": -1}, InputError, "seed"),
+    ):
+        with pytest.raises(error, match=says):
+            fastlr.redundancy_loss(model, x, **options)
+
+    class Mixed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) - super().forward(x).mean(0)
+
+    with pytest.raises(InteractionError):
+        fastlr.redundancy_loss(Mixed(4, 3), x)
+
+    class Later(nn.Linear):
+        share = 0.0
+
+        def forward(self, x):
+            return super().forward(x) - self.share * super().forward(x).mean(0)
+
+    later = Later(4, 3)
+    assert fastlr.redundancy_loss(later, x) > 0
+    later.share = 1.0  # what was looked at is no longer the model
+    with pytest.raises(InteractionError):
+        fastlr.redundancy_loss(later, x)
+    with pytest.raises(InputError, match="does not run on"):
+        fastlr.redundancy_loss(model, torch.randn(3, 5))
+
+
+def test_nodes_without_a_second_derivative_are_named(double, monkeypatch):
+    """As on a GPU, where a recurrent layer is fused at any rate: here the step-by-step mode is taken away."""
+    from fastlr.estimator import loss
+
+    model, x = recurrent(), torch.randn(4, 3, 4)
+    fastlr.redundancy_loss(model, x)
+    monkeypatch.setattr(loss, "_ONCE", ["Tanh", "Addmm"])
+    with pytest.raises(ModelError, match="Addmm, Tanh cannot be differentiated twice"):
+        fastlr.redundancy_loss(mlp(nn.Tanh), torch.randn(3, 4))

@@ -1,0 +1,302 @@
+"""Cotangents: their second moment is the Fisher matrix, at any logit gap, dtype, chunk and layout."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from fastlr.errors import InputError, NonFiniteError
+from fastlr.estimator.passes import default_predictive
+from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
+from fastlr.ops.fisher import categorical_root, uniforms
+from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, gaussian_fisher, householder_root
+
+DRAWS = 20_000
+
+
+def logits(classes: int, scale: float = 2.0) -> torch.Tensor:
+    return scale * torch.randn(classes, generator=torch.Generator().manual_seed(classes), dtype=torch.float64)
+
+
+def check_second_moment(v: torch.Tensor, fisher: torch.Tensor, sigmas: float = 5.0) -> None:
+    """E (w.v)^2 must equal w^T F w for 60 random directions w, each within ``sigmas`` of its own standard errors."""
+    w = torch.randn(v.shape[1], 60, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    w[:, :2] = 1.0 / w.shape[0]  # along the ones the softmax Fisher is zero; a wrong root is not
+    w[0, 1] += 1.0
+    squares = (v @ w).square()
+    want = torch.einsum("id,ij,jd->d", w, fisher, w)
+    stderr = squares.std(0) / math.sqrt(len(v))
+    assert ((squares.mean(0) - want).abs() <= sigmas * stderr + 1e-14).all()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_rademacher_over_all_signs_is_the_fisher_matrix(classes):
+    z = logits(classes)
+    fisher = categorical_fisher(z)
+    p = z.softmax(0)
+    best = p.argmax(0, keepdim=True)
+    patterns = []
+    for signs in product((-1.0, 1.0), repeat=classes - 1):
+        xi = torch.tensor(signs, dtype=torch.float64)
+        xi = torch.cat([xi[: int(best)], torch.zeros(1, dtype=torch.float64), xi[int(best) :]])
+        patterns.append(categorical_root(p.sqrt(), best, xi))
+    v = torch.stack(patterns)
+    torch.testing.assert_close(v.T @ v / len(v), fisher, rtol=0, atol=2e-16)
+    # the public function draws exactly these vectors
+    drawn = Categorical().cotangent(z.expand(64, -1), "rademacher", range(64), seed=1)
+    distance = (drawn[:, None] - v[None]).abs().amax(-1).amin(-1)
+    assert distance.max() < 1e-15
+    assert len(torch.unique(drawn.round(decimals=9), dim=0)) == len(v)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10, 100])
+def test_exact_is_the_fisher_matrix(classes):
+    z = logits(classes)
+    v = torch.stack(list(Categorical().cotangent(z[None], "exact", range(1), seed=0)))[:, 0]
+    assert len(v) == classes - 1
+    torch.testing.assert_close(v.T @ v, categorical_fisher(z), rtol=0, atol=1e-16 * classes)
+    root = householder_root(z.softmax(0))
+    torch.testing.assert_close(root @ root.T, categorical_fisher(z), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
+@pytest.mark.parametrize("classes", [2, 10, 100])
+def test_categorical_converges_to_the_fisher_matrix(probe, classes):
+    z = logits(classes)
+    v = Categorical().cotangent(z.expand(DRAWS, -1), probe, range(DRAWS), seed=5)
+    assert v.dtype == torch.float64
+    check_second_moment(v, categorical_fisher(z))
+    trace = v.square().sum(1)
+    z_score = (trace.mean() - categorical_fisher(z).trace()) / (trace.std() / math.sqrt(DRAWS) + 1e-15)
+    assert abs(z_score) < 4.5
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
+def test_bernoulli_and_gaussian_converge_to_the_fisher_matrix(probe):
+    z = logits(5, 1.0)
+    rows = z.expand(DRAWS, -1)
+    check_second_moment(Bernoulli().cotangent(rows, probe, range(DRAWS), 0), bernoulli_fisher(z))
+    v = Gaussian(2.5).cotangent(rows, probe, range(DRAWS), 0)
+    check_second_moment(v, gaussian_fisher(5, 2.5))
+    if probe == "rademacher":
+        torch.testing.assert_close(v.abs(), torch.full_like(v, 1 / 2.5), rtol=0, atol=0)
+    else:  # normal, not only of unit variance
+        assert abs(float((v * 2.5).pow(4).mean()) - 3.0) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("predictive", "fisher"), [(Bernoulli(), bernoulli_fisher), (Gaussian(0.5), lambda z: gaussian_fisher(len(z), 0.5))]
+)
+def test_exact_of_element_wise_predictives(predictive, fisher):
+    z = logits(4)
+    v = torch.stack(list(predictive.cotangent(z.view(1, 2, 2), "exact", range(1), 0))).view(-1, 4)
+    torch.testing.assert_close(v.T @ v, fisher(z), rtol=1e-14, atol=1e-16)
+
+
+def test_two_classes_need_no_luck():
+    z = torch.tensor([[0.3, -1.2], [4.0, 9.0], [0.0, 0.0]], dtype=torch.float64)
+    v = Categorical().cotangent(z, "rademacher", range(3), 0)
+    p = z.softmax(1)
+    want = p.prod(1).sqrt()
+    torch.testing.assert_close(v.abs(), want[:, None].expand(-1, 2), rtol=1e-15, atol=0)
+    torch.testing.assert_close(v[:, 0], -v[:, 1], rtol=1e-15, atol=0)
+    one = Bernoulli().cotangent((z[:, 0] - z[:, 1])[:, None], "rademacher", range(3), 0)
+    torch.testing.assert_close(one[:, 0].abs(), want, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gap", [1.0, 20.0, 40.0, 60.0, 80.0, 95.0, 100.0])
+def test_logit_gaps_lose_nothing(dtype, gap):
+    z = torch.tensor([[gap, 0.0], [-gap, 0.0]], dtype=dtype)
+    q = 1 / (1 + math.exp(gap if dtype == torch.float64 else float(z[0, 0])))
+    p = 1 / (1 + math.exp(-float(z[0, 0])))
+    v = Categorical().cotangent(z, "rademacher", range(2), 0)
+    torch.testing.assert_close(v.abs(), torch.full((2, 2), math.sqrt(p * q), dtype=torch.float64), rtol=1e-13, atol=0)
+    sampled = Categorical().cotangent(z, "sampled", range(2), 0)
+    if gap >= 20:  # the label drawn is the sure one: its score is q
+        torch.testing.assert_close(sampled.abs(), torch.full((2, 2), q, dtype=torch.float64), rtol=1e-13, atol=0)
+        logit = z[:, :1]
+        for probe, want in (("rademacher", math.sqrt(p * q)), ("sampled", q)):
+            v = Bernoulli().cotangent(logit, probe, range(2), 0).abs()
+            torch.testing.assert_close(v, torch.full((2, 1), want, dtype=torch.float64), rtol=1e-13, atol=0)
+
+
+def test_scores_of_both_labels_have_full_precision():
+    """A label of probability 1e-5 is drawn at its rate, and the two scores are p_wrong and 1 - p_wrong."""
+    gap, draws = 11.5, 200_000
+    z = torch.tensor([[gap, 0.0]], dtype=torch.float64).expand(draws, -1)
+    q = 1 / (1 + math.exp(gap))
+    v = Categorical().cotangent(z, "sampled", range(draws), seed=2)
+    rare = v[:, 1] > 0
+    torch.testing.assert_close(v[~rare, 1], torch.full_like(v[~rare, 1], -q), rtol=1e-13, atol=0)
+    torch.testing.assert_close(v[rare, 1], torch.full_like(v[rare, 1], 1 - q), rtol=1e-13, atol=0)
+    assert abs(int(rare.sum()) - draws * q) < 5 * math.sqrt(draws * q) + 1
+    bernoulli = Bernoulli().cotangent(z[:, :1] - z[:, 1:], "sampled", range(draws), seed=2)
+    assert abs(int((bernoulli < 0).sum()) - draws * q) < 5 * math.sqrt(draws * q) + 1
+
+
+def test_uniforms_are_uniform_and_fine_near_zero():
+    u = uniforms(torch.arange(50_000), 2, seed=0)
+    assert 0 <= u.min() and u.max() < 1
+    ordered = u.flatten().sort().values
+    steps = torch.arange(1, len(ordered) + 1) / len(ordered)
+    assert (ordered - steps).abs().max() * math.sqrt(len(ordered)) < 2.0  # Kolmogorov-Smirnov, p about 6e-4
+    assert ((u * 2**53) % 1 != 0).any()  # values below 1/2 keep more bits than a 53-bit grid has
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "sampled"])
+@pytest.mark.parametrize("predictive", [Categorical(dim=1), Bernoulli(), Gaussian(2.0)], ids=repr)
+def test_draws_do_not_depend_on_the_chunk(predictive, probe):
+    z = torch.randn(13, 5, 3, 7, generator=torch.Generator().manual_seed(0))
+    whole = predictive.cotangent(z, probe, range(100, 113), seed=2**63 + 5)
+    parts = [
+        predictive.cotangent(z[i : i + 4], probe, range(100 + i, min(104 + i, 113)), 2**63 + 5) for i in (0, 4, 8, 12)
+    ]
+    assert torch.equal(whole, torch.cat(parts))
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(whole[order], predictive.cotangent(z[order], probe, order + 100, 2**63 + 5))
+    assert not torch.equal(whole, predictive.cotangent(z, probe, range(100, 113), seed=6))
+    assert not torch.equal(whole, predictive.cotangent(z, probe, range(101, 114), seed=2**63 + 5))
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "sampled", "exact"])
+@pytest.mark.parametrize("predictive", ["categorical", "bernoulli", "gaussian"])
+def test_layout_of_the_output_does_not_matter(predictive, probe):
+    """Sample axis and class axis anywhere, strided memory: the same numbers in the same places."""
+    z = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
+
+    def make(dim):
+        return {"categorical": Categorical(dim=dim), "bernoulli": Bernoulli(), "gaussian": Gaussian()}[predictive]
+
+    def run(output, dim, sample_dim):
+        v = make(dim).cotangent(output, probe, range(4), 3, sample_dim=sample_dim)
+        return [v] if isinstance(v, torch.Tensor) else list(v)
+
+    base = run(z, -1, 0)
+    for a, b in zip(base, run(z.transpose(0, 1), -1, 1), strict=True):
+        assert torch.equal(a, b.transpose(0, 1))
+    if predictive == "categorical":  # positions keep their order when only the class axis moves
+        for a, b in zip(base, run(z.transpose(1, 2).contiguous().clone(), 1, 0), strict=True):
+            assert torch.equal(a, b.transpose(1, 2))
+    for v in base:
+        assert v.shape == z.shape and v.dtype == torch.float64
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "sampled", "exact"])
+def test_mask_leaves_positions_out(probe):
+    z = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    z[:, 4] = torch.nan  # masked everywhere: not even looked at
+    mask = torch.tensor([True, False, True, True, False])
+
+    def total(v):
+        return v.square() if isinstance(v, torch.Tensor) else sum(w.square() for w in v)
+
+    got = total(Categorical(mask=mask).cotangent(z, probe, range(3), 0))
+    want = total(Categorical().cotangent(z.nan_to_num(0.0), probe, range(3), 0))
+    assert torch.equal(got[:, mask], want[:, mask])
+    assert (got[:, ~mask] == 0).all()
+    rows = mask.expand(7, 5).clone()
+    rows[5] = torch.tensor([False, True, False, False, False])
+    got = total(Categorical(mask=rows).cotangent(z.nan_to_num(0.0), probe, range(4, 7), 0))
+    assert (got[1, [0, 2, 3, 4]] == 0).all() and (got[1, 1] > 0).any() and (got[0, 0] > 0).any()
+    if probe == "exact":
+        assert len(list(Categorical(mask=mask).cotangent(z, probe, range(3), 0))) == 3 * 3
+
+
+@pytest.mark.parametrize("probe", ["rademacher", "sampled", "exact"])
+def test_classes_of_probability_zero(probe):
+    z = torch.tensor([[1.0, -math.inf, 2.0, -math.inf], [-math.inf, 0.0, -math.inf, -math.inf]])
+    v = Categorical().cotangent(z, probe, range(2), 0)
+    v = v[None] if isinstance(v, torch.Tensor) else torch.stack(list(v))
+    assert v.isfinite().all()
+    assert (v[:, 0, [1, 3]] == 0).all() and (v[:, 0, [0, 2]] != 0).any()
+    assert (v[:, 1] == 0).all()
+    b = Bernoulli().cotangent(torch.tensor([[math.inf, -math.inf]]), probe, range(1), 0)
+    assert all((w == 0).all() for w in ([b] if isinstance(b, torch.Tensor) else b))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_outputs_that_are_no_distribution(value):
+    z = torch.tensor([[1.0, value, 2.0]])
+    with pytest.raises(NonFiniteError, match="softmax"):
+        Categorical().cotangent(z, "rademacher", range(1), 0)
+    with pytest.raises(NonFiniteError, match="softmax"):
+        Categorical().cotangent(torch.full((1, 3), -math.inf), "sampled", range(1), 0)
+    with pytest.raises(NonFiniteError, match="Gaussian"):
+        Gaussian().cotangent(z, "rademacher", range(1), 0)
+    with pytest.raises(NonFiniteError, match="sigmoid"):
+        Bernoulli().cotangent(z * math.nan, "rademacher", range(1), 0)
+
+
+Z = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: Categorical().cotangent(torch.zeros(2, 1), "rademacher", range(2), 0), "Bernoulli"),
+        (lambda: Categorical().cotangent(torch.zeros(2), "rademacher", range(2), 0), "Bernoulli"),
+        (lambda: Categorical(dim=0).cotangent(Z, "rademacher", range(2), 0), "another axis"),
+        (lambda: Categorical(dim=2).cotangent(Z, "rademacher", range(2), 0), "another axis"),
+        (lambda: Categorical().cotangent(Z, "hutchinson", range(2), 0), "unknown probe"),
+        (lambda: Categorical().cotangent(Z, "batch", range(2), 0), "unknown probe"),
+        (lambda: Categorical().cotangent(Z.long(), "sampled", range(2), 0), "floating-point"),
+        (lambda: Categorical().cotangent([1.0], "sampled", range(2), 0), "floating-point"),
+        (lambda: Categorical().cotangent(Z, "sampled", range(3), 0), "3 samples but the output holds 2"),
+        (lambda: Categorical().cotangent(Z, "sampled", torch.zeros(2), 0), "integer tensor"),
+        (lambda: Categorical().cotangent(Z, "sampled", [0, 1], 0), "integer tensor"),
+        (lambda: Categorical().cotangent(Z, "sampled", range(-2, 0), 0), "negative"),
+        (lambda: Categorical().cotangent(Z, "sampled", range(2), -1), "seed"),
+        (lambda: Categorical().cotangent(Z, "sampled", range(2), 1.5), "seed"),
+        (lambda: Categorical().cotangent(Z, "sampled", range(2), 0, sample_dim=2), "no axis 2"),
+        (lambda: Categorical(limit=1).cotangent(Z, "exact", range(2), 0), r"needs 2 .*limit=1"),
+        (lambda: Gaussian(limit=2).cotangent(Z, "exact", range(2), 0), r"needs 3 .*limit=2"),
+        (lambda: Bernoulli(limit=2).cotangent(Z, "exact", range(2), 0), r"needs 3 .*limit=2"),
+        (lambda: Categorical().cotangent(torch.zeros(2, 40, 100), "exact", range(2), 0), "needs 3960"),
+        (lambda: Categorical(mask=torch.ones(3)), "boolean"),
+        (
+            lambda: Categorical(mask=torch.ones(3).bool()).cotangent(torch.zeros(2, 4, 3), "sampled", range(2), 0),
+            "broadcast",
+        ),
+        (
+            lambda: Categorical(mask=torch.ones(2, 4).bool()).cotangent(
+                torch.zeros(2, 4, 3), "sampled", range(1, 3), 0
+            ),
+            "global",
+        ),
+        (lambda: Gaussian(0.0), "positive"),
+        (lambda: Gaussian(math.nan), "positive"),
+        (lambda: Gaussian("1"), "number"),
+        (lambda: default_predictive(torch.zeros(4), 0), "Bernoulli"),
+        (lambda: default_predictive(torch.zeros(4, 1), 0), "Bernoulli"),
+        (lambda: default_predictive(torch.zeros(4, 5, 3), 0), "Categorical"),
+        (lambda: default_predictive(torch.zeros(4, 3), 1), "Categorical"),
+    ],
+)
+def test_errors(call, match):
+    with pytest.raises(InputError, match=match):
+        call()
+
+
+def test_global_random_state_is_not_used():
+    before = torch.random.get_rng_state()
+    for probe in ("rademacher", "sampled"):
+        for predictive in (Categorical(), Bernoulli(), Gaussian()):
+            predictive.cotangent(Z, probe, range(2), 0)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_mask_is_moved_once_and_again_when_it_changes():
+    """Also one that was made in inference mode, which does not tell whether it has changed."""
+    meta, mask = torch.device("meta"), torch.ones(3, dtype=torch.bool)
+    kind = Categorical(mask=mask)
+    first = kind._on(meta)
+    assert first.device == meta and kind._on(meta) is first and kind._on(mask.device) is mask
+    mask[1] = False
+    assert kind._on(meta) is not first
+    with torch.inference_mode():
+        made = torch.ones(3, dtype=torch.bool)
+    assert Categorical(mask=made)._on(meta).device == meta

@@ -1,0 +1,389 @@
+"""Replayed chunks: the same numbers as without, weights that change, programs that change, values that go wrong.
+
+CUDA graphs need a GPU. Here a recorder that runs the captured function again, into the memory of the first run, stands in
+for one: what is tested is everything around it. With a GPU the same tests run on real graphs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from recorders import DEVICES, Again, Waits
+from single_samples import Written
+from torch import Tensor, nn
+
+import fastlr
+from fastlr.estimator.cuda_graph import CudaRecorder, Replay, fingerprint
+from fastlr.ghost.verification.agreement import output_differs
+from fastlr.ghost.verification.audit import Audits
+
+HIDDEN = {"factor": 1.0}
+
+
+def hidden_factor() -> float:
+    """A number that a forward pass reads where a fingerprint does not look."""
+    return HIDDEN["factor"]
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, ReLU, linear, and numbers that the forward pass reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(8 * 7 * 7, 3)
+        self.state = {"factor": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x)) * self.state["factor"] * hidden_factor()
+
+
+class Made(fastlr.ShapeImages):
+    """Made within the capture, as by the kernel."""
+
+    def from_device(self, *, seed: int, device: Any, dtype: torch.dtype | None) -> Callable[[Tensor, int], Tensor]:
+        return lambda first, size: self.at(
+            first + torch.arange(size, device=device), seed=seed, dtype=dtype or torch.float32
+        )
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def estimator(
+    model: nn.Module, n: int = 40, graphs: bool = True, inputs: Any = None, **how: Any
+) -> fastlr.LocalRedundancy:
+    inputs = inputs or fastlr.ShapeImages((3, 16, 16))
+    made = fastlr.LocalRedundancy(model, inputs, n, batch_size=8, **how)
+    if not graphs:
+        made.chunks.replays.recorder = None
+    elif made.view.device.type == "cpu":
+        made.chunks.replays.recorder = Again
+    return made
+
+
+def net(device: str) -> Net:
+    torch.manual_seed(0)
+    return Net().to(device)
+
+
+def agree(a: fastlr.Estimate, b: fastlr.Estimate) -> None:
+    torch.testing.assert_close(a.per_sample, b.per_sample, rtol=1e-6, atol=0)
+    for name, value in a.per_parameter.items():
+        assert value == pytest.approx(b.per_parameter[name], rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [40, 44])
+def test_same_numbers(device: str, n: int) -> None:
+    model = net(device)
+    with_graphs, without = estimator(model, n), estimator(model, n, graphs=False)
+    for _ in range(2):
+        agree(with_graphs.measure(), without.measure())
+    assert set(with_graphs.chunks.replays.held) == {8}, "a shorter last chunk has no graph of its own"
+    assert torch.equal(with_graphs.measure().per_sample, with_graphs.measure().per_sample)
+
+
+def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device: str) -> None:
+    """Its other rows are inputs that there are, and neither values, sums nor checks take them in twice."""
+    asked: list[tuple[int, int]] = []
+
+    class Asked(fastlr.TensorInputs):
+        def batch(self, start: int, stop: int, **how: Any) -> Any:
+            asked.append((start, stop))
+            return super().batch(start, stop, **how)
+
+    torch.manual_seed(1)
+    inputs, model = Asked(torch.randn(21, 3, 16, 16)), net(device)
+    graphs = estimator(model, 21, inputs=inputs)
+    first = graphs.measure()
+    asked.clear()
+    again = graphs.measure()
+    assert [span for span in asked if span[1] - span[0] == 8] == [(0, 8), (8, 16), (13, 21)]
+    plain = estimator(model, 21, graphs=False, inputs=inputs).measure()
+    for result in (first, again):
+        agree(result, plain)
+        assert result.n == 21 and sum(result.per_parameter.values()) == pytest.approx(result.value)
+
+
+def test_a_measurement_reads_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After all launches and the look at the program; but for audits, which have their share of the time."""
+    graphs = estimator(net("cpu"), inputs=Made((3, 16, 16)))
+    graphs.measure()
+    monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
+    events: list[str] = []
+    waits = Waits(events)
+    recorder = graphs.chunks.replays.held[8].recorder
+    kept = recorder.replay
+
+    def replay() -> None:
+        waits.quiet = True  # a graph would run nothing of Python
+        kept()
+        waits.quiet = False
+        events.append("launch")
+
+    monkeypatch.setattr(recorder, "replay", replay)
+    monkeypatch.setattr(
+        "fastlr.estimator.cuda_graph.fingerprint", lambda model: events.append("fingerprint") or fingerprint(model)
+    )
+    with waits.noting(monkeypatch):
+        graphs.measure()
+    assert events == ["launch"] * 5 + ["fingerprint", "copied"]
+
+
+@pytest.mark.parametrize("read", ["item", "__bool__", "tolist", "nonzero", "cpu"])
+def test_a_wait_would_be_seen(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    x = torch.ones(1)
+    with Waits(events).noting(monkeypatch):
+        getattr(x * 2, read)()
+        before = len(events)
+        y = x.cpu() + 1
+        assert bool(y > 0) and float(y) == 2.0 and y.tolist() == [2.0]
+    assert before == 1 and events[1:] == ["copied"], "what was copied is read on the host"
+
+
+def test_outputs_that_need_a_closer_look_are_flagged() -> None:
+    """For whatever would not pass by the size of the difference alone."""
+    x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
+    masked = torch.where(torch.arange(30) == 3, -1e9, x)
+
+    def flagged(own: Tensor, got: Tensor) -> bool:
+        return bool(output_differs(nn.Identity(), own, got, None))
+
+    assert not flagged(x, x) and not flagged(x, x * (1 + 1e-5)) and not flagged(masked, masked)
+    assert flagged(x, x + 0.1) and flagged(masked, masked + 0.1 * (masked > -1)) and flagged(x, x[:, :5])
+    assert flagged(x, torch.where(x == x[2, 7], torch.nan, x))
+
+
+def test_memory_that_a_graph_reads_outlives_what_held_it() -> None:
+    """A replay comes before the look at the program: it must not read what was given back."""
+
+    class Shifted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = {"shift": torch.ones(40, 3)}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.table["shift"][0]
+
+    torch.manual_seed(0)
+    model = Shifted()
+    graphs = estimator(model)
+    graphs.measure()
+    held = graphs.chunks.replays.held[8].held
+    assert model.table["shift"].data_ptr() in {t.data_ptr() for t in held}
+    model.table["shift"] = torch.full((40, 3), 2.0)
+    agree(graphs.measure(), estimator(model, graphs=False).measure())
+
+
+def test_weights_may_change_in_between(device: str) -> None:
+    model = net(device)
+    graphs, plain = estimator(model), estimator(model, graphs=False)
+    graphs.measure()
+    replay = graphs.chunks.replays.held[8]
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model.train()
+        model(torch.randn(16, 3, 16, 16, device=device)).square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        agree(graphs.measure(), plain.measure())
+    assert graphs.chunks.replays.held[8] is replay and not graphs.chunks.replays.note
+
+
+def test_weights_that_moved_are_captured_anew(device: str) -> None:
+    model = net(device)
+    graphs, plain = estimator(model), estimator(model, graphs=False)
+    graphs.measure()
+    replay = graphs.chunks.replays.held[8]
+    model.head.weight.data = torch.randn_like(model.head.weight)
+    agree(graphs.measure(), plain.measure())
+    assert graphs.chunks.replays.held[8] is not replay
+
+
+@pytest.mark.parametrize("change", ["hook", "number", "in a dict", "frozen", "module"])
+def test_program_that_changed_is_seen(device: str, change: str) -> None:
+    model = net(device)
+    graphs = estimator(model)
+    graphs.measure()
+    if change == "hook":
+        model.head.register_forward_hook(lambda module, inputs, result: result * 2)
+    elif change == "number":
+        model.features[1].eps = 0.5
+    elif change == "in a dict":
+        model.state["factor"] = 3.0
+    elif change == "frozen":
+        model.head.bias.requires_grad_(False)
+    else:
+        model.features[2] = nn.Softplus()
+    agree(graphs.measure(), estimator(model, graphs=False).measure())
+
+
+def test_the_program_is_compared_once_a_measurement(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(device)
+    graphs = estimator(model)
+    graphs.measure()
+    asked: list[nn.Module] = []
+    monkeypatch.setattr(
+        "fastlr.estimator.cuda_graph.fingerprint", lambda model: asked.append(model) or fingerprint(model)
+    )
+    graphs.measure()
+    assert len(asked) == 1  # of five chunks
+    monkeypatch.setattr(Replay, "run", lambda self, start: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        graphs.measure()
+    monkeypatch.undo()
+    model.features[1].eps = 0.5  # while no measurement was under way
+    agree(graphs.measure(), estimator(model, graphs=False).measure())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_after_a_capture_that_failed_all_is_as_before() -> None:
+    device, x = torch.device("cuda", torch.cuda.current_device()), torch.ones(3, device="cuda")
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        CudaRecorder(device).capture(lambda: x.sum().item())
+    assert torch.cuda.current_stream() == before
+    recorder = CudaRecorder(device)
+    result = recorder.capture(lambda: x * 2)
+    x.fill_(4)
+    recorder.replay()
+    torch.cuda.synchronize()
+    assert result.tolist() == [8.0] * 3
+
+
+def test_hidden_state_is_seen_in_the_output(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(device)
+    graphs = estimator(model)
+    before = graphs.measure()
+    if device == "cpu":  # the stand-in runs the program: keep it from noticing
+        graphs.chunks.replays.held[8].recorder.replay = lambda: None
+    monkeypatch.setitem(HIDDEN, "factor", 3.0)
+    after = graphs.measure()
+    agree(after, estimator(model, graphs=False).measure())
+    assert after.value != before.value and any("dropped" in note for note in after.notes)
+
+
+def test_values_that_are_not_finite_raise_as_without(device: str) -> None:
+    model = net(device)
+    graphs = estimator(model)
+    graphs.measure()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    with pytest.raises(fastlr.errors.NonFiniteError):
+        graphs.measure()
+    with torch.no_grad():
+        model.head.weight[0, 0] = 0.0
+    agree(graphs.measure(), estimator(model, graphs=False).measure())
+
+
+def test_inputs_without_a_kernel_are_copied(device: str) -> None:
+    model = net(device)
+    inputs = fastlr.TensorInputs(torch.randn(40, 3, 16, 16))
+    agree(estimator(model, inputs=inputs).measure(), estimator(model, graphs=False, inputs=inputs).measure())
+
+
+def test_autocast(device: str) -> None:
+    model = net(device)
+    low = {"dtype": torch.bfloat16}
+    a, b = estimator(model, **low).measure(), estimator(model, graphs=False, **low).measure()
+    torch.testing.assert_close(a.per_sample, b.per_sample, rtol=1e-2, atol=0)
+
+
+def test_a_loop_is_not_captured(device: str) -> None:
+    def looped(m: Any, x: Tensor) -> Tensor:
+        x = x.flatten(1)[:, :4]
+        return m.head(torch.linalg.matrix_exp(m.a * x[:, :1, None])[:, 0])
+
+    graphs = estimator(Written(looped, a=nn.Parameter(torch.randn(4, 4)), head=nn.Linear(4, 3)).to(device))
+    result = graphs.measure()
+    if any(route != "rule" for route in result.routes.values()):
+        assert not graphs.chunks.replays.held
+
+
+def test_failed_capture_is_told_once_and_measured_without(device: str) -> None:
+    class Broken(Again if device == "cpu" else CudaRecorder):  # type: ignore[misc]
+        def capture(self, function: Callable[[], Any]) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = net(device)
+    graphs = estimator(model)
+    graphs.chunks.replays.recorder = Broken
+    result = graphs.measure()
+    agree(result, estimator(model, graphs=False).measure())
+    assert any("not permitted" in note for note in result.notes)
+
+
+def test_a_replay_that_writes_nothing_is_seen(device: str) -> None:
+    """As one of a graph that was captured on another device's stream: stale inputs, outputs and norms agree."""
+
+    class Empty(Again if device == "cpu" else CudaRecorder):  # type: ignore[misc]
+        def replay(self) -> None:
+            pass
+
+    graphs = estimator(net(device), inputs=Made((3, 16, 16)))
+    graphs.chunks.replays.recorder = Empty
+    result = graphs.measure()
+    agree(result, estimator(net(device), graphs=False).measure())
+    assert any("CUDA graph dropped" in note for note in result.notes)
+
+
+def test_each_device_captures_and_replays_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in of torch.cuda that records devices and streams."""
+    current, captured, replayed = [0], [], []
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None) -> None:
+            self.device = current[-1] if device is None else device.index
+
+        def wait_stream(self, other: Stream) -> None:
+            assert other.device == self.device
+
+    @contextmanager
+    def on(place: Any) -> Iterator[None]:
+        current.append(place.device if isinstance(place, Stream) else place.index)
+        yield
+        current.pop()
+
+    @contextmanager
+    def graph(held: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        captured.append((current[-1], stream.device))
+        yield
+
+    held = type("Graph", (), {"replay": lambda self: replayed.append(current[-1])})
+    fakes = {"Stream": Stream, "device": on, "stream": on, "graph": graph, "CUDAGraph": held}
+    for name, fake in {**fakes, "current_stream": Stream, "graph_pool_handle": lambda: (0, 1)}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for index in (0, 1):
+        recorder = CudaRecorder(torch.device("cuda", index))
+        assert recorder.capture(lambda: current[-1]) == index
+        recorder.replay()
+    assert captured == [(0, 0), (1, 1)] and replayed == [0, 1]
+
+
+def test_fingerprint_knows_the_model() -> None:
+    model = Net()
+    before = fingerprint(model)
+    assert before == fingerprint(model)
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    assert before == fingerprint(model), "values may change"
+
+
+def test_graphs_go_with_the_estimator() -> None:
+    import gc
+    import weakref
+
+    graphs = estimator(Net())
+    graphs.measure()
+    held = weakref.ref(graphs.chunks.replays.held[8])
+    assert isinstance(held(), Replay)
+    del graphs
+    gc.collect()
+    assert held() is None

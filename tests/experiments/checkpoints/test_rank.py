@@ -1,0 +1,252 @@
+"""Ranking checkpoints: the order, the test that tells them apart, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastlr
+from fastlr.cli.main import main
+from fastlr.errors import InputError
+from fastlr.estimator.result import Estimate
+from fastlr.experiments.checkpoints.ranking import ranking
+from fastlr.experiments.checkpoints.ranking_report import ranking_sheet, verdict
+from fastlr.experiments.data import ImageStore, normalise, open_series, split_series, synthetic_store
+from fastlr.models.patchtst import PatchTST
+
+
+def estimate(values: torch.Tensor, **changes) -> Estimate:
+    values = values.double()
+    fields = {"per_parameter": {}, "routes": {}, "seconds": 0.0, "inputs_used": len(values), "inputs_digest": "x"}
+    stderr = float(values.std() / math.sqrt(len(values)))
+    return Estimate(float(values.mean()), stderr, len(values), per_sample=values, **{**fields, **changes})
+
+
+def net(num_classes: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, num_classes))
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Three checkpoints: a network, the same with confident outputs, and nearly the first."""
+    torch.manual_seed(0)
+    model = net()
+    paths = {}
+    for name, scale in (("first", 1.0), ("confident", 6.0), ("near", 1.0 + 1e-7)):
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        state["3.weight"] *= scale
+        paths[name] = tmp_path / f"{name}.pt"
+        torch.save(state, paths[name])
+    return paths
+
+
+def test_pairs_are_compared_input_by_input():
+    generator = torch.Generator().manual_seed(0)
+    common = 10 * torch.rand(200, generator=generator, dtype=torch.float64)
+    noise = torch.randn(3, 200, generator=generator, dtype=torch.float64)
+    values = {"a": common + noise[0], "b": common + 1 + noise[1], "c": common + 0.01 + noise[0]}
+    found = ranking({name: estimate(v) for name, v in values.items()})
+    assert list(found.estimates) == ["b", "c", "a"] and found.best == "b"
+    pair = found.against_best("c")
+    delta = values["b"] - values["c"]
+    assert pair.difference == pytest.approx(float(delta.mean())) and pair.second == "c"
+    assert pair.stderr == pytest.approx(float(delta.std() / math.sqrt(200)))
+    assert pair.z == pytest.approx(pair.difference / pair.stderr)
+    assert pair.p == pytest.approx(math.erfc(pair.z / math.sqrt(2)))
+    alone = math.hypot(*(e.stderr for e in (found.estimates["b"], found.estimates["c"])))
+    assert pair.stderr < alone / 2, "what the inputs share cancels"
+    assert found.distinguishable and found.ties == [] and len(found.pairs) == 3
+    (constant,) = (p for p in found.pairs if (p.first, p.second) == ("c", "a"))
+    assert constant.z > 1e6 and constant.adjusted < 1e-6, "the same difference at every input"
+
+
+def test_equal_checkpoints_are_told_apart_once_in_twenty_times():
+    generator = torch.Generator().manual_seed(1)
+    told, studies = 0, 400
+    for _ in range(studies):
+        values = torch.randn(4, 60, generator=generator, dtype=torch.float64)
+        found = ranking({str(i): estimate(v) for i, v in enumerate(values)})
+        told += any(pair.adjusted < 0.05 for pair in found.pairs)
+        assert found.best not in found.ties
+        assert set(found.ties) <= set(found.estimates)
+    assert told / studies < 0.05 + 3 * math.sqrt(0.05 * 0.95 / studies)
+    assert told > 0
+
+
+def test_what_is_said_of_ties():
+    values = torch.arange(1.0, 51.0)
+    found = ranking({"one": estimate(values), "twin": estimate(values.clone()), "low": estimate(values / 2)})
+    assert found.ties == ["twin"] and not found.distinguishable
+    assert verdict(found) == (
+        "one has the largest local redundancy, but cannot be told from twin (z = 0.0, adjusted p = 1 for twin)."
+    )
+    text = ranking_sheet(found).markdown()
+    assert "Holm's correction for all 3 pairs of 3 checkpoints" in text
+    assert "n = 50 the normal distribution is doubtful" in text
+
+
+def test_estimates_that_are_not_paired_are_refused():
+    a, b = estimate(torch.rand(10)), estimate(torch.rand(10), seed=1)
+    with pytest.raises(InputError, match="not paired: seed"):
+        ranking({"a": a, "b": b})
+    with pytest.raises(InputError, match="1 checkpoints: a ranking needs at least two"):
+        ranking({"a": a})
+
+
+def test_the_command(checkpoints, tmp_path, capsys):
+    files = [str(path) for path in checkpoints.values()]
+    options = ["--model", "test_rank:net", "--size", "8", "-n", "40", "--seed", "3"]
+    picture, record, table = tmp_path / "rank.png", tmp_path / "rank.json", tmp_path / "rank.csv"
+    outputs = ["--figure", str(picture), "--json", str(record), "--csv", str(table)]
+    assert main(["rank", *files, *options, *outputs]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines()[:-3])) <= 80 and picture.read_bytes()[:4] == b"\x89PNG"
+    found = json.loads(record.read_text())
+    ordered = [entry["value"] for entry in found["ranking"]]
+    assert ordered == sorted(ordered, reverse=True) and found["best"] == found["ranking"][0]["checkpoint"]
+    values = {entry["checkpoint"]: entry for entry in found["ranking"]}
+    for name, path in checkpoints.items():
+        model = net()
+        model.load_state_dict(torch.load(path, weights_only=True))
+        direct = fastlr.estimate(model, fastlr.ShapeImages((3, 8, 8)), n=40, seed=3)
+        assert values[f"{name}.pt"]["value"] == pytest.approx(direct.value, rel=1e-6)
+        assert values[f"{name}.pt"]["stderr"] == pytest.approx(direct.stderr, rel=1e-5)
+        assert f"{name}.pt" in out and f"{name}.pt" in table.read_text()
+    assert len(found["pairs"]) == 3 and found["folder"] == str(tmp_path)
+    assert main(["rank", *files[:2], *options, "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["pairs"] and "Checkpoints by local redundancy" in captured.err
+
+
+def test_series_and_settings(tmp_path, capsys):
+    kwargs = {"channels": 2, "context": 20, "horizon": 3, "patch": 4, "stride": 4, "layers": 1, "width": 4, "heads": 2}
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        torch.save(PatchTST(**kwargs).state_dict(), tmp_path / f"{seed}.pt")
+    series = ["--inputs", "series", "--length", "20", "--features", "2", "-n", "16"]
+    model = ["--model", "fastlr.models.patchtst:PatchTST", "--model-kwargs", json.dumps(kwargs)]
+    files = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")]
+    assert main(["rank", *files, *model, *series]) == 0
+    assert "Gaussian(sigma=1.0)" in capsys.readouterr().out, "series are regression"
+    assert main(["estimate", model[1], *model[2:], *series, "--checkpoint", files[0], "--sigma", "2"]) == 0
+    assert "Gaussian(sigma=2.0)" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_named(checkpoints, tmp_path, capsys):
+    first, second = str(checkpoints["first"]), str(checkpoints["confident"])
+    model = ["--model", "test_rank:net", "--size", "8", "-n", "8"]
+    for arguments, message in (
+        ([first, *model], "1 checkpoints: a ranking needs at least two; fastlr estimate"),
+        ([first, first, *model], "given twice"),
+        ([first, str(tmp_path / "none.pt"), *model], "none.pt: no such file"),
+        ([first, second, *model, "--classes", "2"], "first.pt does not fit Sequential"),
+        ([first, second, *model, "--model-kwargs", "[1]"], "--model-kwargs wants a JSON object"),
+        ([first, second, *model, "--inputs", "sounds"], "--inputs sounds: choose shapes, noise, series"),
+        ([first, second, *model, "--length", "0"], "--length 0"),
+        ([first, second, *model, "--figure", str(tmp_path / "no" / "x.png")], "--figure .*there is no folder"),
+        ([first, second], "--model"),
+    ):
+        assert main(["rank", *arguments]) == 2, arguments
+        assert re.search(message, capsys.readouterr().err), message
+
+
+# -- the paper's other strategies ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stores(tmp_path):
+    """What the checkpoints were trained on, of 3 classes, and the next, of 4."""
+    for name, classes in (("source", 3), ("target", 4)):
+        synthetic_store(tmp_path / name, classes=classes, size=8, train=20, test=10, seed=classes)
+    return {name: str(tmp_path / name) for name in ("source", "target")}
+
+
+def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, capsys):
+    files, record = [str(path) for path in checkpoints.values()], tmp_path / "rank.json"
+    data = ["--source", stores["source"], "--target", stores["target"], "--batch-size", "16"]
+    by = ["--by", "weight_norm,validation_loss,dormant_ratio,linear_probe", "--json", str(record), "--seed", "3"]
+    assert main(["rank", *files, "--model", "test_rank:net", "--size", "8", "-n", "40", *data, *by]) == 0
+    out = capsys.readouterr().out
+    table = out[out.index("Checkpoints by the paper's strategies") : out.index("*: the checkpoint")].splitlines()
+    assert table[1].split() == "checkpoint max LR probe † val. loss dormant weight norm".split()
+    assert [line.split()[0] for line in table[2:]] == [path.name for path in checkpoints.values()]
+    assert (
+        max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+        and "Checkpoints by local redundancy" in out
+    )
+    found = json.loads(record.read_text())["strategies"]
+    assert list(found) == ["local_redundancy", "linear_probe", "validation_loss", "dormant_ratio", "weight_norm"]
+    source = ImageStore.open(stores["source"])
+    (x, y), (seen, _) = source.load(range(3), "test"), source.load(range(3), "train")
+    for name, path in checkpoints.items():
+        model = net().eval()
+        model.load_state_dict(torch.load(path, weights_only=True))
+        values = {strategy: one["candidates"][f"{name}.pt"] for strategy, one in found.items()}
+        with torch.no_grad():
+            loss = F.cross_entropy(model(normalise(x)), y)
+            units = model[2](model[1](normalise(seen).flatten(1))).mean(0)
+        assert values["validation_loss"] == pytest.approx(float(loss), rel=1e-5)
+        assert values["dormant_ratio"] == pytest.approx(float((units < 0.05).float().mean()))
+        assert values["weight_norm"] == pytest.approx(float(fastlr.metrics.weight_norm(model)))
+        assert values["linear_probe"] > 0
+    for one in found.values():
+        assert one["candidates"][one["pick"]] == {"least": min, "greatest": max}[one["rule"]](
+            one["candidates"].values()
+        )
+    probes = found["linear_probe"]["candidates"]
+    assert probes["first.pt"] == probes["confident.pt"], "they differ in their heads alone, which probes draw anew"
+    assert found["weight_norm"]["pick"] == "first.pt"
+
+
+def test_strategies_of_series(tmp_path, capsys):
+    kwargs = {"channels": 7, "context": 20, "horizon": 3, "patch": 4, "stride": 4, "layers": 1, "width": 4, "heads": 2}
+    model = ["--model", "fastlr.models.patchtst:PatchTST", "--model-kwargs", json.dumps(kwargs)]
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        torch.save(PatchTST(**kwargs).state_dict(), tmp_path / f"{seed}.pt")
+    files, record = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")], tmp_path / "rank.json"
+    series = ["--inputs", "series", "--length", "20", "-n", "16", "--source", "generated:1", "--json", str(record)]
+    assert main(["rank", *files, *model, *series, "--by", "validation_loss"]) == 0
+    found = json.loads(record.read_text())["strategies"]["validation_loss"]["candidates"]
+    windows = split_series(open_series("generated:1"), 20, 3).validation
+    for name, value in found.items():
+        network = PatchTST(**kwargs).eval()
+        network.load_state_dict(torch.load(tmp_path / name, weights_only=True))
+        x, y = windows.batch(torch.arange(len(windows)))
+        with torch.no_grad():
+            assert value == pytest.approx(float(F.mse_loss(network(x), y)), rel=1e-5)
+    wrong = [*series[:2], "--length", "24", *series[4:], "--by", "validation_loss"]
+    assert main(["rank", *files, *model, *wrong]) == 2
+    assert "generated:1: the model does not run on windows of 24 rows and 7 features" in capsys.readouterr().err
+
+
+def test_data_that_a_strategy_needs_are_asked_for(checkpoints, stores, capsys):
+    files = [str(path) for path in checkpoints.values()]
+    source, target = ["--source", stores["source"]], ["--target", stores["target"]]
+    for arguments, message in (
+        (["--by", "validation_loss"], "--by validation_loss needs --source DATA, what the checkpoints were trained on"),
+        (["--by", "weight_norm,dormant_ratio"], "--by dormant_ratio needs --source DATA"),
+        (
+            ["--by", "linear_probe"],
+            "--by linear_probe needs --target DATA, what they shall be trained on next",
+        ),
+        (["--by", "weight_norm", *source], "--source goes with --by validation_loss or dormant_ratio"),
+        (target, "--target goes with --by linear_probe"),
+        (["--by", "weight"], "--by weight: choose from linear_probe, local_redundancy"),
+        (["--head", "3"], "--head goes with --by linear_probe"),
+        (["--by", "linear_probe", *target, "--head", "none"], "head=none: the model has no such part"),
+        (
+            ["--by", "validation_loss", "--source", stores["target"]],
+            "has 4 classes, the model 3 outputs: give --classes",
+        ),
+        (["--by", "weight_norm", "--dtype", "fp16"], "--dtype fp16 goes with local_redundancy alone"),
+        (["--by", "validation_loss", "--source", "none.csv"], "no series none.csv"),
+    ):
+        assert main(["rank", *files, "--model", "test_rank:net", "--size", "8", "-n", "8", *arguments]) == 2, arguments
+        assert message in " ".join(capsys.readouterr().err.split()), message

@@ -1,0 +1,420 @@
+"""Records read back, correlations against scipy's, the block bootstrap against simulation, and the other tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+from continual_runs import autoregressive, read_lines, write_lines, write_run
+from scipy import stats
+
+from fastlr.cli.main import main
+from fastlr.errors import FastlrWarning, InputError
+from fastlr.experiments.continual import (
+    TooShort,
+    agreement,
+    correlations,
+    costs,
+    forgetting_by_blocks,
+    read_run,
+    read_runs,
+)
+from fastlr.experiments.continual.association import METHODS, TRANSFORMS
+from fastlr.experiments.continual.tables import ablation_sheet, cost_sheet
+from fastlr.experiments.statistics.bootstrap import block_length, block_weights, interval, mean_error
+from fastlr.experiments.statistics.correlation import Resampled, constant, correlation, residuals, straight
+
+HORIZON = 10
+
+
+# records
+
+
+def test_a_run_is_read_back(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 30, skip=(4,), resume=(10, 20)))
+    assert len(run) == 30 and run.skipped == [4] and run.resumed == [10, 20]
+    assert run.measures[:2] == ["local_redundancy", "local_redundancy_noise"]
+    assert run.definition("weight_norm") == "definition of weight_norm"
+    assert np.isnan(run.accuracy[4]) and np.isfinite(np.delete(run.accuracy, 4)).all()
+    assert run.start["weight_norm"]["value"] == 10.0
+    assert run.timed == ["train", "evaluate", "local_redundancy", "dormant_ratio+srank"]
+    assert sum(run.per_parameter()[3].values()) == pytest.approx(run.measure("local_redundancy")[3])
+
+
+def test_forgetting_compares_a_task_with_itself_one_task_later(tmp_path):
+    folder = write_run(tmp_path / "run", 6)
+    tasks = [record for record in read_lines(folder) if record["kind"] == "task"]
+    expected = [tasks[t]["accuracy"] - tasks[t + 1]["previous_accuracy"] for t in range(5)]
+    forgetting = read_run(folder).forgetting
+    np.testing.assert_allclose(forgetting[:5], expected)
+    assert np.isnan(forgetting[5])
+
+
+def test_future_accuracy_is_of_the_tasks_after_the_boundary(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 25, skip=(12,)))
+    future = run.future_accuracy()
+    assert np.isfinite(future[:15]).all() and np.isnan(future[15:]).all()  # task 14 is followed by 15..24
+    assert future[14] == pytest.approx(run.accuracy[15:25].mean())
+    assert future[5] == pytest.approx(np.nanmean(run.accuracy[6:16]))  # the skipped task 12 is left out
+    many = read_run(write_run(tmp_path / "many", 25, skip=tuple(range(5, 11))))
+    assert np.isnan(many.future_accuracy()[3])  # of tasks 4..13 only four are there
+    assert np.isfinite(many.future_accuracy()[4:6]).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("tail", ['{"kind": "task", "ta', '{"kind": "task"}', "\x00\x00", "[1, 2]"])
+def test_an_incomplete_last_line_is_dropped_with_a_warning(tmp_path, tail):
+    folder = write_run(tmp_path / "run", 12, tail=tail)
+    with pytest.warns(FastlrWarning, match="last line is incomplete"):
+        assert len(read_run(folder)) == 12
+
+
+def test_a_damaged_line_in_the_middle_is_named_and_the_last_of_two_lines_counts(tmp_path):
+    folder = write_run(tmp_path / "run", 12)
+    again = {"kind": "task", "task": 3, "accuracy": 0.25, "measures": None}
+    with (folder / "records.jsonl").open("a") as file:
+        file.write("{broken\n" + json.dumps(again) + "\n")
+    with pytest.warns(FastlrWarning, match="line 14 is damaged"):
+        run = read_run(folder)
+    assert len(run) == 12 and run.accuracy[3] == 0.25 and np.isnan(run.measure("weight_norm")[3])
+
+
+def test_odd_values_are_missing_not_numbers(tmp_path):
+    lines = [
+        {"kind": "task", "task": t, "accuracy": a, "measures": {"weight_norm": w}}
+        for t, (a, w) in enumerate([(0.5, {"value": True}), ("x", {"value": None}), (math.nan, 3.0), (math.inf, {})])
+    ]
+    lines.append({"kind": "task", "task": 6})
+    write_lines(tmp_path, lines)
+    with pytest.warns(FastlrWarning) as told:
+        run = read_run(tmp_path)
+    (text,) = [str(warning.message) for warning in told]
+    assert "no record of task 4; no record of task 5; accuracy of task 1 is 'x', which is left out" in text
+    assert "accuracy of task 2 is nan" in text and "accuracy of task 3 is inf" in text
+    assert len(run) == 7 and run.config == {}
+    assert np.isfinite(run.accuracy).tolist() == [True] + [False] * 6
+    assert np.isfinite(run.measure("weight_norm")).tolist() == [False, False, True] + [False] * 4
+
+
+def test_folders_of_runs_stand_for_their_runs_in_order(tmp_path):
+    for seed in (10, 2, 0):
+        write_run(tmp_path / "all" / f"seed-{seed}", 11, seed=seed)
+    runs = read_runs([tmp_path / "all"])
+    assert [run.name for run in runs] == ["all/seed-0", "all/seed-2", "all/seed-10"]
+    with pytest.raises(InputError, match="given twice"):
+        read_runs([tmp_path / "all", tmp_path / "all" / "seed-2"])
+    with pytest.raises(InputError, match="no run folder"):
+        read_runs([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "records.jsonl").write_text("")
+    with pytest.raises(InputError, match="nothing to report"):
+        read_runs([tmp_path / "empty"])
+
+
+def options_are(folder, **options):
+    """Change the options of a run in its configuration."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["options"] |= options
+    file.write_text(json.dumps(config))
+
+
+def test_a_copy_of_a_run_is_no_evidence(tmp_path, capsys):
+    write_run(tmp_path / "run", 12)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    write_run(tmp_path / "short", 6)
+    options_are(tmp_path / "short", tasks=6, threads=2)  # neither makes it another run
+    options_are(tmp_path / "copy", norm_batch=256)  # the default, which an earlier version did not write
+    for other, longest in (("copy", "copy"), ("short", "run")):
+        for command in ("report", "ablate", "cost"):
+            assert main([command, str(tmp_path / other), str(tmp_path / "run"), "--pool"]) == 2
+            error = capsys.readouterr().err
+            assert "the same seed (0)" in error and f"no further evidence: give {tmp_path / longest} alone" in error
+    options_are(tmp_path / "short", norm_batch=64)
+    assert len(read_runs([tmp_path / "short", tmp_path / "run"])) == 2
+
+
+# correlations
+
+
+def _series(n=200, seed=0):
+    rng = np.random.default_rng(seed)
+    t = np.arange(n, dtype=float)
+    return t, autoregressive(rng, n) - t / n, autoregressive(rng, n, 0.5) + 0.01 * t
+
+
+def test_residuals_and_correlations_are_scipys():
+    t, x, y = _series()
+    line = stats.linregress(t, y)
+    rest = residuals(y, t)
+    np.testing.assert_allclose(rest, y - line.slope * t - line.intercept, atol=1e-12)
+    for series in (x, np.round(x, 1)):  # without ties, with many
+        assert correlation("pearson", series, rest) == pytest.approx(stats.pearsonr(series, rest)[0], abs=1e-12)
+        assert correlation("spearman", series, rest) == pytest.approx(stats.spearmanr(series, rest)[0], abs=1e-12)
+
+
+def test_what_has_no_correlation_is_found():
+    t, x, _ = _series()
+    assert constant(np.full(50, 1e9 / 3)) and not constant(1e9 + x)
+    assert straight(3e5 - 0.1 * t, t) and not straight(3e5 - 0.1 * t + 1e-3 * x, t)
+    for method in METHODS:
+        assert math.isnan(correlation(method, np.ones(9), np.arange(9.0)))
+
+
+def test_correlations_of_a_run_are_scipys_on_the_same_residuals(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 150, skip=(30,)))
+    task = np.arange(150)
+    for target, y in (("future accuracy", run.future_accuracy()), ("forgetting", run.forgetting)):
+        found = correlations([run], target=target, resamples=100)
+        assert [c.measure for c in found[::8]] == run.measures
+        for c in found:
+            x = run.measure(c.measure)
+            known = np.isfinite(x) & np.isfinite(y)
+            if c.note:
+                assert c.transform == "log" and (x[known] <= 0).any() and math.isnan(c.value)
+                continue
+            x = np.log(x[known]) if c.transform == "log" else x[known]
+            x = residuals(x, task[known]) if c.kind == "partial" else x
+            of = stats.pearsonr if c.method == "pearson" else stats.spearmanr
+            assert c.value == pytest.approx(of(x, residuals(y[known], task[known]))[0], abs=1e-10)
+            assert c.n == known.sum() and c.naive == pytest.approx(1 / math.sqrt(c.n))
+            assert c.low < c.value < c.high and c.stderr > 0 and 0 < c.smallest <= 1
+
+
+def test_resampled_correlations_are_those_of_the_written_out_resample():
+    t, x, y = _series(90)
+    x = np.round(x, 1)
+    weights = block_weights(90, 30, 40, np.random.default_rng(3))
+    resampled = Resampled(weights, t, y)
+    for partial in (False, True):
+        fast = {"pearson": resampled.pearson(x, partial=partial), "spearman": resampled.spearman(x, partial=partial)}
+        for row, w in enumerate(weights.astype(int)):
+            tt, xx, yy = (np.repeat(each, w) for each in (t, x, y))
+            a, b = residuals(xx, tt) if partial else xx, residuals(yy, tt)
+            a, b = np.round(a, 9), np.round(b, 9)  # copies of one task differ by rounding, which would break their ties
+            assert fast["pearson"][row] == pytest.approx(stats.pearsonr(a, b)[0], abs=1e-7)
+            assert fast["spearman"][row] == pytest.approx(stats.spearmanr(a, b)[0], abs=1e-7)
+
+
+def test_several_runs_are_averaged_by_their_tasks(tmp_path):
+    runs = [read_run(write_run(tmp_path / f"{n}", n, seed=n)) for n in (140, 270, 40)]  # the last is too short
+    single = [correlations([run], ["weight_norm"], resamples=100) for run in runs[:2]]
+    pooled = correlations(runs, ["weight_norm"], resamples=100)
+    for a, b, both in zip(*single, pooled):
+        assert (a.n, b.n, both.n) == (130, 260, 390)
+        assert both.value == pytest.approx((a.value + 2 * b.value) / 3)
+        assert both.per_run == (a.value, b.value)
+        assert both.blocks == a.blocks + b.blocks
+
+
+def test_the_lead_of_local_redundancy_is_paired(tmp_path):
+    runs = [read_run(write_run(tmp_path / str(seed), 300, seed=seed)) for seed in range(2)]
+    found = {(c.measure, c.kind, c.method): c for c in correlations(runs, resamples=300) if c.transform == "raw"}
+    for (name, kind, method), c in found.items():
+        first = found["local_redundancy", kind, method]
+        if name == "local_redundancy":
+            assert math.isnan(c.lead)
+            continue
+        assert c.lead == pytest.approx(first.value - c.value) and c.lead_stderr > 0
+        if name == "local_redundancy_next_task":  # nearly the same series: far less than independent errors would give
+            assert c.lead_stderr < 0.4 * math.hypot(first.stderr, c.stderr)
+        if name == "train_grad_norm":  # pure noise
+            assert c.lead_stderr == pytest.approx(math.hypot(first.stderr, c.stderr), rel=0.35)
+    alone = correlations(runs, ["weight_norm"], resamples=100)
+    assert all(math.isnan(c.lead) for c in alone)
+
+
+def test_short_runs_get_a_sentence(tmp_path):
+    """Four blocks of 30 in a single run; three in each of several."""
+    run = read_run(write_run(tmp_path / "run", 100))
+    found = correlations([run])
+    assert isinstance(found, TooShort) and "run has 90 usable tasks" in str(found) and "at least 91" in str(found)
+    assert not isinstance(correlations([run], target="forgetting", resamples=100), TooShort)
+    assert not isinstance(correlations([read_run(write_run(tmp_path / "b", 101))], resamples=100), TooShort)
+    pair = [read_run(write_run(tmp_path / f"pair{seed}", 71, seed=seed)) for seed in range(2)]
+    assert isinstance(correlations(pair[:1]), TooShort)
+    assert all(c.n == 122 for c in correlations(pair, resamples=100) if not c.note)
+    few = [read_run(write_run(tmp_path / f"few{seed}", 70, seed=seed)) for seed in range(3)]
+    assert isinstance(correlations(few), TooShort)
+
+
+def test_a_measure_taken_rarely_or_constant_has_a_reason_instead_of_a_value(tmp_path):
+    folder = write_run(tmp_path / "run", 110)
+    lines = read_lines(folder)
+    for record in lines[1:]:
+        t, measures = record["task"], record["measures"]
+        measures["weight_norm"]["value"] = 3.0
+        measures["distance_from_init"]["value"] = 0.1 * t + 2
+        if t % 5:
+            del measures["train_grad_norm"]
+    write_lines(folder, lines)
+    found = {(c.measure, c.kind, c.transform): c for c in correlations([read_run(folder)], resamples=100)}
+    assert found["weight_norm", "semi-partial", "raw"].note == "constant"
+    assert found["distance_from_init", "partial", "raw"].note == "a straight line in task number"
+    assert "20 usable tasks" in found["train_grad_norm", "semi-partial", "raw"].note
+    assert math.isfinite(found["local_redundancy", "partial", "log"].value)
+
+
+def test_the_same_seed_gives_the_same_errors(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 120))
+    one, two, other = (correlations([run], ["weight_norm"], resamples=100, seed=s)[0] for s in (1, 1, 2))
+    assert one == two and one.stderr != other.stderr and one.value == other.value
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 120))
+    with pytest.raises(InputError, match="choose one of future accuracy, forgetting"):
+        correlations([run], target="loss")
+    with pytest.raises(InputError, match="no runs"):
+        correlations([])
+    with pytest.raises(InputError, match="blocks of 500 tasks"):
+        correlations([run], length=500)
+    with pytest.raises(InputError, match="at least 2 resamples"):
+        correlations([run], resamples=1)
+
+
+# the bootstrap
+
+
+def test_blocks_are_whole_and_every_task_is_drawn_as_often():
+    weights = block_weights(100, 30, 4000, np.random.default_rng(0))
+    assert (weights.sum(1) == 100).all() and weights.min() == 0
+    assert abs(weights.mean(0) - 1).max() < 5 * math.sqrt(1.0 / 4000)
+    changes = (np.diff(weights, axis=1) != 0).sum(1)
+    assert changes.max() <= 8  # four blocks have at most eight ends
+    assert block_length(60) == 30 and block_length(3000) >= 30
+
+
+def test_the_mean_error_of_few_is_scipys():
+    few = np.random.default_rng(0).standard_normal(40)
+    assert mean_error(few) == pytest.approx(stats.sem(few))
+
+
+def test_the_error_of_a_mean_knows_of_neighbours():
+    rng = np.random.default_rng(0)
+    series = [np.convolve(rng.standard_normal(1009), np.ones(10) / 10, "valid") for _ in range(300)]
+    true = np.std([s.mean() for s in series])
+    assert np.mean([mean_error(s) for s in series]) == pytest.approx(true, rel=0.15)
+    assert np.mean([stats.sem(s) for s in series]) < 0.5 * true  # what a naive error would say
+
+
+def test_the_interval_widens_with_few_blocks_and_fails_honestly():
+    replicates = 0.1 * np.random.default_rng(0).standard_normal(1000)
+    wide, narrow = interval(0.2, replicates, 4), interval(0.2, replicates, 100)
+    assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
+    assert narrow.smallest == pytest.approx(math.tanh((stats.t.ppf(0.975, 98) + 0.8416) * 0.1), rel=0.05)
+    assert math.isnan(interval(0.2, np.full(100, np.nan), 50).stderr)
+
+
+def _simulated(rng, n, effect):
+    """A measure AR(1) with .97, accuracy = trend + effect x measure + noise, averaged over the next ten tasks."""
+    measure = autoregressive(rng, n + HORIZON)
+    accuracy = effect * measure + rng.standard_normal(n + HORIZON)
+    target = np.convolve(accuracy, np.ones(HORIZON) / HORIZON, "valid")[1 : n + 1]
+    return measure[:n], target - 0.5 * np.arange(n) / n
+
+
+def _true_correlation(effect, phi=0.97):
+    steps = np.arange(1, HORIZON + 1)
+    variance = (phi ** np.abs(steps[:, None] - steps)).mean()
+    return effect * (phi**steps).mean() / math.sqrt(effect**2 * variance + 1 / HORIZON)
+
+
+def _coverage(n, runs, resamples, effect):
+    """The share of 95 % intervals that hold the true correlation, and mean error over true error, by kind."""
+    truth = {"pearson": _true_correlation(effect)}
+    truth["spearman"] = 6 / math.pi * math.asin(truth["pearson"] / 2)  # of normal variables
+    task, length = np.arange(n, dtype=float), block_length(n)
+    hits = {(method, partial): 0 for method in METHODS for partial in (False, True)}
+    found = {key: [] for key in hits}
+    for number in range(runs):
+        rng = np.random.default_rng([number, n])
+        x, y = _simulated(rng, n, effect)
+        resampled = Resampled(block_weights(n, length, resamples, rng), task, y)
+        for method, partial in hits:
+            value = correlation(method, residuals(x, task) if partial else x, residuals(y, task))
+            replicates = getattr(resampled, method)(x, partial=partial)
+            error = interval(value, replicates, -(-n // length))
+            hits[method, partial] += error.low <= truth[method] <= error.high
+            found[method, partial].append((value, error.stderr))
+    ratio = {key: np.mean([s for _, s in pairs]) / np.std([v for v, _ in pairs]) for key, pairs in found.items()}
+    return {key: count / runs for key, count in hits.items()}, ratio
+
+
+def test_intervals_cover_the_truth_where_naive_errors_would_not():
+    covered, ratio = _coverage(1000, runs=60, resamples=100, effect=0.0)
+    assert min(covered.values()) >= 0.85  # 95 % less three and a half standard errors of 60 trials
+    assert min(ratio.values()) > 0.75 and max(ratio.values()) < 1.35
+    rng = np.random.default_rng(0)
+    naive = 0
+    for _ in range(60):
+        x, y = _simulated(rng, 1000, 0.0)
+        naive += abs(correlation("pearson", x, residuals(y))) < 1.96 / math.sqrt(1000)
+    assert naive / 60 < 0.7
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("effect", [0.0, 0.1])
+def test_intervals_cover_at_least_nine_in_ten_at_3000_tasks(effect):
+    covered, ratio = _coverage(3000, runs=1000, resamples=300, effect=effect)
+    print(effect, covered, ratio)
+    assert min(covered.values()) >= 0.90
+
+
+# the other tables
+
+
+def test_forgetting_by_blocks(tmp_path):
+    runs = [read_run(write_run(tmp_path / str(n), n, seed=n, skip=(7,))) for n in (100, 80)]
+    whole, *blocks = forgetting_by_blocks(runs)
+    lost = np.concatenate([run.forgetting for run in runs])
+    assert (whole.first, whole.last, whole.n) == (0, 99, int(np.isfinite(lost).sum()))
+    assert whole.mean == pytest.approx(np.nanmean(lost)) and whole.stderr > 0
+    assert whole.right_after - whole.one_later == pytest.approx(whole.mean)
+    assert [b.first for b in blocks] == list(range(0, 100, 10)) and sum(b.n for b in blocks) == whole.n
+    part = runs[0].forgetting[90:]
+    assert blocks[-1].stderr == pytest.approx(stats.sem(part[np.isfinite(part)]))
+
+
+def test_costs_are_sums_and_shares(tmp_path):
+    runs = [read_run(write_run(tmp_path / str(n), n, seed=n)) for n in (20, 30)]
+    found = {cost.name: cost for cost in costs(runs)}
+    assert list(found) == ["train", "evaluate", "local_redundancy", "dormant_ratio+srank"]
+    cost = found["local_redundancy"]
+    assert cost.n == 50 and cost.total == pytest.approx(2 * 3.0 + 48 * 0.2)
+    assert cost.median == 0.2 and cost.share == pytest.approx(cost.total / 500)
+    assert found["train"].share == 1.0
+    whole, of_measures = ((sum(found[name].total for name in names)) / 50 for names in (found, list(found)[2:]))
+    note = f"A task took {whole:.4g} s in all, {of_measures:.4g} s of them for measures."
+    assert cost_sheet(list(found.values()), runs).notes[0] == note
+
+
+def test_agreement_is_defined_as_it_says(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 95))
+    found = {(a.measure, a.transform): a for a in agreement([run], resamples=100)}
+    assert set(found) == {(m, t) for m in ("local_redundancy", "local_redundancy_noise") for t in TRANSFORMS}
+    y = run.measure("local_redundancy_next_task")
+    for (name, transform), a in found.items():
+        x = run.measure(name)
+        u, v = (np.log(x), np.log(y)) if transform == "log" else (x, y)
+        assert a.r == pytest.approx(stats.pearsonr(u, v)[0]) and a.r_squared == pytest.approx(a.r**2)
+        assert a.identity == pytest.approx(1 - np.sum((u - v) ** 2) / np.sum((v - v.mean()) ** 2))
+        assert a.mse == pytest.approx(np.mean((stats.zscore(u) - stats.zscore(v)) ** 2))
+        assert a.ratio == pytest.approx(stats.gmean(x / y)) and a.n == 95 and a.stderr > 0
+    assert found["local_redundancy", "log"].r > found["local_redundancy_noise", "log"].r
+    without = read_run(write_run(tmp_path / "without", 20, leave_out=("local_redundancy_next_task",)))
+    assert agreement([without]) == []
+
+
+def test_squared_errors_are_of_the_values_and_of_their_logarithms(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 12))
+    x, y = run.measure("local_redundancy"), run.measure("local_redundancy_next_task")
+    raw, log = (a for a in agreement([run], resamples=100) if a.measure == "local_redundancy")
+    assert raw.squared_error == pytest.approx(float(((x - y) ** 2).mean()))
+    assert log.squared_error == pytest.approx(float((np.log(x / y) ** 2).mean()))
+    assert (raw.transform, log.transform) == ("raw", "log") and raw.mse == pytest.approx(2 * (1 - raw.r))
+    sheet = ablation_sheet([raw, log])
+    assert dict(zip(sheet.columns, sheet.rows[1]))["MSE"] == f"{log.squared_error:.3g}"
+    assert "of the raw values and of their logarithms" in sheet.notes[1]

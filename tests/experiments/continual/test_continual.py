@@ -1,0 +1,343 @@
+"""The continual-learning driver: what a run records, that it trains as plain torch does, that it survives being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from continual_cases import EVERY_INTERVENTION, SMALL, begin, checkpoint, comparable, lines, net
+from kills import check_kills
+
+import fastlr
+from fastlr.cli.main import main
+from fastlr.cli.progress import Clock
+from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
+from fastlr.experiments.continual import experiment as continual
+from fastlr.experiments.continual.options import MEASURES, OF_THE_TABLES, PRESETS, ContinualOptions
+from fastlr.experiments.data import ImageStore, load_task, normalise, pairs, synthetic_store
+from fastlr.experiments.runs.options import parse_settings, resolve
+
+# -- killed and resumed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kills", "interventions"),
+    [
+        (1, EVERY_INTERVENTION),
+        pytest.param(20, {}, marks=pytest.mark.long),
+        pytest.param(20, EVERY_INTERVENTION, marks=pytest.mark.long),
+    ],
+    ids=["one", "twenty", "twenty with interventions"],
+)
+def test_killed_it_ends_as_the_uninterrupted_run(tmp_path, images, kills, interventions):
+    settings = {**SMALL, "data": images, "tasks": 6, "epochs": 10, "measures": tuple(MEASURES), **interventions}
+    records = check_kills(tmp_path, continual.__name__, settings, kills, seed=kills)
+    assert [line.get("task") for line in records] == [None, 0, 1, 2, 3, 4, 5]
+
+
+def test_a_run_can_be_made_longer(tmp_path, images):
+    for name, tasks in (("long", 4), ("short", 2)):
+        begin(tmp_path / name, images, measures=("weight_norm", "local_redundancy_next_task"), tasks=tasks)
+    torch.rand(7)  # what happens in between does not matter
+    continual.resume(tmp_path / "short", {"tasks": 4})
+    assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
+    rounds = [(line["round"], line["classes"]) for line in comparable(tmp_path / "long")[1:]]
+    assert [r for r, _ in rounds] == [0, 0, 0, 1], "three classes have three pairs; then a new permutation, marked"
+    config = (tmp_path / "short/config.json").read_text()
+    with pytest.warns(FastlrWarning, match="has done more than tasks=3 already: nothing is left to do"):
+        continual.resume(tmp_path / "short", {"tasks": 3})
+    assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
+    assert (tmp_path / "short/config.json").read_text() == config
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+def test_the_records_say_what_the_checkpoint_computes(tmp_path, images):
+    settings = {"tasks": 2, "measures": tuple(MEASURES), "seed": 3, "redundancy_probe": "exact"}
+    first, before, last = begin(tmp_path / "run", images, **settings)
+    assert (first["kind"], before["kind"], last["kind"]) == ("start", "task", "task")
+    assert list(first["measures"]) == list(last["measures"]) == list(MEASURES)
+    assert before["previous_accuracy"] is None and before["task"] == 0 and last["task"] == 1
+    shared = [key for key in last["seconds"] if "+" in key]
+    assert shared == ["dormant_ratio+dormant_ratio_tau+batch_grad_norm+effective_rank+srank+feature_rank"], (
+        "a pass for all"
+    )
+    assert {name for key in last["seconds"] for name in key.split("+")} == {"train", "evaluate", *MEASURES}
+
+    store = ImageStore.open(images)
+    drawn = pairs(3, 3, seed=3)
+    assert [line["classes"] for line in (before, last)] == [[p.first, p.second] for p in drawn[:2]]
+    assert last["names"] == [store.classes[i] for i in last["classes"]]
+    earlier, task, following = (load_task(store, pair) for pair in drawn)
+    assert last["train_images"] == len(task.train_y) == 22 and last["test_images"] == len(task.test_y) == 10
+    model = net()
+    model.load_state_dict(checkpoint(tmp_path / "run")["model"])
+    model.eval()
+    for t, name in ((task, "accuracy"), (earlier, "previous_accuracy")):
+        right = sum(int(model(normalise(x[None])).argmax() == y) for x, y in zip(t.test_x, t.test_y))
+        assert last[name] == right / len(t.test_y)
+
+    values = {name: measure["value"] for name, measure in last["measures"].items()}
+    assert all(measure["definition"] for measure in last["measures"].values())
+    initial = torch.load(tmp_path / "run/checkpoints/initial.pt", weights_only=True)
+    flat = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    start = torch.cat([initial[name].double().flatten() for name, _ in model.named_parameters()])
+    assert values["weight_norm"] == pytest.approx(flat.norm().item(), rel=1e-12)
+    assert values["distance_from_init"] == pytest.approx((flat - start).norm().item(), rel=1e-12)
+    assert first["measures"]["distance_from_init"]["value"] == 0
+    assert first["measures"]["weight_norm"]["value"] == pytest.approx(start.norm().item(), rel=1e-12)
+    whole = fastlr.estimate(model, fastlr.ShapeImages(size=(3, 8, 8)), n=20, seed=3, probe="exact")
+    assert values["local_redundancy"] == pytest.approx(whole.value, rel=1e-5)
+    assert last["measures"]["local_redundancy"]["stderr"] == pytest.approx(whole.stderr, rel=1e-4)
+    assert sum(last["measures"]["local_redundancy"]["per_parameter"].values()) == pytest.approx(whole.value, rel=1e-4)
+    noise = fastlr.estimate(model, fastlr.NoiseImages(size=(3, 8, 8)), n=20, seed=3, probe="exact")
+    assert values["local_redundancy_noise"] == pytest.approx(noise.value, rel=1e-5)
+    x = normalise(following.train_x)  # all 22, of which 20 are used
+    each = fastlr.estimate(model, fastlr.TensorInputs(x), n=22, seed=3, probe="exact").per_sample
+    used = last["measures"]["local_redundancy_next_task"]
+    assert used["probe"] == "exact"
+    assert used["n"] == 20 and each.sort().values[:20].mean() <= used["value"] <= each.sort().values[2:].mean()
+    assert values["batch_grad_norm"] <= values["train_grad_norm"]
+
+
+def test_measures_on_a_task_use_the_task_just_learned(tmp_path, images):
+    *_, last = begin(tmp_path / "run", images, tasks=2, measures=("train_grad_norm",), measure_images=1000)
+    model = net()
+    model.load_state_dict(checkpoint(tmp_path / "run")["model"])
+    task = load_task(ImageStore.open(images), pairs(3, 2)[1])
+    wanted = fastlr.metrics.train_grad_norm(model, normalise(task.train_x), task.train_y, F.cross_entropy)
+    assert last["measures"]["train_grad_norm"]["value"] == pytest.approx(float(wanted), rel=1e-5)
+
+
+def test_measures_at_some_boundaries(tmp_path, images):
+    records = begin(tmp_path / "run", images, tasks=5, measures=("weight_norm",), measure_every=2)
+    assert [bool(line["measures"]) for line in records] == [True, False, True, False, True, False]
+
+
+def test_only_what_is_not_finite_is_missing_of_a_shared_pass(tmp_path, images, monkeypatch):
+    taken = fastlr.metrics.measures
+
+    def without_srank(model, names, **given):
+        if "effective_rank" in names:
+            raise NonFiniteError("the features are not finite")
+        return taken(model, names, **given)
+
+    monkeypatch.setattr(fastlr.metrics, "measures", without_srank)
+    wanted = ("dormant_ratio_tau", "srank", "batch_grad_norm")
+    first, *_ = begin(tmp_path / "run", images, tasks=1, measures=wanted, on_nan="skip")
+    values = {name: measure["value"] for name, measure in first["measures"].items()}
+    assert values["srank"] is None and values["dormant_ratio_tau"] >= 0 and values["batch_grad_norm"] > 0
+    with pytest.raises(NonFiniteError, match="after task -1: srank: the features are not finite"):
+        begin(tmp_path / "stops", images, tasks=1, measures=wanted)
+
+
+def test_a_measure_that_the_model_does_not_have_is_named(tmp_path, images):
+    settings = {"model": "continual_cases:no_activation", "measures": ("dormant_ratio", "batch_grad_norm")}
+    with pytest.raises(ModelError, match="dormant_ratio: no activations .*leave it out by --set measures"):
+        begin(tmp_path / "run", images, **settings)
+
+
+# -- options and the command line --------------------------------------------------------------------------------------
+
+
+def test_settings_are_checked():
+    texts = ["learning_rate=1e-2", 'model_kwargs={"size": 64}', "dtype=bf16", "flip=off"]
+    wanted = {"learning_rate": 0.01, "model_kwargs": {"size": 64}, "dtype": "bf16", "flip": False}
+    assert parse_settings(ContinualOptions, texts) == wanted
+    for text, message in (
+        ("epoch=3", "epoch is unknown: did you mean epochs"),
+        ("epochs=3.5", "epochs wants a whole number, not '3.5'"),
+        ("learning_rate=nan", "finite"),
+        ("flip=perhaps", "true or false"),
+        ("dtype=fp8", "one of fp32, bf16"),
+        ("model_kwargs=[1]", "a JSON object"),
+        ("epochs", "write key=value"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parse_settings(ContinualOptions, [text])
+    with pytest.raises(InputError, match="given twice"):
+        parse_settings(ContinualOptions, ["epochs=1", "epochs=2"])
+    for preset, settings, message in (
+        ("paper", {"epochs": 0}, "epochs=0: give at least 1"),
+        ("paper", {"learning_rate": 0.0}, "positive"),
+        ("paper", {"measures": ("weight_nrm",)}, "did you mean weight_norm"),
+        ("paper", {"measures": ("srank", "srank")}, "twice"),
+        ("paper", {"epoch": 1}, "option epoch is unknown: did you mean epochs"),
+        ("dohare", {}, "preset dohare is unknown: did you mean dohare32"),
+        ("paper", {"cbp_rate": 1.5}, "cbp_rate=1.5: give at most 1"),
+        ("paper", {"cbp_decay": 1.0}, "cbp_decay=1.0: give less than 1"),
+        ("paper", {"replay_share": 1.0}, "replay_share=1.0: give less than 1"),
+        ("paper", {"replay_share": 0.0}, "replay_share=0.0: give a positive number"),
+        ("paper", {"ewc_decay": 1.01}, "ewc_decay=1.01: give at most 1"),
+        ("paper", {"ewc": -1.0}, "ewc=-1.0: give at least 0"),
+        ("paper", {"ewc_images": 0}, "ewc_images=0: give at least 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            resolve(ContinualOptions, PRESETS, preset, settings)
+
+
+def test_the_presets_are_those_of_the_papers():
+    paper, dohare = (resolve(ContinualOptions, PRESETS, name, {}) for name in ("paper", "dohare32"))
+    assert (paper.model, paper.tasks, paper.epochs, paper.redundancy_n) == ("mobilenet_v3_large", 3000, 100, 5000)
+    assert (paper.optimiser, paper.learning_rate, paper.batch_size, paper.norm_batch) == ("adamw", 1e-3, 1024, 256)
+    assert (paper.dtype, paper.optimiser_state, paper.head_reset) == ("bf16", "kept", False)
+    assert (dohare.tasks, dohare.epochs, dohare.batch_size, dohare.momentum) == (2000, 250, 100, 0.9)
+    assert dohare.optimiser == "sgd" and dohare.head_reset
+    assert paper.measures == MEASURES, "the ablation's, too: Table 4 is made of them"
+    table5 = resolve(ContinualOptions, PRESETS, "table5", {})
+    assert vars(table5) == {**vars(paper), "tasks": 500, "measures": OF_THE_TABLES}
+    for name in set(PRESETS) - {"paper", "table5", "small"}:
+        assert set(MEASURES) - set(resolve(ContinualOptions, PRESETS, name, {}).measures) == {
+            "local_redundancy_noise",
+            "local_redundancy_next_task",
+        }
+
+
+def test_a_run_is_resumed_with_its_own_options(tmp_path, images):
+    begin(tmp_path / "run", images, tasks=1, measures=())
+    with pytest.raises(InputError, match="begun with epochs=2, not 3"):
+        continual.resume(tmp_path / "run", {"epochs": 3})
+    with pytest.raises(InputError, match="begun with the preset paper, not tiny"):
+        continual.resume(tmp_path / "run", {}, preset="tiny")
+    other = tmp_path / "other"
+    synthetic_store(other, classes=3, size=8, train=11, test=5, seed=1)
+    with pytest.raises(InputError, match="other data"):
+        continual.resume(tmp_path / "run", {"data": str(other)})
+    assert len(lines(tmp_path / "run")) == 2, "refusals leave no trace"
+
+
+def test_another_number_of_threads_is_warned_of(tmp_path, images):
+    before = torch.get_num_threads()
+    try:
+        begin(tmp_path / "run", images, tasks=1, measures=(), threads=2)
+        assert torch.get_num_threads() == 2
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FastlrWarning)
+            continual.resume(tmp_path / "run", {})  # the option is the run's
+        path = tmp_path / "run/config.json"
+        path.write_text(path.read_text().replace('"threads": 2', '"threads": 0'))
+        assert json.loads(path.read_text())["threads"] == 0  # both the option and what was found
+        path.write_text(path.read_text().replace('"threads": 0,\n  "processes"', '"threads": 3,\n  "processes"'))
+        with pytest.warns(FastlrWarning, match="begun with 3 threads, this process has 2"):
+            continual.resume(tmp_path / "run", {})
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_command(tmp_path, images, capsys):
+    arguments = ["--out", str(tmp_path / "run"), "--set", "epochs=1", "--set", "measures=weight_norm"]
+    size = ["--set", "model=continual_cases:net"]
+    assert main(["continual", "demo", "--data", images, *arguments, *size, "--tasks", "2", "--seed", "5"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err, "quiet without a terminal"
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["options"]["seed"] == 5 and config["options"]["tasks"] == 2 and config["preset"] == "demo"
+    assert config["data"]["digest"] == ImageStore.open(images).digest
+    assert config["versions"]["torch"] == torch.__version__
+    assert config["device"] == "cpu" and config["machine"].endswith(("1 thread", "threads"))
+    assert main(["continual", "--resume", "--out", str(tmp_path / "run"), "--tasks", "3"]) == 0
+    assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "resume", "task"]
+    assert main(["continual", "demo", "--data", images, *arguments]) == 2
+    assert "holds a run: --resume goes on with it" in capsys.readouterr().err
+    for extra, message in (
+        (["--set", "epoch=1"], "did you mean epochs"),
+        (
+            ["--set", "redundancy_n=1", "--data", images, "--out", str(tmp_path / "new")],
+            "one input has no standard error",
+        ),
+        (["--tasks", "2", "--set", "tasks=3"], "both given"),
+        ([], "give --out"),
+        (["--out", str(tmp_path / "new")], "give --data (or --set data=), the folder of an image store"),
+    ):
+        assert main(["continual", "paper", *extra]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert main(["continual", "dohare32", "--options"]) == 0
+    out = capsys.readouterr().out
+    assert "epochs=250\n" in out and "\ndtype=fp32  # fp32, bf16, bf16-weights\n" in out
+
+
+def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGTERM)  # another library in this process may have set its own
+    out = tmp_path / "run"
+    arguments = ["continual", "paper", "--data", images, "--out", str(out), "--tasks", "3", "--set", "measures="]
+    for key, value in SMALL.items():
+        arguments += [] if key in ("tasks", "measures") else ["--set", f"{key}={value}"]
+
+    stops = []
+
+    @contextmanager
+    def stopping(driver):
+        def show(at):
+            if (at.done, at.epoch) in stops:
+                if how == signal.SIGINT:  # may be ignored, and inherited so, where the tests run in the background
+                    raise KeyboardInterrupt
+                signal.raise_signal(how)
+
+        yield show
+
+    monkeypatch.setattr("fastlr.cli.runs.progress", stopping)
+    for stop, how, says in (
+        ((0, 1), signal.SIGINT, "interrupted before the first task was done: --resume goes on with it"),
+        ((2, 1), signal.SIGTERM, "interrupted after task 2 of 3: --resume goes on with it"),
+    ):
+        stops[:] = [stop]
+        assert main(arguments) == 128 + how
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert capsys.readouterr().err.splitlines() == [says]
+        arguments = ["continual", "--resume", "--out", str(out)]
+    stops.clear()
+    assert main(arguments) == 0
+
+
+def test_interrupted_at_a_terminal_it_says_so_too(tmp_path, images):
+    """There the progress bar writes too, and typer, which catches Ctrl-C, says nothing."""
+    arguments = ["continual", "demo", "--out", str(tmp_path / "run"), "--set", "measures="]
+    process, terminal = pty.fork()
+    if not process:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, and inherited so, where the tests run in the background
+        os.execv(sys.executable, [sys.executable, "-m", "fastlr", *arguments])
+    text, sent = b"", False
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # Linux's way to say that the other end is closed
+            break
+        if not part:
+            break
+        text += part
+        if b"task 2/" in text and not sent:
+            sent = bool(os.write(terminal, b"\x03"))
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
+    assert re.search(rb"interrupted after task \d+ of 200: --resume goes on with it", text), text[-500:]
+
+
+def test_time_left(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    clock = Clock()
+    assert clock.left(40, 50) is None  # resumed at task 40
+    now[0] = 110.0
+    assert clock.left(42, 50) == pytest.approx(40)
+
+
+def test_progress_goes_from_epoch_to_epoch(tmp_path, images):
+    reports = []
+    settings = {**SMALL, "data": images, "tasks": 2, "measures": ()}
+    continual.begin(tmp_path / "run", "paper", settings, reports.append)
+    assert [(at.done, at.epoch, at.record is not None) for at in reports] == [
+        (0, 0, True),
+        *[(0, 1, False), (0, 2, False), (1, 0, True)],
+        *[(1, 1, False), (1, 2, False), (2, 0, True)],
+    ]

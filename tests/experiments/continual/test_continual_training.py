@@ -1,0 +1,226 @@
+"""Training in the continual-learning driver: what plain torch does, interventions, losses that are not finite."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from continual_cases import Watching, assert_same, begin, checkpoint, lines, trainer
+from torch import nn
+
+from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.experiments.continual import interventions
+from fastlr.experiments.continual.experiment import DRIVER
+from fastlr.experiments.continual.options import MEASURES
+from fastlr.experiments.data import ImageStore, load_task, normalise
+from fastlr.experiments.runs.folder import stream_seed
+
+
+@pytest.fixture(scope="module")
+def task(images):
+    return load_task(ImageStore.open(images), (0, 1))
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("optimiser", "updates"), [("adamw", "every-part"), ("sgd", "first-part")])
+def test_training_is_what_a_plain_loop_does(task, optimiser, updates):
+    """Batches of 12, 12 forward passes of 6: BatchNorm's statistics of 6, the mean gradient of 12, one step."""
+    settings = {"optimiser": optimiser, "momentum": 0.9, "weight_decay": 0.1, "learning_rate": 0.003}
+    learner = trainer(flip=False, batch_norm_updates=updates, **settings)
+    model = copy.deepcopy(learner.model)
+    kind, more = (torch.optim.AdamW, {}) if optimiser == "adamw" else (torch.optim.SGD, {"momentum": 0.9})
+    steps = kind(model.parameters(), lr=0.003, weight_decay=0.1, **more)
+    generator = torch.Generator().manual_seed(stream_seed(0, "order", 5))
+    mean, std = (torch.tensor(v)[:, None, None] for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+    x = (task.train_x.float() / 255 - mean) / std
+    for _ in range(2):
+        order = torch.randperm(22, generator=generator)
+        total = 0.0
+        for batch, halves in ((order[:12], (6, 6)), (order[12:], (5, 5))):
+            losses = []
+            for half in batch.split(halves):
+                aside = {name: t.clone() for name, t in model.named_buffers()}
+                used = aside if losses and updates == "first-part" else {}
+                losses.append(F.cross_entropy(torch.func.functional_call(model, used, (x[half],)), task.train_y[half]))
+            steps.zero_grad()
+            (sum(losses) / 2).backward()
+            steps.step()
+            total += sum(losses).item() / 2 * len(batch)
+    assert learner.learn(task, 5) == pytest.approx(total / 22, rel=1e-4)
+    for (name, a), b in zip(learner.model.state_dict().items(), model.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_the_layout_is_that_of_the_run_everywhere(task, tmp_path, images):
+    """A contiguous run has the measures and the losses of one in channels-last, but for rounding, and nowhere its strides."""
+    seen = []
+
+    def look(module, args):
+        seen.append((module.weight.is_contiguous(), args[0].is_contiguous()))
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: look(module, args) if isinstance(module, nn.Conv2d) else None
+    )
+    settings = {"tasks": 2, "ewc": 3.0, "measures": tuple(MEASURES), "redundancy_probe": "exact", "learning_rate": 1e-3}
+    contiguous = begin(tmp_path / "contiguous", images, layout="contiguous", **settings)
+    hook.remove()
+    assert len(seen) > 20 and all(map(all, seen)), "weights and images"
+    start, *tasks = begin(tmp_path / "channels-last", images, **settings)
+    for name in MEASURES:
+        wanted = start["measures"][name]["value"]
+        assert contiguous[0]["measures"][name]["value"] == pytest.approx(wanted, rel=1e-4, abs=1e-6), name
+    for a, b in zip(contiguous[1:], tasks, strict=True):
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-2)
+    with pytest.raises(InputError, match="was begun with layout=contiguous, not channels-last"):
+        DRIVER.resume(tmp_path / "contiguous", {"layout": "channels-last"})
+
+
+def test_the_whole_batch_when_norm_batch_is_zero(task):
+    a, b = trainer(norm_batch=0, flip=False), trainer(norm_batch=12, flip=False)
+    assert a.learn(task, 0) == b.learn(task, 0)
+
+
+def test_every_image_once_an_epoch_half_of_them_mirrored(task):
+    learner = trainer(network=Watching, epochs=20)
+    learner.learn(task, 0)
+    seen = torch.cat(learner.model.seen)
+    assert len(seen) == 20 * 22 and max(map(len, learner.model.seen)) == 6
+    originals, mirrored = normalise(task.train_x), 0
+    for epoch in seen.split(22):
+        as_they_are = (epoch[:, None] == originals).flatten(2).all(2)
+        flipped = (epoch[:, None] == originals.flip(3)).flatten(2).all(2)
+        assert ((as_they_are | flipped).sum(0) == 1).all()
+        mirrored += int(flipped.sum())
+    assert abs(mirrored - 220) < 4 * 440**0.5 / 2
+    assert not torch.equal(seen[:22], seen[22:44])
+
+
+def test_optimiser_state_is_kept_or_reset(tmp_path, images):
+    for option, steps in (("kept", 3 * 4), ("reset", 4)):
+        records = begin(tmp_path / option, images, measures=(), optimiser_state=option)
+        state = checkpoint(tmp_path / option)["optimiser"]["state"]
+        assert {int(moments["step"]) for moments in state.values()} == {steps}
+        assert {line["optimiser_state"] for line in records[1:]} == {option}
+
+
+def test_the_head_is_reset_at_each_task(task):
+    for reset in (True, False):
+        learner = trainer(head_reset=reset, learning_rate=1e-9, optimiser="sgd", weight_decay=0.0)
+        before = copy.deepcopy(learner.model.state_dict())
+        learner.learn(task, 0)
+        after = learner.model.state_dict()
+        assert (after["4.weight"].abs().max() < 1e-6) == reset
+        assert torch.allclose(after["0.weight"], before["0.weight"], atol=1e-6)
+    with pytest.raises(ModelError, match="head_reset wants"):
+        trainer(head_reset=True, network=lambda: nn.Conv2d(3, 2, 1))
+
+
+def test_weights_are_carried_over(tmp_path, images):
+    records = begin(tmp_path / "run", images, measures=("distance_from_init",), learning_rate=1e-3)
+    distances = [line["measures"]["distance_from_init"]["value"] for line in records]
+    assert distances == sorted(distances) and distances[0] == 0 < distances[1]
+
+
+def test_bfloat16(tmp_path, images):
+    bf16, fp32 = (
+        begin(tmp_path / dtype, images, dtype=dtype, tasks=1, measures=tuple(MEASURES))[0]["measures"][
+            "local_redundancy"
+        ]
+        for dtype in ("bf16", "fp32")
+    )
+    assert bf16["value"] == pytest.approx(fp32["value"], rel=0.03) and bf16["value"] != fp32["value"]
+    assert all(v.dtype == torch.float32 for k, v in checkpoint(tmp_path / "bf16")["model"].items() if "num" not in k)
+
+
+# -- interventions -----------------------------------------------------------------------------------------------------
+
+
+def test_shrink_and_perturb_moves_every_parameter():
+    model = nn.Linear(200, 300)
+    model.bias.requires_grad_(False)
+    before = copy.deepcopy(model)
+    interventions.shrink_and_perturb(model, 0.4, 0.01, seed=7)
+    noise = model.weight - 0.4 * before.weight
+    assert abs(noise.std().item() - 0.01) < 1e-4 and abs(noise.mean().item()) < 2e-4  # 60,000 draws
+    assert torch.equal(model.bias, before.bias), "frozen"
+    again, other = copy.deepcopy(before), copy.deepcopy(before)
+    interventions.shrink_and_perturb(again, 0.4, 0.01, seed=7)
+    interventions.shrink_and_perturb(other, 0.4, 0.01, seed=8)
+    assert torch.equal(again.weight, model.weight) and not torch.equal(other.weight, model.weight)
+    interventions.shrink_and_perturb(before, 0.0, 0.0, seed=7)
+    assert not before.weight.any()
+
+
+def test_shrink_and_perturb_comes_before_every_task_but_the_first(tmp_path, images):
+    settings = {"shrink": 0.5, "learning_rate": 1e-12, "weight_decay": 0.0, "measures": ("weight_norm",)}
+    norms = [line["measures"]["weight_norm"]["value"] for line in begin(tmp_path / "run", images, tasks=2, **settings)]
+    assert norms == pytest.approx([norms[0], norms[0], norms[0] / 2], rel=1e-6)
+
+
+def test_towards_init_is_the_penalty_in_the_loss(task, images):
+    learner = trainer(l2_init=0.3, flip=False, optimiser="sgd", weight_decay=0.0, batch_size=22, norm_batch=0, epochs=1)
+    initial = {name: value + 0.1 for name, value in learner.model.state_dict().items()}
+    learner.started_at(initial, ImageStore.open(images))
+    model = copy.deepcopy(learner.model)
+    order = torch.randperm(22, generator=torch.Generator().manual_seed(stream_seed(0, "order", 0)))
+    loss = F.cross_entropy(model(normalise(task.train_x[order])), task.train_y[order])
+    penalty = sum((p - initial[name]).square().sum() for name, p in model.named_parameters())
+    (loss + 0.3 * penalty).backward()
+    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+    assert learner.learn(task, 0) == pytest.approx(loss.item(), rel=1e-5)
+    for a, b in zip(learner.model.parameters(), model.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_towards_init_draws_the_network_back(tmp_path, images):
+    ends = {}
+    for strength in (0.0, 10.0):
+        settings = {"measures": ("distance_from_init",), "weight_decay": 0.0, "l2_init": strength}
+        last = begin(tmp_path / str(strength), images, **settings)[-1]
+        ends[strength] = last["measures"]["distance_from_init"]["value"]
+    assert ends[10.0] < ends[0.0] / 2
+
+
+def test_layer_norm_in_place_of_batch_norm(tmp_path, images):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.BatchNorm2d(4, eps=1e-3)))
+    assert interventions.layer_norm_for_batch_norm(model) == 1
+    x = torch.randn(5, 3, 8, 8)
+    h = model[0](x)
+    wanted = F.layer_norm(h, h.shape[1:], eps=1e-3)
+    torch.testing.assert_close(model.train()(x), wanted)
+    torch.testing.assert_close(model(x[:1]), wanted[:1])  # no sample sees another
+    settings = {"measures": ("local_redundancy",), "norm": "layer", "tasks": 1}
+    begin(tmp_path / "run", images, **settings)
+    assert not any("running" in name for name in checkpoint(tmp_path / "run")["model"])
+    with pytest.raises(InputError, match="no batch norm to replace"):
+        begin(tmp_path / "none", images, **settings, model="continual_cases:no_activation")
+
+
+# -- losses that are not finite ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "epoch"),
+    [({}, 2), ({"epochs": 1, "batch_size": 22}, 1)],
+    ids=["a loss", "the outputs after the last step"],
+)
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, images, settings, epoch):
+    settings = {"optimiser": "sgd", "learning_rate": 1e30, "measures": ("weight_norm",), **settings}
+    with pytest.raises(NonFiniteError, match=f"task 0: the loss is not finite in epoch {epoch}; lower learning_rate"):
+        begin(tmp_path / "run", images, **settings)
+    assert len(lines(tmp_path / "run")) == 1 and checkpoint(tmp_path / "run")["position"] == 0
+
+
+def test_or_the_task_is_skipped(tmp_path, images):
+    settings = {"optimiser": "sgd", "momentum": 0.9, "learning_rate": 1e30, "on_nan": "skip"}
+    records = begin(tmp_path / "run", images, measures=("distance_from_init",), **settings)[1:]
+    for line in records:
+        assert line["skipped"] == "nan loss" and line["measures"]["distance_from_init"]["value"] == 0
+        assert line["accuracy"] is line["previous_accuracy"] is line["train_loss"] is None
+    state, initial = checkpoint(tmp_path / "run"), torch.load(tmp_path / "run/checkpoints/initial.pt")
+    assert_same(dict(state["model"]), dict(initial))
+    assert len(records) == 3 and not state["optimiser"]["state"]

@@ -1,0 +1,322 @@
+"""The report of continual runs: files, tables at 80 columns, a page that needs nothing else, the commands."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from continual_runs import LAYERS, read_lines, write_lines, write_run
+from PIL import Image
+from rich.console import Console
+
+from fastlr.cli import main as cli
+from fastlr.display.sheets import Sheet
+from fastlr.errors import InputError
+from fastlr.experiments.continual import figures as curves
+from fastlr.experiments.continual import read_run
+from fastlr.experiments.continual.report import write_report
+from fastlr.experiments.continual.tables import setting
+from fastlr.experiments.runs.report import show
+
+FIGURES = "redundancy-accuracy correlations forgetting-correlations measures ablation layers-0 inputs".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two runs, one with skipped tasks, a resumption and a line cut short."""
+    parent = tmp_path_factory.mktemp("runs")
+    write_run(parent / "seed-0", 120, seed=0)
+    write_run(parent / "seed-1", 130, seed=1, skip=(40, 41), resume=(60,), tail='{"kind": "ta')
+    return parent
+
+
+@pytest.fixture(scope="module")
+def report(folder):
+    with pytest.warns(UserWarning, match="last line is incomplete"):
+        return write_report([folder], resamples=100)
+
+
+class _Page(HTMLParser):
+    """Collects addresses and pictures; every tag must be closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.addresses, self.pictures = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.addresses += [value for key, value in attrs if key in ("src", "href") and not value.startswith("data:")]
+        if tag == "img":
+            self.pictures.append(dict(attrs)["src"])
+        if tag not in ("img", "meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing_else(report):
+    page = report.page.read_text()
+    parsed = _Page(page)
+    assert parsed.addresses == [] and "http" not in page and "<script" not in page
+    assert len(parsed.pictures) == len(report.figures) == len(FIGURES) + 1  # layers of both runs
+    assert all(source.startswith("data:image/png;base64,") for source in parsed.pictures)
+    embedded = {base64.b64decode(source.split(",", 1)[1]) for source in parsed.pictures}
+    assert embedded == {file.read_bytes() for file, _ in report.figures}
+    for sheet in report.sheets:
+        assert f'id="{sheet.slug}"' in page
+    assert "fastlr continual" in page and "commit: abc" in page  # what made the figures stands beside them
+
+
+def test_all_files_are_there_and_agree(report):
+    names = {path.name for path in report.folder.iterdir()}
+    assert {f"{name}.png" for name in FIGURES} | {"index.html", "report.md", "report.json", "correlations.csv"} <= names
+    numbers = json.loads((report.folder / "report.json").read_text())
+    with (report.folder / "correlations.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(numbers["correlations"]) == 7 * 2 * 8
+    first = numbers["correlations"][0]
+    assert float(rows[0]["value"]) == first["value"] and rows[0]["kind"] == "semi-partial"
+    table = report.sheets[1]
+    assert table.title.startswith("Table 1") and "semi-partial, raw" in table.title
+    assert table.rows[0][0] == "local redundancy" and table.rows[0][2].startswith(f"{100 * first['value']:.1f} ±")
+    with (report.folder / f"{table.slug}.csv").open() as file:
+        assert tuple(map(tuple, csv.reader(file))) == (table.columns, *table.rows)
+    assert numbers["setting"] == list(table.notes[-2:])
+    markdown = (report.folder / "report.md").read_text()
+    assert all(f"### {sheet.title}" in markdown for sheet in report.sheets)
+    assert "| local redundancy | r | " in markdown
+
+
+def test_tables_fit_80_columns(report, capsys):
+    report.show(Console(width=80))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80 and lines[-1] == f"report: {report.page}"
+    body = [line for line in lines if line.startswith(("local redundancy", "training grad norm"))]
+    assert len(body) >= 6 and not any("…" in line for line in lines)
+
+
+def test_the_tables_say_what_they_rest_on(report):
+    by = {sheet.slug: sheet for sheet in report.sheets}
+    notes = " ".join(by["future-accuracy-semi-partial-raw"].notes)
+    for phrase in ("accuracy of the next 10 tasks", "semi-partial, as in the paper", "bootstrap", "80 %", "2 runs"):
+        assert phrase in notes
+    assert "blocks the errors themselves are rough" in notes  # 110 + 120 tasks are 8 blocks
+    partial = by["future-accuracy-partial-log"]
+    assert "both (partial)" in " ".join(partial.notes) and "dormant ratio: no logarithm" in " ".join(partial.notes)
+    assert "dormant ratio" not in [row[0] for row in partial.rows]
+    lead = by["future-accuracy-lead"]
+    assert lead.rows[0][0] == "LR on noise" and "same resamples" in lead.notes[0]
+    assert "does not define R^2" in " ".join(by["ablation"].notes)
+    assert by["runs"].rows[1][:4] == (f"{report.folder.parent.name}/seed-1", "130", "2", "1")
+    assert by["costs"].rows[2][0] == "local redundancy" and "On cpu." in by["costs"].notes
+
+
+def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", 12)
+    config = json.loads((folder / "config.json").read_text())
+    options = {"dtype": "fp32", "reset_every": 5, "redundancy_probe": "sampled", "model_kwargs": {"width": 2}}
+    config["options"] |= options
+    (folder / "config.json").write_text(json.dumps(config))
+    told = (
+        "Not as in the paper: dtype fp32 for bf16; model resnet18 for mobilenet_v3_large; model with width 2; tasks 12 for "
+        "3000; reset_every 5 for 0; classes 12 for 1000; size 32 for 224; resize crop for squash."
+    )
+    report = write_report([folder], resamples=100, figures="none")
+    assert {sheet.title[:7] for sheet in report.sheets if told in sheet.notes} == {f"Table {i}" for i in (1, 2, 4, 5)}
+    assert told in report.page.read_text() and told in (report.folder / "report.md").read_text()
+    for command in ("cost", "ablate"):
+        assert cli.main([command, str(folder)]) == 0
+        assert told in " ".join(capsys.readouterr().out.split())
+    for changes, message in (
+        ({"data": {"size": 224, "classes": 1000, "resize": "squash"}}, "resize"),
+        ({"data": {"size": 32, "classes": 8, "resize": None}, "options": {**options, "data": "synthetic"}}, "resize"),
+        ({"options": {}}, "tasks"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        (sentence,) = setting([read_run(folder)])
+        assert message not in sentence and sentence.startswith("Not as in the paper: ")
+    assert "the run has no configuration" in sentence
+
+
+def test_an_earlier_run_had_the_probe_of_then(tmp_path):
+    (sentence,) = setting([read_run(write_run(tmp_path / "run", 12))])
+    assert "redundancy_probe rademacher for sampled" in sentence
+
+
+def test_a_short_run_says_so_and_gives_the_rest(tmp_path):
+    report = write_report([write_run(tmp_path / "run", 35)], resamples=100)
+    text = "\n".join(note for sheet in report.screen for note in sheet.notes)
+    assert "run has 25 usable tasks" in text and "run has 34 usable tasks" in text
+    assert not (report.folder / "correlations.csv").exists() and "nan" not in report.page.read_text().lower().split()
+    drawn = {file.stem for file, _ in report.figures}
+    assert drawn == set(FIGURES) - {"correlations", "forgetting-correlations"}
+
+
+def test_missing_measures_leave_out_their_tables_and_figures(tmp_path):
+    missing = ("local_redundancy", "local_redundancy_noise", "local_redundancy_next_task")
+    report = write_report([write_run(tmp_path / "run", 110, leave_out=missing)], tmp_path / "out", resamples=100)
+    assert [file.stem for file, _ in report.figures] == FIGURES[:4]
+    ablation = next(sheet for sheet in report.sheets if sheet.slug == "ablation")
+    assert ablation.rows == () and "local_redundancy_next_task" in ablation.notes[0]
+
+
+def test_a_run_of_one_task_and_a_run_without_tasks(tmp_path):
+    for tasks in (0, 1):
+        report = write_report([write_run(tmp_path / str(tasks), tasks)], resamples=100)
+        assert report.page.exists()
+
+
+def test_an_older_figure_does_not_stay(tmp_path):
+    folder = write_run(tmp_path / "run", 12)
+    (folder / "report").mkdir()
+    (folder / "report" / "correlations.png").write_bytes(b"old")
+    write_report([folder], resamples=100)
+    assert not (folder / "report" / "correlations.png").exists()
+
+
+def test_titles_and_cells_are_escaped():
+    sheet = Sheet("x", "a < b", ("c|d", "e"), (("<b>", "1|2"),), ("n & m",))
+    root = ElementTree.fromstring(sheet.html())
+    assert root.find("summary").text == "a < b" and root.find(".//td").text == "<b>"
+    assert "c\\|d" in sheet.markdown() and "1\\|2" in sheet.markdown()
+
+
+def test_the_heat_map_holds_the_layers_in_network_order(tmp_path):
+    """The picture itself: rows of the map are ordered as their values are."""
+    run = read_run(write_run(tmp_path / "run", 30))
+    assert curves.layer_map(run, tmp_path / "map.png")
+    shares = {"stem": 0.101, "blocks.0": 0.3, "blocks.1": 0.4, "head": 0.199}
+    pixels = np.asarray(Image.open(tmp_path / "map.png").convert("RGB")).astype(float)
+    height, width = pixels.shape[:2]
+    column = pixels[:, width // 2]
+    coloured = np.flatnonzero(np.ptp(column, axis=1) > 40)
+    top, bottom = coloured.min(), coloured.max()
+    centres = [int(top + (bottom - top) * (i + 0.5) / 4) for i in range(4)]
+    brightness = [column[y] @ [0.3, 0.59, 0.11] for y in centres]  # viridis gets lighter upwards
+    assert np.argsort(brightness).tolist() == np.argsort(list(shares.values())).tolist()
+    assert len(LAYERS) == 5
+
+
+def test_the_layer_map_averages_many_tasks_and_takes_gaps(tmp_path):
+    folder = write_run(tmp_path / "run", 950)
+    lines = read_lines(folder)
+    for record in lines[100:200]:
+        del record["measures"]["local_redundancy"]
+    for record in lines[300:310]:
+        record["measures"]["local_redundancy"]["per_parameter"] = dict.fromkeys(LAYERS, 0.0)
+    write_lines(folder, lines)
+    assert curves.layer_map(read_run(folder), tmp_path / "map.png")
+
+
+def drawn(monkeypatch, draw, *arguments):
+    """The figure that a function draws."""
+    figures = []
+    monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure) is None)
+    assert draw(*arguments)
+    figures[0].canvas.draw()
+    return figures[0]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_accuracy_has_a_chance_line_and_a_band_and_the_figure_says_of_how_many(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", 160)
+    figure = drawn(monkeypatch, curves.redundancy_and_accuracy, [read_run(folder)], "x.png")
+    top, bottom = figure.axes
+    assert legend(figure) == ["run", "chance, 50 %"] and "n = 5000 inputs" in top.get_title("left")
+    assert "n = 100 images a task (band: ± 2 standard errors)" in bottom.get_title("left")
+    assert bottom.get_xlabel() == "task (thin: each; thick: running mean over 30)"
+    (band,) = bottom.collections
+    accuracy = 100 * read_run(folder).accuracy[7]
+    edges = [y for x, y in band.get_paths()[0].vertices if x == 7]
+    half = 2 * (accuracy * (100 - accuracy) / 100) ** 0.5
+    assert (min(edges), max(edges)) == pytest.approx((accuracy - half, accuracy + half))
+    config = json.loads((folder / "config.json").read_text())
+    config["options"]["data"] = "random-labels"  # accuracy is of all the task's images: nothing to be uncertain of
+    (folder / "config.json").write_text(json.dumps({**config, "data": {"classes": 10}}))
+    figure = drawn(monkeypatch, curves.redundancy_and_accuracy, [read_run(folder)], "x.png")
+    assert legend(figure) == ["run", "chance, 10 %"] and not figure.axes[1].collections
+
+
+def test_measures_begin_at_zero_and_have_names_on_both_axes(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", 30)
+    lines = read_lines(folder)
+    for record in lines[1:]:
+        record["measures"]["dormant_ratio"]["value"] = 0.30 + 0.002 * record["task"]
+    write_lines(folder, lines)
+    figure = drawn(monkeypatch, curves.measure_curves, [read_run(folder)], "x.png")
+    panels = {axes.get_title("left"): axes for axes in figure.axes if axes.get_visible()}
+    assert {axes.get_xlabel() for axes in panels.values()} == {"task"} and legend(figure) == ["run"]
+    assert all(axes.get_ylabel() for axes in panels.values())
+    low, high = panels["dormant ratio"].get_ylim()
+    assert low == 0 and 0.358 < high < 0.5
+
+
+def test_checkpoints_stand_on_the_axis_by_their_names(tmp_path, monkeypatch):
+    run, names = read_run(write_run(tmp_path / "run", 4)), [f"epoch-{i}.pt" for i in range(4)]
+    figure = drawn(monkeypatch, curves.ablation_curves, [run], "x.png", "checkpoint", names)
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "checkpoint" and axes.get_xticks().tolist() == [0, 1, 2, 3]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == names and "shapes, n = 5000" in legend(figure)
+    figure = drawn(monkeypatch, curves.ablation_curves, [run], "x.png")
+    assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
+
+
+# the commands
+
+
+def test_the_commands_print_their_tables(folder, tmp_path, capsys):
+    target = tmp_path / "out"
+    assert cli.main(["report", str(folder), "--out", str(target), "--bootstrap", "100", "--figures", "none"]) == 0
+    out = capsys.readouterr()
+    assert "Table 1" in out.out and f"report: {target / 'index.html'}" in out.out
+    assert out.err.count("warning:") == 1 and "last line is incomplete" in out.err
+    assert not list(target.glob("*.png"))
+    assert cli.main(["ablate", str(folder), "--bootstrap", "100", "--csv", str(tmp_path / "a.csv")]) == 0
+    assert "Table 4" in capsys.readouterr().out
+    assert (tmp_path / "a.csv").read_text().splitlines()[1].startswith("shapes,raw,")
+    assert cli.main(["cost", str(folder)]) == 0
+    assert re.search(r"local redundancy +\S+ +\S+ +0\.2000 +2\.\d\d %", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["report", "nowhere"], "nowhere is no run folder"),
+        (["report", "RUN", "--figures", "gif"], "choose one of png, none"),
+        (["report", "RUN", "--bootstrap", "5"], "at least 100"),
+        (["report", "RUN", "RUN"], "given twice"),
+        (["report"], "Missing argument 'runs'"),
+        (["ablate", "RUN", "--csv", "/nowhere/a.csv"], "No such file"),
+        (["ablate", "RUN", "--bootstrap", "1"], "at least 2 resamples"),
+        (["report", "RUN", "--out", "/proc/x"], "cannot make the folder /proc/x"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, words, tmp_path, capsys):
+    run = str(write_run(tmp_path / "run", 110))
+    assert cli.main([run if word == "RUN" else word for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_an_unwritable_report_is_named(tmp_path):
+    folder = write_run(tmp_path / "run", 12)
+    (folder / "report").mkdir()
+    (folder / "report" / "index.html").mkdir()
+    with pytest.raises(InputError, match="cannot write .*index.html"):
+        write_report([folder], resamples=100, figures="none")
+
+
+def test_show_prints_a_sheet_without_rows(capsys):
+    show([Sheet("x", "Title", (), (), ("nothing here",))])
+    assert capsys.readouterr().out.split("\n")[:2] == ["Title", "nothing here"]

@@ -1,0 +1,182 @@
+"""Which units can be replaced: found in networks of every kind, and held to the definition one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from single_samples import Written
+from torch import nn
+
+from fastlr.experiments.continual.interventions import find_units
+from fastlr.models.convnet import ConvNet
+
+
+def squeeze(m, x):
+    """An inverted residual with squeeze-and-excitation, by hand."""
+    h = F.hardswish(m.n1(m.a(x)))
+    h = F.hardswish(m.n2(m.depthwise(h)))
+    h = F.hardsigmoid(m.up(F.relu(m.down(h.mean((2, 3), keepdim=True))))) * h
+    return m.head(m.n3(m.b(h)).add(x).flatten(1))
+
+
+def depthwise_branch(m, x):
+    h = m.a(x)
+    return m.head((h + m.c(F.relu(m.d(h)))).mean((2, 3)))
+
+
+def leaky(m, x):
+    h = F.relu(m.a(x))
+    return m.head(h) + sum(map(sum, h.tolist()))
+
+
+def twice(m, x):
+    return m.head(F.relu(m.a(F.relu(m.a(x)))))
+
+
+def norm_twice(m, x):
+    return m.head(F.relu(m.n(m.b(F.relu(m.n(m.a(x)))))).mean((2, 3)))
+
+
+CONV, FLAT = (2, 4, 6, 6), (2, 6)
+CASES = {
+    "plain": (Written(lambda m, x: m.head(F.relu(m.a(x))), a=nn.Linear(6, 5), head=nn.Linear(5, 2)), FLAT, {"a": ["a"]}),
+    "in place and pooled": (
+        nn.Sequential(nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"), nn.BatchNorm2d(3), nn.SiLU(inplace=True),
+                      nn.MaxPool2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(27, 2)),
+        CONV, {"0": ["0"]}),
+    "squeeze": (
+        Written(squeeze, a=nn.Conv2d(4, 6, 1, bias=False), n1=nn.BatchNorm2d(6),
+                depthwise=nn.Conv2d(6, 6, 3, padding=1, groups=6), n2=nn.BatchNorm2d(6), down=nn.Conv2d(6, 3, 1),
+                up=nn.Conv2d(3, 6, 1), b=nn.Conv2d(6, 4, 1), n3=nn.BatchNorm2d(4), head=nn.Linear(144, 2)),
+        CONV, {"a": ["a", "up", "depthwise"], "down": ["down"]}),
+    "residual": (
+        Written(lambda m, x: m.head((m.a(x) + m.c(F.relu(m.b(x)))).mean((2, 3))), a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(4, 5, 1),
+             c=nn.Conv2d(5, 3, 1), head=nn.Linear(3, 2)),
+        CONV, {"b": ["b"]}),
+    "grouped": (
+        nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2), nn.BatchNorm2d(4), nn.ReLU(),
+                      nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)),
+        CONV, {"0": ["0"], "2": ["2"]}),
+    "a depthwise convolution of what is read elsewhere": (
+        Written(depthwise_branch,
+             a=nn.Conv2d(4, 3, 1), d=nn.Conv2d(3, 3, 3, padding=1, groups=3), c=nn.Conv2d(3, 3, 1), head=nn.Linear(3, 2)),
+        CONV, {"d": ["d"]}),
+    "several filters a channel": (
+        nn.Sequential(nn.Conv2d(4, 3, 1), nn.Conv2d(3, 6, 3, groups=3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2)),
+        CONV, {"1": ["1"]}),
+    "tokens": (
+        Written(lambda m, x: m.head((m.b(F.gelu(m.a(x))) + x).mean(1)),
+             a=nn.Linear(6, 5), b=nn.Linear(5, 6), head=nn.Linear(6, 2)),
+        (2, 3, 6), {"a": ["a"]}),
+    "gated": (
+        Written(lambda m, x: m.head(F.silu(m.a(x)) * m.b(x)), a=nn.Linear(6, 5), b=nn.Linear(6, 5), head=nn.Linear(5, 2)),
+        FLAT, {"a": ["a", "b"]}),
+    "a norm over channels": (
+        nn.Sequential(nn.Conv2d(4, 3, 1), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 2)), CONV, {}),
+    "concatenated": (
+        Written(lambda m, x: m.head(torch.cat([m.a(x), m.b(x)], 1)), a=nn.Linear(6, 3), b=nn.Linear(6, 3),
+                head=nn.Linear(6, 2)), FLAT, {}),
+    "one layer twice": (Written(twice, a=nn.Linear(6, 6), head=nn.Linear(6, 2)), FLAT, {}),
+    "one norm twice": (
+        Written(norm_twice, a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(3, 3, 1), n=nn.BatchNorm2d(3), head=nn.Linear(3, 2)), CONV, {}),
+    "leaky": (Written(leaky, a=nn.Linear(6, 5), head=nn.Linear(5, 2)), FLAT, {}),
+    "frozen": (
+        Written(lambda m, x: m.head(F.relu(m.a(x))), a=nn.Linear(6, 5).requires_grad_(False), head=nn.Linear(5, 2)), FLAT, {}),
+}  # fmt: skip
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        if t.is_floating_point():
+            drawn = torch.randn(t.shape, generator=generator)
+            t.data = drawn.abs() + 0.1 if name.endswith("running_var") else drawn
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_units_are_those_of_the_definition(name):
+    """Without outgoing weights a unit has no influence; with them it has, and nothing that has one is left out."""
+    model, shape, wanted = CASES[name]
+    model, x = randomise(model), torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found, left = find_units(model, x)
+    assert {units.name: list(units.layers) for units in found} == wanted
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    layers = {name for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    assert set(left) | {layer for units in found for layer in units.layers} == layers and all(left.values())
+    for units in found:
+        moved = 0.0
+        for i in range(units.count):
+            for cut in (True, False):
+                model.load_state_dict(before)
+                for reader in units.readers if cut else ():
+                    view, index = reader.columns(reader.layer.weight.data, reader.features(torch.tensor([i])))
+                    view[index] = 0
+                at = model(x)
+                for module in (*units.layers.values(), *units.norms.values()):
+                    for t in (*module.parameters(), *module.buffers()):
+                        if t.ndim:
+                            t.data[i] = t.data[i] * 1.7 + 0.3
+                change = (model(x) - at).abs().max().item()
+                assert change == 0 or not cut, f"unit {i} of {units.name} has influence without outgoing weights"
+                moved = max(moved, change)
+        assert moved > 1e-3
+    model.load_state_dict(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "why"),
+    [
+        ("residual", "a", "is a channel of a residual sum"),
+        ("residual", "head", "makes the model's output"),
+        ("a norm over channels", "0", "goes through group_norm"),
+        ("concatenated", "b", "goes through cat"),
+        ("one layer twice", "a", "has weights of a, which is used more than once"),
+        ("leaky", "a", "has an influence beside its outgoing weights"),
+        ("frozen", "a", "is frozen"),
+        ("several filters a channel", "0", "a depthwise convolution with several filters a channel"),
+        ("a depthwise convolution of what is read elsewhere", "a", "residual sum"),
+    ],
+)
+def test_what_is_left_alone_is_named_with_a_reason(name, layer, why):
+    model, shape, _ = CASES[name]
+    assert why in find_units(randomise(model), torch.randn(shape).double())[1][layer]
+
+
+def test_the_network_of_dohare():
+    found, left = find_units(ConvNet(), torch.randn(2, 3, 32, 32))
+    assert [(u.name, u.count) for u in found] == [
+        ("conv1", 32),
+        ("conv2", 64),
+        ("conv3", 128),
+        ("fc1", 128),
+        ("fc2", 128),
+    ]
+    assert [(r.name, r.repeat) for u in found for r in u.readers][2] == ("fc1", 4)  # 2 x 2 positions of a channel
+    assert left == {"fc3": "makes the model's output"}
+
+
+def test_mobilenet_v3_large():
+    """Every hidden channel of every block, with its depthwise filter and its factor; not the channels between blocks."""
+    from torchvision.models import mobilenet_v3_large
+
+    model = mobilenet_v3_large(num_classes=2)
+    found, left = find_units(model, torch.randn(2, 3, 64, 64))
+    names = {u.name: u for u in found}
+    for i in range(1, 16):
+        block = model.features[i].block
+        first, second = f"features.{i}.block.0.0", f"features.{i}.block.1.0"
+        gates = [j for j, part in enumerate(block) if type(part).__name__ == "SqueezeExcitation"]
+        readers = [f"features.{i}.block.{j}.fc1" for j in gates] + [f"features.{i}.block.{len(block) - 1}.0"]
+        units = names.pop(first)
+        layers = {first, *([second] if i > 1 else []), *(f"features.{i}.block.{j}.fc2" for j in gates)}
+        assert set(units.layers) == layers and len(units.norms) == (2 if i > 1 else 1)
+        assert units.count == block[0][0].out_channels and [r.name for r in units.readers] == readers
+        assert units.readers[-1].norm is block[-1][1]
+        if gates:
+            gate = names.pop(f"features.{i}.block.{gates[0]}.fc1")
+            assert [r.name for r in gate.readers] == [f"features.{i}.block.{gates[0]}.fc2"]
+        assert left.pop(f"features.{i}.block.{len(block) - 1}.0") == "is a channel of a residual sum"
+    assert set(names) == {"features.16.0", "classifier.0"} and set(left) == {"features.0.0", "classifier.3"}

@@ -1,0 +1,199 @@
+"""Image stores that live on: killed runs, damaged stores, full disks, two processes on one folder."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from data_sources import SIZE, content, imagenet, pixels, save
+from PIL import Image
+
+from fastlr.cli.main import main
+from fastlr.errors import FastlrError, InputError
+from fastlr.experiments.data import ImageStore, prepare
+from fastlr.experiments.data import workers as workers_module
+
+
+def big_source(root: Path) -> Path:
+    """A source that takes about two seconds of decoding."""
+    files = []
+    for i in range(24):
+        data = io.BytesIO()
+        Image.fromarray(pixels(i, 300, 400)).save(data, "JPEG", quality=90)
+        files.append(data.getvalue())
+    for c in range(16):
+        for split, count in (("train", 20), ("val", 4)):
+            for i in range(count):
+                path = root / split / f"n{c:02d}" / f"{i:02d}.JPEG"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(files[(i * (c + 1) + c) % 24])
+    return root
+
+
+def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
+    source = big_source(tmp_path / "source")
+    prepare(source, tmp_path / "whole", size=16, workers=1)
+    out = tmp_path / "store"
+    journal = out / "blocks.jsonl"
+
+    def lines() -> int:
+        return journal.read_text().count("\n") if journal.exists() else -1
+
+    for wanted, workers in ((0, 2), (3, 1)):
+        command = [sys.executable, "-m", "fastlr", "data", "prepare", source, out, "--size", "16", "--workers", workers]
+        process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
+        while lines() < wanted and process.poll() is None:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it had ended before it was killed: make the source larger"
+        assert not (out / "index.json").exists()
+    kept = lines()
+    assert 3 <= kept < 16
+    with open(journal, "a") as file:
+        file.write('{"name": "n1')  # half a line
+    seen = []
+    prepare(source, out, size=16, workers=1, progress=lambda what, done, total: seen.append((what, done)))
+    assert next(done for what, done in seen if what == "decoding") == 24 * kept  # nothing is done twice
+    assert content(out) == content(tmp_path / "whole")
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "images.u8", "index.json"]
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "delete"])
+def test_damage_is_found_and_mended(tmp_path, harm, capsys):
+    source, out = imagenet(tmp_path / "source"), tmp_path / "store"
+    prepare(source, out, size=SIZE, workers=1)
+    whole, path = content(out), out / "images.u8"
+    if harm == "flip":
+        with open(path, "r+b") as file:
+            file.seek(7 * SIZE * SIZE * 3 + 5)  # in the second class
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
+        store = ImageStore.open(out)
+        assert store.damaged() == ["n1"]
+        store.load(["n0"])
+        with pytest.raises(InputError, match="the images of class n1 in .* are damaged: run fastlr data prepare again"):
+            store.load(["n0", "n1"], "test")
+    elif harm == "cut":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        path.unlink()
+    assert main(["data", "info", str(out), "--check"]) == (1 if harm == "flip" else 2)
+    assert "prepare again" in capsys.readouterr().err
+    prepare(source, out, size=SIZE, workers=1)
+    assert content(out) == whole and main(["data", "info", str(out), "--check"]) == 0
+
+
+def test_rerun_of_a_finished_store_decodes_nothing(tmp_path):
+    source, out = imagenet(tmp_path / "source"), tmp_path / "store"
+    prepare(source, out, size=SIZE, workers=1)
+    before, changed, seen = content(out), (out / "images.u8").stat().st_mtime_ns, []
+    prepare(source, out, size=SIZE, workers=1, progress=lambda what, done, total: seen.append(what))
+    assert set(seen) == {"checking"} and content(out) == before
+    assert (out / "images.u8").stat().st_mtime_ns == changed
+
+
+def test_other_settings_or_files_are_refused(tmp_path):
+    source, out = imagenet(tmp_path / "source"), tmp_path / "store"
+    prepare(source, out, size=SIZE, workers=1)
+    with pytest.raises(InputError, match="made with size 8, not 9"):
+        prepare(source, out, size=9, workers=1)
+    save(source / "train/n0/9.png", pixels(9))
+    with pytest.raises(InputError, match="made with listed 18, not 19"):
+        prepare(source, out, size=SIZE, workers=1)
+    (source / "train/n0/0.png").unlink()
+    with pytest.raises(InputError, match="other files of the source"):
+        prepare(source, out, size=SIZE, workers=1)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("precious")
+    with pytest.raises(InputError, match="something else"):
+        prepare(source, tmp_path / "full", size=SIZE, workers=1)
+    with pytest.raises(InputError, match="is no folder"):
+        prepare(source, tmp_path / "full" / "thesis.tex", size=SIZE, workers=1)
+
+
+def test_second_process_is_refused_and_a_kill_frees_the_lock(tmp_path):
+    source, out = imagenet(tmp_path / "source"), tmp_path / "store"
+    out.mkdir()
+    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); f.write('77'); f.flush(); print(flush=True); time.sleep(60)"  # noqa: E501
+    process = subprocess.Popen([sys.executable, "-c", hold, str(out / ".lock")], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        with pytest.raises(InputError, match="is being written by 77"):
+            prepare(source, out, size=SIZE, workers=1)
+    finally:
+        process.kill()
+        process.communicate()
+    refused = []
+
+    def again(*_) -> None:
+        with pytest.raises(InputError, match=f"is being written by process {os.getpid()} on"):
+            prepare(source, out, size=SIZE, workers=1)
+        refused.append(True)
+
+    assert prepare(source, out, size=SIZE, workers=1, progress=again).damaged() == [] and refused
+
+
+def test_full_disk(tmp_path, monkeypatch, capsys):
+    source, out = imagenet(tmp_path / "source"), tmp_path / "store"
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="images.u8 needs 0.00 GB, .* make room there") as caught:
+            prepare(source, out, size=SIZE, workers=1)
+        assert caught.value.errno == errno.ENOSPC
+    with monkeypatch.context() as patch:
+        patch.setattr(workers_module.decode, "write_class", full)
+        assert main(["data", "prepare", str(source), str(out), "--size", "8", "--workers", "1"]) == 1
+        assert "make room" in capsys.readouterr().err
+    with monkeypatch.context() as patch:  # a file system that cannot reserve
+        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "no")))
+        assert prepare(source, out, size=SIZE, workers=1).damaged() == []
+
+
+def test_a_worker_that_dies(tmp_path, monkeypatch):
+    source = imagenet(tmp_path / "source")
+    monkeypatch.setattr(workers_module, "_START", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(FastlrError, match="ended with code -9 .*fewer --workers"):
+        prepare(source, tmp_path / "store", size=SIZE, workers=2)
+
+
+def test_open_checks(tmp_path):
+    out = tmp_path / "store"
+    prepare(imagenet(tmp_path / "source"), out, size=SIZE, workers=1)
+    text = (out / "index.json").read_text()
+    for change, message in (
+        ({"version": 9}, "version 9"),
+        ({"format": "x"}, "not the index"),
+        ({"shape": [18, 8, 9, 3]}, "damaged"),
+        ({"classes": None}, "damaged"),
+    ):
+        (out / "index.json").write_text(json.dumps({**json.loads(text), **change}))
+        with pytest.raises(InputError, match=message):
+            ImageStore.open(out)
+    (out / "index.json").write_text(text[:-30])
+    with pytest.raises(InputError, match="cannot read"):
+        ImageStore.open(out)
+    with pytest.raises(InputError, match="does not exist"):
+        ImageStore.open(tmp_path / "nowhere")
+    (out / "index.json").write_text(text)
+    store = ImageStore.open(out)
+    wrong = (["n9"], "train"), ([3], "train"), ([-1], "test"), ([0], "val"), ([], "train"), ("n0", "train")
+    for classes, split in wrong:
+        with pytest.raises(InputError):
+            store.load(classes, split)
+    store.load(["n2"])
+    os.truncate(out / "images.u8", 100)  # after it was opened, and that class verified
+    with pytest.raises(InputError, match="has become shorter"):
+        store.load([2], "test")

@@ -1,0 +1,294 @@
+"""Many runs at once: the queue of processes, its end with the parent's, seeds as single runs, resumption, the display."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from continual_cases import SMALL, as_arguments, assert_same, checkpoint, comparable, lines
+from rich.console import Console
+
+from fastlr.cli.main import main
+from fastlr.cli.progress import Board, progress
+from fastlr.display.record import progress_bar
+from fastlr.errors import FastlrWarning, InputError
+from fastlr.experiments.continual import experiment as continual
+from fastlr.experiments.continual import read_runs
+from fastlr.experiments.runs import processes
+from fastlr.experiments.runs import queue as many
+from fastlr.experiments.runs.experiment import Progress
+from fastlr.experiments.runs.processes import Job, run_jobs
+from fastlr.experiments.runs.sweep import product
+
+ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"  # without fastlr's imports
+
+
+def job(folder: Path, name: str, code: str) -> Job:
+    return Job(name, [sys.executable, "-c", ATTACH + code], folder / f"{name}.txt")
+
+
+# -- the queue ---------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
+    heard: list[tuple[str, dict]] = []
+    work = "import os, time; send({'n': 1, 'slot': os.environ['SLOT'], 'stdin': len(os.read(0, 9))}); print('hello')\n"
+    jobs = [
+        job(tmp_path, "good", work),
+        job(tmp_path, "says", work + "send({'error': 'no such thing'}); raise SystemExit(1)"),
+        job(tmp_path, "dies", work + "os.kill(os.getpid(), 9)"),
+        job(tmp_path, "mute", work + "1 / 0"),
+        job(tmp_path, "last", work + "send({'n': 2})"),
+    ]
+    failed = run_jobs(jobs, [{"SLOT": "a"}, {"SLOT": "b"}], lambda name, message: heard.append((name, message)))
+    assert failed == {
+        "says": "no such thing",
+        "dies": "ended by signal 9 (SIGKILL), often for lack of memory",
+        "mute": "ZeroDivisionError: division by zero",
+    }
+    codes = {"good": 0, "says": 1, "dies": -9, "mute": 1, "last": 0}
+    for name, code in codes.items():
+        started, sent, *_, ended = [message for of_job, message in heard if of_job == name]
+        assert started == {"event": "started"}
+        assert ended == {"event": "ended", "error": failed.get(name), "code": code, "killed": name == "dies"}
+        assert sent["n"] == 1 and sent["stdin"] == 0 and sent["slot"] in "ab"
+        log = (tmp_path / f"{name}.txt").read_text()
+        assert "hello" in log and log.startswith("--- ")
+    assert [message["n"] for name, message in heard if name == "last" and "n" in message] == [1, 2]
+    under_way = most = 0
+    for _, message in heard:
+        under_way += (message.get("event") == "started") - (message.get("event") == "ended")
+        most = max(most, under_way)
+    assert most == 2, "as many at a time as there are slots"
+
+
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_queue(tmp_path, how):
+    """A job and a process that it has started; neither looks for the parent."""
+    work = "import os, subprocess, time; p = subprocess.Popen(['sleep', '600']); send({'pids': [os.getpid(), p.pid]}); "
+    code = f"""
+import signal
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, and inherited so, where the tests run in the background
+from fastlr.experiments.runs.processes import Job, run_jobs
+job = Job("one", {[sys.executable, "-c", ATTACH + work + "time.sleep(600)"]!r}, Path({str(tmp_path / "log")!r}))
+run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*message["pids"], flush=True))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(alive, pids))
+        parent.send_signal(how)
+        parent.wait(30)
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(alive, pids))
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_are_what_single_runs_are(tmp_path, images, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = {**SMALL, "data": images, "tasks": 2, "measures": ("weight_norm", "local_redundancy")}
+    given = as_arguments(settings)
+    out = tmp_path / "out"
+    assert main(["continual", "paper", "--out", str(out), *given, "--seed", "4", "--seeds", "2", "--tensorboard"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard") and not captured.err
+    assert any((out / "seed-5/tensorboard").iterdir())
+    for seed in (4, 5):
+        continual.begin(tmp_path / f"{seed}", "paper", {**settings, "seed": seed, "threads": 1})
+        assert comparable(out / f"seed-{seed}") == comparable(tmp_path / f"{seed}")
+        assert_same(checkpoint(out / f"seed-{seed}"), checkpoint(tmp_path / f"{seed}"))
+    config = json.loads((out / "seed-5/config.json").read_text())
+    assert config["options"]["seed"] == 5 and config["options"]["threads"] == 1 and config["command"] == sys.argv
+    (out / "seed-6").mkdir()
+    (out / "seed-6/config.json").touch()
+    with pytest.warns(FastlrWarning, match="no records yet .seed-6"):
+        assert [run.path.name for run in read_runs([out])] == ["seed-4", "seed-5"], "a report pools them"
+    (out / "seed-6/config.json").unlink()
+    assert main(["continual", "paper", "--out", str(out), *given, "--seeds", "2"]) == 2
+    assert "holds runs: --resume goes on with them" in capsys.readouterr().err
+
+    # one more task and one more seed, which fails
+    assert main(["continual", "--resume", "--out", str(out), "--tasks", "3", "--seeds", "3", "--data", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    (out / "seed-6/mine.txt").write_text("not a run")
+    assert main(["continual", "--resume", "--out", str(out), "--tasks", "3", "--seeds", "3", "--at-once", "3"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == f"runs: {out} (2 finished, 1 failed: --resume tries again)\n"
+    assert captured.err == (
+        f"seed-6 failed: {out}/seed-6 is not empty (mine.txt): choose a new folder (log: {out}/logs/seed-6.txt)\n"
+    )
+    assert "Traceback" in (out / "logs/seed-6.txt").read_text()
+    assert [line["kind"] for line in lines(out / "seed-4")] == ["start", "task", "task", "resume", "task"]
+
+
+class Asked:
+    """Stands in for `run_jobs`: keeps what it was asked to run."""
+
+    def __init__(self, monkeypatch) -> None:
+        monkeypatch.setattr(many, "run_jobs", self)
+
+    def __call__(self, jobs, slots, listen) -> dict[str, str]:
+        self.jobs, self.slots = list(jobs), slots
+        self.work = {job.name: json.loads(job.command[-1]) for job in self.jobs}
+        return {}
+
+
+def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
+    asked = Asked(monkeypatch)
+    names: list[tuple[str, ...]] = []
+    settings = {**SMALL, "data": images, "tasks": 1, "measures": (), "threads": 1}
+    runs = product(continual.DRIVER, "paper", settings, {}, 3)
+    assert list(runs) == ["seed-0", "seed-1", "seed-2"]
+    many.begin(continual.DRIVER, tmp_path / "out", None, runs, None, names.append)
+    continual.begin(tmp_path / "out/seed-1", "paper", runs["seed-1"])
+    again = many.resume(continual.DRIVER, tmp_path / "out", {}, None, names.append)
+    assert names == [("seed-0", "seed-1", "seed-2"), ("seed-0", "seed-2")]
+    assert asked.work["seed-2"]["settings"] == {**settings, "seed": 2, "measures": []}
+    assert again.finished == ("seed-0", "seed-1", "seed-2")
+    many.resume(continual.DRIVER, tmp_path / "out", {"tasks": 2}, None, names.append, count=4)
+    assert names[-1] == ("seed-0", "seed-1", "seed-2", "seed-3")
+    assert asked.work["seed-1"]["changed"] == {"tasks": 2} and asked.work["seed-3"]["settings"]["tasks"] == 2
+    many.resume(continual.DRIVER, tmp_path / "out", {"tasks": 1}, None, names.append)
+    assert names[-1] == ("seed-0", "seed-2", "seed-3")
+    for wrong, message in (
+        ({"changed": {"epochs": 3}}, "epochs cannot change"),
+        ({"count": 2}, "has 4 runs already"),
+        ({"preset": "tiny"}, "begun with the preset paper"),
+        ({"at_once": 0}, "--at-once 0: give at least 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            many.resume(continual.DRIVER, tmp_path / "out", **{"changed": {}, "at_once": None, "listen": print} | wrong)
+    with many._folder(tmp_path / "out", make=False), pytest.raises(InputError, match="is being written by process"):
+        many.resume(continual.DRIVER, tmp_path / "out", {}, None, print)
+
+
+def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monkeypatch):
+    asked = Asked(monkeypatch)
+    runs = {"a": {**SMALL, "data": images}}
+    for change, message in (({"epochs": 0}, "epochs=0"), ({"data": str(tmp_path / "none")}, "none")):
+        with pytest.raises(InputError, match=message):
+            many.begin(continual.DRIVER, tmp_path / "out", None, {"a": {**runs["a"], **change}}, None, print)
+    assert not (tmp_path / "out").exists() and not hasattr(asked, "jobs")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    with pytest.raises(InputError, match="is not empty"):
+        many.begin(continual.DRIVER, tmp_path / "full", None, runs, None, print)
+    with pytest.raises(InputError, match="--seeds 0"):
+        product(continual.DRIVER, None, runs["a"], {}, 0)
+
+
+def test_the_command_says_what_does_not_go_together(tmp_path, images, capsys):
+    continual.begin(tmp_path / "run", "paper", {**SMALL, "data": images, "tasks": 1, "measures": ()})
+    for arguments, message in (
+        (["--at-once", "2"], "--at-once goes with --seeds"),
+        (["--resume", "--seeds", "2"], "does not hold runs of several seeds"),
+    ):
+        assert main(["continual", "paper", "--out", str(tmp_path / "run"), *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_places(tmp_path, images, monkeypatch):
+    asked = Asked(monkeypatch)
+    runs = {"a": {**SMALL, "data": images}}
+
+    def places(at_once: int | None = None, **settings) -> tuple[list, int]:
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        many.begin(continual.DRIVER, out, None, {"a": {**runs["a"], **settings}}, at_once, lambda names: print)
+        return asked.slots, asked.work["a"]["settings"]["threads"]
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert places() == ([{}] * 6, 1)
+    assert places(threads=3) == ([{}] * 2, 3)
+    assert places(at_once=5) == ([{}] * 5, 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert places() == ([{}] * 3, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    of = [{"CUDA_VISIBLE_DEVICES": name} for name in "01"]
+    assert places(device="auto") == (of * 4, 0)
+    assert places(3, device="cuda") == ([of[0], of[1], of[0]], 0)
+    assert places(device="cuda:1") == ([{}] * 4, 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-x")
+    assert places(2, device="auto")[0] == [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "GPU-x"}]
+
+
+# -- the display -------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_for_each_run_under_way(tmp_path):
+    board = Board(continual.DRIVER, tmp_path)
+    board.console = board.bar.live.console = Console(
+        file=io.StringIO(), width=80, force_terminal=True, color_system=None
+    )
+    hear = board.begin(("seed-0", "seed-1", "seed-10"))
+
+    def seen() -> list[str]:
+        with board.console.capture() as shown:
+            board.console.print(board.bar.get_renderable())
+        rows = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.get().splitlines()]
+        assert all(len(line) <= 80 for line in rows)
+        return rows
+
+    shown = {"accuracy": "93.3 %", "LR": "1.234e+05", "a very long name of something": "with a very long value too"}
+    for name in ("seed-0", "seed-10"):
+        hear(name, {"event": "started"})
+        hear(name, {"done": 1200, "total": 3000, "part": 0.5, "shown": shown})
+    _, row, _ = rows = seen()
+    assert [line.split()[0] for line in rows] == ["all", "seed-0", "seed-10"]
+    assert "1200/3000" in row and "accuracy 93.3 %, LR 1.234e+05" in row and row.rstrip().endswith("…")
+    hear("seed-0", {"done": 3000, "total": 3000, "part": 0.0, "shown": {"accuracy": "", "LR": ""}})
+    hear("seed-0", {"event": "ended", "error": None, "killed": False})
+    hear("seed-10", {"event": "ended", "error": "a reason", "killed": False})
+    assert f"seed-10 failed: a reason (log: {tmp_path}/logs/seed-10.txt)" in board.console.file.getvalue()
+    assert len(seen()) == 1 and "2/3" in seen()[0] and "1 failed" in seen()[0]
+
+
+def test_without_a_terminal_a_line_a_minute(tmp_path, monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Board(continual.DRIVER, tmp_path) as board:
+        hear = board.begin(("seed-0", "seed-1"))
+        hear("seed-0", {"event": "started"})
+        hear("seed-0", {"done": 0, "total": 10, "part": 0.0, "shown": {}})
+        assert capsys.readouterr().err == "", "short runs say nothing"
+        now[0] = 200.0
+        for done in (5, 6):
+            hear("seed-0", {"done": done, "total": 10, "part": 0.0, "shown": {"accuracy": "93.3 %"}})
+    assert capsys.readouterr().err == "0/2 runs ended, 25% done, 5 min 0 s left\n"
+
+
+def test_one_run_says_a_line_a_minute_too(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with progress(continual.DRIVER) as show:
+        for done, seconds in ((0, 0), (1, 59), (2, 60), (3, 61), (4, 121)):
+            now[0] = 100.0 + seconds
+            show(Progress(done, 10, 0, 1, None))
+    assert capsys.readouterr().err == "task 2/10  4 min 0 s left\ntask 4/10  3 min 2 s left\n"
+    with progress_bar("local redundancy", 5000) as report:
+        report(100, 5000, 1.0, 0.1)
+        now[0] += 60
+        report(200, 5000, 1.25, 0.125)
+    assert capsys.readouterr().err.startswith("local redundancy 200/5000  1.25")

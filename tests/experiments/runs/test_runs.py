@@ -1,0 +1,239 @@
+"""Run folders: one writer, records and checkpoints that survive a crash at any moment, full disks, random states."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from fastlr.errors import FastlrError, FastlrWarning, InputError
+from fastlr.experiments.runs import folder as runs
+from fastlr.experiments.runs.folder import Run, random_states, set_random_states, stream_seed
+
+
+class Step:
+    """Something that torch pickles by name."""
+
+
+def step(run: Run, t: int) -> None:
+    run.commit({"kind": "task", "task": t, "value": t / 3}, {"position": t + 1, "weight": torch.full((3,), float(t))})
+
+
+def begin(path, steps: int = 3) -> bytes:
+    with Run.create(path, {"name": "x"}) as run:
+        for t in range(steps):
+            step(run, t)
+    return (path / "records.jsonl").read_bytes()
+
+
+def script(text: str, *arguments: object, **options) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_what_was_committed_is_there_again(tmp_path):
+    begin(tmp_path / "run")
+    with Run.resume(tmp_path / "run") as run:
+        assert run.config == {"name": "x"}
+        assert [r["task"] for r in run.records] == [0, 1, 2]
+        assert run.state["position"] == 3 and run.state["weight"].tolist() == [2.0] * 3
+        run.append({"kind": "resume", "task": 3})
+        step(run, 3)
+    lines = [json.loads(line) for line in (tmp_path / "run/records.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["task"] * 3 + ["resume", "task"]
+
+
+def test_every_cut_of_the_last_line_is_mended(tmp_path):
+    whole = begin(tmp_path / "run")
+    last = len(whole.splitlines(keepends=True)[-1])
+    for cut in (1, 2, last // 2, last - 1, last):
+        copy = tmp_path / f"cut{cut}"
+        shutil.copytree(tmp_path / "run", copy)
+        (copy / "records.jsonl").write_bytes(whole[:-cut])
+        with pytest.warns(FastlrWarning, match="incomplete last line") if cut < last else nullcontext():
+            Run.resume(copy).close()
+        assert (copy / "records.jsonl").read_bytes() == whole
+
+
+def test_a_resume_line_that_was_cut_is_dropped(tmp_path):
+    whole = begin(tmp_path / "run")
+    with open(tmp_path / "run/records.jsonl", "ab") as file:
+        file.write(b'{"kind": "resu')
+    with pytest.warns(FastlrWarning), Run.resume(tmp_path / "run") as run:
+        assert len(run.records) == 3
+    assert (tmp_path / "run/records.jsonl").read_bytes() == whole
+
+
+def test_damage_elsewhere_is_named(tmp_path):
+    whole = begin(tmp_path / "run")
+    records = tmp_path / "run/records.jsonl"
+    records.write_bytes(whole.replace(b'"task", "task": 1', b'"task", "task": '))
+    with pytest.raises(InputError, match="line 2"):
+        Run.resume(tmp_path / "run")
+    records.write_bytes(whole[: whole.index(b"\n") + 1])  # two committed records are gone
+    with pytest.raises(InputError, match="does not belong to the 1 records"):
+        Run.resume(tmp_path / "run")
+    records.write_bytes(whole)
+    checkpoint = tmp_path / "run/checkpoints/last.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:100])
+    with pytest.raises(InputError, match="last.pt is damaged"):
+        Run.resume(tmp_path / "run")
+    torch.save({"steps": 3, "state": Step()}, checkpoint)  # code that a file must not run
+    with pytest.raises(
+        InputError, match="last.pt is damaged .it is no file of plain tensors, numbers and texts.: begin"
+    ) as told:
+        Run.resume(tmp_path / "run")
+    assert "weights_only" not in str(told.value) and "can still be loaded" not in str(told.value)
+
+
+def test_folders_that_are_refused(tmp_path):
+    begin(tmp_path / "run")
+    with pytest.raises(InputError, match="--resume goes on with it"):
+        Run.create(tmp_path / "run", {})
+    with pytest.raises(InputError, match="holds no run"):
+        Run.resume(tmp_path / "none")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.tex").touch()
+    with pytest.raises(InputError, match="not empty .*thesis.tex"):
+        Run.create(tmp_path / "full", {})
+    Run.resume(tmp_path / "run").close()  # refusals leave no lock behind
+
+
+@pytest.mark.parametrize(
+    "left", [["run.lock"], ["run.lock", "checkpoints/"], ["run.lock", "checkpoints/", "config.json.part"]]
+)
+def test_killed_before_there_was_a_configuration_it_can_begin_again(tmp_path, left):
+    path = tmp_path / "run"
+    path.mkdir()
+    for name in left:
+        (path / name).mkdir() if name.endswith("/") else (path / name).touch()
+    begin(path)
+    with Run.resume(path) as run:
+        assert run.state["position"] == 3
+
+
+def test_only_a_step_writes_its_record(tmp_path):
+    with Run.create(tmp_path / "run", {}) as run, pytest.raises(InputError, match="commit"):
+        run.append({"kind": "task"})
+
+
+def test_a_second_process_is_refused_by_name(tmp_path):
+    hold = """
+        import sys, time
+        from fastlr.experiments.runs.folder import Run
+        with Run.create(sys.argv[1], {}):
+            print("held", flush=True)
+            time.sleep(60)
+    """
+    process = script(hold, tmp_path / "run")
+    try:
+        assert process.stdout.readline() == "held\n"
+        for attempt in (Run.resume, lambda path: Run.create(path, {})):
+            with pytest.raises(InputError, match=f"is being written by process {process.pid} on .* since"):
+                attempt(tmp_path / "run")
+    finally:
+        process.kill()
+        process.wait()
+    Run.resume(tmp_path / "run").close()  # the lock ends with the process, whatever its end
+
+
+def test_a_full_disk_leaves_everything_before_intact(tmp_path):
+    """A limit on the size of files fails like a full disk, in the middle of a write."""
+    fill = """
+        import resource, sys, torch
+        from fastlr.experiments.runs.folder import Run
+        from fastlr.errors import FastlrError
+        path, where = sys.argv[1:]
+        with Run.create(path, {}) as run:
+            run.commit({"kind": "task", "task": 0}, {"x": torch.zeros(10)})
+            state = {"x": torch.zeros(100_000 if where == "checkpoint" else 10)}
+            record = {"kind": "task", "task": 1, "text": "a" * (0 if where == "checkpoint" else 100_000)}
+            # the checkpoint holds the record too: shorten what it gets, so that the records are hit
+            if where == "records":
+                run.write_checkpoint = lambda name, content: None
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            try:
+                run.commit(record, state)
+            except FastlrError as error:
+                print(error)
+    """
+    for where in ("checkpoint", "records"):
+        path = tmp_path / where
+        out, err = script(fill, path, where).communicate(timeout=100)
+        assert "File too large; what was written before is intact: make room, then go on with --resume" in out, err
+        assert [p.name for p in (path / "checkpoints").iterdir()] == ["last.pt"]
+        with Run.resume(path) as run:
+            assert [r["task"] for r in run.records] == [0] and run.state["x"].tolist() == [0.0] * 10
+
+
+def test_no_space_left_says_what_to_do(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Run.create(tmp_path / "run", {}) as run:
+        step(run, 0)
+        monkeypatch.setattr(runs.os, "fsync", full)
+        with pytest.raises(FastlrError, match="No space left on device; .*--resume"):
+            step(run, 1)
+        monkeypatch.undo()
+    with Run.resume(tmp_path / "run") as run:
+        assert run.state["position"] == 1
+
+
+KILLED = """
+    import sys, torch
+    from fastlr.experiments.runs.folder import Run
+    with Run.resume(sys.argv[1]) as run:
+        start = run.state["position"] if run.state else 0
+        print("ready", flush=True)
+        for t in range(start, 100_000):
+            run.commit({"kind": "task", "task": t, "text": "a" * 5000}, {"position": t + 1, "x": torch.zeros(1000)})
+"""
+
+
+def test_killed_at_random_moments_between_two_bytes(tmp_path):
+    """Writing without a pause, killed again and again: position and records always agree, no record twice."""
+    Run.create(tmp_path / "run", {}).close()
+    generator = random.Random(0)
+    for _ in range(3):
+        process = script(KILLED, tmp_path / "run")
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        time.sleep(generator.uniform(0.0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with runs.warnings.catch_warnings():
+            runs.warnings.simplefilter("ignore", FastlrWarning)
+            with Run.resume(tmp_path / "run") as run:
+                done = run.state["position"] if run.state else 0
+                assert [r["task"] for r in run.records] == list(range(done))
+
+
+def test_random_states_go_through_a_checkpoint(tmp_path):
+    def draws():
+        of_numpy = np.random.rand(2).tolist(), np.random.randn()
+        return torch.rand(2).tolist(), of_numpy, random.random(), random.gauss(0, 1)
+
+    np.random.randn(), random.gauss(0, 1)  # leave half a pair of normal numbers over
+    with Run.create(tmp_path / "run", {}) as run:
+        run.commit({"kind": "task"}, {"random": random_states()})
+    wanted = draws()
+    draws()
+    with Run.resume(tmp_path / "run") as run:
+        set_random_states(run.state["random"])
+    assert draws() == wanted
+
+
+def test_streams_of_seeds_do_not_meet():
+    seeds = {stream_seed(seed, use, task) for seed in range(3) for use in ("model", "task") for task in range(50)}
+    assert len(seeds) == 300 and all(0 <= seed < 1 << 63 for seed in seeds)

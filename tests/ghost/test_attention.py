@@ -1,0 +1,125 @@
+"""Self-attention of nn.MultiheadAttention: where it runs without torch's copies, and that norms are those of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from folding import check
+from single_samples import Written
+from torch import Tensor, nn
+
+import fastlr
+from fastlr.errors import InputError
+from fastlr.ghost.fusion import mode as fuse
+
+Call = Callable[[nn.MultiheadAttention, Tensor], Any]
+
+
+class Attending(nn.Module):
+    """One attention between two linear layers; how it is made and called is the test's."""
+
+    def __init__(self, call: Call, width: int = 8, **options: Any) -> None:
+        super().__init__()
+        self.before, self.after, self.call = nn.Linear(6, width), nn.Linear(width, 3), call
+        self.attention = nn.MultiheadAttention(width, 2, **{"batch_first": True} | options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x).tanh()
+        out = self.call(self.attention, h)
+        return self.after((out[0] if isinstance(out, tuple) else out).tanh()).flatten(1)
+
+
+def itself(attention: nn.MultiheadAttention, h: Tensor) -> Any:
+    return attention(h, h, h, need_weights=False)
+
+
+def sequence_first(attention: nn.MultiheadAttention, h: Tensor) -> Tensor:
+    return itself(attention, h.transpose(0, 1).contiguous())[0].transpose(0, 1)
+
+
+def masked(attention: nn.MultiheadAttention, h: Tensor) -> Any:
+    mask = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
+    return attention(h, h, h, need_weights=False, attn_mask=mask)
+
+
+def padded(attention: nn.MultiheadAttention, h: Tensor) -> Any:
+    absent = torch.arange(h.shape[1]).expand(len(h), -1) > 3
+    return attention(h, h, h, need_weights=False, key_padding_mask=absent)
+
+
+def causal(attention: nn.MultiheadAttention, h: Tensor) -> Any:
+    mask = nn.Transformer.generate_square_subsequent_mask(h.shape[1], dtype=h.dtype)
+    return attention(h, h, h, need_weights=False, attn_mask=mask, is_causal=True)
+
+
+CALLS: dict[str, tuple[Call, dict[str, Any], int]] = {
+    "itself": (itself, {}, 1),
+    "no_bias": (itself, {"bias": False}, 1),
+    "twice": (lambda m, h: itself(m, itself(m, h)[0].relu()), {}, 2),
+    "result_changed_in_place": (lambda m, h: itself(m, h)[0].mul_(2), {}, 1),
+    "dropout_in_eval_mode": (itself, {"dropout": 0.5}, 1),
+    "sequence_first": (sequence_first, {"batch_first": False}, 0),
+    "batch_first_by_hand": (lambda m, h: itself(m, h.transpose(0, 1))[0].transpose(0, 1), {"batch_first": False}, 1),
+    "strided": (lambda m, h: itself(m, torch.stack([h, h], -1)[..., 0]), {}, 0),
+    "weights_wanted": (lambda m, h: m(h, h, h), {}, 0),
+    "masked": (masked, {}, 0),
+    "padded": (padded, {}, 0),
+    "causal": (causal, {}, 0),
+    "other_keys": (lambda m, h: m(h, h.flip(1), h, need_weights=False), {}, 0),
+    "other_values": (lambda m, h: m(h, h, h.flip(1), need_weights=False), {}, 0),
+    "own_width_of_keys": (itself, {"kdim": 8, "vdim": 8}, 1),  # torch packs them again
+    "key_biases": (itself, {"add_bias_kv": True}, 0),
+    "zero_attention": (itself, {"add_zero_attn": True}, 0),
+}
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_norms_are_those_of_the_model(name: str) -> None:
+    call, options, replaced = CALLS[name]
+    folding = check(Attending(call, **options), 0, inputs())
+    assert folding.replaced["attention"] == replaced
+
+
+def test_projections_of_other_widths_are_left_to_torch() -> None:
+    parts = {"attention": nn.MultiheadAttention(6, 2, kdim=4, vdim=6, batch_first=True), "after": nn.Linear(6, 3)}
+    crossed = Written(lambda m, x: m.after(m.attention(x, x[..., :4], x, need_weights=False)[0]).flatten(1), **parts)
+    assert check(crossed, 0, inputs()).replaced["attention"] == 0
+
+
+def test_frozen_and_partly_frozen_projections() -> None:
+    for frozen in (["in_proj_weight"], ["in_proj_bias"], ["out_proj.weight", "in_proj_bias"]):
+        model = Attending(itself)
+        for name in frozen:
+            model.attention.get_parameter(name).requires_grad_(False)
+        assert check(model, 0, inputs()).replaced["attention"] == 1
+
+
+def test_an_encoder_runs_both_its_layers_so_and_says_it() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten())
+    x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert check(model, 0, x).replaced["attention"] == 2
+    assert "2 self-attentions run without torch's copies" in str(fastlr.support_report(model, x))
+
+
+def test_errors_are_torchs_own() -> None:
+    model = Attending(lambda m, h: itself(m, h[..., :6]), width=8)
+    with pytest.raises(InputError, match="embedding dimension"):
+        fastlr.per_sample_grad_sq_norms(model, inputs().float(), torch.ones(3, 15))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_output_is_that_of_the_model(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Attending(itself).eval()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        x = inputs().float()
+        got = fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
+        assert got.dtype == dtype and torch.allclose(got, model(x), rtol=1e-5 if dtype == torch.float32 else 1e-2)

@@ -1,0 +1,145 @@
+"""Audits of what is measured: their number, their price, and what a failure leads to."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from test_trust import truth
+from torch import nn
+
+import fastlr
+from fastlr.distributed.sharding import Team
+from fastlr.estimator.ranks import settled
+from fastlr.ghost import engine
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.backward import sq_norms
+from fastlr.ghost.verification import audit
+
+HIDDEN = {"alpha": 0.0, "scale": 1.0}
+
+
+def hidden(name: str) -> float:
+    """Found by a text: no fingerprint reads it."""
+    return globals()["HIDDEN"][name]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 4)
+        self.eval()
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        h = h - hidden("alpha") * h.detach().mean(0)
+        return self.b(h) * hidden("scale")
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden(double):
+    HIDDEN.update(alpha=0.0, scale=1.0)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "SHARE", 1e9)
+
+
+def measured(model: nn.Module, x: torch.Tensor, size: int = 8) -> fastlr.Estimate:
+    return fastlr.estimate(model, fastlr.TensorInputs(x), n=len(x), batch_size=size, predictive=fastlr.Gaussian())
+
+
+def test_an_interaction_that_only_an_audit_can_see_is_refused(always) -> None:
+    model, x, v = Net(), torch.randn(8, 5), torch.randn(8, 4)
+    fastlr.per_sample_grad_sq_norms(model, x, v)
+    HIDDEN["alpha"] = 1.0
+    with pytest.warns(fastlr.FastlrWarning, match="audit"), pytest.raises(fastlr.InteractionError):
+        fastlr.per_sample_grad_sq_norms(model, x, v)
+    HIDDEN["alpha"] = 0.0
+    total = torch.stack(list(truth(model, (x,), v).norms.values())).sum(0)
+    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(model, x, v), total, rtol=1e-9, atol=0)
+
+
+def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule goes wrong in the fourth chunk of five, as one would whose assumption no longer holds."""
+    model, x = Net(), torch.randn(40, 5)
+    want, calls = measured(model, x).per_sample, 0
+
+    def wrong(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        norms = sq_norms(*args, **kwargs)
+        return {name: 2 * norm for name, norm in norms.items()} if calls == 4 else norms
+
+    monkeypatch.setattr(engine, "sq_norms", wrong)
+    with pytest.warns(fastlr.FastlrWarning, match="proven anew"):
+        again = measured(model, x)
+    torch.testing.assert_close(again.per_sample, want, rtol=1e-12, atol=0)
+    assert engine_for(model).audits.failed == 1 and any("measured again" in note for note in again.notes)
+
+
+def test_training_moves_running_statistics_and_costs_no_proof() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 3, 6, 6)
+    images = fastlr.TensorInputs(torch.randn(8, 3, 6, 6))
+    compared = []
+    for _ in range(100):
+        model.train()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fastlr.estimate(model, images, n=8)
+        compared.append(engine_for(model).comparisons)
+    assert engine_for(model).proofs == 1 and compared[-1] == compared[0]
+
+
+def test_estimates_of_one_model_share_a_proof_and_count_their_audits() -> None:
+    model, x = Net(), torch.randn(16, 5)
+    first, second = measured(model, x), measured(model, x)
+    assert engine_for(model).proofs == 1
+    assert first.audits >= 1 and first.to_dict()["audits"] == first.audits and f"{first.audits} audited" in str(first)
+    assert torch.equal(first.per_sample, second.per_sample)
+
+
+def test_audits_keep_within_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(audit.time, "perf_counter", lambda: now)
+    audits, done = audit.Audits(), 0
+    for chunk in range(1000):
+        if audits.due(fresh=chunk == 0):
+            with audits.timed():
+                now += 0.1
+            done += 1
+        audits.measured(1.0)
+    assert 250 <= done <= 300  # 0.03 * 1000 / 0.1
+
+
+def test_what_one_rank_finds_changes_what_all_run() -> None:
+    class Two(Team):
+        """This process is rank 0; rank 1 has found a parameter that only the loop gets right."""
+
+        def share(self, message):
+            clean, off, loop, failed = message
+            return [message, [clean, off, sorted({*loop, "a.weight"}), failed]]
+
+    model, x = Net(), torch.randn(16, 5)
+    estimator = fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), n=16, predictive=fastlr.Gaussian())
+    before = estimator.measure()
+    assert not settled(Two(), estimator.engine, estimator.chunks, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fastlr.FastlrWarning)
+        after = estimator.measure()
+    assert after.routes["a.weight"] == "loop" and settled(Two(), estimator.engine, estimator.chunks, 0)
+    torch.testing.assert_close(after.per_sample, before.per_sample, rtol=1e-9, atol=0)
+
+
+def test_measurements_that_never_hold_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimator = fastlr.LocalRedundancy(Net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian())
+    assert not estimator.measure().notes
+    monkeypatch.setattr("fastlr.estimator.estimator.settled", lambda *arguments: False)
+    with pytest.warns(fastlr.FastlrWarning, match="may be wrong"):
+        found = estimator.measure()
+    assert any("may be wrong" in note for note in found.notes)

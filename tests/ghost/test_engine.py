@@ -1,0 +1,587 @@
+"""The engine's promises: never silently wrong, nothing touched, plans kept, errors that name thing, reason and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import weakref
+
+import pytest
+import torch
+from single_samples import Written, truth
+from torch import Tensor, nn
+
+import fastlr
+from bench import cases
+from fastlr.ghost import Engine, rules, runtime
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.graph import ALIASES
+from fastlr.ghost.sample_axis import Marks, Ragged, Regular, explains, row_sums
+from fastlr.ghost.verification import audit
+from fastlr.ghost.verification.agreement import low_precision
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def images() -> tuple[nn.Module, Tensor, Tensor]:
+    """A convolutional network, its inputs and a cotangent."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)).eval()
+    return model, torch.randn(8, 3, 8, 8), torch.randn(8, 3)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def agree(model: nn.Module, x: Tensor, v: Tensor, rtol: float = 1e-10) -> None:
+    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(model, x, v), truth(model, (x,), v), rtol=rtol, atol=0)
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_call_costs_no_proof(proofs: list[int]) -> None:
+    model = mlp()
+    for count in (4, 4, 9, 2, 1, 64):
+        agree(model, draw(count, 5), draw(count, 3))
+    assert len(proofs) == 1
+
+
+def test_weights_may_change_between_calls(proofs: list[int]) -> None:
+    model = mlp()
+    for _ in range(3):
+        agree(model, draw(4, 5), draw(4, 3))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1)
+    assert len(proofs) == 1
+
+
+def test_a_new_structure_is_proven_anew(proofs: list[int]) -> None:
+    model = Written(lambda m, x: m.b(m.a(x)) if m.deep else m.a(x), a=nn.Linear(5, 5), b=nn.Linear(5, 5)).double()
+    for deep in (True, False, True, False):
+        model.deep = deep
+        agree(model, draw(4, 5), draw(4, 5))
+    assert len(proofs) == 2
+
+
+def test_a_change_that_hides_a_parameter_is_seen() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not m.hide):
+            y = m.b(x)
+        return m.a(x) + y
+
+    model = Written(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
+    model.hide = False
+    agree(model, draw(4, 5), draw(4, 3))
+    model.hide = True
+    refused(fastlr.HiddenParameterError, "module b", model, draw(4, 5))
+
+
+def test_a_change_that_makes_samples_interact_is_seen() -> None:
+    model = Written(lambda m, x: m.a(x - x.mean(0).detach()) if m.centre else m.a(x * 1.0) + 0, a=nn.Linear(5, 3))
+    model = model.double()
+    model.centre = False
+    agree(model, draw(4, 5), draw(4, 3))
+    model.centre = True
+    refused(fastlr.InteractionError, "interact", model, draw(4, 5))
+
+
+def test_freezing_is_seen(proofs: list[int]) -> None:
+    model = mlp()
+    agree(model, draw(4, 5), draw(4, 3))
+    model[0].weight.requires_grad_(False)
+    agree(model, draw(4, 5), draw(4, 3))
+    assert set(fastlr.per_sample_grad_sq_norms(model, draw(4, 5), draw(4, 3), per_parameter=True)) == {
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
+
+
+def test_plans_go_with_the_model() -> None:
+    model = mlp()
+    agree(model, draw(4, 5), draw(4, 3))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+def test_many_calls_leave_memory_flat() -> None:
+    model, x, v = images()
+    for _ in range(100):
+        fastlr.per_sample_grad_sq_norms(model, x, v)
+    gc.collect()
+    before, objects = resident(), len(gc.get_objects())
+    for _ in range(400):
+        fastlr.per_sample_grad_sq_norms(model, x, v)
+    gc.collect()
+    assert resident() - before < 8 << 20
+    assert len(gc.get_objects()) - objects < 100
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    model, x, v = images()
+    first = fastlr.per_sample_grad_sq_norms(model, x, v)  # with the proof
+    assert all(torch.equal(fastlr.per_sample_grad_sq_norms(model, x, v), first) for _ in range(3))
+
+
+def test_wrappers_are_looked_through() -> None:
+    model = mlp()
+    want = truth(model, (draw(4, 5),), draw(4, 3))
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(compiled, draw(4, 5), draw(4, 3)), want)
+    parallel = nn.DataParallel(model)
+    assert set(fastlr.per_sample_grad_sq_norms(parallel, draw(4, 5), draw(4, 3), per_parameter=True)) == {
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+    }
+
+
+def test_distributed_data_parallel_is_looked_through() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = mlp()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        got = fastlr.per_sample_grad_sq_norms(wrapped, draw(4, 5), draw(4, 3))
+        torch.testing.assert_close(got, truth(model, (draw(4, 5),), draw(4, 3)))
+        assert all(p.grad is None for p in model.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim: int) -> None:
+    """A linear layer takes another path through autograd where its input is not contiguous."""
+    model = nn.Linear(2, 3).double()
+    x, v = draw(4, 6, 2).transpose(0, 1), draw(4, 6, 3).transpose(0, 1)  # time first, in memory sample first
+    x, v = (x, v) if in_dim else (x.transpose(0, 1), v.transpose(0, 1))
+    got = fastlr.per_sample_grad_sq_norms(model, x, v, in_dim=in_dim, out_dim=in_dim)
+    want = truth(model, (draw(4, 6, 2),), draw(4, 6, 3))
+    torch.testing.assert_close(got, want)
+    assert set(fastlr.support_report(model, x, in_dim=in_dim, out_dim=in_dim).routes.values()) == {"rule"}
+
+
+# -- what a wrong rule or layout meets ----------------------------------------------------------------------------------
+
+
+def wrong_rule(monkeypatch: pytest.MonkeyPatch, when) -> None:
+    """Make the linear rule give twice the gradient where ``when(site)``."""
+    right = rules.RULES["AddmmBackward0"]
+
+    def twice(site, slots):
+        found = right(site, slots)
+        if when(site) and 2 in found:
+            found[2].g = found[2].g * 2
+        return found
+
+    monkeypatch.setitem(rules.RULES, "AddmmBackward0", twice)
+
+
+def test_a_wrong_rule_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_rule(monkeypatch, lambda site: True)
+    model = mlp()
+    agree(model, draw(4, 5), draw(4, 3))
+    report = fastlr.support_report(model, draw(4, 5))
+    assert report.routes["0.weight"] == "node"
+    assert "differs from the truth" in str(report)
+
+
+def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong_rule(monkeypatch, lambda site: site.count != 3)
+    model = mlp()
+    with pytest.warns(fastlr.FastlrWarning, match="audit of a sample"):
+        agree(model, draw(8, 5), draw(8, 3))
+    assert fastlr.support_report(model, draw(8, 5)).routes["0.weight"] == "loop"
+
+
+def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(rules.RULES, "AddmmBackward0")
+    model = mlp()
+    agree(model, draw(4, 5), draw(4, 3))
+    report = fastlr.support_report(model, draw(4, 5))
+    assert set(report.routes.values()) == {"node"}
+    assert "no rule for AddmmBackward0" in str(report)
+
+
+@pytest.mark.parametrize(
+    "right", [Regular(0, 1, 3), Regular(0, 3, 1), Regular(1, 1, 1), Regular(1, 2, 2), Regular(2, 2, 1)]
+)
+def test_marks_tell_layouts_apart(right: Regular) -> None:
+    count, shape = 5, [12, 12, 12]
+    shape[right.dim] = right.outer * count * right.inner
+    plain, marks = draw(*shape), Marks.make(count, torch.float64, torch.device("cpu"), regular=False)
+    ids = right.samples(shape[right.dim], count, plain.device)
+    along = [-1 if d == right.dim else 1 for d in range(3)]
+    sums = (
+        row_sums(plain, right.dim),
+        torch.stack([row_sums(plain * c[ids].view(along), right.dim) for c in marks.factors]),
+    )
+    for outer in (1, 2, 3):
+        for inner in (1, 2, 3):
+            if outer * count * inner == shape[right.dim]:
+                layout = Regular(right.dim, outer, inner)
+                assert (explains(layout, *sums, marks) is not None) == (layout == right)
+    found = explains(Ragged(right.dim), *sums, marks)
+    assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 3, 40, 512, 3000])
+def test_rows_of_any_number_of_samples_are_told_apart(count: int, dtype: torch.dtype) -> None:
+    marks = Marks.make(count, dtype, torch.device("cpu"), regular=False)
+    assert len(marks.factors) <= 5
+    ids = torch.randint(count, (4 * count,), generator=torch.Generator().manual_seed(1))
+    plain = draw(4 * count).abs()
+    marked = (
+        plain * marks.factors[:, ids] * (1 + 0.5 * marks.tolerance * draw(len(marks.factors), 4 * count).clamp(-1, 1))
+    )
+    found = explains(Ragged(0), plain, marked, marks)
+    assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
+    for share in (0.5, 0.25, 0.2):  # a row of two samples is that of neither, nor of a third
+        others = torch.where(ids == 0, 1, 0)
+        mixed = plain * ((1 - share) * marks.factors[:, ids] + share * marks.factors[:, others])
+        for row in range(0, len(ids), max(1, len(ids) // 50)):
+            one = marked.clone()
+            one[:, row] = mixed[:, row]
+            assert explains(Ragged(0), plain, one, marks) is None
+
+
+def test_rows_that_mix_samples_have_no_layout() -> None:
+    plain, marks = draw(6, 4), Marks.make(3, torch.float64, torch.device("cpu"), regular=False)
+    marked = plain * marks.factors.repeat(1, 2)[..., None]
+    marked[:, 0, 0] = plain[0, 0] * marks.factors[:, 1]
+    sums = row_sums(plain, 0), torch.stack([row_sums(m, 0) for m in marked])
+    assert explains(Regular(0, 2, 1), *sums, marks) is None
+    assert explains(Ragged(0), *sums, marks) is None
+
+
+def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> None:
+    """A table of which the proof's samples use no row that has a gradient."""
+    gate = Written(
+        lambda m, x: m.a(x) * (x[:, :1] > 0) + x.sum(1, keepdim=True) * m.b,
+        a=nn.Linear(5, 1),
+        b=nn.Parameter(torch.ones(1)),
+    )
+    gate = gate.double()
+    x = draw(8, 5)
+    x[:, 0] = -x[:, 0].abs()  # the gate is shut everywhere: a has no gradient at all
+    agree(gate, x, draw(8, 1))
+    x[:, 0] = x[:, 0].abs()
+    agree(gate, x, draw(8, 1))
+
+
+def test_a_batch_of_one_settles_nothing_for_larger_ones() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()  # its graph differs for one sample
+    for size in (1, 3, 1, 7):
+        x, v = torch.randn(size, 5, 8), torch.randn(size, 5, 8)
+        got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+        assert set(engine_for(model, None, 0, 0).ledger.loop) == set()
+        for name, want in cases.loop_norms(cases.Case(model, x), v).items():
+            torch.testing.assert_close(got[name].float(), want.float(), rtol=1e-3, atol=1e-6)
+
+
+def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong rule of a parameter whose gradient was zero in the proof, met on another sample than the spot check's."""
+    monkeypatch.setattr(audit, "SHARE", -1.0)  # no audit beyond the first of the shape: another would find it earlier
+    wrong_rule(monkeypatch, lambda site: bool(site.g.any()) and site.g.shape[-1] == 1)
+    gate = Written(lambda m, x: m.a(x) * (x[:, :1] > 0) + m.b(x), a=nn.Linear(5, 1), b=nn.Linear(5, 2)).double()
+    x = draw(8, 5)
+    x[:, 0] = -x[:, 0].abs()
+    agree(gate, x, draw(8, 2))
+    assert "gradient zero on those samples" in str(fastlr.support_report(gate, x))
+    x[:, 0] = x[:, 0].abs()
+    agree(gate, x, draw(8, 2))
+    assert fastlr.support_report(gate, x).routes["a.weight"] == "loop"
+
+
+def test_a_later_proof_can_refute_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Written(lambda m, x: m.a(m.a(x)) if m.twice else m.a(x), a=nn.Linear(5, 5)).double()
+    model.twice = False
+    agree(model, draw(4, 5), draw(4, 5))
+    wrong_rule(monkeypatch, lambda site: True)
+    model.twice = True
+    agree(model, draw(4, 5), draw(4, 5))
+    model.twice = False
+    agree(model, draw(4, 5), draw(4, 5))
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------------
+
+
+def refused(
+    error: type[Exception], pattern: str, model: nn.Module, x: object, v: Tensor | None = None, **options
+) -> None:
+    with pytest.raises(error, match=pattern):
+        fastlr.per_sample_grad_sq_norms(model, x, v if v is not None else draw(4, 3), **options)
+
+
+def test_batch_norm_in_train_mode_is_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    before = {k: t.clone() for k, t in model.state_dict().items()}
+    refused(fastlr.InteractionError, r"module 1 \(BatchNorm1d\).*train mode.*model\.eval\(\)", model, draw(4, 5))
+    assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
+    agree(model.eval(), draw(4, 5), draw(4, 3))
+
+
+def linear(function) -> Written:
+    """A function of a module with a linear layer ``a``, and of its inputs."""
+    return Written(function, a=nn.Linear(5, 3)).double()
+
+
+def test_parameters_outside_the_graph() -> None:
+    hidden = Written(lambda m, x: m.a(x) + m.b(x).detach(), a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
+    refused(
+        fastlr.HiddenParameterError,
+        r"b\.(weight|bias).*module b \(Linear\).*requires_grad_\(False\)",
+        hidden,
+        draw(4, 5),
+    )
+    unused = Written(lambda m, x: m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
+    agree(unused, draw(4, 5), draw(4, 3))
+    report = fastlr.support_report(unused, draw(4, 5))
+    assert report.routes["b.weight"] == "zero" and "not used by the output" in str(report)
+
+
+def test_leaves_that_are_not_parameters_are_named() -> None:
+    stray = draw(5).requires_grad_()
+    model = linear(lambda m, x: m.a(x * stray))
+    with pytest.warns(fastlr.FastlrWarning, match=r"shapes \(5,\) require grad .* not counted"):
+        agree(model, draw(4, 5), draw(4, 3))
+    assert "1 other leaves require grad" in str(fastlr.support_report(model, draw(4, 5)))
+
+
+def root_of_zero(m: nn.Module, x: Tensor) -> Tensor:
+    """The gradient of the root is infinite."""
+    return (m.a(x) * 0).abs().sqrt()
+
+
+def norms(model: object, x: Tensor, v: Tensor | None = None, **options):
+    v = draw(4, 3) if v is None else v
+    return fastlr.per_sample_grad_sq_norms(model, x, v, **options)  # type: ignore[arg-type]
+
+
+X, NAN_COLUMN = draw(4, 5), draw(4, 5).index_fill(1, torch.tensor(2), torch.nan)
+DROPOUT = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+
+
+def test_opposite_infinities_among_the_inputs_are_numbers() -> None:
+    x = draw(4, 5)
+    x[0, 0], x[1, 1] = torch.inf, -torch.inf  # their sum is none
+    clamped = linear(lambda m, x: m.a(x.clamp(-1, 1)))
+    assert torch.equal(norms(clamped, x), norms(clamped, x.clamp(-1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("error", "pattern", "call"),
+    [
+        ("Interaction", "samples .* interact", lambda: norms(linear(lambda m, x: m.a(x - x.mean(0).detach())), X)),
+        ("RandomForward", r"train mode: 1.*model\.eval\(\)", lambda: norms(DROPOUT, X)),
+        ("NonFinite", "not a number", lambda: norms(mlp(), NAN_COLUMN)),
+        ("NonFinite", "not finite|infinite", lambda: norms(linear(lambda m, x: m.a(x).exp().exp()), 100 * X)),
+        ("NonFinite", "gradient of parameter a.weight is not finite", lambda: norms(linear(root_of_zero), X)),
+        ("NonFinite", "cotangent", lambda: norms(mlp(), X, draw(4, 3) * torch.inf)),
+        ("Input", "torch.nn.Module", lambda: norms("model", X)),
+        ("Model", "no trainable parameters", lambda: norms(mlp().requires_grad_(False), X)),
+        ("Input", "empty", lambda: norms(mlp(), draw(0, 5), draw(0, 3))),
+        ("Input", "cotangent has shape", lambda: norms(mlp(), X, draw(4, 2))),
+        ("Input", "float16.*float64", lambda: norms(mlp(), X.half())),
+        ("Input", "float32.*float64", lambda: norms(mlp(), X.float())),
+        ("Input", "on meta", lambda: norms(mlp(), X.to("meta"))),
+        ("Input", "out_dim=2", lambda: norms(mlp(), X, out_dim=2)),
+        ("Input", "not a tensor but a tuple of 2", lambda: norms(linear(lambda m, x: (m.a(x), 1)), X)),
+        ("Input", "picks nothing.*keys", lambda: norms(linear(lambda m, x: {"y": m.a(x)}), X, output="z")),
+        ("Input", "in_dim", lambda: norms(linear(lambda m, x: m.a(x.T)), draw(5, 4))),
+        ("Model", "not initialised", lambda: norms(nn.LazyLinear(3), X)),
+        ("Model", "complex", lambda: norms(nn.Linear(5, 3, dtype=torch.complex128), X)),
+    ],
+)
+def test_what_cannot_be_measured_is_named(error, pattern, call) -> None:
+    with pytest.raises(getattr(fastlr, f"{error}Error"), match=pattern):
+        call()
+
+
+def test_nothing_is_touched_when_a_call_fails() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)).double()
+    state = {k: t.clone() for k, t in model.state_dict().items()}
+    random = torch.get_rng_state()
+    for x in (draw(4, 5), draw(4, 5) * torch.nan):
+        with pytest.raises(fastlr.FastlrError):
+            fastlr.per_sample_grad_sq_norms(model, x, draw(4, 3))
+    assert all(torch.equal(state[k], t) for k, t in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(m.training for m in model.modules()) and all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
+
+
+# -- precision ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e15])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiny_and_huge_cotangents(scale: float, dtype: torch.dtype) -> None:
+    model, x, v = mlp().to(dtype), draw(4, 5).to(dtype), draw(4, 3).to(dtype).double()
+    got = fastlr.per_sample_grad_sq_norms(model, x, v * scale)
+    unit = fastlr.per_sample_grad_sq_norms(model, x, v)
+    torch.testing.assert_close(got / scale**2, unit, rtol=1e-5 if dtype == torch.float32 else 0.05, atol=0)
+
+
+def test_autocast_is_close() -> None:
+    model, x, v = images()
+    want = fastlr.per_sample_grad_sq_norms(model, x, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    torch.testing.assert_close(torch.stack(list(got.values())).sum(0), want, rtol=0.03, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert set(fastlr.support_report(model, x).routes.values()) == {"rule"}
+
+
+def test_batch_norm_of_another_library(monkeypatch) -> None:
+    """cuDNN's node has another name, and another name for epsilon: on a GPU it is the one of float32, and of the proof."""
+    rule = rules.RULES["NativeBatchNormBackward0"]
+
+    class Node:
+        def __init__(self, node) -> None:
+            self._node = node
+
+        def __getattr__(self, name: str):
+            if name == "_saved_eps":
+                raise AttributeError(name)
+            return getattr(self._node, "_saved_eps" if name == "_saved_epsilon" else name)
+
+    seen = []
+
+    def other(site, slots):
+        seen.append(site)
+        return rule(dataclasses.replace(site, node=Node(site.node)), slots)
+
+    monkeypatch.setitem(rules.RULES, "NativeBatchNormBackward0", other)
+    model = (
+        nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+    )
+    x, v = draw(6, 5), draw(6, 2)
+    result = Engine(model).run(x, lambda z: v)
+    assert set(result.routes.values()) == {"rule"}
+    torch.testing.assert_close(result.total, truth(model, (x,), v))
+    assert {ALIASES[name] for name in ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0")} <= set(rules.RULES)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norms_that_are_not_folded_keep_their_rule_on_a_gpu(dtype) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval().cuda()
+    with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        found = fastlr.support_report(model, torch.randn(8, 5, device="cuda"))
+    assert set(found.routes.values()) == {"rule"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recurrent_layers_on_a_gpu() -> None:
+    parts = {"rnn": nn.LSTM(4, 6, batch_first=True), "head": nn.Linear(6, 2)}
+    model = Written(lambda m, x: m.head(m.rnn(x)[0][:, -1]), **parts).eval()
+    x, v = torch.randn(5, 3, 4), torch.randn(5, 2)
+    want = fastlr.per_sample_grad_sq_norms(model, x, v)
+    got = fastlr.per_sample_grad_sq_norms(model.cuda(), x.cuda(), v.cuda())
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=0)
+
+
+def test_low_precision_is_that_of_products() -> None:
+    gpu, cpu, backends = torch.device("cuda"), torch.device("cpu"), torch.backends
+    before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
+    try:
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, False
+        assert low_precision(gpu, {torch.float32}) and not low_precision(gpu, {torch.float64})
+        assert low_precision(cpu, {torch.float32, torch.bfloat16}) and not low_precision(cpu, {torch.float32})
+        backends.cudnn.allow_tf32 = False
+        assert not low_precision(gpu, {torch.float32})
+        with torch.autocast("cpu", torch.bfloat16):
+            assert low_precision(cpu, {torch.float32})
+    finally:
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before
+
+
+def test_cudnn_is_as_it_was_afterwards() -> None:
+    cudnn = torch.backends.cudnn
+    before = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    for layer, enabled in ((nn.Linear(2, 2), before[0]), (nn.LSTM(2, 2), False)):
+        with runtime._repeatable([layer], torch.device("cuda")):
+            assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) == (enabled, False, True)
+        assert (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) == before
+
+
+def test_several_passes_add_up() -> None:
+    model, x = mlp(), draw(4, 5)
+    several = [draw(4, 3, seed=k) for k in range(3)]
+    got = Engine(model).run(x, lambda z: iter(several)).total
+    torch.testing.assert_close(got, sum(truth(model, (x,), v) for v in several))
+
+
+def test_unit_passes_keep_the_fast_route() -> None:
+    """One output element at a time, as probe="exact" does: zeros in the cotangent must not lose the sample axis."""
+    model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), draw(4, 7, 5)
+
+    def units(z: Tensor):
+        for p in range(z.shape[1]):
+            v = torch.zeros_like(z)
+            v[:, p, 0] = 1
+            yield v
+
+    result = Engine(model).run(x, units)
+    assert set(result.routes.values()) == {"rule"}
+    want = sum(truth(model, (x,), v) for v in units(torch.zeros(4, 7, 3, dtype=torch.float64)))
+    torch.testing.assert_close(result.total, want)
+
+
+def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call() -> None:
+    torch.manual_seed(0)
+    gated = Written(lambda m, x: m.b(x) + (x[:, :1] > 10) * m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3))
+    x, v = torch.randn(6, 5), torch.randn(6, 3)
+    x[4, 0] = 20.0
+    first, second = (fastlr.per_sample_grad_sq_norms(gated, x, v, per_parameter=True) for _ in range(2))
+    assert first["a.weight"][4] > 0 and all(torch.equal(first[name], second[name]) for name in first)
+    assert engine_for(gated, None, 0, 0).ledger.parameters["a.weight"].alive
+
+
+def test_what_is_random_whatever_the_mode_is_told_apart():
+    """Dropout that does not ask for the mode."""
+    model = Written(lambda m, x: m.linear(nn.functional.dropout(x)), linear=nn.Linear(6, 3))
+    with pytest.raises(fastlr.errors.RandomForwardError, match=r"call model.eval\(\)$"):
+        fastlr.per_sample_grad_sq_norms(model, torch.randn(8, 6), torch.ones(8, 3))
+    with pytest.raises(
+        fastlr.errors.RandomForwardError, match="although the model is in eval mode.*training=self.training"
+    ) as raised:
+        fastlr.per_sample_grad_sq_norms(model.eval(), torch.randn(8, 6), torch.ones(8, 3))
+    assert "model.eval()" not in str(raised.value)
+
+
+def rare_branch() -> Written:
+    """A second layer for rows whose first number is large."""
+
+    def forward(m, x):
+        z, rare = m.a(x), (x[:, 0] > 5).nonzero()[:, 0]
+        return z.index_add(0, rare, m.b(x[rare])) if len(rare) else z
+
+    return Written(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3))
+
+
+def test_a_use_that_no_proof_has_met_is_told():
+    x = torch.randn(40, 5).clamp(max=4)
+    x[33, 0] = 9
+    with pytest.warns(fastlr.FastlrWarning, match="the data choose. The values are exact.*the first 24 inputs"):
+        fastlr.support_report(rare_branch(), x)

@@ -1,0 +1,175 @@
+"""Where a forward pass must run as the model says: checkpointing, hooks that change gradients, results changed in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from exact import assert_norms
+from folding import randomise
+from single_samples import Written
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastlr
+from bench import cases
+from fastlr.errors import FastlrWarning, InputError, NonlinearBackwardError
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.fusion import mode as fuse
+
+
+def exact(model: nn.Module, *shape: int) -> fuse.Folding:
+    """Hold the norms of each sample to one backward pass of the model itself; what was folded."""
+    case = cases.Case(model, torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    v = cases.cotangent_for(case)
+    truth = cases.loop_norms(case, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FastlrWarning)  # by the loop, which is right
+        warnings.filterwarnings("ignore", message="Use of masked_fill_ on expanded")
+        got = fastlr.per_sample_grad_sq_norms(model, case.x, v, per_parameter=True)
+    assert_norms(got, truth, 1e-9, 0)
+    return engine_for(model, None, 0, 0).folding
+
+
+class Windows(nn.Module):
+    """Attention within three windows of a sample: what autograd saves has one shape in torch's order and in ours."""
+
+    def __init__(self, checkpointed: bool, bias: bool) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, bias=bias)
+        self.checkpointed = checkpointed
+
+    def attend(self, h: Tensor) -> Tensor:
+        w = h.unflatten(1, (3, -1)).flatten(0, 1)
+        return self.attention(w, w, w, need_weights=False)[0].unflatten(0, (-1, 3)).flatten(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x).tanh()
+        h = h + (checkpoint(self.attend, h, use_reentrant=False) if self.checkpointed else self.attend(h))
+        return self.after(h.tanh()).flatten(1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("counts", [(1, 4, 1), (4, 1)])
+def test_checkpointed_attention_runs_as_it_is(bias: bool, counts: tuple[int, ...]) -> None:
+    model = randomise(Windows(True, bias))
+    for count in counts:
+        assert not exact(model, count, 12, 6).replaced
+    model = randomise(Windows(False, bias))
+    for count in counts:
+        exact(model, count, 12, 6)
+    model.checkpointed = True  # after the first calls
+    for count in counts:
+        assert not exact(model, count, 12, 6).replaced
+
+
+def test_a_checkpointed_norm_runs_as_it_is() -> None:
+    def forward(m: Written, x: Tensor) -> Tensor:
+        return m.b(checkpoint(lambda h: m.n(m.a(h)), x, use_reentrant=False).tanh())
+
+    model = randomise(Written(forward, a=nn.Linear(6, 8), n=nn.BatchNorm1d(8), b=nn.Linear(8, 3)))
+    for count in (1, 4, 1):
+        assert not exact(model, count, 6).fixed
+
+
+def block(rest: Callable[[Tensor], Tensor], conv: nn.Module | None = None, norm: nn.Module | None = None) -> nn.Module:
+    """Convolution, batch norm and what the test does with the result."""
+    parts = {"conv": conv or nn.Conv2d(4, 6, 3), "norm": norm or nn.BatchNorm2d(6), "last": nn.Linear(6, 3)}
+    return randomise(Written(lambda m, x: m.last(rest(m.norm(m.conv(x)))), **parts))
+
+
+def corner(g: Tensor) -> Tensor:
+    g[..., 0, 0] = 0
+    return g
+
+
+HOOKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "corner": corner,
+    "masked": lambda g: g.masked_fill_(torch.eye(*g.shape[2:]).bool(), 0),
+    "scaled": lambda g: g * 0.5,
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_change_the_gradient_of_a_mean(name: str) -> None:
+    def hooked(h: Tensor) -> Tensor:
+        h = h.tanh()
+        if h.requires_grad:
+            h.register_hook(HOOKS[name])
+        return h.mean((2, 3))
+
+    model = block(hooked)
+    for count in (1, 4, 1):
+        exact(model, count, 4, 6, 7)
+
+
+@pytest.mark.parametrize("hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g.clamp(-100, 100), lambda g: g + 1e-3])
+def test_hooks_that_are_not_linear_are_refused(hook: Callable[[Tensor], Tensor]) -> None:
+    def hooked(h: Tensor) -> Tensor:
+        h = h.tanh()
+        if h.requires_grad:
+            h.register_hook(hook)
+        return h.mean((2, 3))
+
+    model = block(hooked)
+    for count in (1, 4):
+        with pytest.raises(NonlinearBackwardError, match="a hook that clips"):
+            exact(model, count, 4, 6, 7)
+
+
+def test_a_pooled_result_may_be_changed_in_place() -> None:
+    def rest(h: Tensor) -> Tensor:
+        return F.adaptive_avg_pool1d(h.relu(), 1).mul_(2).flatten(1)
+
+    model = block(rest, nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6))
+    folding = exact(model, 3, 4, 7)
+    assert folding.folded and folding.replaced["squeeze"] == 1
+
+
+def test_a_mean_by_numbers_of_other_kinds_is_left_alone() -> None:
+    model = block(lambda h: h.relu().mean((np.int64(1), 2, 3), keepdim=True).flatten(1).expand(-1, 6))
+    folding = exact(model, 3, 4, 6, 7)
+    assert folding.folded and not folding.replaced
+
+
+def test_where_a_replaced_call_does_not_do_the_rest_stays_folded() -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.last = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Linear(6, 3)
+            self.attention = nn.MultiheadAttention(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)  # lies as [B, S, E]
+            h = self.attention(h, h, h, need_weights=False)[0]
+            return self.last(h.view(len(h), -1, 6).mean(0)) if h.shape[1] else h.view(-1)
+
+    model = randomise(Viewing())
+    assert exact(model, 3, 4, 6, 7).folded
+
+    class Flat(Viewing):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)
+            h = self.attention(h, h, h, need_weights=False)[0]
+            return self.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0))  # torch's result is contiguous
+
+    model = randomise(Flat())
+    folding = exact(model, 3, 4, 6, 7)
+    assert folding.folded and not folding.disabled and not folding.replaced
+    assert "only convolutions and norms are folded" in str(
+        fastlr.support_report(model, torch.randn(3, 4, 6, 7).double())
+    )
+
+
+def test_an_error_of_the_models_own_changes_nothing() -> None:
+    model = block(lambda h: h.relu().mean((2, 3)))
+    model.last = nn.Linear(5, 3).double()
+    with pytest.raises(InputError, match="shapes cannot be multiplied"):
+        fastlr.per_sample_grad_sq_norms(model, torch.randn(3, 4, 6, 7).double(), torch.ones(3, 3))
+    model.last = nn.Linear(6, 3).double()
+    assert exact(model, 3, 4, 6, 7).replaced["squeeze"] == 1

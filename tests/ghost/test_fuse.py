@@ -1,0 +1,430 @@
+"""The folded path: its node's gradients, what is folded and what is left, and the norms of the original parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exact import assert_norms, assert_same_function
+from folding import check, randomise
+from single_samples import Written
+from torch import Tensor, nn
+
+import fastlr
+from bench import cases
+from fastlr import ops
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.fusion import mode as fuse
+from fastlr.ghost.fusion.conv_bn import FoldedConv, FoldedWeights
+from fastlr.ghost.verification.agreement import same_output
+from fastlr.ops.deferred_checks import gathered
+from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.reference.folded import ACTIVATIONS
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, and a forward pass of the test's own."""
+
+    def __init__(self, forward: Callable[[Net, Tensor], Tensor], **options: object) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 3, padding=1, **options)  # type: ignore[arg-type]
+        self.bn = nn.BatchNorm2d(6)
+        self.other = nn.Conv2d(6, 5, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(5)
+        self.how = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, x).flatten(1)
+
+
+def block(conv: nn.Conv2d | None = None, act: nn.Module | None = None, **options: object) -> nn.Sequential:
+    """A convolution of [B, 4, H, W], batch norm and activation."""
+    conv = conv or nn.Conv2d(4, 6, 3)
+    norm = nn.BatchNorm2d(conv.out_channels, **options)  # type: ignore[arg-type]
+    return nn.Sequential(conv, norm, act or nn.ReLU(), nn.Flatten())
+
+
+# -- the node -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("gamma", "beta"), ("x",), ("weight", "bias", "gamma", "beta")])
+@pytest.mark.parametrize("residual", [False, True])
+def test_its_gradients_are_right(act: str, frozen: tuple[str, ...], residual: bool) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"x": (2, 4, 5, 6), "weight": (6, 2, 3, 2), "bias": (6,), "gamma": (6,), "beta": (6,)}
+    given = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(name not in frozen)
+        for name, shape in shapes.items()
+    }
+    mean, var = torch.randn(6, generator=generator, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.5
+    options = ((2, 1), (1, 1), (1, 2), 2)
+    rest = (mean, var, 1e-3, act, torch.float64, ConvGeometry(*options[:3], groups=2), FoldedWeights())
+    x, weight, bias, gamma, beta = given.values()
+    pre = F.batch_norm(F.conv2d(x, weight, bias, *options), mean, var, gamma, beta, False, 0.0, 1e-3)
+    if residual:
+        given["residual"] = torch.randn(pre.shape, generator=generator, dtype=torch.float64).requires_grad_()
+    got = FoldedConv.apply(*given.values(), *[None] * (not residual), *rest)
+    want = ACTIVATIONS[act](pre + given["residual"] if residual else pre)
+    assert_same_function(got, want, [t for t in given.values() if t.requires_grad])
+
+
+def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels, where an earlier pass has asked for the same; what has changed or gone since is folded by itself."""
+    folds: list[int] = []
+
+    def run(name: str, dtype: torch.dtype, eps: tuple, *tensors: torch.Tensor) -> list[tuple]:
+        folds.append(len(eps))
+        return ops.get(name, "torch")(dtype, eps, *tensors)
+
+    monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.backend_for", lambda *_: "triton")
+    monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.run", run)
+    generator, weights = torch.Generator().manual_seed(0), FoldedWeights()
+    calls = [[torch.rand(shape, generator=generator) for shape in ((4, 3, 2, 2), *[(4,)] * 5)] for _ in range(3)]
+
+    def forward(change: Callable[[], None] | None = None, kind: torch.dtype = torch.float32) -> list[int]:
+        """One pass; ``change`` is called before its last convolution. How many were folded at a time."""
+        folds.clear()
+        weights.begin()
+        for i, (weight, *rest) in enumerate(calls):
+            if change and i == 2:
+                change()
+            tensors = (weight, None, *rest[1:]) if i == 1 else (weight, *rest)
+            got = weights.get(kind, 1e-3 * (i + 1), tensors)
+            want = ops.get("fold_weights", "torch")(kind, (1e-3 * (i + 1),), *tensors)[0]
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        weights.begin()
+        return list(folds)
+
+    # what was folded one by one is then folded at once, so that the kernel has been compared before a capture
+    assert forward() == [1, 1, 1, 3] and forward() == [3] and forward() == [3]
+    assert forward(kind=torch.bfloat16) == [1, 1, 1, 3] and forward() == [3] and forward(kind=torch.bfloat16) == [3]
+    assert forward(lambda: calls[2][0].mul_(2)) == [3, 1, 3] and forward() == [3], "changed in place"
+    calls[2][0] = calls[2][0].clone()
+    assert forward() == [2, 1, 3] and forward() == [3], "another tensor"
+    calls[0], calls[2] = calls[2], calls[0]
+    assert forward() == [1, 1, 1, 3] and forward() == [3], "another order"
+    with gathered():
+        calls[0][0] = calls[0][0].clone()
+        assert forward() == [1, 1, 1], "nothing can be compared now"
+
+
+# -- what is folded -----------------------------------------------------------------------------------------------------
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "bias_and_stride": lambda: block(nn.Conv2d(4, 6, 3, 2, 1)),
+    "no_affine": lambda: block(act=nn.SiLU(), affine=False),
+    "depthwise": lambda: block(nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False), nn.Hardswish(inplace=True)),
+    "depthwise_5x5": lambda: block(nn.Conv2d(4, 4, 5, stride=2, padding=2, groups=4), nn.ReLU6()),
+    "grouped": lambda: block(nn.Conv2d(4, 6, (3, 1), groups=2), nn.GELU()),
+    "dilated": lambda: block(nn.Conv2d(4, 6, 3, dilation=2, padding=(1, 2)), nn.GELU("tanh")),
+    "no_activation": lambda: block(nn.Conv2d(4, 6, 1), nn.Identity()),
+    "another_activation": lambda: block(nn.Conv2d(4, 6, 1), nn.Tanh()),
+    "few_positions_many_channels": lambda: nn.Sequential(
+        nn.Conv2d(4, 40, 3, 3), nn.BatchNorm2d(40), nn.ReLU(), nn.Conv2d(40, 50, 3, padding=1), nn.BatchNorm2d(50),
+        nn.Flatten(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_are_folded(name: str) -> None:
+    model = BLOCKS[name]()
+    check(model, sum(isinstance(m, nn.BatchNorm2d) for m in model))
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+def test_other_dimensions(axes: int) -> None:
+    convolution, norm = getattr(nn, f"Conv{axes}d"), getattr(nn, f"BatchNorm{axes}d")
+    x = torch.randn(3, 2, *[6, 5, 4][:axes], dtype=torch.float64)
+    check(nn.Sequential(convolution(2, 5, 3, padding=1), norm(5), nn.ReLU(), nn.Flatten()), 1, x)
+
+
+def test_frozen_parts() -> None:
+    for frozen in ("0.weight", "1.weight", "1.bias", "0.bias"):
+        model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.Flatten())
+        model.get_parameter(frozen).requires_grad_(False)
+        check(model, 1, why="no batch norm follows")
+
+
+def test_functional_calls_and_residuals() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        y = torch.relu(F.batch_norm(net.conv(x), net.bn.running_mean, net.bn.running_var, net.bn.weight, net.bn.bias))
+        z = net.bn2(net.other(y))
+        z += y[:, :5]
+        return z.relu_()
+
+    folding = check(Net(forward), 2)
+    assert folding.folded == {"conv.weight": "relu", "other.weight": "add, relu"}
+
+
+def twice(x: Tensor) -> Tensor:
+    """Of the shape that the convolution gives."""
+    return x.repeat(1, 2, 1, 1)[:, :6]
+
+
+ADDITIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "on_the_left": lambda net, x: F.silu(net.bn(net.conv(x)) + twice(x)),
+    "on_the_right": lambda net, x: F.hardswish(twice(x) + net.bn(net.conv(x))),
+    "no_activation": lambda net, x: torch.add(net.bn(net.conv(x)), twice(x)),
+    "two_blocks": lambda net, x: F.relu(net.bn(net.conv(x)).add_(twice(net.bn2(net.other(twice(x)))))),
+    "broadcast": lambda net, x: F.relu(net.bn(net.conv(x)) + x[:, :1]),
+    "scaled": lambda net, x: F.relu(torch.add(net.bn(net.conv(x)), x[:, :1], alpha=2.0)),
+    "a_number": lambda net, x: F.relu(net.bn(net.conv(x)) + 1.0),
+    "itself": lambda net, x: (lambda y: y + y)(net.bn(net.conv(x)) * 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_additions(name: str) -> None:
+    folded = {"two_blocks": 2}.get(name, 1)
+    folding = check(Net(ADDITIONS[name]), folded)
+    added = name in ("on_the_left", "on_the_right", "no_activation", "two_blocks")
+    assert folding.folded["conv.weight"].startswith("add") == added
+
+
+def test_a_sum_of_two_blocks() -> None:
+    def forward(m: Written, x: Tensor) -> Tensor:
+        main, short = m.a(x), m.b(x)
+        main += short
+        return F.relu(main).flatten(1)
+
+    a, b = (nn.Sequential(nn.Conv2d(4, 6, 3, 2, bias=False), nn.BatchNorm2d(6)) for _ in range(2))
+    assert check(Written(forward, a=a, b=b), 2).folded == {"a.0.weight": "add, relu", "b.0.weight": "none"}
+
+
+def test_residual_changed_afterwards() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        other = x.repeat(1, 2, 1, 1)[:, :6].clone()
+        y = net.bn(net.conv(x)) + other
+        other.mul_(2.0)
+        return y * other
+
+    check(Net(forward), 0, why="what is added was changed")
+
+
+# -- what is not --------------------------------------------------------------------------------------------------------
+
+
+def both_used(net: Net, x: Tensor) -> Tensor:
+    """The convolution's result also goes elsewhere."""
+    y = net.conv(x)
+    return net.bn(y) + y
+
+
+def before_activation_used(net: Net, x: Tensor) -> Tensor:
+    y = net.bn(net.conv(x))
+    return torch.relu(y) + y
+
+
+def reused(net: Net, x: Tensor) -> Tensor:
+    return torch.cat([net.bn(net.conv(x)), net.conv(x.flip(-1))], 1)
+
+
+def norm_reused(net: Net, x: Tensor) -> Tensor:
+    y = F.relu(net.bn(net.conv(x)))
+    return net.bn(F.conv2d(y, net.other.weight.new_ones(6, 6, 1, 1))) + net.bn2(net.other(y)).sum(1, keepdim=True)
+
+
+def input_changed(net: Net, x: Tensor) -> Tensor:
+    x = x * 2
+    y = net.conv(x)
+    x.mul_(0.5)
+    return net.bn(y) * x[:, :1]
+
+
+NOT_FOLDED = {
+    "both_used": (both_used, 0, "something else uses"),
+    "before_activation_used": (before_activation_used, 0, "something else uses"),
+    "reused": (reused, 0, "more than once"),
+    "norm_reused": (norm_reused, 1, "more than once"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOLDED)
+def test_blocks_that_must_stay(name: str) -> None:
+    forward, folded, why = NOT_FOLDED[name]
+    check(Net(forward), folded, why=why)
+
+
+def test_changed_input() -> None:
+    net = Net(input_changed)
+    net.conv.requires_grad_(False)  # with a trainable weight autograd itself refuses
+    check(net, 0, why="changed in place")
+
+
+def test_in_place_activation_is_seen_by_all() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        y = net.bn(net.conv(x))
+        F.relu_(y)
+        return net.bn2(net.other(y)).abs() + y[:, :5]
+
+    check(Net(forward), 2)
+
+
+def test_convolution_without_gradient_is_left() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = net.conv(x)
+        return net.bn2(net.other(net.bn(y)))
+
+    net = Net(forward)
+    net.conv.requires_grad_(False)
+    check(net, 1)
+
+
+def test_batch_norm_outside_the_gradient_is_left() -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        y = net.conv(x)
+        with torch.no_grad():
+            seen = net.bn(y)
+        return y * seen
+
+    net = Net(forward)
+    net.bn.requires_grad_(False)
+    check(net, 0, why="something else uses")
+
+
+def test_a_hook_that_keeps_the_result_gets_the_result() -> None:
+    kept: list[Tensor] = []
+    net = Net(lambda net, x: net.bn2(net.other(F.relu(net.bn(net.conv(x))))))
+    net.conv.register_forward_hook(lambda module, inputs, result: kept.append(result))
+    check(net, 2)
+    x = torch.randn(3, 4, 7, 6, dtype=torch.float64)
+    kept.clear()
+    fastlr.per_sample_grad_sq_norms(net, x, torch.ones(3, 5 * 7 * 6, dtype=torch.float64))
+    with torch.no_grad():
+        torch.testing.assert_close(kept[0] * 1.0, F.conv2d(x, net.conv.weight, net.conv.bias, padding=1))
+
+
+def test_scripted_module_gets_a_real_tensor() -> None:
+    rest = torch.jit.script(nn.Sequential(nn.ReLU(), nn.Flatten()))
+    model = randomise(nn.Sequential(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), rest))
+    x, v = torch.randn(3, 4, 5, 5, dtype=torch.float64), torch.randn(3, 150, dtype=torch.float64)
+    got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert_norms(got, cases.loop_norms(cases.Case(model, x), v), 1e-10, 1e-13)
+
+
+def test_compiled_part_is_folded_without_a_word() -> None:
+    part = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # torch's own, from 2.15 on
+        check(nn.Sequential(torch.compile(part, backend="eager"), nn.Flatten(), nn.Linear(6 * 20, 3)), 1)
+
+
+def test_samples_of_several_images_run_unfolded() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    video = Written(lambda m, x: m.net(x.flatten(0, 1)).mean((2, 3)).view(len(x), -1), net=net)
+    check(video, 0, torch.randn(3, 4, 2, 5, 5, dtype=torch.float64), why="several images")
+
+
+def test_train_mode_is_refused_then_eval_folds() -> None:
+    model, x = block(), torch.randn(3, 4, 7, 6)
+    with pytest.raises(fastlr.errors.InteractionError):
+        fastlr.per_sample_grad_sq_norms(model, x, torch.ones(3, 120))
+    check(model, 1)
+
+
+def test_a_wrong_fold_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect in the folded backward pass is found by the proof, and the model runs as it is."""
+    right = FoldedConv.sq_norms
+
+    def wrong(ctx: object, grad: Tensor) -> tuple:
+        through, gx, sq, *others = right(ctx, grad)
+        return through, gx, sq * 1.001, *others
+
+    monkeypatch.setattr(FoldedConv, "sq_norms", wrong)
+    model = nn.Sequential(
+        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.BatchNorm2d(5), nn.Flatten()
+    )
+    check(model, 0, why="differ from the exact")
+
+
+def test_a_wrong_forward_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply = FoldedConv.apply
+    monkeypatch.setattr(FoldedConv, "apply", lambda *args: apply(*args) * 1.0001)
+    check(block(), 0, why="gives another output")
+
+
+def test_autocast_and_float32_agree_with_the_unfolded_model() -> None:
+    import torchvision
+
+    torch.manual_seed(0)
+    model = torchvision.models.mobilenet_v3_small(num_classes=3).eval()
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.momentum = None
+    model.train()(torch.randn(16, 3, 64, 64))
+    model.eval()
+    x, v = torch.randn(4, 3, 64, 64), torch.randn(4, 3)
+    with fuse.unfolded():
+        want = fastlr.per_sample_grad_sq_norms(model, x, v)
+    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(model, x, v), want, rtol=1e-4, atol=0)
+    assert engine_for(model, None, 0, 0).folding.folded
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = fastlr.per_sample_grad_sq_norms(model, x, v)
+    torch.testing.assert_close(low, want, rtol=0.1, atol=0)
+    assert engine_for(model, None, 0, 0).folding.folded
+
+
+def test_few_positions_keep_the_unfolded_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks whose norms come from Gram matrices keep the unfolded product of the forward pass, and are right."""
+    from fastlr.ghost.fusion import conv_bn as folded
+
+    taken = []
+    plain = folded.conv_and_product
+    monkeypatch.setattr(folded, "conv_and_product", lambda *args: taken.append(args[1].shape) or plain(*args))
+    check(resnet_block(), 2, torch.randn(3, 24, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    assert taken and set(taken) == {torch.Size((48, 24, 3, 3)), torch.Size((48, 48, 3, 3))}
+
+
+def resnet_block() -> nn.Module:
+    """Two convolutions on 4 x 4 positions with a residual; its own input is 24 channels."""
+
+    def forward(m: Written, x: Tensor) -> Tensor:
+        h = m.norms[0](m.one(x)).relu()
+        return (m.norms[1](m.two(h)) + h).relu().flatten(1)
+
+    parts = {"one": nn.Conv2d(24, 48, 3, padding=1, bias=False), "two": nn.Conv2d(48, 48, 3, padding=1)}
+    return Written(forward, **parts, norms=nn.ModuleList([nn.BatchNorm2d(48), nn.BatchNorm2d(48)]))
+
+
+def test_the_weights_may_change_between_calls() -> None:
+    model, x, v = block(), torch.randn(3, 4, 7, 6, dtype=torch.float64), torch.randn(3, 120, dtype=torch.float64)
+    for seed in range(3):
+        randomise(model, seed)
+        got = fastlr.per_sample_grad_sq_norms(model, x, v)
+        torch.testing.assert_close(got, sum(cases.loop_norms(cases.Case(model, x), v).values()), rtol=1e-10, atol=0)
+
+
+def test_the_report_names_what_is_folded_and_what_is_not() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.ReLU(), nn.Flatten()
+    ).eval()
+    report = fastlr.support_report(model, torch.randn(4, 4, 7, 6))
+    assert report.folded == {"0.weight": "relu"} and set(report.unfolded) == {"3.weight"}
+    text = str(report)
+    assert "1 convolutions run folded" in text and "not folded (no batch norm follows): 3.weight" in text
+
+
+def test_logits_near_zero_in_low_precision_do_not_forbid_folding() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 64, 3, 2), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3),
+    ).eval()  # fmt: skip
+    x, v = torch.randn(1, 4, 17, 17) + 0.01 * torch.randn(8, 4, 17, 17), torch.randn(8, 3)
+    with torch.no_grad():  # outputs that cancel to almost nothing
+        model[-1].weight.mul_(100.0)
+        model[-1].bias.copy_(model[-1].bias - model(x).mean(0))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        own, folded = model(x), fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
+        assert bool(((folded - own).abs().amax(1) > 0.1 * own.abs().amax(1)).any()), "the case is not one"
+        assert same_output(model, x, folded, None) and not same_output(model, x, folded + 0.5, None)
+        fastlr.per_sample_grad_sq_norms(model, x, v)
+    folding = engine_for(model, None, 0, 0).folding
+    assert len(folding.folded) == 2 and not folding.disabled

@@ -1,0 +1,71 @@
+"""Random models, several batches in one engine: right, or refused where samples interact. ``make fuzz`` draws many."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import warnings
+
+import pytest
+import torch
+from exact import assert_norms, truth
+from fuzz_models import Model, Spec, inputs_of, specs
+from hypothesis import HealthCheck, given, seed, settings
+
+import fastlr
+
+TOLERANCES = {True: (1e-8, 1e-11), False: (5e-3, 5e-4)}  # of the value and of its sample's total; float64, float32
+SEEN = {True: 1e-5, False: 1e-2}  # samples so far apart from themselves alone interact beyond doubt
+
+
+@pytest.fixture(autouse=True)
+def dtype_afterwards():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def check(spec: Spec) -> None:
+    """Hold every call on the model of ``spec`` to the truth."""
+    torch.set_default_dtype(torch.float64 if spec.double else torch.float32)
+    torch.manual_seed(spec.seed)
+    model = Model(spec)
+    for number, batch in enumerate(spec.batches):
+        model.set(batch.on and batch.count > 1)
+        xs = tuple(inputs_of(spec, batch))
+        v = torch.randn(batch.count, 3) if spec.pooled else torch.randn(batch.count, spec.time, 3)
+        want = truth(model, xs, v)
+        what = f"call {number} of check({spec!r})"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", fastlr.FastlrWarning)
+                got = fastlr.per_sample_grad_sq_norms(model, xs, v, per_parameter=True)
+        except fastlr.errors.ModelError as error:
+            assert want.interact, f"refused, though samples do not interact: {type(error).__name__}: {error}; {what}"
+        else:
+            relative, of_total = TOLERANCES[spec.double]
+            of_total += want.apart if want.apart < SEEN[spec.double] else 0  # faint: seen or not
+            assert_norms(got, want.norms, relative, of_total, context=what)
+
+
+def run(examples: int, **options: bool) -> settings:
+    return settings(
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options
+    )
+
+
+@run(15, derandomize=True)
+@given(specs())
+def test_random_models(spec: Spec) -> None:
+    check(spec)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_many_random_models(capsys: pytest.CaptureFixture[str]) -> None:
+    """``FASTLR_FUZZ`` models (200) with a fresh seed, or with that of ``FASTLR_FUZZ_SEED``."""
+    number = int(os.environ.get("FASTLR_FUZZ") or 200)
+    fresh = int(os.environ.get("FASTLR_FUZZ_SEED") or secrets.randbits(32))
+    with capsys.disabled():
+        print(f"\n{number} random models, FASTLR_FUZZ_SEED={fresh}", file=sys.stderr)  # which parallel workers share
+    seed(fresh)(run(number)(given(specs())(check)))()

@@ -1,0 +1,401 @@
+"""What was found for one batch is kept for the next only where it holds for that too; the model stays as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from single_samples import Written, truth
+from torch import nn
+
+import fastlr
+from fastlr.ghost import program
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.verification import audit
+
+norms = fastlr.per_sample_grad_sq_norms
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def right(model, xs, v):
+    want = truth(model, xs, v)
+    given = tuple(t.clone() if torch.is_tensor(t) else t for t in xs)
+    torch.testing.assert_close(norms(model, given, v), want, rtol=1e-11, atol=0)
+
+
+def net(how) -> Written:
+    """A linear layer, used as ``how(m, layer, *inputs)`` says."""
+    return Written(lambda m, *xs: how(m, m.layer, *xs), layer=nn.Linear(5, 4)).eval()
+
+
+# -- rows of samples in another order ----------------------------------------------------------------------------------
+
+
+def owners(mask):
+    return mask.nonzero()[:, 0]
+
+
+def pooled_by_product(_, layer, x, mask):
+    return F.one_hot(owners(mask), len(x)).T.to(x) @ layer(x[mask]).tanh()
+
+
+def pooled_transposed(_, layer, x, mask):
+    return (layer(x[mask]).tanh().T @ F.one_hot(owners(mask), len(x)).to(x)).T
+
+
+def pooled_sparse(_, layer, x, mask):
+    return torch.sparse.mm(F.one_hot(owners(mask), len(x)).T.to(x).to_sparse(), layer(x[mask]).tanh())
+
+
+def pooled_by_segment(_, layer, x, mask):
+    return torch.segment_reduce(layer(x[mask]).tanh(), "sum", lengths=mask.sum(1), axis=0)
+
+
+def mask_of(lengths):
+    return torch.arange(6)[None] < torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.parametrize("how", [pooled_by_product, pooled_transposed, pooled_sparse, pooled_by_segment])
+@pytest.mark.parametrize("first", [[2, 3, 1, 4], [3, 3, 3, 1], [1, 4, 3, 2]])
+def test_rows_that_are_pooled(how, first):
+    model = net(how)
+    for lengths in (first, [4, 1, 3, 2], [1, 1, 4, 4]):
+        right(model, (torch.randn(4, 6, 5), mask_of(lengths)), torch.randn(4, 4))
+
+
+def permuted_by_product(_, layer, x):
+    order = F.one_hot(x[:, 0].argsort(), len(x)).to(x)
+    return order.T @ layer(order @ x).tanh()
+
+
+def looked_up(_, layer, x):
+    order = x[:, 0].argsort()
+    return F.embedding(order.argsort(), layer(x[order]).tanh())
+
+
+@pytest.mark.parametrize("how", [permuted_by_product, looked_up])
+@pytest.mark.parametrize("in_order_first", [False, True])
+def test_rows_that_are_permuted(how, in_order_first):
+    model = net(how)
+    for call in range(3):
+        x = torch.randn(6, 5)
+        if in_order_first and not call:
+            x[:, 0] = torch.arange(6)
+        right(model, (x,), torch.randn(6, 4))
+
+
+def test_rows_that_are_rolled():
+    model = net(lambda _, layer, x, shift: layer(x.roll(shift, 0)).tanh().roll(-shift, 0))
+    for shift in (0, 1, 3):
+        x, v = torch.randn(4, 5), torch.randn(4, 4)
+        torch.testing.assert_close(norms(model, (x, shift), v), truth(model, (x, 0), v), rtol=1e-11, atol=0)
+
+
+def test_chunks_of_an_estimate_whose_rows_are_permuted():
+    model, inputs = net(permuted_by_product), fastlr.TensorInputs(torch.randn(48, 5))
+    whole, chunks = (fastlr.estimate(model, inputs, n=48, batch_size=size) for size in (48, 16))
+    torch.testing.assert_close(whole.per_sample, chunks.per_sample, rtol=1e-11, atol=0)
+
+
+def test_rows_of_a_tiny_gradient_belong_to_their_sample():
+    def sorted_cubes(_, layer, x):
+        order = x[:, 0].argsort()
+        rows = layer(x[order]) - layer.bias
+        return torch.zeros_like(rows).index_copy(0, order, rows) ** 3
+
+    x, v = torch.randn(6, 5), torch.randn(6, 4)
+    x[3] *= 1e-7
+    model = net(sorted_cubes)
+    model.layer.bias.requires_grad_(False)
+    right(model, (x,), v)
+
+
+# -- other programs ----------------------------------------------------------------------------------------------------
+
+
+def test_views_of_a_parameter_that_begin_to_overlap():
+    """Two slices of one table; whether they overlap is an input."""
+
+    def forward(self, x, offset):
+        size = x.shape[1]
+        return (self.layer(x + self.table[:size]).tanh() + self.table[offset : offset + size]).flatten(1)
+
+    model = Written(forward, table=nn.Parameter(torch.randn(20, 4)), layer=nn.Linear(4, 4)).eval()
+    for offset in (5, 2, 0, 10, 4):
+        right(model, (torch.randn(4, 5, 4), offset), torch.randn(4, 20))
+
+
+def centred(self, layer, x):
+    h = layer(x).tanh()
+    return h - h.detach().mean(0) if self.layer.center else h
+
+
+@pytest.mark.parametrize("batch", [4, 6])
+def test_samples_that_begin_to_interact_at_the_same_shapes(batch):
+    model = net(centred)
+    model.layer.center = False
+    x, v = torch.randn(batch, 5), torch.randn(batch, 4)
+    right(model, (x,), v)
+    model.layer.center = True
+    with pytest.raises(fastlr.InteractionError):
+        norms(model, x, v)
+
+
+def test_samples_that_interact_in_larger_batches_only():
+    model = net(lambda _, layer, x: layer(x).tanh() * (x[:, 0].argsort().argsort() < 8).to(x)[:, None])
+    right(model, (torch.randn(4, 5),), torch.randn(4, 4))
+    with pytest.raises(fastlr.InteractionError):
+        norms(model, torch.randn(32, 5), torch.randn(32, 4))
+
+
+def test_hooks_that_come_and_go():
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    x, v = torch.randn(6, 5), torch.randn(6, 3)
+    right(model, (x,), v)
+    handle = model[0].weight.register_hook(lambda g: g * 2)
+    with pytest.warns(fastlr.FastlrWarning, match="loop over samples"):
+        right(model, (x,), v)
+    handle.remove()
+    right(model, (x,), v)
+    clip = model[0].register_forward_hook(lambda m, i, out: (out.register_hook(lambda g: g / g.norm()), None)[1])
+    with pytest.raises(fastlr.NonlinearBackwardError):
+        norms(model, x, v)
+    clip.remove()
+    right(model, (x,), v)
+    assert program.hook_programs(model) == ()
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("later", [False, True])
+def test_backward_hooks_of_what_would_be_folded(kind, where, later):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).eval()
+    x, v = torch.randn(4, 3, 4, 4), torch.randn(4, 16)
+    if later:
+        right(model, (x,), v)
+    getattr(model[where], kind)(lambda *_: None)
+    right(model, (x,), v)
+
+
+def test_ids_that_are_counted_over_the_batch():
+    table = nn.Embedding(50, 4, scale_grad_by_freq=True)
+    model, ids = Written(lambda m, ids: m.table(ids).sum(1), table=table).eval(), torch.arange(12).view(4, 3)
+    ids[3] = torch.tensor([0, 0, 1])
+    with pytest.warns(fastlr.FastlrWarning, match="scale_grad_by_freq"):
+        right(model, (ids,), torch.randn(4, 4))
+
+
+# -- what is not to change ---------------------------------------------------------------------------------------------
+
+
+def shared_twice():
+    layer = nn.Linear(5, 5)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def aliased():
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    model.names = nn.ModuleList(model.children())
+    model.forward = lambda x: model[1](model[0](x))
+    return model
+
+
+@pytest.mark.parametrize("build", [shared_twice, aliased])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_module_with_two_names_keeps_its_tensors(build, dtype):
+    model = build().to(dtype).eval()
+
+    def tensors():
+        both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        return {name: (t, t.clone()) for name, t in both}
+
+    before = tensors()
+    x, v = torch.randn(4, 5, dtype=dtype), torch.randn(4, 5, dtype=dtype)
+    want = truth(model, (x,), v)
+    for _ in range(2):
+        got = norms(model, x, v)
+        torch.testing.assert_close(got, want.double(), rtol=1e-10 if dtype == torch.float64 else 1e-4, atol=0)
+    after = tensors()
+    assert list(after) == list(before)
+    for name, (tensor, value) in before.items():
+        assert after[name][0] is tensor and torch.equal(tensor, value), name
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+def test_inputs_that_the_model_writes_to(batch):
+    parts = {"conv": nn.Conv1d(2, 2, 3), "norm": nn.BatchNorm1d(2)}
+    model = Written(lambda m, x: m.norm(m.conv(x.mul_(2))).flatten(1), **parts).eval()
+    x, v = torch.randn(batch, 2, 5), torch.randn(batch, 6)
+    want, before = truth(model, (x,), v), x.clone()
+    for _ in range(2):
+        torch.testing.assert_close(norms(model, x, v), want, rtol=1e-11, atol=0)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_counters_of_forward_passes(replaced, train):
+    def counting(self, layer, x):
+        if replaced:
+            self.calls = self.calls + 1
+        else:
+            self.calls += 1
+        return layer(x)
+
+    model = net(counting).train(train)
+    model.register_buffer("calls", torch.zeros(()))
+    buffer = model.calls
+    for _ in range(2):
+        norms(model, torch.randn(6, 5), torch.randn(6, 4))
+        assert model.calls is buffer and buffer.item() == 0
+
+
+def test_embeddings_that_are_shortened_as_they_are_read():
+    model = Written(lambda m, ids: m.table(ids).tanh().sum(1), table=nn.Embedding(9, 4, max_norm=0.5)).eval()
+    ids, v = torch.randint(0, 9, (4, 3)), torch.randn(4, 4)
+    before = model.table.weight.detach().clone()
+    got = norms(model, ids, v)
+    assert torch.equal(model.table.weight, before)
+    torch.testing.assert_close(got, truth(model, (ids,), v), rtol=1e-11, atol=0)
+
+
+# -- models that have norms --------------------------------------------------------------------------------------------
+
+
+def test_a_loop_over_samples_within_the_model():
+    model = net(lambda _, layer, x: torch.stack([layer(row).tanh() for row in x]))
+    with pytest.warns(fastlr.FastlrWarning, match="another structure"):
+        right(model, (torch.randn(6, 5),), torch.randn(6, 4))
+    right(model, (torch.randn(5, 5),), torch.randn(5, 4))
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4, 7])
+def test_models_that_differentiate_in_their_forward_pass(batch):
+    def force(_, layer, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(layer(x).tanh().sum(), x, create_graph=True)[0]
+
+    right(net(force), (torch.randn(batch, 5),), torch.randn(batch, 5))
+
+
+@pytest.mark.parametrize("batch, shared", [(2, 2), (3, 3), (4, 4), (4, 3)])
+def test_a_shared_input_as_long_as_the_batch(batch, shared):
+    model = net(lambda _, layer, x, keys: layer(x) @ layer(keys).T)
+    x, keys, v = torch.randn(batch, 5), torch.randn(shared, 5), torch.randn(batch, shared)
+    want = truth(model, (x, keys), v, shared=(1,))
+    torch.testing.assert_close(norms(model, (x, keys), v), want, rtol=1e-11, atol=0)
+
+
+# -- what need not be found again --------------------------------------------------------------------------------------
+
+
+def test_a_position_table_cut_to_many_lengths_is_proven_once(proofs):
+    parts = {"table": nn.Parameter(torch.randn(90, 4)), "layer": nn.Linear(4, 3)}
+    model = Written(lambda m, x: m.layer((x + m.table[: x.shape[1]]).tanh()).sum(1), **parts).eval()
+    for length in range(3, 80, 7):
+        right(model, (torch.randn(5, length, 4),), torch.randn(5, 3))
+    assert len(proofs) == 1
+
+
+def test_a_hook_put_on_at_every_call_is_proven_once(proofs):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    x, v = torch.randn(6, 5), torch.randn(6, 3)
+
+    def put_on(factor):
+        return model[0].register_forward_hook(lambda module, given, out: out * factor)
+
+    for factor in (1.0, 1.0, 1.0, 2.0):
+        handle = put_on(factor)
+        right(model, (x,), v)
+        handle.remove()
+    assert len(proofs) == 1  # the code is the same: another factor means new layouts and a sample that is looked at
+
+
+def test_one_sample_is_proven_once(proofs):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
+    for _ in range(3):
+        right(model, (torch.randn(1, 5),), torch.randn(1, 3))
+    assert len(proofs) == 1
+
+
+def test_a_change_that_few_digits_hide(monkeypatch):
+    """The outputs of the batch at hand hardly show that its samples interact, those of the next one do."""
+    monkeypatch.setattr(audit, "SHARE", 0)
+
+    def forward(m, x):
+        h = m.first(x).tanh()
+        return m.last((h - m.share * h.mean(0).detach()).tanh())
+
+    model = Written(forward, first=nn.Linear(4, 5), last=nn.Linear(5, 3)).eval().float()
+    model.share = 0.0
+    saturated, v = 1 + torch.rand(4, 4).float() * 1e-6, torch.randn(4, 3).float()
+    norms(model, saturated, v)
+    model.share = 1.0
+    with pytest.raises(fastlr.errors.InteractionError):
+        norms(model, saturated, v)
+        norms(model, torch.randn(4, 4).float(), v)
+
+
+# -- what belongs together ---------------------------------------------------------------------------------------------
+
+
+def test_a_shared_input_that_the_model_writes_to():
+    parts = {"layer": nn.Linear(5, 4), "words": nn.Embedding(7, 5, scale_grad_by_freq=True)}
+    model = Written(lambda m, x, ids, factors: m.layer(x * m.words(ids) * factors.mul_(2)), **parts).eval()
+    x, ids, v = torch.randn(4, 5), torch.tensor([0, 1, 2, 0]), torch.randn(4, 4)
+    factors = torch.rand(5) + 0.5
+    before = factors.clone()
+    want = truth(model, (x, ids, factors), v, shared=(2,))
+    for _ in range(2):
+        torch.testing.assert_close(norms(model, (x, ids, factors), v), want, rtol=1e-11, atol=0)
+        assert torch.equal(factors, before)
+
+
+def test_a_model_that_begins_to_write_to_its_inputs():
+    model = net(lambda self, layer, x: layer(x.clamp_(-1, 1) if self.layer.clamps else x))
+    model.layer.clamps = False
+    norms(model, torch.randn(4, 5), torch.randn(4, 4))
+    model.layer.clamps = True
+    with pytest.raises(fastlr.InputError, match="written to its inputs"):
+        norms(model, torch.randn(4, 5), torch.randn(4, 4))
+    x = 2 * torch.randn(4, 5)
+    right(model, (x,), torch.randn(4, 4))
+    assert x.abs().max() > 1
+
+
+def test_a_table_that_grows_stays_with_its_length():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.longest = nn.Linear(4, 3), 2
+            self.register_buffer("table", torch.linspace(0, 1, 2)[:, None], persistent=False)
+
+        def forward(self, x):
+            if x.shape[1] > self.longest:
+                self.longest = x.shape[1]
+                self.register_buffer("table", torch.linspace(0, 1, self.longest)[:, None], persistent=False)
+            return self.layer((x + self.table[: x.shape[1]]).tanh()).sum(1)
+
+    model = Growing().eval()
+    norms(model, torch.randn(5, 9, 4), torch.randn(5, 3))
+    assert len(model.table) == model.longest == 2  # as they were
+    right(model, (torch.randn(5, 9, 4),), torch.randn(5, 3))
+    assert len(model.table) == model.longest == 9  # grown by the model's own forward pass
+    norms(model, torch.randn(5, 7, 4), torch.randn(5, 3))
+    assert len(model.table) == model.longest == 9
+    model(torch.randn(5, 9, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_with_buffers():
+    model = nn.Sequential(nn.Linear(5, 4), torch.jit.script(nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()))).eval()
+    right(model, (torch.randn(6, 5),), torch.randn(6, 4))
+
+
+def test_samples_one_by_one_take_one_proof_together():
+    """One sample runs unfolded, in a graph that the proof of the folded one does not know."""
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten()).eval()
+    x = torch.randn(4, 2, 3, 3)
+    for samples in (x, *x.split(1)):
+        right(model, (samples,), torch.ones(len(samples), 3))
+    assert engine_for(model).proofs == 2

@@ -1,0 +1,165 @@
+"""What a block leaves to those who load its result: held to one backward pass a sample, kernels served by plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folding import check, randomise
+from torch import Tensor, nn
+from torchvision.models.mobilenetv3 import InvertedResidual, InvertedResidualConfig
+from torchvision.models.resnet import Bottleneck
+
+from fastlr import ops
+from fastlr.ghost.fusion.mode import Folding
+from fastlr.ghost.fusion.pending import Activated
+from fastlr.ghost.graph import walk
+from fastlr.ops.reference.folded import ACTIVATIONS
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu() -> Iterator[None]:
+    with ops.using("triton", twins=True):
+        yield
+
+
+def conv(
+    inputs: int, outputs: int, kernel: int = 1, act: type[nn.Module] | None = nn.Hardswish, **options: int
+) -> nn.Module:
+    """A convolution that kernels serve, batch norm and perhaps an activation."""
+    parts = [nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **options), nn.BatchNorm2d(outputs)]
+    return nn.Sequential(*parts, *([] if act is None else [act()]))
+
+
+class Wired(nn.Module):
+    """Two blocks that may take in what is before them, and what the test does in between."""
+
+    def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = conv(4, 6), conv(6, 6, 3, groups=6), conv(6, 5, act=None)
+        self.squeeze, self.excite, self.plain = nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1)
+        self.dense, self.other = conv(6, 6, 3), conv(6, 6)
+        self.between = between
+
+    def gate(self, x: Tensor) -> Tensor:
+        return F.hardsigmoid(self.excite(self.squeeze(F.adaptive_avg_pool2d(x, 1)).relu()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.between(self, self.first(x))).flatten(1)
+
+
+def changed(x: Tensor) -> Tensor:
+    """Changed in place after a block has taken it."""
+    x += 1.0
+    return x
+
+
+def before_and_after(m: nn.Module, x: Tensor) -> Tensor:
+    y = m.second(x)
+    return y + changed(x)
+
+
+def in_place_later(m: nn.Module, x: Tensor) -> Tensor:
+    y = m.second(x)
+    return y + F.relu_(x)
+
+
+BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
+    "block": (lambda m, x: m.second(x), 3),
+    "residual": (lambda m, x: m.other(m.second(x)) + x, 4),
+    "residual_last": (lambda m, x: x + m.second(x), 3),
+    "added_before_taken": (lambda m, x: m.other(x.tanh() + m.second[:2](m.dense(x))) + m.second[2](x), 5),
+    "several": (lambda m, x: m.other(x) + m.second(x) + x, 4),
+    "twice_residual": (lambda m, x: m.dense(m.second[:2](x) + x) + x, 4),
+    "mean": (lambda m, x: m.second(x) * x.mean((2, 3), keepdim=True), 3),
+    "gated": (lambda m, x: (lambda y: y * m.gate(y))(m.second(x)), 3),
+    "gated_reversed": (lambda m, x: (lambda y: m.gate(y) * y)(m.second(x)), 3),
+    "gated_of_pointwise": (lambda m, x: m.second(x * m.gate(x)), 3),
+    "gated_and_used": (lambda m, x: (lambda y: y * m.gate(y) + y)(m.second(x)), 3),
+    "gated_residual": (lambda m, x: (lambda y: m.other[:2](y * m.gate(y)) + y)(m.second(x)), 4),
+    "product_twice": (lambda m, x: (lambda y: m.other(y) + y.exp())(m.second(x).mul(m.gate(x))), 4),
+    "gate_of_a_gated": (lambda m, x: (lambda y: y * m.gate(y) * y.mean((2, 3), keepdim=True))(m.second(x)), 3),
+    "unknown": (lambda m, x: m.second(x) + x.tanh(), 3),
+    "unknown_first": (lambda m, x: x.tanh() + m.second(x), 3),
+    "plain_convolution": (lambda m, x: m.plain(x) + m.second(x), 3),
+    "dense": (lambda m, x: m.dense(x) + m.second(x), 4),
+    "mean_flat": (lambda m, x: x * F.linear(m.second(x).mean([2, 3]), m.plain.weight[:, :, 0, 0])[:, :, None, None], 3),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_norms_are_those_of_the_model(name: str) -> None:
+    between, folded = BETWEEN[name]
+    check(Wired(between), folded)
+
+
+@pytest.mark.parametrize("between", [before_and_after, in_place_later])
+def test_what_is_changed_in_place_is_noticed(between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """The forward pass is the model's; the backward pass is none, as torch says."""
+    model, folding, x = randomise(Wired(between)), Folding(), torch.randn(3, 4, 7, 6, dtype=torch.float64)
+    got = folding.run(dict(model.named_parameters()), lambda: model(x))
+    torch.testing.assert_close(got, model(x))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("act", ["RE", "HS"])
+def test_blocks_of_mobilenet(stride: int, act: str) -> None:
+    options = InvertedResidualConfig(8, 3, 16, 8, True, act, stride, 1, 1.0)
+    first = InvertedResidual(options, nn.BatchNorm2d)
+    model = nn.Sequential(first, InvertedResidual(options, nn.BatchNorm2d), nn.Flatten())
+    x = torch.randn(3, 8, 7, 6, dtype=torch.float64)
+    assert check(model, 6, x).replaced == {"squeeze": 2, "gate": 2}
+
+
+def kinds(model: nn.Module, x: Tensor, folding: Folding) -> list[str]:
+    """The nodes of the folded model's graph, without parameters'."""
+    parameters = dict(model.named_parameters())
+    return [n for n in walk(folding.run(parameters, lambda: model(x)), parameters).names if "Accumulate" not in n]
+
+
+def test_blocks_of_resnet_have_no_other_nodes() -> None:
+    """No addition, no activation by itself, and the gradient of what is added comes to the block that has passed it on."""
+    model = nn.Sequential(conv(4, 8, act=nn.ReLU), *(Bottleneck(8, 2) for _ in range(3)), nn.Flatten())
+    x = torch.randn(3, 4, 5, 6, dtype=torch.float64)
+    found = kinds(model, x, check(model, 10, x))
+    assert sorted(found) == ["FoldedConvBackward"] * 10 + ["ViewBackward0"]
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_an_activation_that_was_left_open(act: str) -> None:
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(lambda t: Activated.apply(t, act, False), (x,))
+    g = torch.rand_like(x)
+    (settled,) = torch.autograd.grad(Activated.apply(x, act, True), x, g)
+    assert torch.equal(settled, g) and torch.equal(Activated.apply(x, act, True), ACTIVATIONS[act](x))
+
+
+READS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], bool | None]] = {
+    "a_convolution": (lambda m, x: m(x), True),
+    "two_convolutions": (lambda m, x: m(x) + F.conv2d(x, m[0].weight), True),
+    "its_shape": (lambda m, x: m(x)[..., : x.shape[-1]], True),
+    "its_dtype": (lambda m, x: m(x).to(x.dtype), False),
+    "a_sum_too": (lambda m, x: m(x) + x[:, :1], False),
+    "in_a_list": (lambda m, x: m(x) + torch.stack([x, x]).sum(), False),
+    "a_view": (lambda m, x: m(x.flip(0)), False),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_who_reads_the_inputs(name: str) -> None:
+    """Where convolutions that autocast converts them for are all, they may be made in its dtype: the same bits."""
+    read, casts = READS[name]
+    model, folding, x = conv(4, 6).eval(), Folding(), torch.randn(3, 4, 7, 6)
+
+    def outputs(inputs: Tensor, dtype: torch.dtype | None) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            return folding.run(dict(model.named_parameters()), lambda: read(model, inputs), inputs)
+
+    full = outputs(x, torch.bfloat16)
+    assert folding.casts_inputs is casts
+    if casts:
+        assert torch.equal(full, outputs(x.bfloat16(), torch.bfloat16))
+    outputs(x, None)
+    assert not folding.casts_inputs

@@ -1,0 +1,307 @@
+"""The model keeps nothing of a measurement: attributes, containers, caches, buffers; and one proof serves all estimates."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict, deque
+
+import pytest
+import torch
+from exact import truth
+from recorders import Again
+from single_samples import Written
+from torch import nn
+from trust_state import CachedBias
+
+import fastlr
+from bench import cases
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost import runtime
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.program import all_modules
+from fastlr.ghost.state import BufferKeeper, attributes_kept, emptied, tensor_caches
+from fastlr.ghost.verification.copies import with_buffers_moved
+from fastlr.ghost.verification.prover import Prover
+
+norms = fastlr.per_sample_grad_sq_norms
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """Counts the proofs."""
+    made, prove = [], Prover.prove
+    monkeypatch.setattr(Prover, "prove", lambda self, *a, **k: (made.append(1), prove(self, *a, **k))[1])
+    return made
+
+
+class Keeps(nn.Module):
+    """A model that keeps what it has seen in every way there is."""
+
+    def __init__(self, fails=False):
+        super().__init__()
+        self.layer, self.fails = nn.Linear(3, 2), fails
+        self.hidden, self.calls, self.gone = None, 0, "here"
+        self.cache, self.ordered = {}, OrderedDict(a=torch.zeros(2), b=1)
+        self.history, self.recent, self.shapes = [torch.zeros(1)], deque([0], 3), {1}
+        self.register_buffer("last", torch.zeros(2))
+        self.eval()
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.hidden, self.calls, self.fresh = h.detach(), self.calls + 1, h.detach().mean()
+        self.cache[x.shape], self.cache["h"] = h.detach(), h
+        self.ordered["a"] = h.detach()[0]
+        self.ordered.move_to_end("a")
+        self.history.append(h.detach())
+        self.recent.append(self.calls)
+        self.shapes.add(tuple(x.shape))
+        self.last = h.detach()[0]
+        if "gone" in vars(self):
+            del self.gone
+        if self.fails and len(x) == self.fails:
+            raise ValueError("no")
+        return h.tanh()
+
+
+def contents(model):
+    """Every attribute and entry of a model's modules, by identity."""
+    return [
+        (name, id(value), [id(v) for v in (*value, *getattr(value, "values", tuple)())])
+        if isinstance(value, (dict, list, deque, set))
+        else (name, id(value))
+        for module in model.modules()
+        for name, value in (*vars(module).items(), *module._buffers.items())
+        if not name.startswith("_")
+    ]
+
+
+def test_attributes_are_as_they_were():
+    model = Keeps()
+    before, held = contents(model), (model.cache, model.hidden, model.last.clone())
+    x, v = torch.randn(5, 3), torch.randn(5, 2)
+    got = norms(model, x, v)
+    fastlr.estimate(model, fastlr.TensorInputs(x), n=5)
+    assert sorted(map(str, contents(model))) == sorted(map(str, before))
+    assert held[0] is model.cache and model.hidden is None and torch.equal(model.last, held[2])
+    assert not hasattr(model, "fresh") and model.gone == "here" and list(model.ordered) == ["a", "b"]
+    torch.testing.assert_close(got, truth(model, (x,), v).total, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("fails", [3, 5])
+def test_attributes_are_as_they_were_after_an_error(fails):
+    model = Keeps(fails)
+    before = contents(model)
+    with pytest.raises((ValueError, fastlr.errors.FastlrError)):
+        norms(model, torch.randn(5, 3), torch.randn(5, 2))
+    assert sorted(map(str, contents(model))) == sorted(map(str, before))
+
+
+def test_every_forward_pass_begins_with_the_same_state():
+    def alternates(net, x):
+        net.calls += 1
+        return net.layer(x) * (1 if net.calls % 2 else 3)
+
+    model, x, v = Written(alternates, layer=nn.Linear(3, 2), calls=0).eval(), torch.randn(5, 3), torch.randn(5, 2)
+    torch.testing.assert_close(norms(model, x, v), norms(model, x, v))
+    assert model.calls == 0
+
+
+def test_submodules_made_in_a_forward_pass_stay():
+    def lazy(net, x):
+        if not net.ready:
+            net.head, net.ready = nn.Linear(x.shape[1], 2), True
+        return net.head(x)
+
+    model = Written(lazy, head=None, ready=False).eval()
+    adapt.call(model, torch.randn(2, 3))
+    assert model.ready and isinstance(model.head, nn.Linear)
+    model(torch.randn(2, 3))
+
+
+def test_plain_tensors_take_the_dtype_of_the_copy():
+    def function(net, x):
+        return (net.layer(x) @ net.mix @ net.more[0] @ net.pair[0] @ net.by_name["a"])[:, net.order].tanh()
+
+    held = {"mix": torch.randn(3, 3), "more": [torch.randn(3, 3)], "pair": (torch.randn(3, 3), 1)}
+    held |= {"by_name": {"a": torch.randn(3, 3)}, "order": torch.tensor([2, 0, 1])}
+    model, x, v = Written(function, layer=nn.Linear(3, 3), **held).eval(), torch.randn(4, 3), torch.randn(4, 3)
+    before = contents(model)
+    want = sum(cases.loop_norms(cases.Case(model, x), v).values())
+    torch.testing.assert_close(norms(model, x, v), want, rtol=1e-4, atol=0)
+    assert engine_for(model).ledger.subject == "perturbed float64 copy"
+    assert contents(model) == before and model.mix.dtype == torch.float32
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+def test_caches_are_found_and_can_be_left_out():
+    model, x = CachedBias(), torch.randn(5, 4, 5)
+    assert tensor_caches(model) == []
+    with torch.no_grad():
+        model(x)
+    kept = model.cache["cpu"]
+    caches = tensor_caches(model)
+    assert [(m is model, name) for m, name in caches] == [(True, "cache")]
+    biases = model.biases
+    assert torch.autograd.grad(adapt.call(model, x).sum(), biases, allow_unused=True) == (None,)
+    with emptied(caches):
+        assert torch.autograd.grad(adapt.call(model, x).sum(), biases)[0].abs().sum() > 0
+    tensors = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    with emptied(caches):
+        z = adapt.call_with(model, tensors, x.double(), dtype=torch.float64)
+    assert torch.autograd.grad(z.sum(), tensors["biases"])[0].dtype == torch.float64
+    assert model.cache["cpu"] is kept
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("small", torch.zeros(3))
+        self.register_buffer("large", torch.zeros(BufferKeeper.LARGE + 1))
+        self.table = nn.Embedding(4, 3, max_norm=0.1)
+
+
+def test_buffers_are_put_back_call_after_call():
+    model, keeper = Buffers(), BufferKeeper()
+    modules, weight = all_modules(model), model.table.weight.detach().clone()
+    for value in range(3):
+        small, large = model.small, model.large
+        small.data.fill_(value)  # which leaves no trace
+        large.fill_(value)
+        with keeper.kept(modules) as changed:
+            model.small.add_(1)
+            if value == 1:
+                model.large.add_(1)
+            else:
+                model.large = torch.ones(2)
+            model.table(torch.arange(4))
+        assert sorted(changed) == ["large", "small", "weight"]
+        assert model.small is small and model.large is large and torch.equal(model.table.weight, weight)
+        assert torch.equal(small, torch.full_like(small, value)) and torch.equal(large, torch.full_like(large, value))
+
+
+def test_large_buffers_are_copied_once():
+    model, keeper = Buffers(), BufferKeeper()
+    for _ in range(2):
+        with keeper.kept(all_modules(model)) as changed:
+            copy = keeper._copies[id(model.large)][2]
+            copy.fill_(7)  # would be refreshed were it copied anew
+    assert changed == [] and bool((copy == 7).all())
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_buffers_written_without_a_trace(unseen):
+    model, keeper = Buffers(), BufferKeeper()
+    for _ in range(2):
+        with pytest.raises(KeyError), keeper.kept(all_modules(model), unseen=unseen):
+            model.small.data.fill_(5)
+            model.large.data.fill_(5)
+            raise KeyError
+        assert bool((model.small == 5).all()) is not unseen and bool((model.large == 5).all()) is not unseen
+
+
+def test_zero_buffers_are_moved():
+    def centred(net, x):
+        h = net.layer(x)
+        return h - net.alpha * h.mean(0)
+
+    model = Written(centred, layer=nn.Linear(3, 2), alpha=nn.Buffer(torch.zeros(()))).eval()
+    x = torch.randn(4, 3)
+    subject = with_buffers_moved(model, adapt.trainable(model), 1.0, 0)
+    assert subject is not None and float(model.alpha) == 0
+    assert not torch.allclose(subject(x)[:2], subject(x[:2]))
+    assert subject(x).dtype == torch.float64
+    model.alpha.fill_(1)
+    assert with_buffers_moved(model, adapt.trainable(model), 1.0, 0) is None
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def test_buffers_of_modules_that_compare_equal():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(()))
+
+        def __eq__(self, other):
+            return isinstance(other, Counts)
+
+        def __hash__(self):
+            return 1
+
+    a, b = Counts(), Counts()
+    with runtime.buffers_kept([a, b]):
+        a.n += 1
+        b.n += 1
+        b.calls = 1  # which belongs to b's buffer alone
+    assert (float(a.n), float(b.n)) == (0, 1)
+
+
+def test_engines_go_with_the_model():
+    model = nn.Linear(3, 2)
+    norms(model, torch.randn(4, 3), torch.randn(4, 2))
+    engine = weakref.ref(engine_for(model))
+    del model
+    gc.collect()
+    assert engine() is None
+
+
+def test_estimates_of_one_model_share_a_proof(proofs):
+    model, inputs = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), fastlr.TensorInputs(torch.randn(8, 5))
+    first = fastlr.estimate(model, inputs, n=8)
+    assert len(proofs) == 1
+    again = fastlr.estimate(model, inputs, n=8)
+    fastlr.LocalRedundancy(model, inputs, 8).measure()
+    norms(model.eval(), torch.randn(8, 5), torch.randn(8, 3))
+    assert len(proofs) == 1 and again.value == first.value
+
+
+def test_an_output_function_written_anew_is_proven_once(proofs):
+    class Two(nn.Linear):
+        def forward(self, x):
+            return {"a": super().forward(x), "b": 2 * super().forward(x)}
+
+    model, x, v = Two(3, 2), torch.randn(4, 3), torch.randn(4, 2)
+
+    def total(key):
+        return norms(model, x, v, output=lambda result: result[key].tanh()).sum()
+
+    a, again = total("a"), total("a")
+    assert len(proofs) == 1 and a == again
+    assert total("b") != a
+    assert len(proofs) == 2
+
+
+def test_an_engine_that_others_used_captures_its_own_chunk():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
+
+    def estimator(side, graphs):
+        made = fastlr.LocalRedundancy(model, fastlr.ShapeImages((3, side, side)), 8, batch_size=8)
+        made.chunks.replays.recorder = Again if graphs else None
+        return made
+
+    small, large, plain = estimator(8, True), estimator(12, True), estimator(8, False)
+    assert small.engine is large.engine is plain.engine
+    want = plain.measure()
+    for _ in range(3):
+        got = small.measure()
+        large.measure()
+        torch.testing.assert_close(got.per_sample, want.per_sample, rtol=1e-6, atol=0)
+    assert small.chunks.replays.held and large.chunks.replays.held and not small.chunks.replays.note
+
+
+def test_attributes_of_what_is_no_module_are_left_alone():
+    with attributes_kept(lambda x: x):
+        pass
+    assert adapt.call(lambda x: x + 1, torch.zeros(1)) == 1

@@ -1,0 +1,268 @@
+"""Every kind of node that is said to keep rows, held to its own backward formula, one sample's gradient at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlr.ghost.graph import call_node, dense, walk
+from fastlr.ghost.ownership import KEEPS, _through
+from fastlr.ghost.sample_axis import candidates
+
+SAMPLES = 2
+SIZES = (1, 2, 4)  # among them as many as samples, and axes that fold them
+ELSEWHERE = {  # of a GPU; of fastlr (test_trust.py, test_recurrent.py, test_kernels_folded.py); of functionalised graphs
+    *(f"ScaledDotProduct{kind}AttentionBackward0" for kind in ("Flash", "Efficient", "Cudnn")),
+    *("FoldedConvBackward", "FixedNormBackward", "ScanBackward", "SqueezeBackward", "GateBackward"),
+    "ActivatedBackward",
+    *("FusedRmsNormBackward0", "ReshapeCopyBackward0", "UnsqueezeBackward1", "SqueezeBackward3"),
+}
+Op = Callable[..., Tensor | Sequence[Tensor]]
+aten = torch.ops.aten
+
+
+def methods(names: str, *args: object, **options: object) -> list[Op]:
+    """Tensor methods of these names, with these arguments."""
+    return [lambda x, *more, n=n: getattr(x, n)(*more, *args, **options) for n in names.split()]
+
+
+def of_functional(names: str, *args: object, **options: object) -> list[Op]:
+    return [lambda *x, n=n: getattr(F, n)(*x, *args, **options) for n in names.split()]
+
+
+def some(shape: Sequence[int]) -> Tensor:
+    """A mask of this shape."""
+    return torch.rand(tuple(shape)) > 0.5
+
+
+def along(dim: int) -> list[Op]:
+    """What works along one axis."""
+    picks = lambda x: torch.randint(x.shape[dim], x.shape)  # noqa: E731
+    few = lambda x: torch.randint(x.shape[dim], [max(1, s // 2) for s in x.shape])  # noqa: E731
+    return [
+        *methods(
+            "softmax log_softmax cumsum cumprod logcumsumexp cummax cummin sort logsumexp sum mean prod amax amin", dim
+        ),
+        *methods("max min median mode var std unbind squeeze unsqueeze nansum flip", dim),
+        *methods("sum mean prod amax max median logsumexp std", dim, keepdim=True),
+        *methods("split tensor_split", 1, dim),
+        *methods("roll kthvalue topk", 1, dim),
+        *methods("norm", 2, dim),
+        lambda x: torch.var_mean(x, dim),
+        lambda x: torch.std_mean(x, dim, keepdim=True),
+        lambda x: torch.linalg.vector_norm(x, dim=dim),
+        lambda x: aten.norm.ScalarOpt_dim(x, 2, [dim]),
+        lambda x: aten.norm.ScalarOpt_dim_dtype(x, 2, [dim], False, dtype=torch.float64),
+        lambda x: x.sort(stable=True, dim=dim),
+        lambda x: aten._safe_softmax(x, dim),
+        lambda x: x.split([1, x.shape[dim] - 1], dim),
+        lambda x: torch.unsafe_split(x, 1, dim),
+        lambda x: torch.unsafe_split_with_sizes(x, [1, x.shape[dim] - 1], dim),
+        lambda x: x.select(dim, -1),
+        lambda x: x.narrow(dim, 0, 1),
+        lambda x: x.unfold(dim, 1, 1),
+        lambda x: x.unfold(dim, 2, 1),
+        lambda x: x.gather(dim, picks(x)),
+        lambda x: x.gather(dim, few(x)),
+        lambda x: x.index_select(dim, torch.randint(x.shape[dim], (x.shape[dim],))),
+        lambda x: x.scatter(dim, picks(x), 1.0),
+        lambda x: x.scatter(dim, picks(x), x.exp()),
+        lambda x: x.scatter_add(dim, picks(x), x.exp()),
+        lambda x: torch.stack([x, x.exp()], dim),
+        lambda x: torch.cat([x, x.exp()], dim),
+        lambda x: F.glu(x, dim),
+    ]
+
+
+def pairs_of_axes(a: int, b: int) -> list[Op]:
+    return [
+        lambda x: x.transpose(a, b),
+        *methods("sum mean amax var logsumexp squeeze flip", (a, b)),
+        *methods("sum norm", dim=(a, b), keepdim=True),
+        lambda x: x.roll((1, 1), (a, b)),
+    ]
+
+
+UNARY: list[Op] = [
+    *methods(
+        "abs acos asin asinh atan atanh ceil cos cosh erf erfc erfinv exp exp2 expm1 floor frac lgamma log log10 log1p"
+    ),
+    *methods(
+        "log2 neg reciprocal relu round rsqrt sigmoid sign sgn sin sinc sinh sqrt tan tanh trunc logit nan_to_num tril"
+    ),
+    *methods("triu clone t diag squeeze flatten sum mean max median prod"),
+    *of_functional("celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish silu softplus"),
+    *of_functional("softshrink instance_norm"),
+    *of_functional("pixel_shuffle pixel_unshuffle group_norm", 2),
+    *of_functional("avg_pool1d avg_pool2d avg_pool3d max_pool2d max_pool3d", 2, 1),
+    *of_functional("adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d", 2),
+    *of_functional("unfold", 2, padding=1),
+    *of_functional("fold", (2, 2), 1),
+    lambda x: (x + 1.5).acosh(),
+    lambda x: torch.special.ndtri(x),
+    lambda x: torch.channel_shuffle(x, 2),
+    lambda x: aten.alias(x),
+    lambda x: x.permute(*range(1, x.ndim), 0),
+    lambda x: x.as_strided(x.shape, x.stride()),
+    lambda x: F.adaptive_avg_pool2d(x.to(memory_format=torch.channels_last), 1),
+    lambda x: x.transpose(0, -1).reshape(x.shape),
+    lambda x: x.transpose(0, -1).reshape(-1),
+    lambda x: x.unflatten(0, (-1, 2)),
+    lambda x: x.float(),
+    lambda x: x.clamp(0.2, 0.5),
+    lambda x: x.clamp_max(0.5),
+    lambda x: x.clamp_min(0.5),
+    lambda x: x**2.5,
+    lambda x: 2.0**x,
+    lambda x: x - 1.5,
+    lambda x: aten.sub.Scalar(x, 1.5),
+    lambda x: torch.rsub(x, 1.5),
+    lambda x: x * 1.5,
+    lambda x: aten.mul.Scalar(x, 1.5),
+    lambda x: aten.div.Scalar(x, 1.5),
+    lambda x: x % 0.3,
+    lambda x: F.threshold(x, 0.5, 0.0),
+    lambda x: torch.native_dropout(x, 0.5, True),
+    lambda x: x.masked_fill(some(x.shape), 0.0),
+    lambda x: x.repeat(2, *[1] * (x.ndim - 1)),
+    lambda x: x.repeat(*[1] * x.ndim, 2),
+    lambda x: x.expand(2, *x.shape),
+    lambda x: x.expand(*[4 if s == 1 else s for s in x.shape]),
+    lambda x: x @ x.mT,
+    lambda x: x.mT @ x,
+    lambda x: F.batch_norm(x, None, None, training=True),
+    lambda x: F.batch_norm(x, torch.zeros(x.shape[1]), torch.ones(x.shape[1])),
+    *(lambda x, k=k: F.layer_norm(x, x.shape[-k:]) for k in (1, 2)),
+    *(lambda x, k=k: F.rms_norm(x, x.shape[-k:]) for k in (1, 2)),
+    *(
+        lambda x, m=m: F.interpolate(x, scale_factor=2, mode=m)
+        for m in "nearest nearest-exact linear trilinear".split()
+    ),
+    *(
+        lambda x, m=m, a=a: F.interpolate(x, scale_factor=2, mode=m, antialias=a)
+        for m in ("bilinear", "bicubic")
+        for a in (False, True)
+    ),
+    *(
+        lambda x, pad=pad, m=m: F.pad(x, pad, mode=m)
+        for m in ("constant", "reflect", "replicate")
+        for pad in ((1, 0), (0, 0, 1, 1), (1, -1), (0, 0, 1, -1), (0, 0, 0, 0, 1, 1), (0, 0, 0, 0, 0, 0, 1, -1))
+    ),
+    *itertools.chain.from_iterable(along(dim) for dim in (-2, -1, 0, 1, 2)),
+    *itertools.chain.from_iterable(pairs_of_axes(*axes) for axes in ((0, 1), (-1, 0), (1, -1), (1, 2))),
+]
+BINARY: list[Op] = [
+    *methods(
+        "add sub mul div atan2 maximum minimum fmax fmin hypot logaddexp logaddexp2 pow copysign xlogy matmul mv remainder"
+    ),
+    *methods("clamp clamp_max clamp_min outer"),
+    lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    lambda a, b: torch.rsub(a, b),
+    lambda a, b: torch.where(some(torch.broadcast_shapes(a.shape, b.shape)), a, b),
+    lambda a, b: torch.lerp(a, b, 0.3),
+    lambda a, b: torch.lerp(a, b, a),
+    lambda a, b: torch.addcmul(a, a, b),
+    lambda a, b: torch.addcdiv(b, a, a),
+    lambda a, b: a.clone().copy_(b),
+    lambda a, b: a.clone().add_(b),
+    lambda a, b: a.masked_fill(some(a.shape), b.sum()),
+    lambda a, b: F.prelu(a, b),
+    lambda a, b: a.scatter_add(-1, torch.randint(a.shape[-1], b.shape), b),
+    lambda a, b: torch.einsum("bij,bik->bjk", a, b),
+    lambda a, b: torch.einsum("ijk,jil->lkj", a, b),
+    lambda a, b: F.layer_norm(a, b.shape, b, b),
+    lambda a, b: F.group_norm(a, 1, b, b),
+    lambda a, b: F.batch_norm(a, torch.zeros_like(b), torch.ones_like(b), b, b),
+    lambda a, b: F.scaled_dot_product_attention(a, b, b),
+    lambda a, b: F.scaled_dot_product_attention(a, a, a, attn_mask=b),
+    *of_functional("conv1d conv2d conv_transpose1d linear"),
+    lambda a, b: F.conv2d(a, b, padding=1, groups=2),
+]
+TERNARY: list[Op] = [torch.addmm, torch.baddbmm, torch.addmv, torch.addbmm, F.scaled_dot_product_attention]
+
+
+def shapes(ndim: int, step: int = 1) -> list[tuple[int, ...]]:
+    """Shapes that differ much, most of them if there are few."""
+    return list(itertools.product(SIZES, repeat=ndim))[::step]
+
+
+ALONE = [
+    (s,) for s in (*shapes(1), *shapes(2), *shapes(3, 3), *shapes(4, 17), (2, 4, 4), (4, 2, 2, 2, 2), (2, 4, 1, 2, 2))
+]
+TWO = [
+    *itertools.product(shapes(1), shapes(1)),
+    *itertools.product(shapes(2), shapes(2, 2)),
+    *itertools.product(shapes(3, 2), shapes(1)),
+    *itertools.product(shapes(3, 4), shapes(3, 2)),
+    *itertools.product(shapes(4, 13), shapes(1)),
+    *((s, s) for s in shapes(4, 10)),
+    *(((2, 2, 4, 4), s) for s in ((1, 2, 4, 4), (2, 1, 4, 4), (4, 4), (4, 1, 1, 1), (4, 2, 1, 1))),
+]
+THREE = [
+    *itertools.product(shapes(1), shapes(2, 2), [*shapes(1), *shapes(2, 2)]),
+    *itertools.product(shapes(2, 2), shapes(2, 2), shapes(1)),
+    *itertools.product(shapes(2, 4), shapes(2, 2), shapes(2, 2)),
+    *itertools.product(shapes(3, 5), shapes(3, 5), shapes(3, 5)),
+    *((s, s, s) for s in shapes(4, 10)),
+]
+
+
+def broken(z: Tensor, seen: set[str]) -> list[str]:
+    """Kinds of nodes below z that hand rows of one sample to another; notes in ``seen`` those said to keep any."""
+    graph, found = walk(z, {}), []
+    for i, node in enumerate(graph.nodes):
+        name, outputs = graph.names[i], graph.outputs(i)
+        for output in range(outputs) if name in KEEPS else ():
+            shape = graph.shape(i, output)
+            for layout, (slot, (child, number)) in itertools.product(
+                candidates(shape, SAMPLES), enumerate(graph.children[i])
+            ):
+                inner = graph.shape(child, number) if child >= 0 else torch.Size()
+                kept = _through(graph, i, layout, output, slot, inner) if child >= 0 else None
+                if kept is None:
+                    continue
+                seen.add(name)
+                size = [1] * len(shape)
+                size[layout.dim] = shape[layout.dim]
+                own = layout.samples(shape[layout.dim], SAMPLES, z.device).view(size) == 0
+                given = tuple(
+                    own * torch.rand(shape, dtype=graph.dtype(i, output)) if k == output else None
+                    for k in range(outputs)
+                )
+                below = call_node(node, given)[slot]
+                if below is not None:
+                    rows = dense(below).sum_to_size(inner).movedim(kept.dim, 0)
+                    others = rows[kept.samples(inner[kept.dim], SAMPLES, z.device) != 0]
+                    if bool((others.nan_to_num() != 0).any()):
+                        found.append(f"{name} {tuple(shape)} {layout} -> {tuple(inner)} {kept}")
+    return found
+
+
+def nodes_keep_rows(op: Op, given: tuple, seen: set[str]) -> list[str]:
+    try:  # most shapes fit few operations
+        result = op(*((0.1 + 0.8 * torch.rand(s, dtype=torch.float64)).requires_grad_() for s in given))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return []
+    outputs = [result] if isinstance(result, Tensor) else result
+    with_graph = [z for z in outputs if z.requires_grad and z.grad_fn is not None]
+    return [text for z in with_graph[:1] for text in broken(z, seen)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_listed_nodes_keep_rows() -> None:
+    torch.manual_seed(0)
+    seen: set[str] = set()
+    for operations, inputs in ((UNARY, ALONE), (BINARY, TWO), (TERNARY, THREE)):
+        for op, given in itertools.product(operations, inputs):
+            assert not (wrong := nodes_keep_rows(op, given, seen)), wrong
+    assert set(KEEPS) - seen == ELSEWHERE
+
+
+def test_a_wrong_entry_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KEEPS, "FlipBackward0", lambda s: s.at(s.layout.dim))
+    assert nodes_keep_rows(lambda x: x.flip(0), ((4, 2),), set())

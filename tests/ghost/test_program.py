@@ -1,0 +1,341 @@
+"""The fingerprint sees what a forward pass may branch on, gives equal ones for equal contents, and is cheap."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import gc
+import sys
+import time
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastlr.ghost import program, tokens
+from fastlr.ghost.program import fingerprint, function_key, inputs_token, observed
+
+ALPHA = 0.0
+SETTINGS = types.SimpleNamespace(alpha=0.0)
+
+
+class Mode(enum.Enum):
+    OFF = 0
+    ON = 1
+
+
+@dataclasses.dataclass
+class Config:
+    alpha: float = 0.0
+    inner: dict = dataclasses.field(default_factory=lambda: {"beta": [1.0, (2, {"gamma": 3})]})
+
+
+class Slotted:
+    __slots__ = ("alpha",)
+
+    def __init__(self):
+        self.alpha = 0.0
+
+
+class Space:
+    alpha = 0.0
+
+
+class Block(nn.Module):
+    """A linear layer with every kind of thing that a forward pass may read."""
+
+    factor = 1.0
+    table: dict = {}  # noqa: RUF012
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.frozen = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("alpha", torch.zeros(()))
+        self.register_buffer("large", torch.zeros(100))
+        self.scale, self.wide = torch.tensor(0.5), torch.zeros(50)
+        self.number, self.flag, self.text, self.none, self.missing = 1, False, "a", None, float("nan")
+        self.items, self.names, self.dims = [1, [2, 3]], {"a", "b"}, {"d": 1, "deep": {"e": [Config()]}}
+        self.config, self.space, self.slotted, self.held = Config(), types.SimpleNamespace(a=0), Slotted(), Space
+        self.mode, self.scalar, self.array = Mode.OFF, np.float32(0.5), np.arange(3.0)
+        self.part, self.blocks = functools.partial(torch.add, alpha=1), [nn.Linear(2, 2), nn.Dropout(0.1)]
+        self.act = lambda h, alpha=0.0: h * alpha
+        self.loop = self.items
+        self.dims["self"] = self.dims
+        self.eval()
+
+    def forward(self, x):
+        return self.layer(x) * ALPHA * SETTINGS.alpha
+
+
+def hook(alpha):
+    return lambda module, given, out: out * alpha
+
+
+def write(tensor, value):
+    tensor.data.fill_(value)
+
+
+CHANGES = {
+    "buffer": lambda m: m.alpha.fill_(1),
+    "buffer through .data": lambda m: write(m.alpha, 1.0),
+    "large buffer": lambda m: m.large.add_(0),
+    "another large buffer": lambda m: setattr(m, "large", m.large.clone()),
+    "tensor attribute": lambda m: write(m.scale, 0.25),
+    "wide tensor attribute": lambda m: m.wide.add_(1),
+    "another wide tensor attribute": lambda m: setattr(m, "wide", torch.zeros(50)),
+    "number": lambda m: setattr(m, "number", 2),
+    "type of a number": lambda m: setattr(m, "number", 1.0),
+    "flag": lambda m: setattr(m, "flag", 0),
+    "sign of zero": lambda m: setattr(m.config, "alpha", -0.0),
+    "text": lambda m: setattr(m, "text", "b"),
+    "list": lambda m: m.items.__setitem__(0, 2),
+    "list in a list": lambda m: m.items[1].append(4),
+    "set": lambda m: m.names.add("c"),
+    "dict": lambda m: m.dims.__setitem__("d", 0),
+    "dataclass deep in a dict": lambda m: setattr(m.dims["deep"]["e"][0], "alpha", 1.0),
+    "dataclass": lambda m: setattr(m.config, "alpha", 1.0),
+    "within a dataclass": lambda m: m.config.inner["beta"][1][1].__setitem__("gamma", 4),
+    "namespace": lambda m: setattr(m.space, "a", 1),
+    "slot": lambda m: setattr(m.slotted, "alpha", 1.0),
+    "attribute of a held class": lambda m: setattr(m.held, "alpha", 1.0),
+    "enum": lambda m: setattr(m, "mode", Mode.ON),
+    "numpy scalar": lambda m: setattr(m, "scalar", np.float32(0.25)),
+    "dtype of a numpy scalar": lambda m: setattr(m, "scalar", np.float64(0.5)),
+    "array": lambda m: m.array.__setitem__(0, 5.0),
+    "partial": lambda m: setattr(m, "part", functools.partial(torch.add, alpha=2)),
+    "default of a function": lambda m: setattr(m.act, "__defaults__", (1.0,)),
+    "class attribute": lambda m: setattr(Block, "factor", 2.0),
+    "dict of the class": lambda m: Block.table.__setitem__("a", 1),
+    "forward of the class": lambda m: setattr(Block, "forward", lambda self, x: self.layer(x)),
+    "forward of torch's class": lambda m: setattr(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
+    "forward of the object": lambda m: setattr(m, "forward", lambda x: x),
+    "global number": lambda m: globals().__setitem__("ALPHA", 1.0),
+    "global namespace": lambda m: setattr(SETTINGS, "alpha", 1.0),
+    "frozen parameter": lambda m: m.frozen.weight.mul_(1),
+    "frozen": lambda m: m.layer.weight.requires_grad_(False),
+    "module in a list": lambda m: setattr(m.blocks[1], "p", 0.2),
+    "another module in a list": lambda m: m.blocks.__setitem__(0, nn.Linear(2, 2)),
+    "submodule": lambda m: setattr(m, "norm", nn.LayerNorm(3)),
+    "submodule of a module": lambda m: setattr(m.norm, "eps", 1.0),
+    "train mode": lambda m: m.norm.train(),
+    "forward hook": lambda m: m.layer.register_forward_hook(hook(0)),
+    "forward pre-hook": lambda m: m.layer.register_forward_pre_hook(lambda module, given: None),
+    "backward hook": lambda m: m.layer.register_full_backward_hook(lambda *_: None),
+    "parameter's hook": lambda m: m.layer.weight.register_hook(lambda g: 2 * g),
+    "new attribute": lambda m: setattr(m, "fresh", 0),
+}
+
+
+@pytest.fixture
+def restored():
+    """Put back what the changes do outside the model."""
+    forwards, own = (Block.forward, nn.Linear.forward), (ALPHA, Space.alpha, Block.factor)
+    yield
+    Block.forward, nn.Linear.forward = forwards
+    globals()["ALPHA"], Space.alpha, Block.factor = own
+    SETTINGS.alpha = 0.0
+    Block.table.clear()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_change_is_seen(change, restored):
+    model = nn.Sequential(nn.Identity(), Block())
+    before = fingerprint(model)
+    assert fingerprint(model) == before
+    CHANGES[change](model[1])
+    assert fingerprint(model) != before
+
+
+@torch.no_grad()
+def test_training_changes_nothing():
+    model = nn.Sequential(Block())
+    before = fingerprint(model)
+    block = model[0]
+    block.layer.weight.add_(1)
+    block.layer.weight.data = torch.zeros(3, 3)
+    block.train()
+    block.norm(torch.randn(5, 3))
+    block.eval()
+    block.missing = float("nan")
+    assert fingerprint(model) == before
+
+
+@torch.no_grad()
+def test_equal_contents_are_equal():
+    model = nn.Sequential(Block())
+    before, block = fingerprint(model), model[0]
+    block.items, block.loop = [1, [2, 3]], None
+    block.loop = block.items
+    block.config, block.space = Config(), types.SimpleNamespace(a=0)
+    block.names, block.scale = {"b", "a"}, torch.tensor(0.5)
+    block.array, block.scalar, block.missing = np.arange(3.0), np.float32(0.5), float("nan")
+    block.alpha = torch.zeros(())
+    assert fingerprint(model) == before
+
+
+def test_hooks_put_on_anew_are_the_same():
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def put_on(alpha):
+        handle = model[0].register_forward_hook(hook(alpha))
+        found = fingerprint(model), program.hook_programs(model)
+        handle.remove()
+        return found
+
+    zero, again, one = put_on(0.0), put_on(0.0), put_on(1.0)
+    assert zero == again
+    assert zero[0] != one[0]
+    assert zero[1] == one[1]  # the same code
+
+
+def test_hooks_of_all_modules_are_seen():
+    model = nn.Linear(2, 2)
+    before = fingerprint(model)
+    handle = nn.modules.module.register_module_forward_hook(hook(1))
+    assert fingerprint(model) != before
+    handle.remove()
+    assert fingerprint(model) == before
+
+
+def test_shared_objects_are_read_at_their_least_depth():
+    deep = {"alpha": 0}
+    first, second = nn.Identity(), nn.Identity()
+    first.held, second.held = [[[[[deep]]]]], deep
+    model = nn.Sequential(first, second)
+    before = fingerprint(model)
+    deep["alpha"] = 1
+    assert fingerprint(model) != before
+
+
+def test_a_captured_graph_reads_tensors_where_they_are():
+    model = nn.Linear(2, 2)
+    model.table = torch.zeros(50)
+    before = fingerprint(model, versions=False)
+    model.table.add_(1)
+    assert fingerprint(model, versions=False) == before
+    model.table.data = torch.zeros(50)
+    assert fingerprint(model, versions=False) != before
+
+
+def test_functions_written_anew_have_the_same_key():
+    def make(alpha):
+        return lambda result: result["logits"] * alpha
+
+    assert function_key(make(1)) == function_key(make(1)) != function_key(make(2))
+    assert function_key(make(1)) != function_key(lambda result: result["logits"])
+
+
+def test_a_fingerprint_holds_nothing():
+    model = nn.Sequential(Block())
+    fingerprint(model)
+    gone = weakref.ref(model[0].config), weakref.ref(model[0].large)
+    del model
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_numbers_are_not_given_twice():
+    given = {tokens.number(torch.zeros(100)) for _ in range(50)}
+    assert len(given) == 50
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (0, 1), (1, 1.0), (Mode.OFF, Mode.ON), (np.int64(0), np.int64(1)), (torch.tensor(0), torch.tensor(1)),
+        (torch.arange(4), torch.arange(4).flip(0)), (Config(), Config(1.0)), ({"d": 1}, {"e": 1}), ("a", "b"),
+    ],
+)  # fmt: skip
+def test_inputs_that_a_forward_pass_may_branch_on(a, b):
+    x = torch.randn(8, 3)
+    assert inputs_token((x, a)) == inputs_token((x + 1, a)) != inputs_token((x, b))
+
+
+def test_inputs_that_carry_samples_are_left_out():
+    x = torch.randn(2, 3)
+    assert (
+        inputs_token((x, 1), batched=[0]) == inputs_token((x + 1, 1), batched=[0]) != inputs_token((x, 2), batched=[0])
+    )
+    assert inputs_token((x,)) != inputs_token((x + 1,))
+
+
+# -- batch norm's statistics -------------------------------------------------------------------------------------------
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """Like timm's: a forward pass of its own that ends in F.batch_norm."""
+
+    def forward(self, x):
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, 0.1, self.eps).relu()
+
+
+def test_buffers_that_are_only_statistics():
+    model = nn.Sequential(nn.BatchNorm2d(3), OwnNorm(3)).eval()
+    free, _ = observed(model, lambda: model(torch.randn(2, 3, 4, 4)))
+    assert free == {id(b) for b in model.buffers()}
+    before, seen = fingerprint(model, free), fingerprint(model)
+    model[1].running_mean.add_(1)
+    assert fingerprint(model, free) == before
+    assert fingerprint(model) != seen
+
+
+def test_statistics_that_enter_something_else():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.idle = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+            self.register_buffer("alpha", torch.zeros(()))
+
+        def forward(self, x):
+            h = self.norm(x)
+            return h - self.alpha * h.mean(0) * self.norm.running_var[:, None, None]
+
+    model = Reads().eval()
+    free, _ = observed(model, lambda: model(torch.randn(2, 3, 4, 4)))
+    counters = {id(model.norm.num_batches_tracked), id(model.idle.num_batches_tracked)}
+    assert free == {id(model.norm.running_mean)} | counters
+    model.train()
+    assert observed(model, lambda: model(torch.randn(2, 3, 4, 4)))[0] <= counters
+
+
+@pytest.mark.long
+def test_batch_norms_of_timm():
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("mobilenetv3_small_050", num_classes=3).eval()
+    free, _ = observed(model, lambda: model(torch.randn(1, 3, 32, 32)))
+    assert free == {id(b) for b in model.buffers()}
+
+
+# -- cost --------------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_cheap():
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.Hardswish()) for _ in range(50)))
+    shared = Config()
+    for block in model:
+        block.config = shared
+
+    def calls():
+        made = 0
+
+        def count(frame, event, _):
+            nonlocal made
+            made += event == "call"
+
+        sys.setprofile(count)
+        fingerprint(model)
+        sys.setprofile(None)
+        return made
+
+    fingerprint(model)
+    assert calls() < 12 * len(list(model.modules()))  # Python functions entered
+    start = time.perf_counter()
+    fingerprint(model)
+    assert time.perf_counter() - start < 0.1

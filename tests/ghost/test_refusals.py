@@ -1,0 +1,124 @@
+"""What a model raises becomes an error that names inputs, reason and remedy; the model's own exception is its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import fastlr
+from fastlr.errors import InputError, ModelError
+from fastlr.inputs import NoiseImages, ShapeImages, TensorInputs, TokenInputs
+
+
+class Labelled(Dataset):
+    """Items of (image, label)."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.randn(3, 8, 8), i % 3
+
+
+class TakesX(nn.Module):
+    """A linear layer whose input goes by another name than tokens do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def folded() -> nn.Module:
+    """A model that is measured with convolution and batch norm as one node."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
+
+
+def made_in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return folded()
+
+
+TOKENS = nn.Sequential(nn.Embedding(10, 4), nn.Flatten(), nn.Linear(20, 3))
+X = torch.zeros(8, 6)
+CASES = {
+    "size": (
+        folded,
+        ShapeImages((3, 9, 9)),
+        r"input float32\[2, 3, 9, 9\].*cannot be multiplied.*size that it was built",
+    ),
+    "channels": (folded, NoiseImages((1, 8, 8)), r"float32\[2, 1, 8, 8\].*3 channels"),
+    "too small": (folded, ShapeImages((3, 2, 2)), r"float32\[2, 3, 2, 2\].*Kernel size"),
+    "bytes": (
+        folded,
+        TensorInputs(torch.zeros(8, 3, 8, 8).byte()),
+        r"uint8\[2, .*are uint8, the model is float32.*255",
+    ),
+    "integers": (TakesX, TensorInputs(X.long()), r"int64\[2, 6\].*are int64, the model is float32: convert one"),
+    "complex": (TakesX, TensorInputs(X.cfloat()), r"complex64\[2, 6\].*are complex64, the model is float32: convert"),
+    "half": (lambda: TakesX().half(), TensorInputs((X.long(),)), "are int64, the model is float16"),
+    "labels": (folded, TensorInputs(Labelled()), r"\(float32\[2, 3, 8, 8\], int64\[2\]\).*item=0"),
+    "names": (TakesX, TokenInputs(10, 6), r"input_ids=int64\[2, 6\].*takes \(x\).*TensorInputs"),
+    "images for tokens": (lambda: TOKENS, ShapeImages((3, 8, 8)), "takes integers.*TokenInputs"),
+    "vocabulary": (lambda: TOKENS, TensorInputs(torch.full((8, 5), 10)), r"int64\[2, 5\].*\[10\].*vocab_size"),
+    "inference mode": (made_in_inference_mode, ShapeImages((3, 8, 8)), "outside of torch.inference_mode"),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"probe": "batch", "batch_size": 2}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_refusals(name: str, options: dict) -> None:
+    make, inputs, match = CASES[name]
+    with pytest.raises(InputError, match=match) as caught:
+        fastlr.estimate(make(), inputs, 8, **options)
+    assert caught.value.__cause__ is not None and not isinstance(caught.value.__cause__, fastlr.errors.FastlrError)
+
+
+@pytest.mark.parametrize("measure", [fastlr.support_report, lambda m, x: fastlr.per_sample_grad_sq_norms(m, x, X)])
+def test_refusals_of_the_engine(measure: Callable) -> None:
+    with pytest.raises(InputError, match=r"float32\[2, 3, 9, 9\].*cannot be multiplied"):
+        measure(folded(), torch.randn(2, 3, 9, 9))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt()], ids=str)
+def test_what_is_no_refusal_stays(error: BaseException) -> None:
+    model = TakesX()
+    model.linear.forward = lambda x: (_ for _ in ()).throw(error)  # type: ignore[method-assign]
+    with pytest.raises(type(error)) as caught:
+        fastlr.per_sample_grad_sq_norms(model, X, torch.ones(8, 3))
+    assert caught.value is error
+
+
+def test_what_fails_beside_the_model_stays() -> None:
+    def fail(output: Tensor) -> Tensor:
+        raise RuntimeError("a mistake of the caller's")
+
+    with pytest.raises(RuntimeError, match="of the caller's"):
+        fastlr.per_sample_grad_sq_norms(TakesX(), X, fail)
+
+
+def test_inputs_that_fail_after_others_went_well():
+    """What an earlier call had replaced (here a recurrent layer) is no reason to try for ever."""
+
+    calls: list[int] = []  # not in the model, whose attributes are put back
+
+    class Counted(nn.LSTM):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            if len(calls) > 200:
+                pytest.fail("called again and again")
+            if x.shape[-1] != 3:
+                raise ValueError("three features are wanted")
+            return super().forward(x)[0]
+
+    model = Counted(3, 2, batch_first=True)
+    fastlr.per_sample_grad_sq_norms(model, torch.randn(3, 4, 3), torch.ones(3, 4, 2))
+    model.eval()
+    with pytest.raises(ModelError, match="three features"):
+        fastlr.per_sample_grad_sq_norms(model, torch.randn(3, 4, 5), torch.ones(3, 4, 2))

@@ -1,0 +1,456 @@
+"""No number without its own evidence: each call is right, or refused by name where samples interact."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trust_cases as cases
+import trust_state as state
+from exact import assert_norms, output_of, truth
+from single_samples import Written
+from torch import Tensor, nn
+from trust_cases import Call, Net
+
+import fastlr
+from fastlr.ghost.api import engine_for
+from fastlr.models.patchtst import PatchTST
+
+norms = fastlr.per_sample_grad_sq_norms
+pytestmark = pytest.mark.usefixtures("double")
+
+
+TOLERANCES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-3, 1e-4), torch.bfloat16: (0.1, 0.02)}
+
+
+def right(model: nn.Module, xs: tuple, v: Tensor, want: dict[str, Tensor], samples=slice(None), dtype=None) -> None:
+    assert_norms(norms(model, xs, v, per_parameter=True), want, *TOLERANCES[dtype or v.dtype], samples)
+
+
+def output_like(model: nn.Module, xs: tuple) -> Tensor:
+    """A random cotangent."""
+    return torch.randn_like(output_of(model, xs)[0]).to(torch.get_default_dtype())
+
+
+def check(call: Call) -> None:
+    v = output_like(call.model, call.xs)
+    want = truth(call.model, call.xs, v, call.shared)
+    assert want.apart > 1e-3 if call.refused else want.apart < 1e-9, "the case itself is not what it says"
+    try:
+        right(
+            call.model, call.xs, v, want.norms
+        )  # also where samples interact by their gradients only: each beside a copy
+    except fastlr.InteractionError:
+        assert call.refused
+
+
+# The exact loop is right, and says that it is slow.
+@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
+@pytest.mark.parametrize("name", [*cases.CASES, *cases.LARGE])
+def test_every_call_is_right_or_refused(name: str) -> None:
+    for call in (cases.CASES | cases.LARGE)[name]():
+        check(call)
+
+
+@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
+@pytest.mark.parametrize(
+    "name",
+    [*cases.LARGE, *(n for n in cases.CASES if n.startswith(("ragged", "permuted", "packed", "switch", "one_")))],
+)
+def test_every_call_is_right_or_refused_in_single_precision(name: str) -> None:
+    torch.set_default_dtype(torch.float32)
+    for call in (cases.CASES | cases.LARGE)[name]():
+        check(call)
+
+
+# -- one estimate ------------------------------------------------------------------------------------------------------
+
+
+def estimate_is_right(model: nn.Module, tensors: tuple, batch_size: int) -> None:
+    count = len(tensors[0])
+    found = fastlr.estimate(model, fastlr.TensorInputs(tensors), n=count, batch_size=batch_size, predictive=CATEGORICAL)
+    want = []
+    for start in range(0, count, batch_size):
+        at = range(start, min(start + batch_size, count))
+        xs = tuple(t[at.start : at.stop] for t in tensors)
+        v = CATEGORICAL.cotangent(output_of(model, xs)[0].detach(), "rademacher", at, 0)
+        want.append(truth(model, xs, v).total)
+    torch.testing.assert_close(found.per_sample, torch.cat(want), rtol=1e-9, atol=0)
+
+
+CATEGORICAL = fastlr.Categorical()
+
+
+@pytest.mark.parametrize("how", [cases.navit, cases.navit_in_order])
+@pytest.mark.parametrize("batches", [cases.REGULAR_THEN_NOT, cases.FULL_THEN_NOT], ids=["regular", "full"])
+def test_packed_rows_in_one_estimate(how, batches) -> None:
+    tensors = tuple(torch.cat(parts) for parts in zip(*cases.navit_calls(batches)))
+    estimate_is_right(Net(how), tensors, len(batches[0]))
+
+
+@pytest.mark.parametrize("how", [cases.unpadded, cases.segments])
+def test_ragged_rows_in_one_estimate(how) -> None:
+    parts = [cases.tokens(lengths) for lengths in ([3, 3, 3, 3], [1, 5, 2, 4], [4, 2, 5, 1])]
+    estimate_is_right(Net(how), tuple(torch.cat(p) for p in zip(*parts)), 4)
+
+
+@pytest.mark.parametrize("how", [cases.sorted_by_function, cases.by_mul_and_sum, cases.by_where_and_sum])
+def test_permuted_samples_in_one_estimate(how) -> None:
+    x = torch.randn(18, 5)
+    x[:6, 0] = torch.arange(6)
+    estimate_is_right(Net(how), (x,), 6)
+
+
+def test_mixture_of_experts_in_one_estimate() -> None:
+    x = cases.routed([0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0])
+    estimate_is_right(cases.Switch(2, lambda count: count), (x,), 6)
+
+
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_last_chunk_of_one_image(attention: bool) -> None:
+    model = nn.Sequential(cases.Positions(attention), nn.Flatten()).eval()
+    estimate_is_right(model, (torch.randn(5, 3, 2, 3),), 2)
+
+
+@pytest.mark.parametrize("mix", [state.with_grad, state.detached])
+@pytest.mark.parametrize("hold", ["buffer in place", "buffer replaced", "dict", "global"])
+def test_a_monitor_refuses_what_an_estimate_refuses(hold, mix) -> None:
+    model, set_to = state.HOLDERS[hold](mix)
+    monitor = fastlr.LocalRedundancy(model, fastlr.TensorInputs(torch.randn(24, 5)), n=24, batch_size=8)
+    before = monitor.measure().value
+    set_to(1.0)
+    with pytest.raises(fastlr.InteractionError):
+        monitor.measure()
+    with pytest.raises(fastlr.InteractionError):
+        fastlr.estimate(model, fastlr.TensorInputs(torch.randn(24, 5)), n=24, batch_size=8)
+    set_to(0.0)
+    assert monitor.measure().value == pytest.approx(before, rel=1e-9)
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_that_compare_equal() -> None:
+    first, second = (state.Equal(lambda net, x: net.c(net.a(x).tanh())) for _ in range(2))
+    assert first == second and engine_for(first) is not engine_for(second)
+    for model in (first, second, first):
+        check(Call(model, (torch.randn(4, 5),)))
+
+
+def test_a_model_may_say_that_it_equals_everything() -> None:
+    first, second = Net(lambda net, x: net.c(net.a(x).tanh())), Net(lambda net, x: net.c(net.b(net.a(x).tanh()).tanh()))
+    for model in (first, second):
+        model.__class__ = state.Equal
+    for model in (first, second, first):
+        check(Call(model, (torch.randn(4, 5),)))
+
+
+# -- the user's module -------------------------------------------------------------------------------------------------
+
+
+def contents(model: nn.Module) -> dict[tuple[str, str], tuple]:
+    """All attributes of all modules, with what containers and tensors among them hold: (object, held) by path and name."""
+
+    def held(value: object) -> object:
+        return (id(value), value.dtype, value.tolist()) if torch.is_tensor(value) else id(value)
+
+    return {
+        (path, key): (value, {k: held(v) for k, v in value.items()} if isinstance(value, dict) else held(value))
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+    }
+
+
+def same_contents(model: nn.Module, before: dict) -> None:
+    after = contents(model)
+    assert list(after) == list(before)
+    for key, (value, held) in before.items():
+        assert after[key][0] is value and after[key][1] == held, f"{key} is not what it was"
+
+
+class Fused(Net):
+    """Writes attributes, dicts and a buffer in forward, and fails when ``FUSE`` is at zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += 1
+        self.old = self.old * 2
+        z = state.keeps(self, x)
+        FUSE[0] -= 1
+        if FUSE[0] == 0:
+            raise ValueError("the fuse")
+        return z
+
+
+FUSE = [0]
+
+
+@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fails_at", [0, *range(1, 13)])
+def test_attributes_are_as_before(dtype: torch.dtype, fails_at: int) -> None:
+    torch.set_default_dtype(dtype)
+    model = Fused(None, log={}, count=0, kept=torch.zeros(2), old=torch.ones(3))
+    model.register_buffer("total", torch.zeros(()))
+    before = contents(model)
+    for count in (4, 4, 6):  # at the proof, or at a later call
+        FUSE[0] = fails_at
+        try:
+            norms(model, torch.randn(count, 5), torch.randn(count, 4))
+        except (ValueError, fastlr.FastlrError):
+            assert fails_at, "refused"
+        same_contents(model, before)
+
+
+class Captures(Net):
+    """Gives itself a hook at its first forward pass, and notes that it has (as models of transformers do)."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            self.a.register_forward_hook(lambda module, given, out: 1.1 * out)
+        return self.c(self.a(x).tanh())
+
+
+def test_hooks_that_a_forward_pass_makes_are_not_made_twice() -> None:
+    model, x, v = Captures(None), torch.randn(4, 5), torch.randn(4, 4)
+    want = truth(model, (x,), v).norms
+    for _ in range(2):
+        right(model, (x,), v, want)
+        assert not model.a._forward_hooks and not model.ready
+    z = model(x)
+    right(model, (x,), v, want)
+    assert len(model.a._forward_hooks) == 1 and torch.equal(model(x), z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_biases_cached_in_eval_mode_are_left_alone(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    model = state.CachedBias()
+    want = truth(model, (x := torch.randn(3, 4, 5),), v := torch.randn(3, 4)).norms
+    right(model, (x,), v, want)
+    assert float(want["biases"].min()) > 0 and model.cache == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("measured_before", [False, True])
+def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured_before) -> None:
+    torch.set_default_dtype(dtype)
+    model, x, v = state.CachedBias(), torch.randn(3, 4, 5), torch.randn(3, 4)
+    want = truth(model, (x,), v).norms
+    if measured_before:
+        right(model, (x,), v, want)
+    with torch.no_grad():
+        model(x)
+    cached = {key: (value, value.clone()) for key, value in model.cache.items()}
+    for _ in range(2):
+        try:
+            got = norms(model, x, v, per_parameter=True)
+        except fastlr.errors.ModelError as error:
+            assert "biases" in str(error)
+        else:
+            torch.testing.assert_close(got["biases"], want["biases"], rtol=1e-3, atol=0)
+        assert all(model.cache[key] is value and torch.equal(value, old) for key, (value, old) in cached.items())
+
+
+def test_a_buffer_first_written_at_a_later_call_is_put_back() -> None:
+    def how(net, x):
+        if net.options["counts"]:
+            net.calls += 1
+        return net.c(net.a(x).tanh())
+
+    model = Net(how, options={"counts": False})
+    model.register_buffer("calls", torch.zeros(()))
+    for counts in (False, True, True, False, True):
+        model.options["counts"] = counts
+        check(Call(model, (torch.randn(4, 5),)))
+        assert model.calls.item() == 0
+
+
+@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
+def test_hard_routing_is_judged_the_same_for_every_seed() -> None:
+    judged = set()
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model, x, v = state.Hard(), torch.randn(8, 5), torch.randn(8, 4)
+        want = truth(model, (x,), v)
+        assert not want.interact
+        try:
+            right(model, (x,), v, want.norms)
+            judged.add("right")
+        except fastlr.errors.ModelError as error:
+            judged.add(type(error).__name__)
+    assert len(judged) == 1, judged
+
+
+# -- what must stay fast -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ragged_rows_of_many_samples_stay_off_the_loop(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(torch.float32)
+    model = cases.Experts()
+    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        warnings.simplefilter("error", fastlr.FastlrWarning)
+        for count in (8, 512, 512):
+            x, v = torch.randn(count, 8), torch.randn(count, 4)
+            chosen = torch.randint(0, count, (12,)).tolist()
+            with torch.autocast("cpu", enabled=False):
+                want = truth(model, (x,), v, samples=chosen).norms
+            right(model, (x,), v, want, chosen, dtype)
+        routes = fastlr.support_report(model, x).routes
+    assert set(routes.values()) == {"rule"}, routes
+
+
+def mixer() -> Written:
+    """A mixer over T positions, with samples, positions and channels of one number."""
+    parts = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    return Written(lambda m, x: m.b((x + m.a(x.transpose(1, 2)).transpose(1, 2)).tanh()).mean(1), **parts)
+
+
+def windows() -> Written:
+    """Swin's: roll, partition into windows, attention in them with a table of biases, and back."""
+
+    def forward(m: Written, x: Tensor) -> Tensor:
+        count = len(x)
+        windows = x.roll((-1, -1), (1, 2)).view(count, 2, 2, 2, 2, 4).transpose(2, 3).reshape(-1, 4, 4)
+        q, k, v = m.qkv(windows).chunk(3, -1)
+        h = (q @ k.transpose(1, 2) + m.bias).softmax(-1) @ v
+        h = h.view(count, 2, 2, 2, 2, 4).transpose(2, 3).reshape(count, 4, 4, 4).roll((1, 1), (1, 2))
+        return m.head(h.mean((1, 2)))
+
+    return Written(forward, qkv=nn.Linear(4, 12), bias=nn.Parameter(torch.randn(4, 4)), head=nn.Linear(4, 3))
+
+
+def residual() -> Written:
+    def forward(m: Written, x: Tensor) -> Tensor:
+        h = m.bn2(m.conv2(m.bn1(m.conv1(x)).relu()))
+        return m.fc((h + m.down(x)).relu().mean((2, 3)))
+
+    parts = {"conv1": nn.Conv2d(3, 6, 3, padding=1, bias=False), "bn1": nn.BatchNorm2d(6)}
+    parts |= {"conv2": nn.Conv2d(6, 6, 3, padding=1), "bn2": nn.BatchNorm2d(6)}
+    return Written(forward, **parts, down=nn.Conv2d(3, 6, 1), fc=nn.Linear(6, 3))
+
+
+def along_features(net: Net, x: Tensor) -> Tensor:
+    h = net.a(x)
+    order = h.argsort(-1)
+    top = h.topk(3, -1).values.sum(-1, keepdim=True)
+    return net.c((h.sort(-1).values + h.gather(-1, order.flip(-1)) + top).tanh())
+
+
+def running_sums(net: Net, x: Tensor) -> Tensor:
+    return net.c(net.b(net.a(x).cumsum(1).tanh()).cummax(1).values).sum(1)
+
+
+def pooled(net: Net, x: Tensor) -> Tensor:
+    h = F.max_pool1d(net.a(x).transpose(1, 2), 2) + F.adaptive_avg_pool1d(net.a(x).transpose(1, 2), 2)
+    return net.c(F.interpolate(h, size=3).transpose(1, 2)).sum(1)
+
+
+def shuffled(net: Net, x: Tensor) -> Tensor:
+    h = F.pixel_shuffle(net.a(x).permute(0, 3, 1, 2)[:, :4], 2)
+    h = F.interpolate(h, scale_factor=2, mode="bilinear")
+    return net.c(F.unfold(h, 2, stride=2).transpose(1, 2)[..., [0, 1, 2, 3, 0, 1]].tanh()).mean(1)
+
+
+def by_letters(net: Net, x: Tensor) -> Tensor:
+    h = torch.einsum("btd,ed->bte", x, net.a.weight) + net.a.bias
+    scores = torch.einsum("bte,bse->bts", h, h).softmax(-1)
+    return torch.einsum("bts,bse,fe->bf", scores, h, net.c.weight) + net.c.bias
+
+
+def encoder(batch_first: bool) -> nn.Module:
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(4, 4, 8, 0.0, batch_first=batch_first), 2, enable_nested_tensor=False
+    )
+
+
+def patches() -> nn.Module:
+    return PatchTST(channels=2, context=16, horizon=4, patch=4, stride=4, width=8, heads=2, layers=1, ffn=8)
+
+
+FINE = {
+    "mixer": (mixer, (4, 4)),
+    "windows": (windows, (4, 4, 4)),
+    "residual": (residual, (3, 4, 4)),
+    "encoder-batch_first": (lambda: encoder(True), (4, 4)),
+    "encoder-time_first": (lambda: encoder(False), (4, 4)),
+    "along_features": (lambda: Net(along_features), (5,)),
+    "running_sums": (lambda: Net(running_sums), (4, 5)),
+    "pooled": (lambda: Net(pooled), (4, 5)),
+    "shuffled": (lambda: Net(shuffled), (2, 2, 5)),
+    "by_letters": (lambda: Net(by_letters), (4, 5)),
+    "patchtst": (patches, (16, 2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FINE)
+def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    build, shape = FINE[name]
+    model, axis = build().eval(), 1 if name == "encoder-time_first" else 0
+    front = Written(lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model)  # samples along axis 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fastlr.FastlrWarning)
+        for count in (4, 2, 5, 4):
+            x = torch.randn(count, *shape)
+            v = output_like(model, (x,))
+            want = truth(front, (x,), v).norms
+            x, v = x.movedim(0, axis), v.movedim(0, axis)
+            got = norms(model, x, v, in_dim=axis, out_dim=axis, per_parameter=True)
+            assert_norms({f"model.{n}": value for n, value in got.items()}, want, *TOLERANCES[dtype])
+            report = fastlr.support_report(model, x, in_dim=axis, out_dim=axis)
+            assert {report.routes[n] for n in got if want[f"model.{n}"].any()} == {"rule"}, report
+            assert any("every batch" in note for note in report.notes) == (name == "shuffled"), report  # by an index
+
+
+def test_running_statistics_may_move() -> None:
+    model = residual()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fastlr.FastlrWarning)
+        for _ in range(3):
+            for _ in range(20):
+                optimizer.zero_grad()
+                model.train()(torch.randn(6, 3, 4, 4)).square().mean().backward()
+                optimizer.step()
+            check(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
+            assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
+
+
+def test_a_copy_of_a_model_has_its_own_engine() -> None:
+    model = state.HOLDERS["buffer in place"](state.detached)[0]
+    check(Call(model, (torch.randn(4, 5),)))
+    other = copy.deepcopy(model)
+    other.alpha.fill_(1.0)
+    check(Call(other, (torch.randn(4, 5),), refused=True))
+    check(Call(model, (torch.randn(4, 5),)))
+
+
+class ByDtype(nn.Module):
+    """Cannot run in float64, and says so by an exception of its own kind, without a word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.scales = {torch.float32: 2.0}
+
+    def forward(self, x):
+        if x.dtype != torch.float32:
+            raise AssertionError
+        return self.layer(x).tanh() * self.scales[x.dtype]
+
+
+def test_a_model_that_cannot_run_in_float64_is_proven_in_its_own_dtype() -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x, v = ByDtype().eval(), torch.randn(6, 5), torch.randn(6, 4)
+    got = norms(model, x, v)
+    slopes = 2 * (1 - torch.tanh(model.layer(x)) ** 2) * v
+    torch.testing.assert_close(got, (slopes.square().sum(1) * (1 + x.square().sum(1))).double(), rtol=1e-4, atol=0)
+    assert "own dtype" in fastlr.support_report(model, x).subject

@@ -1,0 +1,127 @@
+"""Every model of the zoo against one backward pass per sample in float64; the undefined is refused by name.
+
+Run all, slow ones included: ``pytest tests/ghost/test_zoo.py -m "long or not long"``.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import models_zoo as zoo
+import pytest
+import torch
+from exact import assert_norms
+
+from bench import cases
+from fastlr import errors
+from fastlr.ghost.fusion import mode as fuse
+
+NAMES = [pytest.param(name, marks=[pytest.mark.long] if make.long else []) for name, make in zoo.ZOO.items()]
+FAULTS = [name for name in zoo.ZOO if name.startswith("fault_")]
+SOUND = [param for param in NAMES if param.values[0] not in FAULTS]
+
+
+def state(model: torch.nn.Module) -> tuple:
+    """What a measurement must leave alone: values, gradients, flags, and the random state."""
+    values = [t.clone() for t in (*model.parameters(), *model.buffers())]
+    flags = [m.training for m in model.modules()] + [p.requires_grad for p in model.parameters()]
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
+    return values, flags, hooks, [p.grad is None for p in model.parameters()], torch.get_rng_state()
+
+
+def assert_same_state(before: tuple, after: tuple) -> None:
+    """Compare two states bit by bit."""
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0])), "a parameter or buffer changed"
+    assert before[1] == after[1], "train/eval or requires_grad flags changed"
+    assert before[2] == after[2], "hooks were left behind"
+    assert all(after[3]), ".grad was written"
+    assert torch.equal(before[4], after[4]), "the random state moved"
+
+
+def measure(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The library's answer, with the check that it left the model as it was."""
+    import fastlr
+
+    before = state(case.model)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", errors.FastlrWarning)
+            return fastlr.per_sample_grad_sq_norms(case.model, case.x, cotangent, per_parameter=True, **case.kwargs)
+    finally:
+        assert_same_state(before, state(case.model))
+
+
+def masked_norms(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The truth from the whole batch: per sample one backward pass whose cotangent is zero in all other samples.
+
+    It needs no cutting of inputs, and equals ``cases.loop_norms`` when samples do not interact: the two check each other.
+    """
+    params = cases.trainable(case.model)
+    rows = []
+    for j in range(case.batch):
+        z = cases.forward(case.model, case.x, case.kwargs.get("output"))
+        v = torch.zeros_like(z)
+        v.narrow(case.out_dim, j, 1).copy_(cotangent.narrow(case.out_dim, j, 1))
+        grads = torch.autograd.grad(z, list(params.values()), v, materialize_grads=True)
+        rows.append(torch.stack([g.to_dense().double().square().sum() for g in grads]))
+    return dict(zip(params, torch.stack(rows, 1)))
+
+
+def refusals(case: zoo.ZooCase) -> tuple[type, ...]:
+    """The error classes that a case may end in."""
+    return tuple(getattr(errors, name) for name in case.expected.split("|") if name != "ok")
+
+
+def compare(
+    case: zoo.ZooCase, cotangent: torch.Tensor, truth: dict[str, torch.Tensor], itself: float, total: float
+) -> None:
+    """Hold each parameter and sample to ``itself`` times the truth plus ``total`` times the sample's total."""
+    try:
+        got = measure(case, cotangent)
+    except refusals(case):
+        return
+    assert set(got) == set(truth)
+    assert (sum(truth.values()) > 0).all(), "a case without gradients tests nothing"
+    assert all(value.dtype == torch.float64 and value.shape == truth[name].shape for name, value in got.items())
+    assert_norms(got, truth, itself, total)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_zoo(name: str) -> None:
+    exact = zoo.make(name, torch.float64)
+    cotangent = cases.cotangent_for(exact)
+    truth = cases.loop_norms(exact, cotangent)
+    compare(exact, cotangent, truth, itself=1e-10, total=1e-13)
+    del exact
+    single = zoo.make(name, torch.float32)
+    if single.kinked:  # hold it to float32 autograd on the same batch, which unfolded has the same kinks
+        truth = masked_norms(single, cotangent.float())
+        compare(single, cotangent.float(), truth, itself=0.0, total=2e-3)
+        with fuse.unfolded():
+            compare(single, cotangent.float(), truth, itself=0.0, total=1e-4)
+    else:
+        compare(single, cotangent.float(), truth, itself=0.0, total=1e-4)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_zoo_refuses(name: str) -> None:
+    case = zoo.make(name, torch.float32)
+    with torch.random.fork_rng():
+        result = cases.call(case.model, case.x)
+    shape = result.shape if isinstance(result, torch.Tensor) else (case.batch, 3)
+    with pytest.raises(refusals(case)) as caught:
+        measure(case, torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    assert len(str(caught.value)) > 40, "the message names the thing, the reason and the remedy"
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_two_truths_agree(name: str) -> None:
+    """Cutting the inputs and masking the cotangent give the same: the truth is right, samples do not interact."""
+    if name == "embedding_scaled_by_frequency":
+        pytest.skip("its gradient counts ids over the whole batch")
+    case = zoo.make(name, torch.float64)
+    cotangent = cases.cotangent_for(case)
+    truth = cases.loop_norms(case, cotangent)
+    assert_norms(masked_norms(case, cotangent), truth, 0.0, 1e-12)
+    dead = {n for n, value in truth.items() if not value.any()}
+    assert dead <= {"extra", "unused.weight", "unused.bias", "b.weight", "b.bias"} and (not dead or "d" in name), dead

@@ -1,0 +1,97 @@
+"""Run folders as the driver writes them, made of simulated numbers: for the tests of analysis and report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+LAYERS = ("stem.weight", "stem.bias", "blocks.0.weight", "blocks.1.weight", "head.weight")
+
+
+def autoregressive(rng: np.random.Generator, n: int, phi: float = 0.97) -> np.ndarray:
+    """A stationary AR(1) series of unit variance."""
+    noise = rng.standard_normal(n) * math.sqrt(1 - phi**2)
+    values = np.empty(n)
+    values[:1] = rng.standard_normal()
+    for i in range(1, n):
+        values[i] = phi * values[i - 1] + noise[i]
+    return values
+
+
+def read_lines(folder: Path) -> list[dict]:
+    """The lines of a run's records."""
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def write_lines(folder: Path, lines: list[dict]) -> None:
+    """Replace a run's records."""
+    (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_run(
+    folder: Path,
+    tasks: int,
+    *,
+    seed: int = 0,
+    effect: float = 0.02,
+    skip: tuple[int, ...] = (),
+    leave_out: tuple[str, ...] = (),
+    resume: tuple[int, ...] = (),
+    tail: str = "",
+) -> Path:
+    """Write config.json and records.jsonl: LR falls, accuracy falls with it, next-task LR follows shapes."""
+    rng = np.random.default_rng(seed)
+    slow = autoregressive(rng, tasks)
+    log_lr = 3 - 2 * np.arange(tasks) / max(tasks, 200) + 0.5 * slow
+    accuracy = np.clip(0.85 - 0.05 * np.arange(tasks) / max(tasks, 200) + effect * slow, 0, 0.96)
+    accuracy = np.clip(accuracy + 0.06 * rng.standard_normal(tasks), 0.4, 1.0)
+    lines = [{"kind": "start", "measures": {"weight_norm": {"value": 10.0, "stderr": None, "definition": "norm"}}}]
+    for t in range(tasks):
+        if t in resume:
+            lines.append({"kind": "resume", "task": t, "date": "2026-11-21T00:00:00Z"})
+        lr = float(np.exp(log_lr[t]))
+        values = {
+            "local_redundancy": lr,
+            "local_redundancy_noise": float(lr**0.5 * np.exp(0.8 * rng.standard_normal())),
+            "local_redundancy_next_task": float(1.3 * lr * np.exp(0.1 * rng.standard_normal())),
+            "weight_norm": 10 + math.sqrt(t) + 0.05 * float(rng.standard_normal()),
+            "distance_from_init": math.sqrt(t) + 0.02 * float(rng.standard_normal()),
+            "dormant_ratio": round(max(0.0, 0.02 * t / tasks + 0.01 * float(rng.standard_normal())), 3),
+            "train_grad_norm": float(np.exp(rng.standard_normal())),
+        }
+        measures = {
+            name: {"value": value, "stderr": None, "definition": f"definition of {name}"}
+            for name, value in values.items()
+            if name not in leave_out
+        }
+        if "local_redundancy" in measures:
+            shares = np.array([0.1, 0.001, 0.3, 0.4, 0.199])
+            parts = {name: float(lr * share) for name, share in zip(LAYERS, shares)}
+            measures["local_redundancy"] |= {"stderr": 0.03 * lr, "n": 5000, "per_parameter": parts}
+        skipped = t in skip
+        lines.append(
+            {
+                "kind": "task", "task": t, "round": 0, "classes": [t % 7, 7 + t % 5], "names": ["cat", "dog"],
+                "train_images": 400, "test_images": 100, "epochs": 3,
+                "accuracy": None if skipped else float(accuracy[t]),
+                "previous_accuracy": None if t == 0 or skipped or t - 1 in skip
+                else float(accuracy[t - 1] - 0.1 - 0.02 * rng.standard_normal()),
+                "train_loss": 0.3, "optimiser_state": "kept", "measures": measures,
+                "seconds": {"train": 10.0, "evaluate": 0.5, "local_redundancy": 3.0 if t == 0 else 0.2,
+                            "dormant_ratio+srank": 0.04},
+                "skipped": "nan loss" if skipped else None, "something_new": [1, 2],
+            }
+        )  # fmt: skip
+    folder.mkdir(parents=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "records.jsonl").write_text(text + tail)
+    config = {
+        "driver": "continual", "preset": "tiny", "options": {"model": "resnet18", "seed": seed},
+        "data": {"size": 32, "classes": 12}, "device": "cpu", "versions": {"torch": "2.11"}, "commit": "abc",
+        "command": ["fastlr", "continual"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,100 @@
+"""The truth of per-sample norms, one backward pass a sample in float64, and the comparison that tests hold results to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Truth(NamedTuple):
+    """Squared norms [samples] by parameter, and how far they and the outputs are from those within the batch."""
+
+    norms: dict[str, Tensor]
+    apart: float
+
+    @property
+    def interact(self) -> bool:
+        """True if samples interact, so that the norms mean nothing; two float64 sums of a sample are 1e-12 apart."""
+        return self.apart > 1e-9
+
+    @property
+    def total(self) -> Tensor:
+        """Squared norms of all parameters together."""
+        return torch.stack(list(self.norms.values())).sum(0)
+
+
+def output_of(model: nn.Module, xs: tuple) -> tuple[Tensor, dict[str, nn.Parameter]]:
+    """Output and trainable parameters of a fresh float64 copy of the model."""
+    model = copy.deepcopy(model).double()
+    doubled = (t.detach().double() if torch.is_tensor(t) and t.is_floating_point() else t for t in xs)
+    return model(*doubled), {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _sq_norms(z: Tensor, parameters: dict[str, nn.Parameter], v: Tensor, row: int) -> Tensor:
+    """Squared norm of each parameter's gradient [parameters], with the cotangent v in one row of z, zero in the others."""
+    cotangent = torch.zeros_like(z)
+    cotangent[row] = v
+    grads = torch.autograd.grad(z, list(parameters.values()), cotangent, retain_graph=True, allow_unused=True)
+    return torch.stack([z.new_zeros(()) if g is None else g.square().sum() for g in grads])
+
+
+def truth(model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), samples: Any = None) -> Truth:
+    """Each sample beside a copy of itself, the copy's cotangent zero; compared with the same sample within the batch.
+
+    Args:
+        model: any module; a float64 copy of it is used.
+        xs: positional inputs, samples along axis 0 of the tensors that are not shared.
+        v: cotangents, shaped like the output.
+        shared: which inputs have no samples.
+        samples: which of them are looked at; default all.
+    """
+    whole, whole_parameters = output_of(model, xs)
+    columns, apart = [], [0.0]
+    for j in range(len(v)) if samples is None else samples:
+        twice = (t[[j, j]] if torch.is_tensor(t) and k not in shared else t for k, t in enumerate(xs))
+        z, parameters = output_of(model, tuple(twice))
+        columns.append(_sq_norms(z, parameters, v[j], 0))
+        if len(v) > 1:
+            gaps = (_sq_norms(whole, whole_parameters, v[j], j) - columns[-1]).abs() / columns[-1].sum()
+            outputs = (whole[j] - z[0]).abs() / (whole[j].abs() + 0.01)
+            apart += [float(gaps.max()), float(outputs.detach().max())]
+    return Truth(dict(zip(whole_parameters, torch.stack(columns, 1))), max(apart))
+
+
+def assert_norms(
+    got: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    relative: float,
+    of_total: float,
+    samples: slice | Sequence[int] = slice(None),
+    context: str = "",
+) -> None:
+    """Hold each parameter and sample to ``relative`` times the truth plus ``of_total`` times its sample's total.
+
+    Args:
+        got: squared norms [B] by parameter.
+        want: the truth for all of these parameters, of the samples compared.
+        relative: to the value itself.
+        of_total: in parts of the sum over all parameters.
+        samples: those of ``got`` that are compared.
+        context: ends the message.
+    """
+    total = torch.stack(list(want.values())).sum(0)
+    for name, value in want.items():
+        result = got[name][samples]
+        right = (result - value).abs() <= relative * value + of_total * total
+        assert right.all(), f"{name}: {result.tolist()} is not {value.tolist()} (total {total.tolist()}) {context}"
+
+
+def assert_same_function(got: Tensor, want: Tensor, inputs: Sequence[Tensor], **tolerances: float) -> None:
+    """Require the same values, and the same gradients by ``inputs`` for a random cotangent."""
+    torch.testing.assert_close(got, want)
+    if inputs:
+        v = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(2))
+        torch.testing.assert_close(
+            torch.autograd.grad(got, inputs, v), torch.autograd.grad(want, inputs, v), **tolerances
+        )

@@ -1,0 +1,314 @@
+"""What the ranks of tests/distributed/test_full_params.py do; each returns what it found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
+
+import fastlr
+from fastlr.distributed import full_params, sharded
+from fastlr.errors import FastlrError, ModelError
+from fastlr.ghost.api import engine_for
+from fastlr.integrations import Monitor
+from fastlr.integrations.measurement import on_main
+
+
+class Tokens(nn.Module):
+    """A small language model with a tied embedding, an LSTM, a frozen layer, a bias that fewer ranks hold, and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()) for _ in range(2))
+        self.memory = nn.LSTM(6, 6, batch_first=True)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.randn(1))
+        self.blocks[0].register_forward_hook(lambda module, args, out: 1.5 * out)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        x = self.frozen(self.memory(x)[0])
+        return self.head(x) * self.scale
+
+
+def tokens_model() -> nn.Module:
+    torch.manual_seed(3)
+    return Tokens()
+
+
+def sharded_model(
+    of_root: dict[str, Any] | None = None, of_ends: dict[str, Any] | None = None, **how: Any
+) -> nn.Module:
+    """`tokens_model` under ``fully_shard``: blocks in their own units, the rest (or all but both ends) with the root."""
+    model = tokens_model()
+    if of_ends is not None:
+        fully_shard([model.embedding, model.head], **of_ends)
+    for block in model.blocks:
+        fully_shard(block, **how)
+    return fully_shard(model, **how | (of_root or {}))
+
+
+_HALF: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}
+DRAWN = fastlr.TokenInputs(11, 5)
+PREDICTIVE = fastlr.Categorical(dim=2)
+
+
+def batch(count: int, seed: int) -> Tensor:
+    return torch.randint(0, 11, (count, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def cotangent(z: Tensor) -> Tensor:
+    return torch.randn(z.shape, generator=torch.Generator().manual_seed(1)).to(z.dtype)
+
+
+def norms(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    return fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True)
+
+
+def state(model: nn.Module) -> list[Any]:
+    """All that a measurement must leave: objects by identity, tensors by value."""
+    found: list[Any] = []
+    for module in model.modules():
+        held = vars(module)
+        found += [id(type(module)), list(held), [id(value) for value in held.values()], module.training]
+        for entry in held.values():
+            if isinstance(entry, dict):
+                found += [list(entry), [id(value) for value in entry.values()]]
+    for p in model.parameters():
+        local = p.to_local() if hasattr(p, "to_local") else p
+        grad = None if p.grad is None else p.grad.to_local().clone()
+        found += [local.detach().clone(), grad]
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+
+def whole_state(model: nn.Module) -> dict[str, Any]:
+    """The values of the whole model as arrays."""
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy() for name, t in model.state_dict().items()
+    }
+
+
+def as_arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: t.numpy() for name, t in tensors.items()}
+
+
+def training(rank: int) -> dict[str, Any]:
+    """Two training steps of a sharded model, each of two parts, with measurements in their midst and without."""
+    found: dict[str, Any] = {"values": []}
+    trained = []
+    for measured in (True, False):
+        model = sharded_model(of_ends={"mp_policy": MixedPrecisionPolicy(torch.float32, output_dtype=torch.float32)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        estimator = fastlr.LocalRedundancy(model, DRAWN, 7, predictive=PREDICTIVE, batch_size=2)
+        for step in range(2):
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                z = model(batch(4, 10 * rank + 2 * step + part))
+                if measured and step == part == 0:
+                    found["in the midst"] = as_arrays(
+                        norms(model, batch(3, rank))
+                    )  # a graph waits; root is not resharded
+                F.cross_entropy(z.flatten(0, 1), batch(4, 5).flatten()).backward()
+                if measured:
+                    before = state(model)
+                    lr = (
+                        on_main(estimator.measure, rank == 0, lambda told: told, model) if part else estimator.measure()
+                    )
+                    found["values"].append(lr.value)
+                    found["as before"] = found.get("as before", True) and all(map(same, before, state(model)))
+                    found["per parameter"], found["routes"] = lr.per_parameter, lr.routes
+                    found["weights"] = whole_state(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        if measured:
+            found["proofs"] = engine_for(model).proofs
+        trained.append(whole_state(model))
+    found["same training"] = all((trained[0][name] == trained[1][name]).all() for name in trained[0])
+    return found
+
+
+def variants(rank: int) -> dict[str, Any]:
+    """Other ways to shard, other ways to measure, and how many exchanges one takes."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    found: dict[str, Any] = {}
+    model = sharded_model(reshard_after_forward=False)
+    with CommDebugMode() as exchanges, full_params(model):
+        found["frozen"] = not model.frozen.weight.requires_grad and type(model.frozen.weight) is nn.Parameter
+    found["exchanges"] = exchanges.get_total_counts()
+    with full_params(model):
+        inner = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE)
+        inside = fastlr.metrics.measures(model, ["weight_norm"])["weight_norm"]
+    found["shared"] = (inner.value, float(inside), fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).value)
+    widened = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)}
+    found |= {"half": [], "same output": True}
+    for half in (sharded_model(widened, **_HALF), sharded_model(_HALF, widened, **_HALF)):
+        found["half"].append(as_arrays(norms(half, batch(3, 0))))
+        z = half(batch(3, 0))
+        with full_params(half):
+            found["same output"] &= same_output(half, z) and z.dtype == torch.float32
+        estimator = fastlr.LocalRedundancy(half, DRAWN, 4, predictive=PREDICTIVE)
+        proofs = [(estimator.measure(), engine_for(half).proofs)[1] for _ in range(2)]
+        found["same output"] &= proofs[0] == proofs[1]
+    rows: list[tuple[int, float]] = []
+    monitor = Monitor(
+        model,
+        DRAWN,
+        4,
+        every_n_steps=1,
+        predictive=PREDICTIVE,
+        keep_best=(lambda reading: rows.append((rank, reading.value))),
+    )
+    reading = monitor.step()
+    found["monitor"] = reading.value if reading else None, rows
+    report = fastlr.support_report(model, batch(3, 1))
+    found["routes"] = set(report.routes.values())
+    return found
+
+
+def same_output(model: nn.Module, z: Tensor) -> bool:
+    """Whether the output for the same batch is z, also after a pass that ended midway."""
+    handle = model.memory.register_forward_pre_hook(lambda module, args: 1 / 0)
+    try:
+        model(batch(3, 0))
+    except ZeroDivisionError:
+        handle.remove()
+    again = [model(batch(3, 0)) for _ in range(2)]
+    return all(other.dtype == z.dtype and torch.equal(other, z) for other in again)
+
+
+def refused(rank: int) -> list[str]:
+    """What cannot be measured, by its error; and ranks of which one fails, or does not come."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    found = []
+
+    def catch(measure: Any) -> None:
+        try:
+            measure()
+            found.append("no error")
+        except FastlrError as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    model = sharded_model()
+    catch(lambda: fastlr.metrics.measures(model, ["weight_norm"]))
+    catch(lambda: norms(model.head, torch.randn(3, 6)))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    parallel = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    catch(lambda: norms(parallel, torch.randn(3, 4)))
+    twice = fully_shard(parallel, mesh=mesh["data"])
+    catch(lambda: norms(twice, torch.randn(3, 4)))
+
+    def fails_on_rank_1() -> None:
+        with full_params(model, timeout=20) as members:
+            if rank == 1:
+                raise ModelError("no more")
+            members.share(None)
+
+    catch(fails_on_rank_1)
+    catch(lambda: fastlr.estimate(model, DRAWN, 4 + rank, predictive=PREDICTIVE))
+
+    def comes_late() -> None:
+        if rank == 0:
+            with full_params(model, timeout=1):
+                pass
+
+    catch(comes_late)
+    return found
+
+
+def some_of_three(rank: int) -> list[Any]:
+    """A model on two of three ranks, measured by these, and within `sharded` of all three."""
+    group = dist.new_group([0, 2])
+    found: list[Any] = []
+    if rank != 1:
+        model = sharded_model(mesh=DeviceMesh.from_group(group, "cpu"))
+        found.append(fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).value)
+    try:
+        with sharded(timeout=20) as members:
+            if rank != 1:
+                norms(model, batch(2, 0))
+            members.share(None)
+    except FastlrError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def killed(rank: int) -> tuple[str, float]:
+    """Rank 1 is killed before a measurement; what rank 0 raises, and after how many seconds."""
+    model = sharded_model()
+    norms(model, batch(2, 0))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.perf_counter()
+    try:
+        with full_params(model, timeout=3):
+            return "no error", 0.0
+    except FastlrError as error:
+        return f"{type(error).__name__}: {error}", time.perf_counter() - begun
+
+
+def language_models(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """One of `big`, sharded block by block on a mesh of this shape: norms, an estimate, whether it is as before."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+    model, blocks, x, predictive, inputs = big(name)
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    before = state(model)
+    found = as_arrays(fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True))
+    value = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2).value
+    return {"norms": found, "value": value, "as before": all(map(same, before, state(model)))}
+
+
+def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
+    """(a tiny model of transformers with random weights, what gives its blocks, inputs, predictive, synthetic inputs)."""
+    import transformers as hf
+
+    torch.manual_seed(7)
+    tokens, inputs = {"input_ids": batch(3, 2)}, DRAWN
+    shape: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if name in ("gpt2", "lora", "checkpointed"):
+        config = hf.GPT2Config(
+            vocab_size=11, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=name != "checkpointed"
+        )
+        model: Any = hf.GPT2LMHeadModel(config)
+        if name == "lora":
+            import peft
+
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+        if name == "checkpointed":
+            model.transformer.h = nn.ModuleList(map(checkpoint_wrapper, model.transformer.h))
+        blocks = lambda m: next(part for part in m.modules() if isinstance(part, nn.ModuleList))  # noqa: E731
+        return model.eval(), blocks, tokens, PREDICTIVE, inputs
+    if name == "llama":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, **heads))
+        return model.eval(), lambda m: m.model.layers, tokens, PREDICTIVE, inputs
+    if name == "mixtral":
+        model = hf.MixtralForCausalLM(hf.MixtralConfig(**shape, **heads, num_local_experts=3, num_experts_per_tok=2))
+        return model.eval(), lambda m: m.model.layers, tokens, PREDICTIVE, inputs
+    config = hf.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
+    )
+    model, images = hf.ViTForImageClassification(config), fastlr.NoiseImages((3, 8, 8))
+    blocks = lambda m: [part for part in m.modules() if type(part).__name__ == "ViTLayer"]  # noqa: E731
+    return model.eval(), blocks, torch.randn(3, 3, 8, 8), None, images

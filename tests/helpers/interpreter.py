@@ -1,0 +1,135 @@
+"""Kernels in Triton's interpreter, in a process of their own: TRITON_INTERPRET is read when Triton is imported.
+
+The interpreter computes in float32 and float64 only: its bfloat16 products are wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+LANGUAGES = ("triton.language", "triton.language.core")
+TESTS = Path(__file__).parents[1]
+BEFORE = """
+import sys
+import torch
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)  # new memory is NaN: what a kernel does not write would show
+assert torch.zeros(1).new_empty(3).isnan().all() and torch.empty_like(torch.zeros(3)).isnan().all()
+import interpreter
+from fastlr.cli.doctor import repair_interpreter
+repair_interpreter()
+interpreter.hasten()
+claims = interpreter.note_claims()
+import fastlr
+from fastlr import ops
+given = torch.load(sys.argv[1], weights_only=False)
+"""
+
+
+def interpreted(script: str, folder: Path, given: object = None) -> Any:
+    """The ``results`` of a script that runs kernels in the interpreter; skips the test where there is no Triton.
+
+    The script has ``torch``, ``fastlr``, ``ops``, what is ``given``, and the ``claims`` of `note_claims`.
+    """
+    pytest.importorskip("triton")
+    files = [str(folder / "given.pt"), str(folder / "results.pt")]
+    torch.save(given, files[0])
+    path = os.pathsep.join([str(TESTS / "helpers"), str(TESTS / "ops"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    program = f"{BEFORE}{script}\ntorch.save(results, sys.argv[2])"
+    subprocess.run([sys.executable, "-c", program, *files], check=True, env=environment)
+    return torch.load(files[1], weights_only=False)
+
+
+def params(cases: Iterable[Any], slow: str) -> list[Any]:
+    """The names of cases as parameters of tests, those that the pattern ``slow`` matches as long ones."""
+    names = {case if isinstance(case, str) else "-".join(case): case for case in cases}
+    return [pytest.param(c, id=n, marks=[pytest.mark.long] * bool(re.search(slow, n))) for n, c in names.items()]
+
+
+def chosen(request: pytest.FixtureRequest, cases: dict[Any, Any], slow: str) -> dict[Any, Any]:
+    """The cases that are not slow, or all where long tests were asked for."""
+    asked = any(item.get_closest_marker("long") for item in request.session.items)
+    return {p.values[0]: cases[p.values[0]] for p in params(cases, slow) if asked or not p.marks}
+
+
+def hasten() -> None:
+    """Have the interpreter do once what it does in every call, more than half of its time.
+
+    It patches the language for every function, lists all dtypes for one, works out types of tuples that nobody asks for.
+    """
+    from triton.runtime import interpreter
+
+    patch: Any = interpreter._patch_lang
+    patched: set[frozenset[int]] = set()
+
+    def once(function: Any) -> Any:
+        languages = frozenset(
+            id(value) for value in function.__globals__.values() if getattr(value, "__name__", "") in LANGUAGES
+        )
+        if languages not in patched:
+            patched.add(languages)
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = once
+    numbers, pointers = functools.cache(interpreter._get_np_dtype), np.dtype(np.uint64)
+    interpreter._get_np_dtype = lambda kind: pointers if kind.scalar.is_ptr() else numbers(kind.scalar)
+    core: Any = importlib.import_module("triton.language.core")
+
+    def init(self: Any, args: Iterable[Any], type: Any = None) -> None:
+        self.values = [*args]
+        if type is not None:
+            self.type = type if isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def of_name(self: Any, name: str) -> Any:
+        if name != "type":
+            return self.values[self.type.fields.index(name)]
+        self.type = core._type_for_tuple_values(self.values)
+        return self.type
+
+    core.tuple.__init__, core.tuple.__getattr__ = init, of_name
+
+
+def note_claims() -> list[str]:
+    """From now on, note what a kernel tells the compiler to be a multiple of a number and is not.
+
+    `multiple` rounds a size or stride down to what is claimed, ``tl.multiple_of`` does nothing here and all on a GPU.
+    """
+    from triton.runtime import interpreter
+
+    false: list[str] = []
+
+    def note(value, divisor, number):
+        if value % int(divisor):
+            code = sys._getframe(2).f_code
+            false.append(f"{code.co_name}: {value} is no multiple of {int(divisor)} (claim in line {number})")
+
+    def multiple(n, ALIGN):
+        note(int(n.handle.data.item()), ALIGN, sys._getframe(1).f_lineno)
+        return n // ALIGN * ALIGN
+
+    def multiple_of(pointer, values, name):
+        if name == "tt.divisibility":
+            note(int(pointer.handle.data.item()), values, sys._getframe(1).f_lineno)
+        return pointer
+
+    interpreter._set_attr = multiple_of
+    for path in (TESTS.parent / "kernels").glob("[!_]*.py"):
+        module = importlib.import_module(f"fastlr.kernels.{path.stem}")
+        if hasattr(module, "multiple"):
+            module.multiple = multiple
+    return false

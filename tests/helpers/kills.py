@@ -1,0 +1,69 @@
+"""Runs that are killed at random moments and resumed, held to one that was not: for the tests of every driver."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import random
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from continual_cases import assert_same, checkpoint, comparable, lines
+from ranks import fork_server
+
+from fastlr.errors import FastlrWarning
+
+
+def carry_on(module: str, path: Path, settings: dict[str, Any]) -> None:
+    """Begin, or go on with, a run; in a process of its own."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FastlrWarning)
+    driver = importlib.import_module(module).DRIVER
+    if (path / "config.json").exists():
+        driver.resume(path, {})
+    else:
+        driver.begin(path, None, settings)
+
+
+def start(module: str, path: Path, settings: dict[str, Any]) -> multiprocessing.Process:
+    process = fork_server().Process(target=carry_on, args=(module, path, settings))
+    process.start()
+    return process
+
+
+def finish(module: str, path: Path, settings: dict[str, Any]) -> None:
+    process = start(module, path, settings)
+    process.join(300)
+    assert process.exitcode == 0
+
+
+def check_kills(folder: Path, module: str, settings: dict[str, Any], kills: int, seed: int) -> list[dict[str, Any]]:
+    """Kill runs at moments spread over the whole of one, and compare records and checkpoints; return the records."""
+    whole = folder / "whole"
+    finish(module, whole, settings)
+    seconds = (whole / "records.jsonl").stat().st_mtime - (whole / "run.lock").stat().st_mtime
+    of_steps = sum(sum(line.get("seconds", {}).values()) for line in lines(whole)[1:])
+    wanted = comparable(whole)
+    moments = random.Random(seed)
+    ends = []
+    for kill in range(kills):
+        path = folder / f"killed{kill}"
+        process = start(module, path, settings)
+        # before the first step too
+        mark, span = ("records.jsonl", of_steps) if kill % 2 == 0 else ("run.lock", seconds)
+        while not (path / mark).exists() and process.is_alive():
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, span))
+        process.kill()
+        process.join()
+        before = (path / "records.jsonl").read_bytes() if (path / "records.jsonl").exists() else b""
+        ends.append(before.count(b"\n"))
+        finish(module, path, settings)
+        assert comparable(path) == wanted, f"killed after {ends[-1]} records"
+        assert_same(checkpoint(path), checkpoint(whole))
+    assert kills < 10 or len(set(ends)) > 3, f"the kills came at the same places: {ends}"
+    print("records when killed:", ends)
+    return wanted

@@ -1,0 +1,127 @@
+"""Which variants of the kernels a network launches, found with no GPU: ``python launched_kernels.py NETWORK DTYPE ARCH...``.
+
+The network is planned in plain torch (bf16 or fp16: autocast, channels_last; fp32: as it is) and run once more with every op
+on its Triton kernel, where each launch is noted instead of made; its results are zeros. A variant is what Triton would compile
+for the launch: types of the arguments, constants, and which of them are 1 or multiples of 16. Printed: JSON, {variant:
+resource usage} for each architecture, by the compiler of compile_kernels.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import compile_kernels
+import torch
+from torch import Tensor, nn
+from triton.runtime.jit import JITFunction
+
+import fastlr
+from fastlr import ops
+from fastlr.errors import FastlrWarning
+from fastlr.ghost.verification.audit import Audits
+
+sys.path.append(str(Path(__file__).parents[2]))  # bench/ is beside tests/
+from bench import traffic  # noqa: E402
+
+POINTERS = {
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+BATCH = 4
+
+
+def variant(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> tuple:
+    """The case for compile_kernels.compile_case that a launch with these arguments needs."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in given.items() if k in kernel.arg_names}
+    signature, constants, divisible = {}, {}, []
+    for parameter in kernel.params:
+        name, value = parameter.name, values[parameter.name]
+        if parameter.is_constexpr or value is None:
+            constants[name] = value
+        elif isinstance(value, Tensor):
+            signature[name] = POINTERS[value.dtype]
+            divisible.append(
+                name
+            )  # what torch allocates is aligned; views that are not have the same code, or narrower
+        elif isinstance(value, bool):
+            signature[name] = "i1"
+        elif isinstance(value, int):
+            if value == 1 and not parameter.do_not_specialize:
+                constants[name] = 1
+                continue
+            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64" if value < 1 << 63 else "u64"
+            if value % 16 == 0 and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+                divisible.append(name)
+        else:
+            signature[name] = "fp32"
+    options = {key: given[key] for key in OPTIONS if key in given}
+    blocks = ",".join(f"{k}={v}" for k, v in constants.items() if k.isupper())
+    sizes = ",".join(f"{k}{'%16' * (k in divisible)}" for k, kind in signature.items() if not kind.startswith("*"))
+    ones = ",".join(k for k, v in constants.items() if not k.isupper())
+    kinds = "/".join(dict.fromkeys(kind[1:] for kind in signature.values() if kind.startswith("*")))
+    label = f"{kernel.__name__}[{kinds};{blocks};1:{ones};{sizes}]"
+    return label, kernel, signature, constants, options | {"divisible": tuple(divisible)}
+
+
+@contextmanager
+def noted() -> Iterator[dict[str, tuple]]:
+    """Note the variants that are launched instead of launching them; new memory is zero."""
+    found: dict[str, tuple] = {}
+
+    def note(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> None:
+        case = variant(kernel, args, given)
+        found.setdefault(case[0], case)
+
+    with traffic.noted(note):
+        yield found
+
+
+def launched(model: nn.Module, x: Tensor, dtype: torch.dtype, predictive: Any) -> dict[str, tuple]:
+    """The variants that one chunk of an estimate of ``model`` launches, the inputs' generation left out."""
+    index = torch.arange(len(x))
+
+    def cotangent(z: Tensor) -> Tensor:
+        return predictive.cotangent(z, "rademacher", index, 0)
+
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        with ops.using("triton", twins=True):
+            fastlr.per_sample_grad_sq_norms(model, x, cotangent)
+        # what computes nothing would pass no audit, and launches would be those of a loop over samples
+        with noted() as found, mock.patch.object(Audits, "due", return_value=False), warnings.catch_warnings():
+            warnings.simplefilter("error", FastlrWarning)
+            fastlr.per_sample_grad_sq_norms(model, x, cotangent)
+    return found
+
+
+def main() -> None:
+    """Compile what a network launches, PatchTST or one of torchvision's, and print it."""
+    import torchvision
+
+    from fastlr.models.patchtst import PatchTST
+
+    name, dtype, *architectures = sys.argv[1:]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    torch.manual_seed(0)
+    predictive: Any
+    if name == "patchtst":
+        model, x, predictive = PatchTST().eval(), torch.randn(BATCH, 512, 7), fastlr.Gaussian()
+    else:
+        model = torchvision.models.get_model(name, num_classes=2).eval()
+        x, predictive = torch.randn(BATCH, 3, 224, 224), fastlr.Categorical()
+        if dtype != "fp32":
+            model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
+    found = launched(model, x, kind, predictive)
+    records = [compile_kernels.compile_case(case, int(arch)) for case in found.values() for arch in architectures]
+    print(json.dumps({"launched": len(found), "records": records}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What the ranks of tests/experiments/training/test_parallel_runs.py do: runs that several processes do together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from typing import Any
+
+import torch
+from continual_cases import net
+from recorders import Tape
+from torch import Tensor, nn
+
+from fastlr.distributed import all_reduce, sharded
+from fastlr.errors import FastlrError, FastlrWarning
+from fastlr.experiments.runs.experiment import find_driver
+from fastlr.experiments.training import data_parallel
+from fastlr.experiments.training.loop import TrainingLoop
+from fastlr.experiments.training.options import TrainingOptions
+from fastlr.experiments.training.steps import Steps
+
+
+def without_dropout(num_classes: int = 2) -> nn.Module:
+    """As `continual_cases.net` without dropout: every rank count gives the same but for rounding.
+
+    And without the bias before batch norm, whose gradient is nothing but rounding, which Adam makes large.
+    """
+    layers = [m for m in net(num_classes) if not isinstance(m, nn.Dropout)]
+    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), *layers[1:])
+
+
+def without_norm(num_classes: int = 2) -> nn.Module:
+    """Nothing of a batch but the sum of its gradients."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, num_classes))
+
+
+class Strange(nn.Module):
+    """A buffer that every training pass changes, on every rank alike, which is not that of a batch norm."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.net = without_norm(num_classes)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+        return self.net(x)
+
+
+class Sometimes(nn.Module):
+    """A layer that takes part only where the first number is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.always(x) + (self.sometimes(x) if x[0, 0] > 0 else 0)
+
+
+class NoNoise(nn.Module):
+    """Gives no number for images of noise, which have values that others have not."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.net = without_norm(num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + torch.where(x.abs().amax((1, 2, 3)) > 3.5, torch.nan, 0.0)[:, None]
+
+
+class Twice(nn.Module):
+    """A batch norm that is used twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.norm(self.first(x)).tanh() * 2))
+
+
+def network(kind: str) -> nn.Module:
+    """A network of five inputs for `steps`; "usual" has a norm that no pass uses."""
+    if kind == "twice":
+        return Twice()
+    if kind == "instance":
+        layers = [nn.Linear(5, 8), nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 1))
+    layers = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4, momentum=0.3), nn.Linear(4, 1)]
+    model = nn.Sequential(*layers)
+    model.unused = nn.BatchNorm1d(4)
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))  # type: ignore[method-assign]
+    return model
+
+
+def averaging(num_classes: int = 2) -> nn.Module:
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(144, num_classes))
+
+
+class Squares(TrainingLoop):
+    """Brings the squares of a network's outputs down by SGD."""
+
+    def __init__(
+        self, model: nn.Module, batch_size: int, norm_batch: int, momentum: float = 0.0, **settings: Any
+    ) -> None:
+        options = TrainingOptions(dtype="fp32", batch_size=batch_size, norm_batch=norm_batch, **settings)
+        super().__init__(model, torch.device("cpu"), options)
+        self.optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+    def loss(self, *part: Tensor) -> Tensor:
+        return self.model(*part).square().sum()
+
+
+def run(rank: int, module: str, path: str, settings: dict[str, Any], changed: dict[str, Any]) -> str:
+    """Begin a run together, or go on with it; the error, if there was one."""
+    driver = find_driver(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FastlrWarning)
+        try:
+            with sharded(timeout=60):
+                if os.path.exists(f"{path}/config.json"):
+                    driver.resume(path, changed)
+                else:
+                    driver.begin(path, None, settings)
+        except FastlrError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def killed(rank: int, module: str, path: str, settings: dict[str, Any], records: int) -> str:
+    """As `run`; rank 1 kills itself once there are so many records."""
+
+    def report(at: Any) -> None:
+        if rank == 1 and at.record is not None and at.done >= records:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    driver = find_driver(module)
+    try:
+        with sharded(timeout=5):
+            driver.begin(path, None, settings, report)
+    except FastlrError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def steps(rank: int, kind: str, captured: bool, updates: str = "every-part") -> dict[str, Any]:
+    """Steps on batches of several sizes, captured or not; parameters, statistics and losses afterwards."""
+    torch.manual_seed(3)
+    model = network(kind).double().train()
+    x = torch.randn(40, 5, dtype=torch.float64)
+    with sharded(timeout=60):
+        loop = Squares(model, 12, 3, momentum=0.9, batch_norm_updates=updates)
+        loop.steps = Steps(loop.work, model, loop.changed_tensors, loop.device, captured, True, Tape)
+        losses = []
+        for span in [(0, 12), (12, 24), (24, 36), (36, 40), (0, 12), (20, 24)]:
+            loss = loop.train_batch(span, lambda start, stop: (x[start:stop],))
+            losses.append(loop.parallel.sum(loss.clone()).item())
+        loop.parallel.check()
+    state = {name: t.tolist() for name, t in model.state_dict().items()}
+    return {"state": state, "losses": losses, "captures": loop.steps.captures}
+
+
+def reduced(rank: int, reduce_dtype: str) -> dict[str, Any]:
+    """A step of float32: this rank's own gradients, those that the optimiser is given, and what was sent."""
+    torch.manual_seed(3)
+    model, sent = network("usual").train(), []
+    x = torch.randn(12, 5)
+    with sharded(timeout=60):
+        loop = Squares(model, 12, 3, reduce_dtype=reduce_dtype)
+        own = {}
+
+        def noted(t: Tensor, group: Any) -> Tensor:
+            sent.append((str(t.dtype), t.numel()))
+            return all_reduce(t, group)
+
+        def work(size: int, *batch: Tensor) -> Any:
+            loss, reached = loop.work(size, *batch)
+            own.update({name: loop.parallel._gradients[p].clone() for name, p in model.named_parameters()})
+            return loss, reached
+
+        loop.steps, data_parallel.all_reduce = work, noted
+        loop.train_batch((0, 12), lambda start, stop: (x[start:stop],))
+        loop.parallel.check()
+    given = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    tensors = {"own": own, "given": given, "statistics": dict(model.named_buffers())}
+    lists = {key: {name: t.tolist() for name, t in named.items()} for key, named in tensors.items()}
+    return {**lists, "sent": sent}
+
+
+def sometimes(rank: int) -> list[Any]:
+    """What becomes of a layer that only one rank's samples reach in the first step, and of one that is reached later."""
+    results: list[Any] = []
+    for signs in ([1.0, -1.0], [-1.0, 1.0]), ([-1.0, -1.0], [1.0, -1.0]), ([1.0, 1.0], [-1.0, -1.0]):
+        torch.manual_seed(0)
+        model = Sometimes()
+        try:
+            with sharded(timeout=60):
+                loop = Squares(model, 2, 1)
+                for pair in signs:
+                    x = torch.tensor([[pair[rank], 2.0, 3.0]])
+                    loop.train_batch((0, 2), lambda start, stop, x=x: (x,))
+                loop.parallel.check()
+            gradients = [p.grad.flatten().tolist() for p in model.sometimes.parameters()]
+            results.append([model.never.weight.grad is None, *gradients])
+        except FastlrError as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results

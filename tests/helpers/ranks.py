@@ -1,0 +1,119 @@
+"""Worlds of processes on this machine, for tests and bench/test_reductions.py: every rank runs a function in a process group.
+
+Processes come from a fork server that has imported torch once, so a world starts in a tenth of a second. The store is
+held by the process that asks for them, so that any rank may be killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.context
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 120.0
+
+
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Processes of a server that has imported what a run imports, torch._dynamo (a second) for its optimisers."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torchvision", "fastlr.distributed", "kills", "rank_runs"])
+    return context
+
+
+class Ended(Exception):
+    """A process ended without a result."""
+
+
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, backend: str | None = "gloo"
+) -> list[Any]:
+    """Results of ``function(rank, *args)`` on every rank; what a rank raised, or `Ended`, in its place.
+
+    Args:
+        size: number of ranks.
+        function: of a module, not a lambda.
+        *args: for the function.
+        limit: seconds; processes that are still there are killed, and AssertionError is raised.
+        backend: of the process group that is made; None for no group.
+    """
+    context = fork_server()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for rank in range(size):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank, args=(rank, size, store.port, backend, there, function, args), daemon=True
+        )
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    results: list[Any] = [None] * size
+    waiting, deadline = dict(zip(pipes, range(size))), time.monotonic() + limit
+    try:
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"ranks {sorted(waiting.values())} are not done after {limit} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    processes[rank].join()
+                    results[rank] = Ended(f"exit code {processes[rank].exitcode}")
+    finally:
+        stuck = []
+        for rank, process in enumerate(processes):
+            process.join(0 if waiting else 20)
+            if process.is_alive():
+                stuck.append(rank)
+                process.kill()
+                process.join()
+    if stuck:
+        raise AssertionError(f"ranks {stuck} were done, but did not end")
+    return results
+
+
+def good(results: list[Any]) -> list[Any]:
+    """The results, or the first exception among them raised."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _rank(
+    rank: int, size: int, port: int, backend: str | None, pipe: Any, function: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        if backend:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+            _all_have_joined(store, size)
+        result = function(rank, *args)
+    except BaseException as error:
+        getattr(error, "add_note", str)(traceback.format_exc())  # Python 3.11 on
+        result = error
+    pipe.send(result)
+    pipe.close()
+    if backend and not isinstance(result, BaseException):
+        dist.destroy_process_group()
+
+
+def _all_have_joined(store: Any, size: int) -> None:
+    """Wait until the group stands on every rank: one that ended now would break the others' connecting, not their work."""
+    if store.add("joined", 1) == size:
+        store.set("all have joined", "1")
+    store.wait(["all have joined"], timedelta(seconds=30))

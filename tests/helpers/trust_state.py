@@ -1,0 +1,337 @@
+"""Models whose program changes where a fingerprint may not look, and models that write to themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections import ChainMap, UserDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from trust_cases import CASES, Call, Net, case
+
+# -- h [B, ...] with a number, for which samples interact unless it is zero --------------------------------------------
+
+
+def with_grad(h: Tensor, alpha: Any) -> Tensor:
+    return h - alpha * h.mean(0)
+
+
+def detached(h: Tensor, alpha: Any) -> Tensor:
+    return h - alpha * h.mean(0).detach()
+
+
+def gradient_only(h: Tensor, alpha: Any) -> Tensor:
+    """Leaves every output as it is."""
+    mean = h.mean(0)
+    return h + alpha * (mean - mean.detach())
+
+
+# -- where the number is kept: name -> a model, and what sets it -------------------------------------------------------
+
+Mix = Callable[[Tensor, Any], Tensor]
+Held = tuple[nn.Module, Callable[[float], Any]]
+HOLDERS: dict[str, Callable[[Mix], Held]] = {}
+ALPHA, OPTIONS = 0.0, {"alpha": 0.0}
+THIS = sys.modules[__name__]
+
+
+@dataclasses.dataclass
+class Config:
+    alpha: float = 0.0
+
+
+class Mode(enum.Enum):
+    OFF = 0.0
+    ON = 1.0
+
+
+class Slotted:
+    __slots__ = ("alpha",)
+
+
+class Listed(nn.Module):
+    """A module without tensors that holds its value in a list."""
+
+    def __init__(self, alpha: float = 0.0) -> None:
+        super().__init__()
+        self.values = [alpha]
+
+
+class OnClass(Net):
+    """Reads an attribute of its class."""
+
+    alpha: Any = 0.0
+
+
+class Patched(Net):
+    """Its forward is replaced on the class."""
+
+
+def mixing(mix: Mix, read: Callable[[Any], Any], kind: type[Net] = Net, **parts: Any) -> Any:
+    """A model that mixes its hidden values with the number that ``read(model)`` gives."""
+    return kind(lambda net, x: net.c(mix(net.a(x).tanh(), read(net))), **parts)
+
+
+def holder(name: str, read: Callable, write: Callable, kind: type[Net] = Net, **parts: Callable[[], Any]) -> None:
+    """Enter a place: how the model reads it, how it is written to, and what makes the model's parts that it needs."""
+
+    def hold(mix: Mix) -> Held:
+        model = mixing(mix, read, kind, **{key: make() for key, make in parts.items()})
+        write(model, 0.0)
+        return model, lambda alpha: write(model, alpha)
+
+    HOLDERS[name] = hold
+
+
+def helper() -> float:
+    return (lambda: OPTIONS["alpha"])()
+
+
+def zero() -> Tensor:
+    return torch.zeros(())
+
+
+# fmt: off
+def own(net): return net.alpha  # noqa: E704
+def put(net, alpha): net.alpha = alpha  # noqa: E704
+
+
+holder("buffer in place", own, lambda net, alpha: net.alpha.fill_(alpha), alpha=lambda: nn.Buffer(zero()))
+holder("buffer replaced", own, lambda net, alpha: put(net, torch.tensor(alpha)), alpha=lambda: nn.Buffer(zero()))
+holder("tensor in place", own, lambda net, alpha: net.alpha.fill_(alpha), alpha=zero)
+holder("tensor replaced", own, lambda net, alpha: put(net, torch.tensor(alpha)))
+holder("tensor in a list", lambda net: net.all[0], lambda net, alpha: net.all[0].fill_(alpha), all=lambda: [zero()])
+holder("frozen parameter", own, lambda net, alpha: net.alpha.data.fill_(alpha),
+       alpha=lambda: nn.Parameter(zero(), requires_grad=False))
+holder("attribute", own, put)
+holder("dict", lambda net: net.all["alpha"], lambda net, alpha: net.all.update(alpha=alpha), all=dict)
+holder("nested list", lambda net: net.all["a"][0][1], lambda net, alpha: net.all["a"][0].__setitem__(1, alpha),
+       all=lambda: {"a": [[1, 0.0]]})
+holder("namespace", lambda net: net.config.alpha, lambda net, alpha: put(net.config, alpha), config=SimpleNamespace)
+holder("dataclass", lambda net: net.config.alpha, lambda net, alpha: put(net.config, alpha), config=Config)
+holder("slots", lambda net: net.config.alpha, lambda net, alpha: put(net.config, alpha), config=Slotted)
+holder("class attribute", own, lambda net, alpha: put(OnClass, alpha), OnClass)
+holder("enum", lambda net: net.mode.value, lambda net, alpha: setattr(net, "mode", Mode(alpha)))
+holder("numpy scalar", lambda net: float(net.alpha), lambda net, alpha: put(net, np.float32(alpha)))
+holder("numpy array", lambda net: float(net.alpha[0]), lambda net, alpha: net.alpha.fill(alpha), alpha=lambda: np.zeros(1))
+holder("submodule exchanged", lambda net: net.inner.values[0], lambda net, alpha: setattr(net, "inner", Listed(alpha)))
+holder("global", lambda net: ALPHA, lambda net, alpha: setattr(THIS, "ALPHA", alpha))
+holder("global class", lambda net: Config.alpha, lambda net, alpha: put(Config, alpha))
+holder("global of a helper", lambda net: helper(), lambda net, alpha: OPTIONS.update(alpha=alpha))
+holder("user dict", lambda net: net.all["alpha"], lambda net, alpha: net.all.update(alpha=alpha), all=UserDict)
+holder("chain map", lambda net: net.all["alpha"], lambda net, alpha: net.all.maps[1].update(alpha=alpha),
+       all=lambda: ChainMap({}, {}))
+holder("entry of a global", lambda net: OPTIONS["alpha"], lambda net, alpha: OPTIONS.update(alpha=alpha))
+# fmt: on
+
+
+def closure_of_a_hook(mix: Mix) -> Held:
+    model, value = Net(lambda net, x: net.c(net.a(x))), 0.0
+
+    def set_to(alpha: float) -> None:
+        nonlocal value
+        value = alpha
+
+    model.a.register_forward_hook(lambda module, given, out: mix(out.tanh(), value))
+    return model, set_to
+
+
+def dict_in_the_closure_of_a_hook(mix: Mix) -> Held:
+    model, options = Net(lambda net, x: net.c(net.a(x))), {"alpha": 0.0}
+    model.a.register_forward_hook(lambda module, given, out: mix(out.tanh(), options["alpha"]))
+    return model, lambda alpha: options.update(alpha=alpha)
+
+
+def closure_of_an_attribute(mix: Mix) -> Held:
+    options = {"alpha": 0.0}
+    return mixing(mix, lambda net: options["alpha"]), lambda alpha: options.update(alpha=alpha)
+
+
+def forward_of_the_class(mix: Mix) -> Held:
+    def set_to(alpha: float) -> None:
+        Patched.forward = lambda self, x: self.c(mix(self.a(x).tanh(), alpha))  # type: ignore
+
+    set_to(0.0)
+    return Patched(None), set_to
+
+
+def forward_of_the_instance(mix: Mix) -> Held:
+    model = Net(None)
+
+    def set_to(alpha: float) -> None:
+        model.forward = MethodType(lambda self, x: self.c(mix(self.a(x).tanh(), alpha)), model)  # type: ignore
+
+    set_to(0.0)
+    return model, set_to
+
+
+for _hold in (
+    closure_of_a_hook,
+    dict_in_the_closure_of_a_hook,
+    closure_of_an_attribute,
+    forward_of_the_class,
+    forward_of_the_instance,
+):
+    HOLDERS[_hold.__name__.replace("_", " ")] = _hold
+
+
+def toggled(hold: Callable[[Mix], Held], mix: Mix) -> Iterator[Call]:
+    """Alpha 0, 1 (the samples interact) and 0 again."""
+    model, set_to = hold(mix)
+    for alpha in (0.0, 1.0, 0.0):
+        set_to(alpha)
+        yield Call(model, (torch.randn(6, 5),), refused=alpha != 0)
+
+
+for _name, _hold in HOLDERS.items():
+    for _mix in (with_grad, detached, gradient_only):
+        CASES[f"toggled-{_name}-{_mix.__name__}"] = partial(toggled, _hold, _mix)
+
+
+@case(with_grad, detached)
+def zero_dim_input(mix):
+    model = Net(lambda net, x, alpha: net.c(mix(net.a(x).tanh(), alpha)))
+    for alpha in (0.0, 1.0, 0.0):
+        yield Call(model, (torch.randn(6, 5), torch.tensor(alpha)), refused=alpha != 0, shared=(1,))
+
+
+@case()
+def switched_by_data():
+    model = Net(lambda net, x: net.c(with_grad(net.a(x).tanh(), (x.amax() > 10).to(x))))
+    for largest in (1.0, 20.0, 1.0):
+        x = torch.rand(6, 5)
+        x[2, 3] = largest
+        yield Call(model, (x,), refused=largest > 10)
+
+
+@case()
+def trainable_alpha_at_zero():
+    """The output is each sample's own; the gradient of alpha is not."""
+    model = mixing(with_grad, lambda net: net.alpha, alpha=nn.Parameter(torch.zeros(())))
+    yield Call(model, (torch.randn(6, 5),), refused=True)
+
+
+@case()
+def gradient_only_from_the_start():
+    yield Call(mixing(gradient_only, lambda net: 1.0), (torch.randn(6, 5),), refused=True)
+
+
+@case()
+def flipped_table():
+    """A parameter used twice, once flipped: which axis is not to be seen in shapes."""
+
+    def how(net, x):
+        return net.c(net.a(x @ (net.table + net.table.flip(net.axis["d"]))).tanh())
+
+    model = Net(how, table=nn.Parameter(torch.randn(5, 5)), axis={"d": 0})
+    for axis in (0, 1, 0):
+        model.axis["d"] = axis
+        yield Call(model, (torch.randn(4, 5),))
+
+
+def before_the_layers(net, x):
+    return net.c(net.a(x.flip(net.axis["d"])).tanh().flip(net.axis["d"]))
+
+
+def between_layers(net, x):
+    return net.c(net.b(net.a(x).tanh().flip(net.axis["d"])).tanh().flip(net.axis["d"]))
+
+
+@case(before_the_layers, between_layers)
+def flipped_samples(how):
+    """B = T: positions are flipped and flipped back, then samples are."""
+    model = Net(how, axis={"d": 1})
+    for axis in (1, 0, 1):
+        model.axis["d"] = axis
+        yield Call(model, (torch.randn(4, 4, 5),))
+
+
+# -- state that forward writes -----------------------------------------------------------------------------------
+
+
+class CachedBias(nn.Module):
+    """Attention whose position biases are kept in eval mode, as timm's LeViT, TinyViT and EfficientFormer do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(5, 15), nn.Linear(5, 4)
+        self.biases = nn.Parameter(torch.randn(1, 4))
+        self.register_buffer("index", (torch.arange(4)[:, None] - torch.arange(4)[None]).abs(), persistent=False)
+        self.cache: dict[str, Tensor] = {}
+        self.eval()
+
+    def train(self, mode: bool = True) -> CachedBias:
+        super().train(mode)
+        if mode:
+            self.cache = {}
+        return self
+
+    def bias(self, device: torch.device) -> Tensor:
+        if self.training:
+            return self.biases[:, self.index]
+        if str(device) not in self.cache:
+            self.cache[str(device)] = self.biases[:, self.index]
+        return self.cache[str(device)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.head((q @ k.transpose(1, 2) + self.bias(x.device)).softmax(-1) @ v).sum(1)
+
+
+@case()
+def cached_bias():
+    model = CachedBias()
+    for count in (3, 3, 5, 1):
+        yield Call(model, (torch.randn(count, 4, 5),))
+
+
+def keeps(net: Net, x: Tensor) -> Tensor:
+    h = net.a(x).tanh()
+    net.kv = h.detach()
+    net.log["last"] = h.detach().mean()
+    net.count += 1
+    return net.c(h)
+
+
+def keeping() -> Net:
+    return Net(keeps, log={}, count=0, kept=torch.zeros(2))
+
+
+@case()
+def attribute_kept():
+    model = keeping()
+    for count in (3, 3, 5, 1):
+        yield Call(model, (torch.randn(count, 5),))
+
+
+class Hard(nn.Module):
+    """A router whose choice, by argmax, is all that it gives."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.router, self.table = nn.Linear(5, experts), nn.Parameter(torch.randn(experts, 5, 4))
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = F.one_hot(self.router(x).argmax(-1), len(self.table)).to(x)
+        return torch.einsum("be,bi,eio->bo", chosen, x, self.table)
+
+
+class Equal(Net):
+    """Models of one name compare equal."""
+
+    name = "one"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)

@@ -1,0 +1,309 @@
+"""The monitor of hand-written loops: the training is the same without it, and its numbers are those of `fastlr.estimate`."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+import pickle
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from integration_cases import INPUTS, N, data, network, random_states, same_bits, train
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import fastlr
+from fastlr.errors import FastlrWarning, InputError, NonFiniteError
+from fastlr.integrations import Monitor
+from fastlr.integrations.loggers import CsvLogger
+from fastlr.integrations.measurement import on_main
+from fastlr.models.loading import load_state_dict, read_checkpoint
+
+
+def monitor(model, **options):
+    return Monitor(model, INPUTS, N, **({"every_n_steps": 2} | options))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"autocast": True}], ids=["plain", "accumulate", "autocast"]
+)
+def test_training_is_bit_for_bit_the_same(options):
+    alone, watched = network(), network()
+    losses = train(alone, **options)
+    states = random_states()
+    x, y = data()
+    what = {"measures": ["weight_norm", "feature_rank", "train_grad_norm"], "x": x, "y": y, "loss": F.cross_entropy}
+    rows = []
+    meter = monitor(watched, logger=lambda values, step: rows.append((step, values)), **what)
+    assert train(watched, meter.step, mid=meter.measure, **options) == losses
+    assert same_bits(alone, watched) and random_states() == states
+    assert {step for step, _ in rows} == set(range(7))
+    assert all(math.isfinite(v) for _, values in rows for v in values.values()) and len(rows[0][1]) == 5
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_values_are_those_of_estimate_in_the_precision_asked_for(dtype):
+    """Whatever autocast region the call is in, where cached casts of the weights are those of before the step."""
+    model, wanted = network(), []
+    seen = []
+    meter = monitor(model, every_n_steps=1, dtype=dtype, logger=lambda v, s: seen.append(v["local_redundancy"]))
+
+    def watch():
+        meter.step()
+        with torch.autocast("cpu", enabled=False):
+            wanted.append(fastlr.estimate(copy.deepcopy(model), INPUTS, N, dtype=dtype).value)
+
+    train(model, watch, steps=3, autocast=True)
+    assert seen == wanted and len(set(seen)) == 3
+    assert meter.last.estimate.dtype == (None if dtype is None else "bfloat16")
+
+
+def test_epochs_and_moments_by_hand():
+    model, seen = network(), []
+    meter = monitor(model, every_n_steps=None, every_n_epochs=3, logger=lambda v, s: seen.append(s))
+    readings = [meter.epoch() for _ in range(7) if meter.step() is None]
+    assert [r is not None for r in readings] == [False, False, True, False, False, True, False]
+    assert seen == [3, 6] and readings[5].epoch == 6 and readings[5].step == 6
+    assert meter.measure().step == 7 and meter.last.step == 7
+    only = monitor(model, every_n_steps=None)
+    assert only.step() is None and only.epoch() is None and only.measure().value == meter.last.value
+
+
+class Frozen(nn.Module):
+    """An average as others keep it: a frozen copy under ``module``."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = copy.deepcopy(model).requires_grad_(False)
+
+    def update(self, model):
+        with torch.no_grad():
+            for mine, its in zip(self.module.state_dict().values(), model.state_dict().values()):
+                mine.copy_(0.5 * mine + 0.5 * its)
+
+
+@pytest.mark.parametrize("kind", ["averaged_model", "frozen", "state_dict", "function"])
+def test_averaged_weights(kind, tmp_path):
+    alone, model = network(), network()
+    losses = train(alone)
+    if kind == "averaged_model":
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+        update, shadow = lambda: average.update_parameters(model), average.module
+    else:
+        average = Frozen(model)
+        update, shadow = lambda: average.update(model), average.module
+    weights = {"state_dict": lambda: shadow.state_dict(), "function": lambda: lambda: average}.get(
+        kind, lambda: average
+    )()
+    meter = monitor(model, weights=weights, keep_best=tmp_path / "best.pt", mode="min")
+    places = [p.data_ptr() for p in model.parameters()]
+    wanted = []
+
+    def watch():
+        if meter.step() is not None:
+            wanted.append(fastlr.estimate(copy.deepcopy(shadow).requires_grad_(), INPUTS, N).value)
+            assert meter.last.value == wanted[-1]
+
+    assert train(model, watch, each=update) == losses
+    assert same_bits(alone, model) and [p.data_ptr() for p in model.parameters()] == places
+    assert len(set(wanted)) == 3 and wanted[-1] != fastlr.estimate(model, INPUTS, N).value
+    kept = network()
+    load_state_dict(kept, read_checkpoint(tmp_path / "best.pt"))
+    assert fastlr.estimate(kept, INPUTS, N).value == min(wanted)
+
+
+def test_averaged_weights_that_do_not_fit():
+    model = network()
+    before = copy.deepcopy(model)
+    some = {k: v for k, v in model.state_dict().items() if "5" not in k}
+    with pytest.raises(InputError, match="weights lacks 5.weight and 1 more"):
+        monitor(model, weights=some).measure()
+    wide = {k: torch.zeros(7) if k == "5.bias" else v.clone() + 1 for k, v in model.state_dict().items()}
+    with pytest.raises(InputError, match="5.bias.*shape"):
+        monitor(model, weights=wide).measure()
+    with pytest.raises(InputError, match="the model itself"):
+        monitor(model, weights=model).measure()
+    with pytest.raises(InputError, match="weights must be"):
+        monitor(model, weights=3).measure()
+    assert same_bits(before, model)
+
+
+def test_a_backward_pass_may_be_under_way():
+    """The graph of a loss stays valid, also where averaged weights were in the model for a while."""
+    model = network()
+    average = Frozen(model)
+    average.update(network().requires_grad_(False))
+    x, y = data()
+    grads = []
+    for watched in (False, True):
+        seed = torch.manual_seed(0)
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if watched:
+            monitor(model, weights=average).measure()
+        loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        assert seed.get_state().equal(torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_best_checkpoint_and_resumption(tmp_path, mode):
+    model, values = network(), {}
+    meter = monitor(model, every_n_steps=1, keep_best=tmp_path / "best.pt", mode=mode)
+
+    def watch():
+        reading = meter.step()
+        values[reading.step] = reading.value
+
+    train(model, watch)
+    best = {"max": max, "min": min}[mode](values, key=values.get)
+    found = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert found["step"] == best == meter.best.step and found["local_redundancy"] == values[best]
+    kept = network()
+    kept.load_state_dict(found["state_dict"])
+    assert fastlr.estimate(kept, INPUTS, N).value == values[best]
+    assert [f.name for f in tmp_path.iterdir()] == ["best.pt"]
+
+    seen = []
+    again = monitor(model, every_n_steps=4, keep_best=lambda reading: seen.append(reading.value), mode=mode)
+    again.load_state_dict(pickle.loads(pickle.dumps(meter.state_dict())))
+    assert again.step() is None and again.step().step == 8 and seen == [] and again.best is None
+    assert again.meter.batch_size == meter.meter.batch_size == meter.last.estimate.batch_size
+    with pytest.raises(InputError, match="state of a Monitor"):
+        again.load_state_dict({"steps": 3})
+
+
+def test_the_verdict_is_of_the_first_and_the_last_reading():
+    model, (x, _) = network(), data()
+    meter = monitor(model, measures=["dormant_ratio"], x=x)
+    assert "cannot be told: it was not measured" in meter.verdict()
+    meter.measure()
+    assert "a change cannot be told from its error" in meter.verdict() and "units" in meter.verdict()
+    with torch.no_grad():
+        [p.mul_(0.2) for p in model.parameters()]
+    last = meter.measure()
+    fall = 100 * (1 - last.value / meter.first["value"])
+    assert f"has fallen by {fall:.3g} % since the first reading" in meter.verdict()
+    dormant = last.measures["dormant_ratio"].details
+    assert f"{dormant['dormant']} of {dormant['units']} units" in meter.verdict()
+    again = monitor(model)
+    again.load_state_dict(pickle.loads(pickle.dumps(meter.state_dict())))
+    again.measure()
+    assert f"has fallen by {fall:.3g} %" in again.verdict() and again.verdict().endswith("were not measured.")
+    older = meter.state_dict()
+    del older["first"]
+    again.load_state_dict(older)
+    assert again.first == {}
+
+
+def test_loggers_and_names(tmp_path):
+    model, seen = network(), []
+    with CsvLogger(tmp_path / "log.csv") as file:
+        meter = monitor(model, logger=[file, lambda values, step: seen.append(values)], prefix="fastlr/")
+        train(model, meter.step)
+    rows = list(csv.DictReader((tmp_path / "log.csv").open()))
+    assert [row["step"] for row in rows] == ["2", "4", "6"] and len(seen) == 3
+    assert float(rows[-1]["fastlr/local_redundancy"]) == meter.last.value == seen[-1]["fastlr/local_redundancy"]
+    assert float(rows[-1]["fastlr/local_redundancy_stderr"]) == meter.last.estimate.stderr
+    assert meter.seconds >= 3 * 1e-4
+
+
+def test_a_model_that_grows_is_planned_anew():
+    model = network()
+    meter = monitor(model, every_n_steps=1)
+    first = meter.step()
+    model[5] = nn.Linear(144, 5)
+    second = meter.step()
+    assert second.value == fastlr.estimate(copy.deepcopy(model), INPUTS, N).value != first.value
+    model[0].requires_grad_(False)
+    third = meter.step()
+    assert set(third.estimate.per_parameter) == {"1.weight", "1.bias", "5.weight", "5.bias"}
+
+
+def test_a_measurement_that_fails_does_not_end_the_training():
+    model = network()
+    with torch.no_grad():
+        model[5].bias[0] = math.nan
+    with pytest.raises(NonFiniteError):  # the first: a mistake shows at once
+        monitor(model, every_n_steps=1).step()
+    for on_error in ("warn", "raise"):
+        model = network()
+        meter = monitor(model, every_n_steps=1, on_error=on_error)
+        good = meter.step()
+        with torch.no_grad():
+            model[5].bias[0] = math.nan
+        if on_error == "raise":
+            with pytest.raises(NonFiniteError):
+                meter.step()
+        else:
+            with pytest.warns(FastlrWarning, match="not measured, the training goes on"):
+                assert meter.step() is None
+            assert meter.last is good
+            with torch.no_grad():
+                model[5].bias.zero_()
+            assert meter.step().step == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"every_n_epochs": 1}, "both given"),
+        ({"every_n_steps": 0}, "every_n_steps must be"),
+        ({"mode": "best"}, "mode must be"),
+        ({"keep_best": "/no/such/folder/best.pt"}, "no folder"),
+        ({"logger": 3}, "logger must be"),
+        ({"on_error": "ignore"}, "on_error"),
+        ({"dtype": "bf16"}, "dtype"),
+        ({"measures": ["accuracy"]}, "unknown measures"),
+        ({"measures": "weight_norm"}, r"\['weight_norm'\]"),
+        ({"measures": ["dormant_ratio"]}, "pass x="),
+        ({"measures": ["train_grad_norm"], "x": torch.zeros(2, *INPUTS.size)}, "pass y= and loss="),
+        ({"measures": ["distance_from_init"]}, "init_state="),
+        ({"samples": 3}, "unknown options"),
+    ],
+)
+def test_mistakes_show_at_once(options, match):
+    with pytest.raises(InputError, match=match):
+        monitor(network(), **options)
+    with pytest.raises(InputError, match="inputs must be"):
+        Monitor(network(), torch.zeros(3))
+
+
+def test_other_processes_hear_of_an_error():
+    """What is broadcast reaches the others before the main process raises."""
+    box = []
+    model = torch.nn.Linear(2, 2)
+
+    def fail():
+        raise NonFiniteError("the output is not finite")
+
+    with pytest.raises(NonFiniteError):
+        on_main(fail, True, lambda what: box.append(what) or what, model)
+    with pytest.raises(fastlr.FastlrError, match="main process: the output is not finite"):
+        on_main(fail, False, lambda what: box[0], model)
+    assert on_main(lambda: "reading", True, lambda what: what, model) == "reading"
+    assert on_main(fail, False, lambda what: ("reading", None), model) == "reading"
+    assert on_main(lambda: "reading", True, None, model) == "reading"
+
+
+def test_overhead_beyond_the_measurements():
+    """Under 1 % of the loop is the aim (see bench/test_monitor.py); here a bound that a busy machine keeps."""
+    model = network()
+    meter = monitor(model, every_n_steps=5)
+    spent = 0.0
+
+    def watch():
+        nonlocal spent
+        began = time.perf_counter()
+        meter.step()
+        spent += time.perf_counter() - began
+
+    train(model, watch, steps=5)  # the first measurement plans and proves
+    began, spent, before = time.perf_counter(), 0.0, meter.seconds
+    train(model, watch, steps=100)
+    loop = time.perf_counter() - began
+    assert spent - (meter.seconds - before) < 0.1 * loop

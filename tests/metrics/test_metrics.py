@@ -1,0 +1,394 @@
+"""Every plasticity measure equals an independent plain computation, on any kind of model, and touches nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from metrics_models import (
+    GPT,
+    MODELS,
+    Encoder,
+    PlainCNN,
+    Residual,
+    between,
+    data,
+    entropy_loss,
+    labels,
+    made,
+    scores,
+    share,
+)
+from single_samples import Written
+from torch import Tensor, nn
+
+import fastlr
+from fastlr import metrics
+from fastlr.errors import InputError, ModelError, NonFiniteError
+
+# -- parameters alone ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", MODELS)
+def test_weight_norm_and_distance(kind: type, dtype: torch.dtype) -> None:
+    model = made(kind, dtype)
+    init = copy.deepcopy(model.state_dict())
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    torch.manual_seed(5)
+    for p in model.parameters():
+        p.data += torch.randn(p.shape).to(dtype)
+    own = {name: p.detach().double().numpy() for name, p in model.named_parameters() if p.requires_grad}
+    norm = math.sqrt(sum((p**2).sum() for p in own.values()))
+    start = {name: init[name].double().numpy() for name in own}
+    distance = math.sqrt(sum(((own[name] - start[name]) ** 2).sum() for name in own))
+    assert metrics.weight_norm(model) == pytest.approx(norm, rel=1e-12)
+    assert metrics.distance_from_init(model, init) == pytest.approx(distance, rel=1e-12)
+    assert metrics.weight_norm(model).details["parameters"] == sum(p.size for p in own.values())
+
+
+def test_distance_from_a_model_from_wrapped_states_and_from_the_start() -> None:
+    model = made(Residual)
+    start = copy.deepcopy(model)
+    assert metrics.distance_from_init(model, start) == 0
+    model.fc.weight.data += 2.0
+    wanted = pytest.approx(2 * math.sqrt(32), rel=1e-6)
+    assert metrics.distance_from_init(model, start) == wanted
+    for prefix in ("module.", "_orig_mod."):
+        assert metrics.distance_from_init(model, {prefix + k: v for k, v in start.state_dict().items()}) == wanted
+    parameters_only = dict(start.named_parameters())
+    assert metrics.distance_from_init(nn.DataParallel(model), parameters_only) == wanted
+
+
+def test_distance_refuses_other_states() -> None:
+    model = made(Residual)
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match="not a copy"):
+        metrics.distance_from_init(model, model.state_dict())
+    with pytest.raises(InputError, match=r"lacks fc\.weight"):
+        metrics.distance_from_init(model, {k: v for k, v in state.items() if k != "fc.weight"})
+    with pytest.raises(InputError, match=r"has head\.weight, unknown"):
+        metrics.distance_from_init(model, state | {"head.weight": torch.zeros(3)})
+    with pytest.raises(InputError, match=r"fc\.bias.*shape \(7,\), the parameter \(4,\)"):
+        metrics.distance_from_init(model, state | {"fc.bias": torch.zeros(7)})
+    with pytest.raises(InputError, match="state dict or a model"):
+        metrics.distance_from_init(model, 3)  # type: ignore[arg-type]
+
+
+def test_diverged_and_frozen_weights_are_refused() -> None:
+    model = made(PlainCNN)
+    state = copy.deepcopy(model.state_dict())
+    model.head.weight.data[0, 0] = math.nan
+    with pytest.raises(NonFiniteError, match=r"head\.weight"):
+        metrics.weight_norm(model)
+    with pytest.raises(NonFiniteError, match=r"head\.weight"):
+        metrics.distance_from_init(model, state)
+    with pytest.raises(ModelError, match="no trainable"):
+        metrics.weight_norm(model.requires_grad_(False))
+
+
+# -- dormant units ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["plain", "channels_last", "bfloat16", "batches", "autocast"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_dormant_ratio_equals_the_definition(kind: type, layout: str) -> None:
+    dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
+    model, x = made(kind, dtype), data(kind, dtype=dtype)
+    if layout == "channels_last" and x.ndim == 4:
+        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=layout == "autocast"):
+        wanted = scores(model, x)
+        given = (part for part in x.split(7)) if layout == "batches" else x
+        zero = metrics.dormant_ratio(model, given, units="all")
+        threshold = between(wanted)
+        some = metrics.dormant_ratio(model, iter(x.split(9)) if layout == "batches" else x, threshold=threshold)
+    assert zero.details["units"] == sum(len(s) for s in wanted)
+    assert zero == share(wanted, 0.0)
+    assert some == pytest.approx(share(wanted, threshold), abs=0.5 / zero.details["units"])
+    assert 0 < some < 0.6  # the threshold tells units apart
+    assert list(some.layers.values()) == [pytest.approx(share([s], threshold)) for s in wanted]
+
+
+def test_dead_units_made_on_purpose_are_found_where_they_are() -> None:
+    dead = metrics.dormant_ratio(made(PlainCNN), data(PlainCNN))
+    assert dead.details == {"units": 18, "dormant": 3}
+    assert dead.layers == {"body.1": pytest.approx(1 / 6), "body.3": pytest.approx(1 / 5), "act": pytest.approx(1 / 7)}
+    dead = metrics.dormant_ratio(made(Residual), data(Residual))
+    assert list(dead.layers) == ["relu", "(model)", "relu#2", "relu#3"]
+    assert dead.layers["relu"] == 3 / 8 and dead.layers["relu#3"] < 3 / 8
+    assert metrics.dormant_ratio(made(Encoder), data(Encoder)).details == {"units": 12, "dormant": 1}
+
+
+def shaped(function: Callable[[Written, Tensor], Tensor]) -> Written:
+    """Layers whose results a function rearranges before the activation: 6 channels of a convolution, 9 outputs of a linear."""
+    parts = {"conv": nn.Conv2d(2, 6, 3), "line": nn.Conv1d(2, 6, 3), "linear": nn.Linear(5, 9)}
+    return Written(lambda m, x: function(m, x).relu(), **parts, weight=nn.Parameter(torch.randn(7, 2)))
+
+
+UNITS = {  # name: (what is done to x of shape [4, 2, 8, 5], the number of units)
+    "input as an image": (lambda m, x: x, 2),
+    "input as a sequence": (lambda m, x: x[:, 0], 5),
+    "convolution": (lambda m, x: m.conv(x), 6),
+    "permuted": (lambda m, x: m.conv(x).permute(0, 2, 3, 1), 6),
+    "permuted there and back": (lambda m, x: m.conv(x).movedim(1, -1).transpose(1, 3).swapaxes(0, 1), 6),
+    "positions flattened": (lambda m, x: m.conv(x).flatten(2), 6),
+    "positions flattened, then first": (lambda m, x: m.conv(x).flatten(2).mT, 6),
+    "positions unfolded": (lambda m, x: m.line(x.flatten(2)).view(4, 6, 2, 19), 6),
+    "one sample": (lambda m, x: m.conv(x[:1]).squeeze(0).unsqueeze(0).flatten(2), 6),
+    "pooled": (lambda m, x: F.adaptive_avg_pool2d(m.conv(x), 1).flatten(1), 6),
+    "scaled and added": (lambda m, x: (0.5 * m.conv(x).flatten(2) + 1).sub(torch.ones(18)), 6),
+    "half of the channels": (lambda m, x: m.conv(x).flatten(2).chunk(2, 1)[1], 3),
+    "normalised": (lambda m, x: F.batch_norm(m.line(x.flatten(2)), torch.zeros(6), torch.ones(6)), 6),
+    "normalised input": (lambda m, x: F.group_norm(x.flatten(2), 2), 2),
+    "linear on four axes": (lambda m, x: m.linear(x), 9),
+    "linear, moved to channels": (lambda m, x: m.linear(x).permute(0, 3, 1, 2).flatten(2), 9),
+    "linear, rows flattened": (lambda m, x: m.linear(x).view(-1, 9), 9),
+    "linear, layer norm": (lambda m, x: F.layer_norm(m.linear(x), (9,)), 9),
+    "linear, as a map": (lambda m, x: m.linear(x[:, 0, 0])[:, :, None, None].view(1, 4, 9, 1, 1)[0].flatten(2), 9),
+    "product from the right": (lambda m, x: x.movedim(1, -1) @ m.weight.T, 7),
+    "product from the left": (lambda m, x: m.weight @ x.flatten(2), 7),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_are_channels_or_the_last_axis_wherever_they_move(name: str) -> None:
+    function, units = UNITS[name]
+    assert metrics.dormant_ratio(shaped(function), torch.randn(4, 2, 8, 5)).details["units"] == units
+
+
+def test_dormant_by_the_mean_activation_with_its_sign() -> None:
+    """The appendix on time series: GELU units with a mean below 0.05, those that are mostly negative among them."""
+    model = nn.Sequential(nn.Linear(4, 50), nn.GELU()).double()
+    x = torch.randn(64, 4, dtype=torch.float64)
+    a, how = model(x), {"units": "all", "normalize": False, "threshold": 0.05}
+    below, absolute = (a.mean(0) < 0.05).sum(), (a.abs().mean(0) <= 0.05).sum()
+    signed = metrics.dormant_ratio(model, iter(x.split(9)), signed=True, **how)
+    assert signed.details["dormant"] == below > absolute == metrics.dormant_ratio(model, x, **how).details["dormant"]
+    assert "mean a below 0.05" in signed.definition
+    with pytest.raises(InputError, match="normalize=False"):
+        metrics.dormant_ratio(model, x, signed=True)
+
+
+def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
+    model[0].weight.data = torch.eye(2)
+    first, second = torch.tensor([[1.0, -1.0]]), torch.tensor([[-1.0, 1.0]])
+    assert metrics.dormant_ratio(model, first) == metrics.dormant_ratio(model, second) == 0.5
+    assert metrics.dormant_ratio(model, iter([first, second])) == 0
+    half = {"threshold": 0.6, "normalize": False}  # each unit's mean is 1 in one batch, 1/2 over both
+    assert (
+        metrics.dormant_ratio(model, iter([first, second]), **half) == 1
+        and metrics.dormant_ratio(model, first, **half) < 1
+    )
+    assert metrics.dormant_ratio(model, torch.utils.data.DataLoader(torch.cat([first, second]))) == 0
+
+
+class Gated(nn.Module):
+    """ReLU units, two of four dead, beside Hardswish units, one of three dead, and a gate that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.swish = nn.Linear(2, 4), nn.Linear(2, 3), nn.Hardswish()
+        self.a.bias.data[:2] = -100.0
+        self.a.bias.data[2:] = 100.0
+        self.b.bias.data = torch.tensor([-100.0, 100.0, 50.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.a(x).relu_(), self.swish(self.b(x)), torch.tanh(x), F.hardsigmoid(x)], 1)
+
+
+def test_which_units_count() -> None:
+    model, x = Gated(), torch.rand(5, 2)
+    paper = metrics.dormant_ratio(model, x)
+    assert paper.details == {"units": 4, "dormant": 2} and "ReLU units" in paper.definition
+    assert metrics.dormant_ratio(model, x, units="all").details == {"units": 7, "dormant": 3}
+    sokar = metrics.dormant_ratio(model, x, threshold=0.1)
+    assert sokar.details == {"units": 7, "dormant": 3} and "tau-dormant" in sokar.definition
+    assert metrics.dormant_ratio(model, x, threshold=1.01).details["dormant"] == 3 + 1  # 50 is under the mean, 50.0
+    raw = metrics.dormant_ratio(model, x, threshold=60.0, normalize=False)
+    assert raw.details["dormant"] == 4
+    more = metrics.dormant_ratio(model, x, units="all", also=(torch.tanh, F.hardsigmoid))
+    assert more.details == {"units": 11, "dormant": 3}
+    assert list(more.layers) == ["(model):relu", "swish", "(model):tanh", "(model):hardsigmoid"]
+
+
+def test_a_silent_layer_is_dormant_at_every_threshold() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.GELU())
+    model[0].bias.data.fill_(-100.0)
+    assert metrics.dormant_ratio(model, torch.rand(6, 3)) == 1.0
+    assert metrics.dormant_ratio(model, torch.rand(6, 3), threshold=1e-9) == 0.5
+
+
+def test_no_activations_is_an_error_with_the_remedy() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sigmoid())
+    with pytest.raises(ModelError, match="no activations.*also="):
+        metrics.dormant_ratio(model, torch.ones(2, 2))
+    assert metrics.dormant_ratio(model, torch.ones(2, 2), also=(nn.Sigmoid,)).details["units"] == 2
+    with pytest.raises(ModelError, match="no ReLU units; its activations are gelu: pass units='all'"):
+        metrics.dormant_ratio(nn.Sequential(nn.Linear(2, 2), nn.GELU()), torch.ones(2, 2), units="relu")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_large"])
+def test_torchvision_models_by_hooks_of_ours(name: str) -> None:
+    import torchvision
+
+    torch.manual_seed(0)
+    model = getattr(torchvision.models, name)(num_classes=3).eval()
+    x = torch.randn(3, 3, 48, 48)
+    seen: list[tuple[bool, Tensor]] = []
+
+    def hook(module: nn.Module, args: Any, result: Tensor) -> None:
+        mean = result.double().abs().mean([d for d in range(result.ndim) if d != 1])
+        seen.append((isinstance(module, nn.ReLU), mean / mean.mean()))
+
+    handles = [m.register_forward_hook(hook) for m in model.modules() if isinstance(m, (nn.ReLU, nn.Hardswish))]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    found = metrics.activation_measures(model, x, tau=0.2)
+    assert found["dormant_ratio"] == share([s for relu, s in seen if relu], 0.0)
+    everything = [s for _, s in seen]
+    assert found["dormant_ratio_tau"].details["units"] == sum(len(s) for s in everything)
+    assert found["dormant_ratio_tau"] == pytest.approx(share(everything, 0.2), abs=1e-3)
+
+
+def test_hugging_face_and_timm_models() -> None:
+    transformers, timm = pytest.importorskip("transformers"), pytest.importorskip("timm")
+    config = transformers.GPT2Config(
+        vocab_size=13, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    gpt = transformers.GPT2LMHeadModel(config).eval()
+    gpt.transformer.h[1].mlp.c_fc.bias.data[:4] = -100.0
+    found = metrics.activation_measures(gpt, {"input_ids": torch.randint(0, 13, (4, 6))})
+    assert found["dormant_ratio"].details == {"units": 64, "dormant": 4}
+    assert found["feature_rank"].details == {"n": 24, "d": 8, "layer": "lm_head"}
+    model = timm.create_model("mobilenetv3_small_050", num_classes=3).eval()
+    relu_and_hardswish = [m for m in model.modules() if isinstance(m, (nn.ReLU, nn.Hardswish))]
+    ratio = metrics.dormant_ratio(model, torch.randn(2, 3, 32, 32), units="all")
+    assert len(ratio.layers) == len(relu_and_hardswish)
+
+
+# -- promises of all of them --------------------------------------------------------------------------------------------
+
+
+def everything(model: nn.Module, kind: type) -> dict[str, metrics.Measure]:
+    x = data(kind, 6)
+    return {
+        **metrics.activation_measures(model, x),
+        **metrics.gradient_measures(model, x, labels(kind, 6), entropy_loss),
+        "weight_norm": metrics.weight_norm(model),
+    }
+
+
+@pytest.mark.parametrize("kind", [Residual, GPT])
+def test_the_model_comes_back_as_it_was(kind: type) -> None:
+    model = made(kind).train()
+    next(model.children()).eval()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    handle = model.register_forward_hook(lambda *_: None)
+    before = copy.deepcopy(model.state_dict())
+    flags, rng = [m.training for m in model.modules()], torch.get_rng_state()
+    ids = [id(t) for t in (*model.parameters(), *model.buffers())]
+    first, second = everything(model, kind), everything(model, kind)
+    assert first == second  # to the bit
+    assert [m.training for m in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert [id(t) for t in (*model.parameters(), *model.buffers())] == ids
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(bool((p.grad == 0.5).all()) and p.requires_grad for p in model.parameters())
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    assert hooks == [1] + [0] * (len(hooks) - 1)
+    handle.remove()
+
+
+def test_a_failure_leaves_no_hooks_and_eval_flags() -> None:
+    model = made(PlainCNN).train()
+    for call in (metrics.dormant_ratio, metrics.effective_rank):
+        with pytest.raises(RuntimeError):
+            call(model, torch.randn(2, 3, 30, 30))
+    assert model.training
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("kind", [PlainCNN, GPT])
+def test_the_batch_gradient_goes_back_over_the_pass_of_the_activations(kind: type) -> None:
+    model, x, y = made(kind), data(kind, 6), labels(kind, 6)
+    names = ["train_grad_norm_batch", *metrics.activations.MEASURES]
+    apart = everything(model, kind)
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    found = metrics.measures(model, names, x=x, y=y, loss=entropy_loss)
+    assert passes == [True] and list(found) == names
+    for name in names:
+        assert found[name].to_dict() == apart[name].to_dict()  # to the bit
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_one_forward_pass_serves_all() -> None:
+    model, x = made(PlainCNN), data(PlainCNN)
+    single = {
+        "dormant_ratio": metrics.dormant_ratio(model, x),
+        "dormant_ratio_tau": metrics.dormant_ratio(model, x, threshold=0.3, units="all"),
+        "effective_rank": metrics.effective_rank(model, x, delta=0.02),
+        "effective_rank_entropy": metrics.effective_rank(model, x, kind="entropy"),
+        "feature_rank": metrics.feature_rank(model, x, epsilon=0.2),
+    }
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    found = metrics.activation_measures(model, x, tau=0.3, delta=0.02, epsilon=0.2)
+    assert len(passes) == 1
+    assert list(found) == list(metrics.activations.MEASURES)
+    assert found == single
+    assert {n: m.definition for n, m in found.items()} == {n: m.definition for n, m in single.items()}
+    with pytest.raises(InputError, match="unknown measures"):
+        metrics.activation_measures(model, x, measures=["rank"])
+
+
+def test_inputs_that_cannot_be_measured() -> None:
+    model = made(PlainCNN)
+    for call in (metrics.dormant_ratio, metrics.effective_rank, metrics.feature_rank):
+        with pytest.raises(InputError, match="empty"):
+            call(model, torch.empty(0, 3, 9, 9))
+        with pytest.raises(InputError, match="no batches"):
+            call(model, iter([]))
+        with pytest.raises(InputError, match="x must be"):
+            call(model, 3)
+        with pytest.raises(ModelError, match="no parameters"):
+            call(nn.ReLU(), torch.ones(2))
+    diverged = made(PlainCNN)
+    diverged.hidden.bias.data[0] = math.inf
+    with pytest.raises(NonFiniteError, match=r"act \(relu\) are not finite"):
+        metrics.dormant_ratio(diverged, data(PlainCNN))
+    with pytest.raises(NonFiniteError, match="go into head"):
+        metrics.effective_rank(diverged, data(PlainCNN))
+    for options in ({"threshold": -1.0}, {"threshold": math.nan}, {"units": "tanh"}):
+        with pytest.raises(InputError, match=next(iter(options))):
+            metrics.dormant_ratio(model, data(PlainCNN), **options)
+    with pytest.raises(InputError, match=r"delta must be a finite number in \(0, 1\)"):
+        metrics.effective_rank(model, data(PlainCNN), delta=1.0)
+    with pytest.raises(InputError, match="epsilon must be a finite number positive"):
+        metrics.feature_rank(model, data(PlainCNN), epsilon=0.0)
+    with pytest.raises(InputError, match="kind must be"):
+        metrics.effective_rank(model, data(PlainCNN), kind="stable")
+
+
+def test_records_name_their_definition() -> None:
+    found = everything(made(Residual), Residual)
+    assert len({m.definition for m in found.values()}) == len(found)
+    for measure in found.values():
+        record = json.loads(json.dumps(measure.to_dict(layers=True), allow_nan=False))
+        assert record["value"] == float(measure) and record["definition"] == measure.definition
+        for again in (pickle.loads(pickle.dumps(measure)), copy.deepcopy(measure)):
+            assert again == measure and again.to_dict(layers=True) == measure.to_dict(layers=True)
+    assert fastlr.metrics is metrics

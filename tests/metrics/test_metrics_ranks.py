@@ -1,0 +1,191 @@
+"""Ranks and training gradient norms equal numpy and plain loops; the representation is found or asked for by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from metrics_models import MODELS, PlainCNN, Residual, data, entropy_loss, labels, made, plain_ranks
+from single_samples import Written
+from torch import Tensor, nn
+
+from fastlr import metrics
+from fastlr.errors import InputError, ModelError, NonFiniteError
+
+# -- ranks --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["plain", "bfloat16", "batches", "one sample"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_ranks_equal_numpy(kind: type, layout: str) -> None:
+    dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
+    model, x = made(kind, dtype), data(kind, 1 if layout == "one sample" else 40, dtype)
+    with torch.no_grad():
+        wanted = plain_ranks(model.by_hand(x)[1], delta=0.05, epsilon=0.1)
+    given = (part for part in x.split(9)) if layout == "batches" else x
+    found = metrics.activation_measures(model, given, delta=0.05, epsilon=0.1, measures=list(wanted))
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        wanted, rel=5e-3 if layout == "bfloat16" else 1e-5
+    )
+    if layout == "plain":
+        assert metrics.effective_rank(model, x, delta=0.05) == wanted["effective_rank"]
+        assert metrics.effective_rank(model, x, kind="entropy") == pytest.approx(wanted["effective_rank_entropy"])
+        assert metrics.feature_rank(model, x, epsilon=0.1) == wanted["feature_rank"]
+
+
+@pytest.mark.parametrize("rows", [3, 30, 700])
+def test_ranks_of_known_spectra(rows: int) -> None:
+    """Rank-deficient features, in pieces of any size: singular values 4, 2, 1 and zeros."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.linalg.qr(torch.randn(rows, 3, generator=generator, dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(6, 3, generator=generator, dtype=torch.float64)).Q
+    x = left @ torch.diag(torch.tensor([4.0, 2.0, 1.0], dtype=torch.float64)) @ right.T
+    model = nn.Linear(6, 2).double()
+    for given in (lambda: x, lambda: iter(x.split(1)), lambda: iter(x.split(97))):
+        assert metrics.effective_rank(model, given()) == 3
+        assert metrics.effective_rank(model, given(), delta=0.2) == 2  # 6/7 = 0.857
+        entropy = -sum(p * math.log(p) for p in (4 / 7, 2 / 7, 1 / 7))
+        assert metrics.effective_rank(model, given(), kind="entropy") == pytest.approx(math.exp(entropy), rel=1e-9)
+        assert metrics.feature_rank(model, given(), epsilon=1.5 / math.sqrt(rows)) == 2
+    tie = torch.eye(6, dtype=torch.float64) * torch.tensor([3.0, 1.0, 0, 0, 0, 0])
+    assert metrics.effective_rank(model, tie, delta=0.25) == 1  # at least 1 - delta, not more
+    assert metrics.effective_rank(model, torch.zeros(4, 6).double()) == 0
+    assert metrics.effective_rank(model, torch.zeros(4, 6).double(), kind="entropy") == 0
+
+
+def headed(head: Callable[[Written, Tensor], Tensor]) -> Written:
+    """A backbone and a head that is a function."""
+    parts = {"a": nn.Linear(4, 5), "b": nn.Linear(4, 5), "w": nn.Parameter(torch.randn(5, 3))}
+    parts |= {"rnn": nn.LSTM(5, 3, batch_first=True), "last": nn.Conv2d(5, 3, 1)}
+    return Written(lambda m, x: head(m, m.a(x).relu()), **parts)
+
+
+FOUND = {
+    "matmul": lambda m, h: h @ m.w,
+    "matmul of a view": lambda m, h: torch.matmul(h[:, None], m.w.view(5, 3))[:, 0],
+    "linear, then elementwise": lambda m, h: 30 * torch.tanh(F.linear(h, m.w.T) / 30).log_softmax(-1),
+    "linear, then rearranged": lambda m, h: torch.stack(F.linear(h, m.w.T).unbind(1), 1)[:, None].squeeze(1),
+    "addmm": lambda m, h: torch.addmm(torch.zeros(3), h, m.w),
+}
+REFUSED = {
+    "sum of two layers": (lambda m, h: h + m.b(torch.ones(4)), "comes from a and b"),
+    "convolution": (lambda m, h: m.last(h[..., None, None]).flatten(1), r"comes from last \(conv2d\)"),
+    "lstm": (lambda m, h: m.rnn(h[:, None])[0], r"comes from rnn \(lstm\)"),
+    "attention": (lambda m, h: h @ h.T, "matmul"),
+    "no layer": (lambda m, h: torch.ones(len(h), 3), "no layer was found"),
+    "features changed": (lambda m, h: (F.linear(h, m.w.T), h.zero_())[0], "changed in place"),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_the_last_linear_layer_is_found(name: str) -> None:
+    model, x = headed(FOUND[name]), torch.randn(9, 4)
+    with torch.no_grad():
+        wanted = plain_ranks(model.a(x).relu())["effective_rank_entropy"]
+    assert metrics.effective_rank(model, x, kind="entropy") == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_without_a_last_linear_layer_the_error_says_what_there_is(name: str) -> None:
+    head, message = REFUSED[name]
+    model, x = headed(head), torch.randn(9, 4)
+    with pytest.raises(ModelError, match=f"{message}.*pass layer="):
+        metrics.effective_rank(model, x)
+    with torch.no_grad():
+        wanted = plain_ranks(x)["effective_rank_entropy"]
+    assert metrics.effective_rank(model, x, layer="a", kind="entropy") == pytest.approx(wanted, rel=1e-5)
+    metrics.dormant_ratio(model, x)  # which needs no last layer
+
+
+def test_layer_by_name() -> None:
+    model, x = made(Residual), data(Residual)
+    with torch.no_grad():
+        wanted = plain_ranks(model.norm1(model.first(x)).relu().movedim(1, -1))
+    found = metrics.effective_rank(model, x, layer="second", kind="entropy")
+    assert found == pytest.approx(wanted["effective_rank_entropy"], rel=1e-5)
+    assert found.details == {"n": 24 * 64, "d": 8, "layer": "second"}
+    plain, x2 = made(PlainCNN), data(PlainCNN)
+    with torch.no_grad():
+        wanted = plain_ranks(plain.hidden(plain.body(x2).flatten(1)))
+    before_the_change = metrics.effective_rank(plain, x2, layer="act", kind="entropy")  # which works in place
+    assert before_the_change == pytest.approx(wanted["effective_rank_entropy"], rel=1e-5)
+    with pytest.raises(InputError, match="no module of the model; its linear layers: fc"):
+        metrics.feature_rank(model, x, layer="classifier")
+    model.spare = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="'spare' was not called"):
+        metrics.feature_rank(model, x, layer="spare")
+
+
+# -- training gradient --------------------------------------------------------------------------------------------------
+
+
+def plain_gradients(model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> tuple[list[float], float]:
+    """One backward pass a sample, and one for the mean over samples."""
+    own = [p for p in model.parameters() if p.requires_grad]
+
+    def flat(total: Tensor) -> Tensor:
+        return torch.cat([g.flatten() for g in torch.autograd.grad(total, own, materialize_grads=True)])
+
+    grads = [flat(loss(model(x[i : i + 1]), y[i : i + 1]).sum()) for i in range(len(x))]
+    return [float(g.square().sum()) for g in grads], float(flat(loss(model(x), y).sum() / len(x)).square().sum())
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_training_gradient_norms_equal_plain_loops(kind: type) -> None:
+    model, x, y = made(kind, torch.float64), data(kind, 7, torch.float64), labels(kind, 7)
+    samples, batch = plain_gradients(model, x, y, entropy_loss)
+    model.train()  # measured in eval mode all the same
+    for size in (None, 3):
+        found = metrics.gradient_measures(model, x, y, entropy_loss, batch_size=size)
+        assert found["train_grad_norm"] == pytest.approx(np.mean(samples), rel=1e-9)
+        assert found["train_grad_norm"].details["stderr"] == pytest.approx(np.std(samples, ddof=1) / 7**0.5, rel=1e-9)
+        assert found["train_grad_norm_batch"] == pytest.approx(batch, rel=1e-9)
+        assert {m.details["n"] for m in found.values()} == {7}
+    assert metrics.train_grad_norm(model, x, y, entropy_loss) == pytest.approx(np.mean(samples), rel=1e-9)
+
+
+def test_losses_of_torch_are_taken_unreduced() -> None:
+    model, x, y = made(PlainCNN, torch.float64), data(PlainCNN, 5, torch.float64), labels(PlainCNN, 5)
+    wanted = pytest.approx(np.mean(plain_gradients(model, x, y, entropy_loss)[0]), rel=1e-9)
+    module = nn.CrossEntropyLoss()
+    for loss in (F.cross_entropy, module, lambda z, t: F.nll_loss(z.log_softmax(1), t, reduction="none")):
+        assert metrics.train_grad_norm(model, x, y, loss) == wanted
+    assert module.reduction == "mean"
+    target = torch.randn(5, 3, dtype=torch.float64)
+    squares = plain_gradients(model, x, target, lambda z, t: (z - t).square())
+    found = metrics.gradient_measures(model, x, target, nn.MSELoss())
+    assert found["train_grad_norm"] == pytest.approx(np.mean(squares[0]), rel=1e-9)
+    assert found["train_grad_norm_batch"] == pytest.approx(squares[1], rel=1e-9)
+
+
+def test_training_gradient_norm_in_half_precision() -> None:
+    exact, x, y = made(PlainCNN), data(PlainCNN, 6), labels(PlainCNN, 6)
+    wanted = metrics.gradient_measures(exact, x, y, F.cross_entropy)
+    found = metrics.gradient_measures(exact.bfloat16(), x.bfloat16(), y, F.cross_entropy)
+    for name in wanted:
+        assert found[name] == pytest.approx(wanted[name], rel=0.1)
+    metrics.train_grad_norm(exact, x.bfloat16(), torch.ones(6, 3, dtype=torch.bfloat16), F.mse_loss)
+    # a loss so confident that its gradient squared is below the smallest bfloat16
+    exact.head.bias.data[:] = torch.tensor([100.0, 0.0, 0.0])
+    tiny = metrics.gradient_measures(exact, x.bfloat16(), torch.zeros(6, dtype=torch.long), F.cross_entropy)
+    assert 0 < tiny["train_grad_norm_batch"] <= tiny["train_grad_norm"] < 1e-60
+
+
+def test_training_gradient_errors() -> None:
+    model, x, y = made(PlainCNN), data(PlainCNN, 5), labels(PlainCNN, 5)
+    with pytest.raises(InputError, match="one number for 5 samples.*reduction='none'"):
+        metrics.train_grad_norm(model, x, y, lambda z, t: F.cross_entropy(z, t))
+    with pytest.raises(InputError, match="does not depend on the output"):
+        metrics.train_grad_norm(model, x, y, lambda z, t: z.detach().sum(1))
+    with pytest.raises(NonFiniteError, match="a loss is not finite"):
+        metrics.train_grad_norm(model, x, y, lambda z, t: z.sum(1) * math.inf)
+    with pytest.raises(InputError, match="loss must be a function"):
+        metrics.train_grad_norm(model, x, y, "mse")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="batch_size must be"):
+        metrics.train_grad_norm(model, x, y, F.cross_entropy, batch_size=0)
+    with pytest.raises(InputError, match="unknown measures"):
+        metrics.gradient_measures(model, x, y, F.cross_entropy, measures=["gradient"])

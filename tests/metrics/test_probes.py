@@ -1,0 +1,222 @@
+"""Noise scale, trainability and curvature rank against their definitions."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastlr
+from fastlr import memorization_capacity
+from fastlr.errors import InputError, InteractionError, NonFiniteError
+from fastlr.metrics import curvature_rank, trainability
+
+
+def net(outputs: int = 3, act: type[nn.Module] = nn.Tanh) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), act(), nn.Linear(8, outputs))
+
+
+def rows(model: nn.Module, losses: torch.Tensor) -> torch.Tensor:
+    """The gradient of each loss, [n, parameters]."""
+    parameters = list(model.parameters())
+    grads = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in grads])
+
+
+# -- noise scale -------------------------------------------------------------------------------------------------------
+
+
+def test_the_noise_scale_is_that_of_the_sample_covariance(double):
+    model, x, y = net().eval(), torch.randn(40, 5), torch.randint(3, (40,))
+    g = rows(model, F.cross_entropy(model(x), y, reduction="none"))
+    trace = g.var(0).sum()
+    square = g.mean(0).square().sum() - trace / len(g)
+    scale = fastlr.gradient_noise_scale(model, x, y, F.cross_entropy, groups=5)
+    assert scale.details["trace"] == pytest.approx(float(trace), rel=1e-9)
+    assert scale.details["grad_sq_norm"] == pytest.approx(float(square), rel=1e-9)
+    assert scale == (pytest.approx(float(trace / square), rel=1e-9) if square > 0 else math.inf)
+
+
+def test_its_standard_error_covers_the_truth(double):
+    """Linear regression, whose gradient noise is known: many data sets, each with its estimate and error."""
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+
+    def draw(n):
+        x = torch.randn(n, 2)
+        return x, x[:, :1] + 0.5 * torch.randn(n, 1)
+
+    x, y = draw(200_000)
+    g = -2 * x * y  # gradient of (w x - y)^2 at w = 0
+    truth = float(g.var(0).sum() / g.mean(0).square().sum())
+    deviations, errors = [], []
+    for _ in range(60):
+        scale = fastlr.gradient_noise_scale(model, *draw(400), F.mse_loss)
+        deviations.append(float(scale) - truth)
+        errors.append(scale.details["stderr"])
+    assert abs(np.mean(deviations)) < 0.15 * truth
+    assert 0.7 < np.mean(errors) / np.std(deviations) < 1.5
+
+
+def test_no_signal_has_an_infinite_noise_scale_and_too_few_samples_none(double):
+    model = nn.Linear(3, 1)
+    x = torch.randn(8, 3)
+    far = fastlr.gradient_noise_scale(
+        model, x, model(x).detach() + torch.tensor([1.0, -1.0] * 4)[:, None], F.mse_loss, groups=2
+    )
+    assert far.details["stderr"] is None or far > 0
+    with pytest.raises(NonFiniteError):
+        fastlr.gradient_noise_scale(model, x * 1e160, torch.zeros(8, 1), F.mse_loss, groups=2)
+    for groups in (1, 5):
+        with pytest.raises(InputError, match=f"groups={groups} of 8 samples"):
+            fastlr.gradient_noise_scale(model, x, torch.zeros(8, 1), F.mse_loss, groups=groups)
+
+
+# -- trainability ------------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_network_learns_and_a_dead_one_does_not():
+    torch.manual_seed(0)
+    model, x = net(4, nn.ReLU).train(), torch.randn(32, 5)
+    state = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    fresh = trainability(model, x, learning_rate=1e-2)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
+    assert fresh == trainability(model, x, learning_rate=1e-2) != trainability(model, x, learning_rate=1e-2, seed=1)
+    details = fresh.details
+    assert 0.1 < fresh < 1 and details["n"] == 32 and 0 < details["half"] < 100 and details["stderr"] > 0
+    nn.init.constant_(model[0].bias, -100.0)  # no unit is ever active: only the last bias learns
+    dead = trainability(model, x, learning_rate=1e-2)
+    assert dead < 0.3 * fresh
+    assert trainability(model, x, steps=1, repeats=1).details["stderr"] is None
+
+
+def test_it_follows_its_definition_for_every_predictive(double):
+    model, x = net(2), torch.randn(6, 5)
+    for predictive, loss in (
+        (fastlr.Categorical(), lambda z, y: F.cross_entropy(z, y)),
+        (fastlr.Bernoulli(), lambda z, y: F.binary_cross_entropy_with_logits(z, y.to(z.dtype))),
+        (fastlr.Gaussian(2.0), lambda z, y: F.mse_loss(z, y.to(z.dtype)) / 8),
+    ):
+        found = trainability(model, x, steps=3, repeats=1, learning_rate=0.1, seed=7, predictive=predictive)
+        torch.manual_seed(7)
+        copied = copy.deepcopy(model)
+        y = torch.randint(2, (6,)) if isinstance(predictive, fastlr.Categorical) else None
+        if y is None:
+            y = torch.randint(2, (6, 2)).float() if isinstance(predictive, fastlr.Bernoulli) else torch.randn(6, 2)
+        optimizer = torch.optim.AdamW(copied.parameters(), lr=0.1, weight_decay=0.0)
+        losses = []
+        for _ in range(4):
+            losses.append(loss(copied(x), y))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert found == pytest.approx(1 - float(losses[3].detach() / losses[0].detach()), rel=1e-9)
+
+
+def test_what_trainability_refuses():
+    model, x = net(), torch.randn(4, 5)
+    for options, says in (({"steps": 0}, "steps"), ({"repeats": 0}, "repeats"), ({"learning_rate": 0.0}, "learning_rate=0"),
+                          ({"predictive": fastlr.Categorical}, "give a fastlr.Categorical")):  # fmt: skip
+        with pytest.raises(InputError, match=says):
+            trainability(model, x, **options)
+    with pytest.raises(NonFiniteError, match=r"learning_rate=1e\+30"):
+        trainability(net(3, nn.ReLU), x, learning_rate=1e30)
+
+
+# -- curvature rank ----------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_is_that_of_the_gauss_newton_matrix(double):
+    """Two classes: the matrix itself, not a sample of it."""
+    model, x = net(2).eval(), torch.randn(7, 5)
+    p = model(x).detach().softmax(1)
+    g = rows(model, (model(x)[:, 0] - model(x)[:, 1]) * (p[:, 0] * p[:, 1]).sqrt())
+    values = torch.linalg.eigvalsh(g.T @ g / len(x)).flip(0).clamp_min(0)
+    for delta in (0.5, 0.1, 0.01, 1e-6):
+        sums = values.cumsum(0) / values.sum()
+        measure = curvature_rank(model, x, delta=delta)
+        assert measure == int((sums < 1 - delta).sum()) + 1
+    assert measure.details["trace"] == pytest.approx(float(values.sum()), rel=1e-9) and measure.details["n"] == 7
+    same = curvature_rank(model, x[:1].expand(6, 5), delta=0.01)
+    assert same == 1, "copies of one input have one direction"
+
+
+def test_small_curvature_keeps_its_rank():
+    model = net(2)
+    with torch.no_grad():
+        model[2].bias.copy_(torch.tensor([70.0, -70.0]))  # squared cotangents vanish in float32
+    x = torch.randn(6, 5)
+    assert curvature_rank(model, x) == curvature_rank(copy.deepcopy(model).double(), x.double()) > 1
+    with pytest.raises(InputError, match="delta=1"):
+        curvature_rank(model, x, delta=1)
+
+
+def test_samples_that_interact_have_no_curvature_rank():
+    class Centred(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) - super().forward(x).mean(0)
+
+    with pytest.raises(InteractionError):
+        curvature_rank(Centred(5, 2), torch.randn(6, 5))
+
+
+# -- memorization capacity ----------------------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """The same logits for every input, two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        return self.logits.expand(len(x), 2)
+
+
+def test_gain_and_ceiling_of_all_labelings_are_those_by_hand():
+    """Two inputs that look alike: labels 00 and 11 are fitted with probability 1, 01 and 10 with 1/4 each."""
+    found = memorization_capacity(Constant(), torch.zeros(2, 1), enumerated=True, steps=200, learning_rate=0.2)
+    assert found.details["ceiling"] == pytest.approx(math.log2(2.5), abs=0.01)  # log2 sum over y of P_fit(y)
+    assert found.details["bits"] == pytest.approx(1.0, abs=0.01) and found.details["parameters"] == 2
+    assert float(found) == found.details["bits"] / 2 and found.details["stderr"] is None
+
+
+def test_capacity_stops_at_what_the_model_can_hold():
+    inputs = fastlr.ShapeImages((3, 8, 8))
+    torch.manual_seed(0)
+    small = nn.Sequential(nn.Flatten(), nn.Linear(192, 2), nn.Linear(2, 4))
+    few, many = (memorization_capacity(small, inputs, n, steps=200, learning_rate=0.05, repeats=2) for n in (16, 400))
+    assert few.details["share"] > 0.95 and few.details["bits"] <= 32 and few.details["n"] == 16
+    assert many.details["share"] < 0.9 and many.details["stderr"] > 0
+    labels = memorization_capacity(small, inputs, 400, steps=200, learning_rate=0.05, repeats=2, seed=0)
+    assert labels == many and float(many) == many.details["bits"] / many.details["parameters"]
+    alike = memorization_capacity(small, torch.zeros(64, 3, 8, 8), steps=100, learning_rate=0.05, repeats=2)
+    assert abs(alike.details["bits"]) < 8  # one look for all labels: only the counts of the classes are held
+
+
+@pytest.mark.parametrize(("predictive", "classes"), [(fastlr.Bernoulli(), 2), (fastlr.Gaussian(2.0), 0)])
+def test_capacity_of_coins_and_of_targets(predictive, classes):
+    """A linear model of as many weights as inputs fits every target; the bits of a Gaussian have no end."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 1), torch.eye(6)
+    found = memorization_capacity(model, x, steps=400, learning_rate=0.1, repeats=2, predictive=predictive)
+    assert (found.details["share"] is None) == (classes == 0)
+    assert found.details["bits"] > 5.5 if classes else found.details["bits"] > 12
+
+
+def test_what_capacity_refuses():
+    model = nn.Linear(3, 4)
+    with pytest.raises(InputError, match="more than 4096 labelings of 7 labels"):
+        memorization_capacity(model, torch.randn(7, 3), enumerated=True, steps=1)
+    with pytest.raises(InputError, match="more than 4096"):
+        memorization_capacity(model, torch.randn(2, 3), enumerated=True, steps=1, predictive=fastlr.Gaussian())
+    with pytest.raises(InputError, match="learning_rate=-1"):
+        memorization_capacity(model, torch.randn(2, 3), learning_rate=-1)

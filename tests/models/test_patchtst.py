@@ -1,0 +1,190 @@
+"""PatchTST: its size, that it is Hugging Face's function, and that its per-sample gradient norms are right."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+import fastlr
+from fastlr.errors import InputError
+from fastlr.models import load_model
+from fastlr.models.patchtst import PatchTST, hugging_face
+
+# Odd on purpose: context - patch is no multiple of stride, three channels, five windows.
+SMALL = dict(channels=3, context=50, horizon=6, patch=8, stride=5, layers=2, width=12, heads=3, ffn=20)
+
+
+def randomised(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
+    """Every parameter and running statistic away from its initial value, so that no omission hides."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, t in model.state_dict().items():
+        if name.endswith("running_var"):
+            t.uniform_(0.5, 2, generator=generator)
+        elif t.is_floating_point() and "position" not in name:
+            t.normal_(0.3 if "norm" in name else 0.0, scale, generator=generator)
+    return model
+
+
+def series(n: int, context: int = 50, channels: int = 3, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(n, context, channels, generator=torch.Generator().manual_seed(1), dtype=dtype).cumsum(1)
+
+
+def test_the_parameters_are_those_of_the_docstring():
+    model = PatchTST()
+    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    assert counts == {"embedding": 4352, "dropout": 0, "layers": 4 * 527104, "head": 24672}
+    assert sum(counts.values()) == 2137440 and model.position.shape == (63, 256)
+    learned = PatchTST(learned_positions=True)
+    theirs = hugging_face()
+    assert sum(p.numel() for p in learned.parameters()) == 2153568 == sum(p.numel() for p in theirs.parameters())
+    assert sum(p.numel() for p in theirs.parameters() if p.requires_grad) == 2137440
+
+
+def counted(**settings: Any) -> tuple[int, int, int]:
+    """Hugging Face's model of the paper's sizes: its trainable parameters, all, and with buffers."""
+    config = {**hugging_face().config.to_dict(), **settings}
+    with torch.device("meta"):
+        model = PatchTSTForPrediction(PatchTSTConfig(**config))
+    sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad or frozen) for frozen in (False, True)]
+    return sizes[0], sizes[1], sizes[1] + sum(b.numel() for b in model.buffers())
+
+
+def test_the_guides_table_of_sizes_is_hugging_faces():
+    guide = (Path(__file__).parents[2] / "docs/guides/reproduce.md").read_text()
+    rows = re.findall(r"^\| (?:`(.*)`|as here) \| ([\d,]+) \| ([\d,]+) \|$", guide, re.MULTILINE)
+    assert len(rows) == 12
+    for settings, *sizes in rows:
+        found = counted(**eval(f"dict({settings})"))
+        assert [f"{size:,}" for size in found[:2]] == sizes and all(round(size / 1e6, 2) != 2.26 for size in found)
+    own, layer = 2137440, 256 * 256 + 256
+    for size, text in (
+        (own + 5 * 24672, "six channels (2,260,800)"),
+        (own - 24672 + 6 * 256 * 96 + 96, "(2,260,320; the paper's settings make 63)"),
+        (own + 512 * 256 - 4 * 4 * (layer - 256 * 256), "in the attention (2,264,416)"),
+    ):
+        assert f"{size:,}" in text and text in " ".join(guide.split())
+
+
+@pytest.mark.long
+def test_no_combination_of_settings_has_the_papers_size():
+    grid = {
+        name: [False, True] for name in ("share_embedding", "share_projection", "use_cls_token", "channel_attention")
+    }
+    grid |= {"bias": [True, False], "pooling_type": ["mean", None], "positional_encoding_type": ["sincos", "random"]}
+    grid |= {"norm_type": ["batchnorm", "layernorm"], "loss": ["mse", "student_t", "normal"]}
+    sizes = []
+    for values in itertools.product(*grid.values()):
+        settings = dict(zip(grid, values))
+        if (loss := settings["loss"]) != "mse":
+            settings |= {"loss": "nll", "distribution_output": loss}
+        sizes += counted(**settings)
+    assert len(sizes) == 3 * 768 and 0.022e6 < min(abs(size - 2.26e6) for size in sizes) < 0.0225e6
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("positions", ["sincos", "random"])
+def test_it_is_hugging_faces_function(training, positions):
+    theirs = hugging_face(**SMALL, dropout=0.0)
+    if positions == "random":
+        theirs = type(theirs)(type(theirs.config)(**{**theirs.config.to_dict(), "positional_encoding_type": "random"}))
+    theirs = randomised(theirs).double().train(training)
+    ours = PatchTST.from_hugging_face(theirs)
+    assert ours.training == training and isinstance(ours.position, nn.Parameter) == (positions == "random")
+    x = series(5)
+    torch.testing.assert_close(ours(x), theirs(past_values=x).prediction_outputs, rtol=1e-12, atol=1e-12)
+    for mine, their in (("norm1", "norm_sublayer1"), ("norm2", "norm_sublayer3")):  # after a step in training
+        for i, layer in enumerate(theirs.model.encoder.layers):
+            statistics = getattr(layer, their).batchnorm
+            torch.testing.assert_close(getattr(ours.layers[i], mine).running_var, statistics.running_var)
+
+
+def test_both_draw_their_weights_alike():
+    torch.manual_seed(0)
+    for model in (PatchTST(), hugging_face()):
+        weights = [p for p in model.parameters() if p.requires_grad and p.ndim == 2]
+        assert all(0.019 < float(p.detach().std()) < 0.021 for p in weights)
+        assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+    torch.testing.assert_close(
+        PatchTST().position, hugging_face().model.encoder.positional_encoder.position_enc.detach()
+    )
+
+
+@pytest.mark.parametrize("make", [PatchTST, hugging_face])
+def test_local_redundancy_is_that_of_one_window_at_a_time(make):
+    """Channels lie folded into the batch: seven sequences of one window must not count as seven samples."""
+    model = randomised(make(**SMALL)).eval()
+    n, sigma = 6, 0.5
+    inputs, predictive = fastlr.GaussianSeries(length=50, features=3), fastlr.Gaussian(sigma=sigma)
+    found = fastlr.estimate(model, inputs, n=n, predictive=predictive, seed=4)
+    exact, double = [], randomised(make(**SMALL)).eval().double()
+    x = inputs.batch(0, n, seed=4, dtype=torch.float64, device="cpu")
+    weights = [p for p in double.parameters() if p.requires_grad]
+    for i in range(n):
+        z = double(x[i : i + 1])
+        z = z if isinstance(z, torch.Tensor) else z.prediction_outputs
+        v = predictive.cotangent(z, "rademacher", torch.tensor([i]), 4)
+        gradients = torch.autograd.grad(z, weights, v.to(z.dtype), allow_unused=True)
+        exact.append(sum(float(g.square().sum()) for g in gradients if g is not None))
+    torch.testing.assert_close(found.per_sample, torch.tensor(exact, dtype=torch.float64), rtol=1e-4, atol=0)
+    assert "fallback" not in found.routes.values()
+    low = fastlr.estimate(model, inputs, n=n, predictive=predictive, seed=4, dtype=torch.bfloat16)
+    assert low.value == pytest.approx(found.value, rel=2e-2)
+
+
+@pytest.mark.long
+def test_the_papers_model_in_bfloat16():
+    torch.manual_seed(0)
+    model = randomised(PatchTST(), scale=0.06).eval()
+    options = {"n": 32, "predictive": fastlr.Gaussian(), "batch_size": 16}
+    full = fastlr.estimate(model, fastlr.GaussianSeries(), **options)
+    low = fastlr.estimate(model, fastlr.GaussianSeries(), dtype=torch.bfloat16, **options)
+    double = fastlr.estimate(model.double(), fastlr.GaussianSeries(), **options)
+    assert full.value == pytest.approx(double.value, rel=1e-4) and low.value == pytest.approx(double.value, rel=2e-2)
+
+
+def test_dormant_units_are_those_of_the_feed_forward_parts():
+    model = PatchTST(**SMALL)
+    with torch.no_grad():
+        model.layers[1].expand.weight[:4] = 0
+        model.layers[1].expand.bias[:4] = -9.0
+    ratio = fastlr.metrics.dormant_ratio(model, series(8, dtype=torch.float32), threshold=0.0)
+    assert ratio.details["units"] == 2 * SMALL["ffn"]
+    ratio = fastlr.metrics.dormant_ratio(model, series(8, dtype=torch.float32), threshold=1e-9, normalize=False)
+    assert ratio.details["dormant"] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 12, "heads": 5}, "width=12: give an even multiple of heads=5"),
+        ({"context": 8}, "no longer than a patch"),
+        ({"layers": 0}, "layers=0"),
+        ({"dropout": 1.0}, "dropout"),
+    ],
+)
+def test_sizes_that_do_not_fit(change, message):
+    with pytest.raises(InputError, match=message):
+        PatchTST(**{**SMALL, **change})
+
+
+def test_what_it_cannot_copy_or_take():
+    with pytest.raises(InputError, match="is made for .B, 50, 3."):
+        PatchTST(**SMALL)(torch.zeros(2, 3, 50))
+    with pytest.raises(InputError, match="Linear is no PatchTSTForPrediction"):
+        PatchTST.from_hugging_face(nn.Linear(2, 2))
+    theirs = hugging_face(**SMALL)
+    with pytest.raises(InputError, match="has no depth: choose from channels, "):
+        hugging_face(depth=3)
+    for name, value in (("pre_norm", False), ("scaling", None), ("ff_dropout", 0.5)):
+        changed = type(theirs)(type(theirs.config)(**{**theirs.config.to_dict(), name: value}))
+        with pytest.raises(InputError, match=name):
+            PatchTST.from_hugging_face(changed)
+    made = load_model("fastlr.models.patchtst:PatchTST", kwargs=SMALL)
+    assert isinstance(made, PatchTST) and made.horizon == 6

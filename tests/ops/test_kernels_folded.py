@@ -1,0 +1,258 @@
+"""The kernels of the folded path against their definitions: in Triton's interpreter and, where there is one, on a GPU.
+
+The tiles that low precision has are tried by making float32 calls choose them: see interpreter.py.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import interpreter
+import pytest
+import torch
+from agreement import assert_near, pairs
+from torch import Tensor
+
+from fastlr import ops
+from fastlr.ops.convolution_cases import case, depthwise_cases, folded_calls
+from fastlr.ops.kernel_cases import moved
+from fastlr.ops.reference.folded import ACTIVATIONS
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+
+
+CASES = folded_calls()
+
+
+def norms_of(calls: dict) -> dict:
+    """Calls of the ops for norms alone, of the same convolution."""
+    x, g, _, _, _, weight, statistics, geometry, *_ = calls["folded_conv_backward"]
+    return {
+        "folded_conv_sq_norms": (x, g, weight, statistics, geometry),
+        "conv_sq_norms": (x[:, None], g[:, None], weight, geometry),
+    }
+
+
+NORMS = {
+    name: norms_of(calls)
+    for name, calls in depthwise_cases().items()
+    if name not in ACTIVATIONS and "before" not in name
+}
+x, g, weight, geometry = NORMS["no-padding"]["conv_sq_norms"]
+NORMS["transposed"] = {"conv_sq_norms": (g, x, weight, geometry._replace(transposed=True))}
+SLOW = (
+    "^(depthwise-|)((rows|columns)-split|3x5|5x5|7x7|even|wide|dilation-stride|stride-3|silu|gelu_tanh|sliced|expanded|"
+    "residual-other|(planes|last|x-last)-odd)|^depthwise-(before-)?(relu6?|gelu|gelu_tanh|silu|none)$|"
+    "^depthwise-(before-(mean-stride|rows-split|stride-more|mean-columns)|norms-only|no-padding|1x1-stride|x-last|planes)$"
+)
+LOW = {  # chosen for the tiles of low precision
+    "expand": case(2, 8, 40, (9, 8), "hardswish"),
+    "expand-far": case(1, 24, 136, (6, 7), "relu"),
+    "square": case(2, 16, 16, (9, 8), "gelu"),
+    "square-planes": case(2, 24, 72, (6, 8), "hardswish", "planes"),
+    "project": case(1, 136, 40, (6, 7), "none"),
+    "odd": case(1, 37, 17, (9, 7), "hardswish"),
+    "split": case(1, 8, 16, (40, 40), "relu"),
+    "3x3": case(2, 24, 24, (9, 9), "hardswish", kernel=3, padding=1, groups=24),
+    "5x5": case(1, 16, 16, (9, 12), "relu", kernel=5, padding=2, stride=2, groups=16),
+}
+LEFT = {
+    "dense": case(2, 4, 6, (5, 5), kernel=3, padding=1),
+    "grouped": case(2, 4, 6, (5, 5), groups=2),
+    "multiplier": case(2, 4, 8, (5, 5), kernel=3, groups=4),
+    "padded": case(2, 4, 8, (5, 5), padding=1),
+    "three-axes": case(2, 4, 8, (3, 4, 5), layout="planes"),
+    "large-kernel": case(1, 2, 2, (13, 14), kernel=13, padding=6, groups=2),
+}
+
+RUN = """
+import inspect
+import kernel_variants
+from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
+from fastlr.kernels.launching import DTYPES
+
+
+def run(cases):
+    return {(name, op): ops.get(op, "triton")(*args) for name, ops_of in cases.items() for op, args in ops_of.items()}
+
+
+cases, norms, low, left = given
+results = {"claims": claims}
+results |= {"norms": run(norms), "cases": run(cases), "again": run(dict(list(cases.items())[::10])), "left": run(left)}
+with ops.using("triton"):
+    results["left_run"] = {name: ops.run("folded_conv_backward", *a["folded_conv_backward"]) for name, a in left.items()}
+
+pointwise_cases = kernel_variants.folded_pointwise()
+tiles = [(folded_pointwise, "forward_tile"), (folded_pointwise, "backward_tile")]
+for module, name in tiles + [(folded_depthwise, "forward_tile"), (depthwise, "backward_tile")]:
+    def chosen(dtype, *args, choose=getattr(module, name), **options):
+        return choose(torch.bfloat16, *args, **options)
+    setattr(module, name, chosen)
+results["low"] = run(low)
+results["tiles"] = {}
+for module, name in tiles:
+    choose = inspect.signature(getattr(module, name)).parameters["choose"].default
+    sizes = [16 << i for i in range(7)]
+    found = {
+        (str(dtype), choose(dtype, o, i, *rest))
+        for dtype in DTYPES for o in sizes for i in sizes
+        for rest in ([(1,), (4,)] if name == "forward_tile" else
+                     [(act, last, align) for act in ("gelu", "hardswish", "relu") for last in (0, 1) for align in (1, 4)])
+    }
+    results["tiles"][name] = {(dtype, tuple(tile)) for dtype, tile in found if tile}
+results["compiled"] = {"forward_tile": set(), "backward_tile": set()}
+for name, kernel, signature, flags, options in pointwise_cases:
+    tile = (*(flags[key] for key in ("POSITIONS", "OUTPUTS", "INPUTS")), options["num_warps"], options["num_stages"])
+    dtypes = {"*fp32": ["torch.float32"], "*bf16": ["torch.bfloat16", "torch.float16"]}.get(signature["x"], [])
+    results["compiled"][name.split("-")[0].split("[")[0] + "_tile"] |= {(dtype, tile) for dtype in dtypes}
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """The cases by the kernels in the interpreter, some twice."""
+    cases, norms = (interpreter.chosen(request, some, SLOW) for some in (CASES, NORMS))
+    return interpreter.interpreted(RUN, tmp_path_factory.mktemp("folded"), (cases, norms, LOW, LEFT))
+
+
+def check(got: tuple, want: tuple, tolerance: float) -> None:
+    """Each result is close to its definition: squared norms relative to themselves, others to the largest value."""
+    for a, b in pairs(got, want):
+        assert_near(a, b, tolerance, of="element" if b is not None and b.ndim == 1 else "result")
+
+
+def definition(op: str, args: tuple) -> tuple:
+    return ops.get(op, "reference")(*args)
+
+
+@pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
+@pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
+def test_kernels_agree_with_the_definition(name, op, interpreted):
+    args, got = CASES[name][op], interpreted["cases"][name, op]
+    check(got, definition(op, args), TOLERANCE[torch.float32])
+    if op == "folded_conv" and args[-1] is not True:  # without a mean
+        assert (got[1] is got[0]) == (args[3] in ("none", "relu", "relu6"))
+        assert all(t.dtype == args[0].dtype for t in got)
+    elif op == "folded_conv_backward":
+        assert got[1].dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", interpreter.params(NORMS, SLOW))
+def test_norms_of_depthwise_convolutions(name, interpreted):
+    for op, args in NORMS[name].items():
+        got = interpreted["norms"][name, op]
+        assert pairs(got, got)[0][0].dtype == torch.float64
+        check(got, definition(op, args), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
+@pytest.mark.parametrize("name", list(LOW))
+def test_tiles_of_low_precision(name, op, interpreted):
+    check(interpreted["low"][name, op], definition(op, LOW[name][op]), TOLERANCE[torch.float32])
+
+
+def test_same_call_same_bits(interpreted):
+    assert len(interpreted["again"]) > 8
+    for key, again in interpreted["again"].items():
+        for a, b in zip(again, interpreted["cases"][key], strict=True):
+            assert a is b is None or torch.equal(a, b), key
+
+
+@pytest.mark.parametrize(
+    "name", interpreter.params((name for name in CASES if CASES[name]["folded_conv_backward"][8]), SLOW)
+)
+def test_input_gradient_is_that_of_autograd(name, interpreted):
+    x, grad, kept, act, folded, _, _, geometry, _, *rest = CASES[name]["folded_conv_backward"]
+    bias = CASES[name]["folded_conv"][2].double()
+    leaf = x.double().requires_grad_()
+    _, before, settled, gate, more, of_mean = rest or (None, "none", False, None, None, None)
+    active = ACTIVATIONS[before](leaf)
+    gate = torch.ones((), dtype=torch.float64) if gate is None else gate.double()
+    gate.requires_grad_()
+    pre = torch.ops.aten.convolution(active * gate, folded.double(), bias, *geometry)
+    out = ACTIVATIONS[act](pre)
+    given = [(pre if of_mean is not None else out, grad)]
+    given += [] if more is None else [(active, more)]
+    given += [] if of_mean is None else [(out.mean(list(range(2, x.ndim)), keepdim=True), of_mean)]
+    outputs, grads = zip(*((t, g.double()) for t, g in given), strict=True)
+    want = torch.autograd.grad(outputs, (active if settled else leaf, gate), grads)
+    got = interpreted["cases"][name, "folded_conv_backward"]
+    check((got[0], *got[5:]), want if gate.ndim else want[:1], TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
+def test_output_has_the_memory_format_of_the_input(name, interpreted):
+    x, out = CASES[name]["folded_conv"][0], interpreted["cases"][name, "folded_conv"][0]
+    if x.ndim == 4 and x.shape[1] > 1 and x.stride(1) == 1:
+        assert out.is_contiguous(memory_format=torch.channels_last)
+    else:
+        assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("name", list(LEFT))
+def test_other_convolutions_are_left_to_plain_torch(name, interpreted):
+    assert interpreted["left"][name, "folded_conv_backward"] is NotImplemented
+    assert name == "large-kernel" or interpreted["left"][name, "folded_conv"] is NotImplemented
+    wanted = definition("folded_conv_backward", LEFT[name]["folded_conv_backward"])
+    check(interpreted["left_run"][name], wanted, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["forward_tile", "backward_tile"])
+def test_every_pointwise_tile_is_compiled(name, interpreted):
+    assert interpreted["tiles"][name]
+    assert interpreted["tiles"][name] - interpreted["compiled"][name] == set()
+
+
+def test_what_kernels_tell_the_compiler_holds(interpreted):
+    """That a size, stride or address is a multiple of what is loaded at once: on a GPU a false claim goes wrong silently."""
+    assert interpreted["claims"] == []
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def layers() -> dict[str, dict]:
+    """Layers of MobileNetV3-Large, a few samples of them."""
+    return {
+        "16-64": case(3, 16, 64, (112, 112), "relu"),
+        "64-24": case(3, 64, 24, (56, 56), "none"),
+        "72-40": case(3, 72, 40, (28, 28), "none"),
+        "40-240": case(3, 40, 240, (28, 28), "hardswish"),
+        "240-80": case(3, 240, 80, (14, 14), "none"),
+        "112-672": case(3, 112, 672, (14, 14), "hardswish"),
+        "64-3x3": case(3, 64, 64, (112, 112), "relu", kernel=3, padding=1, stride=2, groups=64),
+        "120-5x5": case(3, 120, 120, (28, 28), "relu", kernel=5, padding=2, groups=120),
+        "672-5x5": case(3, 672, 672, (14, 14), "hardswish", kernel=5, padding=2, stride=2, groups=672),
+        "960-5x5": case(3, 960, 960, (7, 7), "hardswish", kernel=5, padding=2, groups=960),
+    }
+
+
+def on_gpu(args: tuple, dtype: torch.dtype, op: str) -> tuple[tuple, tuple]:
+    """The arguments on the GPU, data rounded to ``dtype``, and those in float32 on the CPU."""
+    gpu = moved(op, args, torch.device("cuda"), dtype)
+    return gpu, tuple(a.cpu().float() if isinstance(a, Tensor) else a for a in gpu)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_gpu_agrees_with_the_definition(dtype, op):
+    for name, calls in (CASES | LOW | layers()).items():
+        gpu, wide = on_gpu(calls[op], dtype, op)
+        got = ops.get(op, "triton")(*gpu)
+        if got is NotImplemented:  # then what serves must do
+            got = ops.run(op, *gpu)
+        try:
+            check(got, definition(op, wide), TOLERANCE[dtype])
+        except AssertionError as error:
+            raise AssertionError(name) from error
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_same_call_same_bits():
+    for calls in (CASES | layers()).values():
+        for op, args in calls.items():
+            gpu, _ = on_gpu(args, torch.bfloat16, op)
+            for a, b in zip(ops.run(op, *gpu), ops.run(op, *gpu), strict=True):
+                assert a is b is None or torch.equal(a, b)

@@ -1,0 +1,144 @@
+"""Whole models on their Triton kernels: estimates in the interpreter (float32) and on a GPU against plain torch."""
+
+from __future__ import annotations
+
+import interpreter
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import fastlr
+from fastlr.ghost.api import engine_for
+from fastlr.ops import dispatch as ops
+from fastlr.ops.kernel_cases import fold_cases
+
+
+class SqueezeExcite(nn.Module):
+    """Scales channels by a function of their means."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.pool, self.scale = nn.AdaptiveAvgPool2d(1), nn.Sequential(
+            nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale(self.pool(x))
+
+
+class Inverted(nn.Module):
+    """An inverted residual block: pointwise, depthwise, squeeze and excite, pointwise."""
+
+    def __init__(self, channels: int, wide: int, kernel: int, act: type[nn.Module], se: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide, eps=1e-3), act(),
+            nn.Conv2d(wide, wide, kernel, padding=kernel // 2, groups=wide, bias=False), nn.BatchNorm2d(wide), act(),
+            SqueezeExcite(wide) if se else nn.Identity(),
+            nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+def mobile() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.Hardswish(),
+        Inverted(6, 17, 3, nn.ReLU, False), Inverted(6, 12, 5, nn.Hardswish, True),
+        nn.Conv2d(6, 10, 3, 2, 1), nn.BatchNorm2d(10), nn.ReLU6(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(10, 3),
+    )  # fmt: skip
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(12, 2, 20, 0.0, batch_first=True, norm_first=True, activation="gelu")
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 4, 4), nn.Flatten(2), nn.Unflatten(2, (-1,)), Rows(),
+        nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
+        nn.LayerNorm(12), nn.Flatten(), nn.Linear(12 * 9, 3),
+    )  # fmt: skip
+
+
+class Rows(nn.Module):
+    """[B, C, T] -> [B, T, C]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+MODELS = {"mobile": mobile, "transformer": transformer}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A model with random parameters and statistics, inputs, a cotangent."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for tensor_name, t in (*model.named_parameters(), *model.named_buffers()):
+            if t.is_floating_point() and t.ndim == 1:
+                t.copy_(torch.rand_like(t) + 0.5 if tensor_name.endswith("var") else torch.randn_like(t))
+    return model, torch.randn(3, 3, 13, 12), torch.randn(3, 3)
+
+
+def norms(name: str, backend: str | None, device: str = "cpu", dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    model, x, v = (t.to(device) for t in made(name))
+    with ops.using(backend, checked=True), torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
+        return fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+
+
+RUN = """
+import test_kernels_whole as whole
+from fastlr.ops import dispatch
+norms = {name: whole.norms(name, "triton") for name in whole.MODELS}
+compared = sorted({name for name, *_ in dispatch._comparisons._known})
+fold = {name: ops.get("fold_weights", "triton")(*case) for name, case in whole.fold_cases().items()}
+results = norms, fold, ops.switched_off(), compared
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    return interpreter.interpreted(RUN, tmp_path_factory.mktemp("whole"))
+
+
+def agree(got: dict[str, Tensor], want: dict[str, Tensor], total_part: float) -> None:
+    total = torch.stack(list(want.values())).sum(0)
+    for name, value in want.items():
+        assert bool(((got[name].cpu() - value).abs() <= total_part * total).all()), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_the_interpreter(name: str, interpreted: tuple) -> None:
+    model, x, v = made(name)
+    model, x, v = model.double(), x.double(), v.double()
+    want = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert len(engine_for(model, None, 0, 0).folding.folded) == {"mobile": 8, "transformer": 0}[name]
+    agree(interpreted[0][name], want, 1e-4)
+
+
+def test_right_kernels_pass_their_comparison(interpreted: tuple) -> None:
+    *_, off, compared = interpreted
+    assert off == []
+    assert {"fold_weights", "folded_conv", "folded_conv_backward", "linear_sq_norms"} <= set(compared)
+
+
+@pytest.mark.parametrize("name", fold_cases())
+def test_folded_weights(name: str, interpreted: tuple) -> None:
+    case = fold_cases()[name]
+    for got in (interpreted[1][name], ops.get("fold_weights", "torch")(*case)):
+        pairs = zip(tree_leaves(got), tree_leaves(ops.get("fold_weights", "reference")(*case)), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_a_gpu(name: str, dtype: torch.dtype | None) -> None:
+    model, x, v = made(name)
+    want = fastlr.per_sample_grad_sq_norms(model.double(), x.double(), v.double(), per_parameter=True)
+    agree(norms(name, None, "cuda", dtype), want, 1e-4 if dtype is None else 5e-2)
+    first, second = norms(name, None, "cuda", dtype), norms(name, None, "cuda", dtype)
+    assert all(torch.equal(first[n], second[n]) for n in first), "the same call gives the same bits"
