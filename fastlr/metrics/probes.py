@@ -108,8 +108,9 @@ def memorization_capacity(
 
     ``(H(Y^n) + E log P_fit(y^n | x^n)) / ln 2 / parameters``: labels y uniform over the classes (fair coins, standard normal
     targets), P_fit a copy after ``steps`` steps of AdamW (weight decay 0) on all n inputs at once in train mode, its likelihood
-    in eval mode. A lower bound of what the model could take up: it grows with n (the share of all bits tells whether there were
-    enough) and with the steps. `fastlr memorize` trains in batches, for as long as it takes, with checkpoints.
+    in eval mode (a target that is fitted to the last digit of float32 counts 23 bits). A lower bound of what the model could
+    take up: it grows with n (the share of all bits tells whether there were enough) and with the steps. `fastlr memorize`
+    trains in batches, for as long as it takes, with checkpoints.
 
     Args:
         model: any nn.Module; it is copied and left as it is.
@@ -161,6 +162,7 @@ def memorization_capacity(
         bits = [memorization_gain(-float(x), whole * math.log(2), "bits") for x in nats]
     else:
         whole, errors = None, 2 * fits[0].variance * nats / labels.numel()
+        errors = errors.clamp_min(torch.finfo(labels.dtype).eps ** 2)  # a fit to the last digit
         bound = partial(regression_memorization_bound, labels.numel(), 1, 1.0, unit="bits")
         bits = [bound(float(e)) for e in errors]
     gains = torch.tensor(bits, dtype=torch.float64)

@@ -39,7 +39,7 @@ def test_a_chunk_of_a_small_network(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["traffic", "resnet18", "--batch", "2", "--size", "64"])
+    monkeypatch.setattr(sys, "argv", ["traffic", "resnet18", "--batch", "2", "--size", "64", "--dtype", "fp32"])
     traffic.main()
     out = capsys.readouterr().out
     assert "fold_weights_kernel" in out and "predicted, not measured" in out

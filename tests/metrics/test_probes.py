@@ -14,7 +14,7 @@ from torch import nn
 import fastlr
 from fastlr import memorization_capacity
 from fastlr.errors import InputError, InteractionError, NonFiniteError
-from fastlr.metrics import curvature_rank, trainability
+from fastlr.metrics import curvature_rank, probes, trainability
 
 
 def net(outputs: int = 3, act: type[nn.Module] = nn.Tanh) -> nn.Module:
@@ -209,7 +209,14 @@ def test_capacity_of_coins_and_of_targets(predictive, classes):
     model, x = nn.Linear(6, 1), torch.eye(6)
     found = memorization_capacity(model, x, steps=400, learning_rate=0.1, repeats=2, predictive=predictive)
     assert (found.details["share"] is None) == (classes == 0)
-    assert found.details["bits"] > 5.5 if classes else found.details["bits"] > 12
+    assert found.details["bits"] > 5.5 if classes else 12 < found.details["bits"] <= 6 * 23
+
+
+def test_capacity_where_targets_are_fitted_to_the_last_digit(monkeypatch):
+    fit = probes._fit
+    monkeypatch.setattr(probes, "_fit", lambda *args, **options: fit(*args, **options)._replace(end=0.0))
+    found = memorization_capacity(nn.Linear(3, 1), torch.eye(3), steps=1, predictive=fastlr.Gaussian())
+    assert found.details["bits"] == pytest.approx(3 * 23)
 
 
 def test_what_capacity_refuses():
