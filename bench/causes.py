@@ -18,7 +18,7 @@ from fastlr.experiments.continual.experiment import DRIVER
 
 MEASURES = ("local_redundancy", "weight_norm", "dormant_ratio", "effective_rank", "train_grad_norm")
 INPUTS = ("local_redundancy_noise", "local_redundancy_next_task")
-COMMON = {"measures": MEASURES, "measure_every": 4, "redundancy_n": 256, "redundancy_batch": 256}
+COMMON = {"measures": MEASURES, "measure_every": 4, "redundancy_n": 256, "redundancy_batch": 256, "fused": True}
 SMOOTH = {"model_kwargs": {"activation": "GELU"}}
 FLOOR = {"redundancy_floor": 500.0, "floor_images": 16}
 INTERVENTIONS: dict[str, dict[str, Any]] = {

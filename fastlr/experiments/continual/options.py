@@ -227,7 +227,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # Options that change no number, or only its last bits, or are reported in their own place; tau is of no measure of the paper.
-_NO_MATTER = set("seed device threads layout step on_nan redundancy_batch measures tau data synthetic_classes".split())
+_NO_MATTER = set(
+    "seed device threads layout fused step on_nan redundancy_batch measures tau data synthetic_classes".split()
+)
 _NO_MATTER |= {"random_images", "random_classes", "reduce_dtype", "batch_norm_updates"}
 _PAPER_IMAGES = {"images": "ImageNet's", "classes": 1000, "size": 224, "resize": "squash"}
 

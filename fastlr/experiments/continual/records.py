@@ -31,6 +31,7 @@ _MAY_DIFFER = (
     "threads",
     "tasks",
     "layout",
+    "fused",
     "step",
     "data",
 )  # between pooled runs; the data's digest may not

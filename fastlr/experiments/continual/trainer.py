@@ -61,8 +61,8 @@ class Trainer(TrainingLoop):
         options = self.options
         rates: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
         if options.optimiser == "sgd":
-            fused = self.device.type == "cuda"
-            return torch.optim.SGD(trainable_parameters(self.model), momentum=options.momentum, fused=fused, **rates)
+            momentum, fused = options.momentum, self.fused
+            return torch.optim.SGD(trainable_parameters(self.model), momentum=momentum, fused=fused, **rates)
         if options.cbp_rate:
             return UnitAdamW(trainable_parameters(self.model), **rates)
         return self.adamw(options.learning_rate, options.weight_decay)

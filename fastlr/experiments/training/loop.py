@@ -54,14 +54,18 @@ class TrainingLoop:
 
     def adamw(self, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
         """Return AdamW for the trainable parameters, in the form that suits the device and the steps."""
-        on_gpu = self.device.type == "cuda"
         return torch.optim.AdamW(
             trainable_parameters(self.model),
             lr=learning_rate,
             weight_decay=weight_decay,
-            fused=on_gpu,
-            capturable=on_gpu and self.steps.captured,
+            fused=self.fused,
+            capturable=self.device.type == "cuda" and self.steps.captured,
         )
+
+    @property
+    def fused(self) -> bool:
+        """True if the optimiser takes a step in one kernel."""
+        return self.device.type == "cuda" or self.options.fused
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

@@ -29,6 +29,8 @@ class TrainingOptions(RunOptions):
         reduce_dtype: In what several processes add up their gradients: ``fp32``, or ``bf16``, half the bytes: each process
             rounds its gradients to bfloat16, they are added in float32 in the order of the processes, and the sum is
             rounded once. One process adds nothing up.
+        fused: The optimiser's steps in one kernel, as on a GPU always, on a CPU too: small networks train in three quarters of
+            the time (an MLP, 64-64-64-64-10). It changes the last bits.
     """
 
     dtype: Literal["fp32", "bf16", "bf16-weights"] = "bf16"
@@ -36,6 +38,7 @@ class TrainingOptions(RunOptions):
     norm_batch: int = option(256, at_least=0)
     batch_norm_updates: Literal["first-part", "every-part"] = "first-part"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    fused: bool = False
 
 
 _PRECISION = {

@@ -79,6 +79,13 @@ def test_the_layout_is_that_of_the_run_everywhere(task, tmp_path, images):
         DRIVER.resume(tmp_path / "contiguous", {"layout": "channels-last"})
 
 
+@pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
+def test_fused_steps_are_the_same_but_for_rounding(task, optimiser):
+    a, b = (trainer(fused=fused, optimiser=optimiser, learning_rate=1e-3) for fused in (True, False))
+    assert a.optimiser.param_groups[0]["fused"] and not b.optimiser.param_groups[0]["fused"]
+    assert a.learn(task, 0) == pytest.approx(b.learn(task, 0), rel=1e-4)
+
+
 def test_the_whole_batch_when_norm_batch_is_zero(task):
     a, b = trainer(norm_batch=0, flip=False), trainer(norm_batch=12, flip=False)
     assert a.learn(task, 0) == b.learn(task, 0)
