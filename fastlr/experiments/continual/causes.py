@@ -23,7 +23,7 @@ from fastlr.experiments.continual.findings import brief, ends
 from fastlr.experiments.continual.options import INTERVENTIONS, ContinualOptions
 from fastlr.experiments.continual.records import HORIZON, Run
 from fastlr.experiments.continual.tables import hundred, label, order
-from fastlr.experiments.runs.records import Array, finite
+from fastlr.experiments.runs.records import Array, as_dict, finite, number
 from fastlr.experiments.statistics.bootstrap import LEVEL, deviation
 from fastlr.experiments.statistics.seeds import Mean, mean_over_seeds
 
@@ -273,7 +273,7 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
         "change": lambda i: _change(found.change(100 * found.accuracy, i)) if i else DASH,
     }
     if (values := found.measures.get(_LR)) is not None and _LR in found.logs:
-        changes["LR"] = lambda i: brief(math.exp(np.nanmean(values[i])))
+        changes["LR"] = lambda i: _geometric(finite(values[i]))
         changes["log change"] = lambda i: _change(found.change(values, i)) if i else DASH
     told = (
         f"Late accuracy, and local redundancy (geometric mean); changes against {control} with the same seed: mean and "
@@ -285,11 +285,57 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
     ]
 
 
+def course_sheets(runs: Sequence[Run]) -> list[Sheet]:
+    """How local redundancy on each kind of input went, with accuracy: untrained, in the first and in the last fifth."""
+    measured = order(name for run in runs for name in run.measures if name.startswith(_LR))
+    return [_course(by_intervention(runs), name) for name in measured]
+
+
+def _course(groups: dict[str, list[Run]], measure: str) -> Sheet:
+    accuracy = {
+        name: np.mean([[finite(p).mean() for p in ends(r.accuracy)] for r in g], 0) for name, g in groups.items()
+    }
+    logs = {name: np.array([_logs(run, measure) for run in group]) for name, group in groups.items()}
+
+    def apart(name: str) -> str:
+        late = finite(logs[name][:, 2])
+        return f"x {math.exp(late.std(ddof=1)):.2f}" if len(late) > 1 else DASH
+
+    columns: Columns[str] = {
+        "intervention": str,
+        "accuracy %, first": lambda name: hundred(accuracy[name][0]),
+        "last": lambda name: hundred(accuracy[name][1]),
+        "LR, untrained": lambda name: _geometric(logs[name][:, 0]),
+        "LR, first": lambda name: _geometric(logs[name][:, 1]),
+        "LR, last": lambda name: _geometric(logs[name][:, 2]),
+        "seeds": apart,
+    }
+    note = (
+        "first, last: fifth of the tasks. LR: geometric means over tasks and seeds. seeds: the factor by which those of the "
+        "last fifth lie apart, exp of the standard deviation of their logarithms."
+    )
+    return Sheet.of(f"course{measure.removeprefix(_LR)}", f"Over the run: {label(measure)}", groups, columns, [note])
+
+
+def _logs(run: Run, measure: str) -> list[float]:
+    """Mean logarithms of a measure: untrained, in the first and in the last fifth; NaN where it was not measured."""
+    start = np.array([number(as_dict(run.start, measure).get("value"))])
+    parts = [finite(np.log(part[part > 0])) for part in (start, *ends(run.measure(measure)))]
+    return [float(part.mean()) if len(part) else math.nan for part in parts]
+
+
+def _geometric(logs: Array) -> str:
+    value = math.exp(float(logs.mean()))
+    return brief(value) if math.isfinite(value) else DASH
+
+
 def _of_kind(kind: str, c: Together) -> str:
     return _cell(c.values[kind], *c.intervals[kind])
 
 
 def _change(mean: Mean) -> str:
+    if not math.isfinite(mean.value):
+        return DASH
     return pm(mean.value, mean.stderr) if math.isfinite(mean.stderr) else f"{mean.value:.3g}"
 
 

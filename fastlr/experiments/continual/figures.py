@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from fastlr.display.figures import (
     style,
     style_rows,
 )
+from fastlr.display.record import counted
 from fastlr.display.tables import group_to_fit
 from fastlr.experiments.continual.association import Correlation
 from fastlr.experiments.continual.records import Run
@@ -65,12 +66,12 @@ def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -
         return False
     figure, (top, bottom) = new_figure((9, 6.2), 2, sharex=True)
     for index, (run, values) in enumerate(zip(runs, lr)):
-        colour, name = COLOURS[index % len(COLOURS)], run.name
+        (colour, line), name = _look(index), run.name
         tasks, values = np.arange(len(run)), np.where(values > 0, values, np.nan)
         error_band(top, tasks, values, run.measure("local_redundancy", "stderr"), colour)
-        _curve(top, tasks, np.log(values), colour, name, exponential=True)
+        _curve(top, tasks, np.log(values), colour, name, exponential=True, line=line)
         error_band(bottom, tasks, 100 * run.accuracy, 100 * run.accuracy_stderr, colour)
-        _curve(bottom, tasks, 100 * run.accuracy, colour, name)
+        _curve(bottom, tasks, 100 * run.accuracy, colour, name, line=line)
     for chance in sorted({run.chance for run in runs if np.isfinite(run.chance)}):
         bottom.axhline(100 * chance, color=MUTED, linewidth=1, linestyle="--", label=f"chance, {100 * chance:.3g} %")
     inputs = _count((run.measure("local_redundancy", "n") for run in runs), "inputs")
@@ -83,6 +84,37 @@ def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -
     count_axis(bottom, f"task{_thick(runs)}")
     legend_below(figure, bottom)
     return save_figure(figure, path)
+
+
+def group_curves(groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]) -> bool:
+    """Draw local redundancy above accuracy over tasks, means over the runs of each group, as `redundancy_and_accuracy` does."""
+    figure, (top, bottom) = new_figure((9, 6.8), 2, sharex=True)
+    for index, (name, runs) in enumerate(groups.items()):
+        colour, line = _look(index)
+        tasks = np.arange(min(map(len, runs)))
+        lr = np.array([run.measure("local_redundancy")[: len(tasks)] for run in runs])
+        _curve(top, tasks, np.log(np.where(lr > 0, lr, np.nan)).mean(0), colour, name, exponential=True, line=line)
+        accuracy = np.array([run.accuracy[: len(tasks)] for run in runs])
+        _curve(bottom, tasks, 100 * accuracy.mean(0), colour, name, line=line)
+    every = [run for runs in groups.values() for run in runs]
+    style(top, "local redundancy, E||grad||²", f"Local redundancy over tasks: geometric means over {_seeds(groups)}")
+    style(
+        bottom, f"accuracy on {every[0].tested_on}, %", "Accuracy right after training on a task: means over the same"
+    )
+    log_axis(top)
+    count_axis(bottom, f"task{_thick(every)}")
+    legend_below(figure, bottom)
+    return save_figure(figure, path)
+
+
+def _seeds(groups: Mapping[str, Sequence[Run]]) -> str:
+    sizes = sorted(map(len, groups.values()))
+    return f"{sizes[0]} to {sizes[-1]} seeds" if sizes[0] < sizes[-1] else counted(sizes[0], "seed")
+
+
+def _look(index: int) -> tuple[str, str]:
+    """Colour and kind of line of a curve: eight colours, then the same ones with other lines."""
+    return COLOURS[index % len(COLOURS)], ("-", "--", ":")[index // len(COLOURS) % 3]
 
 
 def _count(numbers: Iterable[Array], things: str) -> str:
@@ -239,7 +271,8 @@ def measure_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
     flat = np.atleast_1d(panels).ravel()
     for axes, name in zip(flat, names):
         for index, run in enumerate(runs):
-            _curve(axes, np.arange(len(run)), run.measure(name), COLOURS[index % len(COLOURS)], run.name)
+            colour, line = _look(index)
+            _curve(axes, np.arange(len(run)), run.measure(name), colour, run.name, line=line)
         style(axes, _UNITS.get(name, "rank" if name.endswith("rank") else "value"), label(name))
         count_axis(axes, "task")
         axes.set_ylim(min(0, axes.get_ylim()[0]) if any((finite(run.measure(name)) < 0).any() for run in runs) else 0)
@@ -262,6 +295,7 @@ def _curve(
     *,
     exponential: bool = False,
     marked: bool = False,
+    line: str = "-",
 ) -> None:
     """Each task thin and, from 150 tasks on, the running mean thick; of logarithms that are shown as numbers, if asked."""
     known = np.isfinite(values)
@@ -272,10 +306,10 @@ def _curve(
     long = len(values) >= _FROM
     axes.plot(
         tasks, shown(values), color=colour, linewidth=0.6 if long else 1.4, alpha=0.35 if long else 1.0,
-        marker="o" if marked or len(values) == 1 else "", markersize=4, label=None if long else name or None,
+        marker="o" if marked or len(values) == 1 else "", markersize=4, label=None if long else name or None, linestyle=line,
     )  # fmt: skip
     if long:
-        axes.plot(tasks, shown(_running_mean(values)), color=colour, linewidth=1.8, label=name or None)
+        axes.plot(tasks, shown(_running_mean(values)), color=colour, linewidth=1.8, label=name or None, linestyle=line)
 
 
 def _running_mean(values: Array) -> Array:

@@ -135,7 +135,7 @@ def _report_on_causes(
     """Write the report of runs that differ by interventions and seeds."""
     found = causes.compare(runs)
     pairs = causes.together(found, resamples=resamples, seed=seed)
-    screen = [*causes.cause_sheets(found, pairs), causes.prediction_sheet(predicted)]
+    screen = [*causes.cause_sheets(found, pairs), *causes.course_sheets(runs), causes.prediction_sheet(predicted)]
     sentences = causes.cause_findings(found, pairs, predicted)
     numbers = {"findings": sentences, "runs": [str(run.path) for run in runs], "resamples": resamples, "seed": seed}
     numbers |= {
@@ -145,8 +145,15 @@ def _report_on_causes(
     }
     numbers |= {"late_measures": {name: values.tolist() for name, values in found.measures.items()}}
     numbers |= {"together": [vars(pair) for pair in pairs], "predictions": [vars(p) for p in predicted]}
-    caption = "Late accuracy over late local redundancy, by intervention."
-    drawings = [Drawing("causes.png", partial(causes.cause_scatter, found), caption)] if figures == "png" else []
+    scatter = Drawing(
+        "causes.png", partial(causes.cause_scatter, found), "Late accuracy over late local redundancy, by intervention."
+    )
+    course = Drawing(
+        "course.png",
+        partial(curves.group_curves, causes.by_intervention(runs)),
+        "Both over the tasks, by intervention.",
+    )
+    drawings = [scatter, course] if figures == "png" else []
     title, sheets = "Does it cause plasticity?", [*screen, tables.runs_sheet(runs), tables.definitions_sheet(runs)]
     lead = f"{counted(len(runs), 'run')} of {counted(len(found.names), 'intervention')}, compared over {found.tasks} tasks."
     report = write_files(folder, title, sentences, [lead], sheets, drawings, runs, numbers, screen=screen)

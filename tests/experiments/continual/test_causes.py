@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
 
 import numpy as np
@@ -13,6 +15,7 @@ from rich.console import Console
 from fastlr.cli.main import main
 from fastlr.experiments.continual import read_run, read_runs
 from fastlr.experiments.continual.causes import compare, predictions, together
+from fastlr.experiments.continual.findings import brief
 from fastlr.experiments.continual.options import INTERVENTIONS
 from fastlr.experiments.continual.report import write_report
 
@@ -103,6 +106,14 @@ def test_the_report_says_whether_it_causes(grid, tmp_path, capsys):
     page = (out / "index.html").read_text()
     assert all(slug in page for slug in ('id="causes"', 'id="interventions"', 'id="prediction"'))
     assert "nan" not in page.lower().split()
+    with (out / "course.csv").open() as file:
+        course = {row["intervention"]: row for row in csv.DictReader(file)}
+    lr = np.array([read_run(grid / f"way-3,seed-{seed}").measure("local_redundancy") for seed in range(4)])
+    first, last = (np.log(part).mean(1) for part in (lr[:, :20], lr[:, 80:]))
+    assert course["way-3"]["LR, first"] == brief(math.exp(first.mean()))
+    assert course["way-3"]["LR, last"] == brief(math.exp(last.mean()))
+    assert course["way-3"]["seeds"] == f"x {math.exp(np.std(last, ddof=1)):.2f}"
+    assert (out / "course.png").stat().st_size > 10_000
 
 
 def test_part_of_a_study_reports_and_tells_nothing_from_too_few(tmp_path):
