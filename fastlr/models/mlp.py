@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
+
+from fastlr.errors import InputError
 
 
 class MLP(nn.Sequential):
@@ -19,6 +22,9 @@ class MLP(nn.Sequential):
         initialisation: Name of a function of torch.nn.init for the weights of all layers; None: torch's own for linear ones.
 
     Shapes: images ``[B, 3, size, size]`` -> logits ``[B, num_classes]``.
+
+    Raises:
+        InputError: torch has no such activation or initialisation.
 
     Example:
         >>> sum(p.numel() for p in MLP().parameters())
@@ -39,10 +45,17 @@ class MLP(nn.Sequential):
             layers += [
                 nn.Linear(before, after),
                 *([nn.LayerNorm(after)] if layer_norm else []),
-                getattr(nn, activation)(),
+                _named(nn, "activation", activation)(),
             ]
         super().__init__(*layers, nn.Linear(widths[-1], num_classes))
         if initialisation:
             for layer in self:
                 if isinstance(layer, nn.Linear):
-                    getattr(nn.init, initialisation)(layer.weight)
+                    _named(nn.init, "initialisation", initialisation)(layer.weight)
+
+
+def _named(library: Any, option: str, name: str) -> Callable[..., Any]:
+    found = getattr(library, name, None)
+    if not callable(found):
+        raise InputError(f"{option}={name!r}: {library.__name__} has none of that name")
+    return found

@@ -67,6 +67,9 @@ def test_bad_arguments():
         load_model(NAME, num_classes=0)
     with pytest.raises(InputError, match="NOT_WEIGHTS"):
         load_model(NAME, weights="NOT_WEIGHTS")
+    for kwargs in ({"initialisation": "wrong_"}, {"activation": "Wrong"}):
+        with pytest.raises(InputError, match=r"='[Ww]rong_?': torch.nn(.init)? has none of that name"):
+            load_model("fastlr.models.mlp:MLP", kwargs=kwargs)
 
 
 def test_factory_in_the_current_folder(tmp_path, monkeypatch):
