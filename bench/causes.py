@@ -1,15 +1,15 @@
 """Does local redundancy cause plasticity? Small networks with and without interventions: python -m bench.causes OUT.
 
 Problems of an MLP on scikit-learn's digits with every intervention, then those of a transformer and, with an image store, of
-a ConvNet with four; ``values`` is about what a value is like by itself. Each seed has all of them before the next. What is
-there is gone on with or left alone, so it may be interrupted, and several processes may share OUT. Then
-`fastlr report OUT/PROBLEM`, also before the last run has ended.
+a ConvNet with four; ``values`` is about what a value is like by itself. Each seed has all of them before the next; those that
+take second derivatives come later. What is there is gone on with or left alone, so it may be interrupted, and several
+processes may share OUT. Then `fastlr report OUT/PROBLEM`, also before the last run has ended.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,16 +74,16 @@ PROBLEMS = {
 }
 
 
-def cells(seeds: int, images: Path | None) -> Iterator[tuple[str, str, int]]:
-    """Yield problem, variant and seed in the order in which they are run: the MLP's first, class pairs if there are images."""
-    problems = [name for name in PROBLEMS if images or name != "class-pairs"]
-    for part in (problems[:3], problems[3:]):
-        for seed in range(seeds):
-            for problem in part:
-                for variant, settings in PROBLEMS[problem].variants.items():
-                    dear = SEEDS_OF_DEAR if settings.keys() & DEAR else 1 << 30
-                    if seed < min(PROBLEMS[problem].seeds, dear):
-                        yield problem, variant, seed
+def cells(seeds: int, images: Path | None) -> list[tuple[str, str, int]]:
+    """Problem, variant and seed of each run in their order: the MLP's, the dear ones, the others; class pairs with images."""
+    found = []
+    for name, problem in PROBLEMS.items():
+        for variant, settings in problem.variants.items():
+            dear = bool(settings.keys() & DEAR)
+            most = min(seeds, problem.seeds, SEEDS_OF_DEAR if dear else seeds)
+            if images or name != "class-pairs":
+                found += [(("model" in problem.settings, dear, seed), (name, variant, seed)) for seed in range(most)]
+    return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
 
 
 def main() -> None:
