@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from fastlr.errors import InputError
 from fastlr.experiments.continual.experiment import DRIVER
 
-MEASURES = ("local_redundancy", "weight_norm", "dormant_ratio", "effective_rank", "train_grad_norm")
-INPUTS = ("local_redundancy_noise", "local_redundancy_next_task")
+OF_NETWORK = ("weight_norm", "dormant_ratio", "effective_rank", "train_grad_norm")
+MEASURES = ("local_redundancy", "local_redundancy_next_task", *OF_NETWORK)
 COMMON = {"measures": MEASURES, "measure_every": 4, "redundancy_n": 256, "redundancy_batch": 256, "fused": True}
 SMOOTH = {"model_kwargs": {"activation": "GELU"}}
 FLOOR = {"redundancy_floor": 500.0, "floor_images": 16}
@@ -67,7 +67,7 @@ PROBLEMS = {
     "random-labels": Problem(LABELS),
     "permuted-digits": Problem(PIXELS),
     "values": Problem(
-        {**LABELS, "measures": (*MEASURES, *INPUTS)}, {k: {"model_kwargs": v} for k, v in NETWORKS.items()}, 5, 40
+        {**LABELS, "measures": (*MEASURES, "local_redundancy_noise")}, {k: {"model_kwargs": v} for k, v in NETWORKS.items()}, 5, 40
     ),
     "transformer": Problem({**LABELS, **TRANSFORMER}, FOUR, 4, 100),
     "class-pairs": Problem(CONVNET, FOUR, 4),

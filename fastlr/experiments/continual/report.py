@@ -63,7 +63,7 @@ def write_report(
     """
     if resamples < 100:
         raise InputError(f"{resamples} resamples: a standard error needs at least 100")
-    runs = read_runs(paths, pool=pool, apart=INTERVENTIONS)
+    runs = read_runs(paths, pool=pool, apart=(*INTERVENTIONS, "measures"))
     folder = make_folder(paths, out, figures)
     predicted = causes.predictions(runs, resamples=resamples, seed=seed)
     if not pool and len(causes.by_intervention(runs)) > 1:
