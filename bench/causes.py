@@ -67,7 +67,10 @@ PROBLEMS = {
     "random-labels": Problem(LABELS),
     "permuted-digits": Problem(PIXELS),
     "values": Problem(
-        {**LABELS, "measures": (*MEASURES, "local_redundancy_noise")}, {k: {"model_kwargs": v} for k, v in NETWORKS.items()}, 5, 40
+        {**LABELS, "measures": (*MEASURES, "local_redundancy_noise")},
+        {k: {"model_kwargs": v} for k, v in NETWORKS.items()},
+        seeds=5,
+        tasks=40,
     ),
     "transformer": Problem({**LABELS, **TRANSFORMER}, FOUR, 4, 100),
     "class-pairs": Problem(CONVNET, FOUR, 4),
