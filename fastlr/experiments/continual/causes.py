@@ -273,7 +273,7 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
         "change": lambda i: _change(found.change(100 * found.accuracy, i)) if i else DASH,
     }
     if (values := found.measures.get(_LR)) is not None and _LR in found.logs:
-        changes["LR"] = lambda i: _geometric(finite(values[i]))
+        changes["LR"] = lambda i: _geometric(values[i])
         changes["log change"] = lambda i: _change(found.change(values, i)) if i else DASH
     told = (
         f"Late accuracy, and local redundancy (geometric mean); changes against {control} with the same seed: mean and "
@@ -303,16 +303,16 @@ def _course(groups: dict[str, list[Run]], measure: str) -> Sheet:
 
     columns: Columns[str] = {
         "intervention": str,
-        "accuracy %, first": lambda name: hundred(accuracy[name][0]),
-        "last": lambda name: hundred(accuracy[name][1]),
-        "LR, untrained": lambda name: _geometric(logs[name][:, 0]),
-        "LR, first": lambda name: _geometric(logs[name][:, 1]),
-        "LR, last": lambda name: _geometric(logs[name][:, 2]),
+        "first %": lambda name: hundred(accuracy[name][0]),
+        "last %": lambda name: hundred(accuracy[name][1]),
+        "LR start": lambda name: _geometric(logs[name][:, 0]),
+        "LR first": lambda name: _geometric(logs[name][:, 1]),
+        "LR last": lambda name: _geometric(logs[name][:, 2]),
         "seeds": apart,
     }
     note = (
-        "first, last: fifth of the tasks. LR: geometric means over tasks and seeds. seeds: the factor by which those of the "
-        "last fifth lie apart, exp of the standard deviation of their logarithms."
+        "%: accuracy; first, last: fifth of the tasks; start: untrained. LR: geometric means over tasks and seeds. seeds: the "
+        "factor by which those of the last fifth lie apart, exp of the standard deviation of their logarithms."
     )
     return Sheet.of(f"course{measure.removeprefix(_LR)}", f"Over the run: {label(measure)}", groups, columns, [note])
 
@@ -325,8 +325,8 @@ def _logs(run: Run, measure: str) -> list[float]:
 
 
 def _geometric(logs: Array) -> str:
-    value = math.exp(float(logs.mean()))
-    return brief(value) if math.isfinite(value) else DASH
+    known = finite(logs)
+    return brief(math.exp(known.mean())) if len(known) else DASH
 
 
 def _of_kind(kind: str, c: Together) -> str:
