@@ -96,10 +96,12 @@ def test_training_moves_running_statistics_and_costs_no_proof() -> None:
     assert engine_for(model).proofs == 1 and compared[-1] == compared[0]
 
 
-def test_estimates_of_one_model_share_a_proof_and_count_their_audits() -> None:
+def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs: list[int]) -> None:
     model, x = Net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
-    assert engine_for(model).proofs == 1
+    fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 16, predictive=fastlr.Gaussian()).measure()
+    fastlr.per_sample_grad_sq_norms(model, x, torch.randn(16, 4))
+    assert len(proofs) == engine_for(model).proofs == 1
     assert first.audits >= 1 and first.to_dict()["audits"] == first.audits and f"{first.audits} audited" in str(first)
     assert torch.equal(first.per_sample, second.per_sample)
 

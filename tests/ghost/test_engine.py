@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import weakref
 
 import pytest
 import torch
@@ -102,15 +101,6 @@ def test_freezing_is_seen(proofs: list[int]) -> None:
         "2.weight",
         "2.bias",
     }
-
-
-def test_plans_go_with_the_model() -> None:
-    model = mlp()
-    agree(model, draw(4, 5), draw(4, 3))
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def resident() -> int:

@@ -151,59 +151,6 @@ def test_a_model_may_say_that_it_equals_everything() -> None:
 # -- the user's module -------------------------------------------------------------------------------------------------
 
 
-def contents(model: nn.Module) -> dict[tuple[str, str], tuple]:
-    """All attributes of all modules, with what containers and tensors among them hold: (object, held) by path and name."""
-
-    def held(value: object) -> object:
-        return (id(value), value.dtype, value.tolist()) if torch.is_tensor(value) else id(value)
-
-    return {
-        (path, key): (value, {k: held(v) for k, v in value.items()} if isinstance(value, dict) else held(value))
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-    }
-
-
-def same_contents(model: nn.Module, before: dict) -> None:
-    after = contents(model)
-    assert list(after) == list(before)
-    for key, (value, held) in before.items():
-        assert after[key][0] is value and after[key][1] == held, f"{key} is not what it was"
-
-
-class Fused(Net):
-    """Writes attributes, dicts and a buffer in forward, and fails when ``FUSE`` is at zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.total += 1
-        self.old = self.old * 2
-        z = state.keeps(self, x)
-        FUSE[0] -= 1
-        if FUSE[0] == 0:
-            raise ValueError("the fuse")
-        return z
-
-
-FUSE = [0]
-
-
-@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("fails_at", [0, *range(1, 13)])
-def test_attributes_are_as_before(dtype: torch.dtype, fails_at: int) -> None:
-    torch.set_default_dtype(dtype)
-    model = Fused(None, log={}, count=0, kept=torch.zeros(2), old=torch.ones(3))
-    model.register_buffer("total", torch.zeros(()))
-    before = contents(model)
-    for count in (4, 4, 6):  # at the proof, or at a later call
-        FUSE[0] = fails_at
-        try:
-            norms(model, torch.randn(count, 5), torch.randn(count, 4))
-        except (ValueError, fastlr.FastlrError):
-            assert fails_at, "refused"
-        same_contents(model, before)
-
-
 class Captures(Net):
     """Gives itself a hook at its first forward pass, and notes that it has (as models of transformers do)."""
 
@@ -228,15 +175,6 @@ def test_hooks_that_a_forward_pass_makes_are_not_made_twice() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_biases_cached_in_eval_mode_are_left_alone(dtype: torch.dtype) -> None:
-    torch.set_default_dtype(dtype)
-    model = state.CachedBias()
-    want = truth(model, (x := torch.randn(3, 4, 5),), v := torch.randn(3, 4)).norms
-    right(model, (x,), v, want)
-    assert float(want["biases"].min()) > 0 and model.cache == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("measured_before", [False, True])
 def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured_before) -> None:
     torch.set_default_dtype(dtype)
@@ -244,6 +182,7 @@ def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured
     want = truth(model, (x,), v).norms
     if measured_before:
         right(model, (x,), v, want)
+        assert float(want["biases"].min()) > 0 and model.cache == {}
     with torch.no_grad():
         model(x)
     cached = {key: (value, value.clone()) for key, value in model.cache.items()}
