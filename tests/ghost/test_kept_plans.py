@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from single_samples import Written, truth
 from torch import nn
 
@@ -31,70 +30,11 @@ def net(how) -> Written:
 # -- rows of samples in another order ----------------------------------------------------------------------------------
 
 
-def owners(mask):
-    return mask.nonzero()[:, 0]
-
-
-def pooled_by_product(_, layer, x, mask):
-    return F.one_hot(owners(mask), len(x)).T.to(x) @ layer(x[mask]).tanh()
-
-
-def pooled_transposed(_, layer, x, mask):
-    return (layer(x[mask]).tanh().T @ F.one_hot(owners(mask), len(x)).to(x)).T
-
-
-def pooled_sparse(_, layer, x, mask):
-    return torch.sparse.mm(F.one_hot(owners(mask), len(x)).T.to(x).to_sparse(), layer(x[mask]).tanh())
-
-
-def pooled_by_segment(_, layer, x, mask):
-    return torch.segment_reduce(layer(x[mask]).tanh(), "sum", lengths=mask.sum(1), axis=0)
-
-
-def mask_of(lengths):
-    return torch.arange(6)[None] < torch.tensor(lengths)[:, None]
-
-
-@pytest.mark.parametrize("how", [pooled_by_product, pooled_transposed, pooled_sparse, pooled_by_segment])
-@pytest.mark.parametrize("first", [[2, 3, 1, 4], [3, 3, 3, 1], [1, 4, 3, 2]])
-def test_rows_that_are_pooled(how, first):
-    model = net(how)
-    for lengths in (first, [4, 1, 3, 2], [1, 1, 4, 4]):
-        right(model, (torch.randn(4, 6, 5), mask_of(lengths)), torch.randn(4, 4))
-
-
-def permuted_by_product(_, layer, x):
-    order = F.one_hot(x[:, 0].argsort(), len(x)).to(x)
-    return order.T @ layer(order @ x).tanh()
-
-
-def looked_up(_, layer, x):
-    order = x[:, 0].argsort()
-    return F.embedding(order.argsort(), layer(x[order]).tanh())
-
-
-@pytest.mark.parametrize("how", [permuted_by_product, looked_up])
-@pytest.mark.parametrize("in_order_first", [False, True])
-def test_rows_that_are_permuted(how, in_order_first):
-    model = net(how)
-    for call in range(3):
-        x = torch.randn(6, 5)
-        if in_order_first and not call:
-            x[:, 0] = torch.arange(6)
-        right(model, (x,), torch.randn(6, 4))
-
-
 def test_rows_that_are_rolled():
     model = net(lambda _, layer, x, shift: layer(x.roll(shift, 0)).tanh().roll(-shift, 0))
     for shift in (0, 1, 3):
         x, v = torch.randn(4, 5), torch.randn(4, 4)
         torch.testing.assert_close(norms(model, (x, shift), v), truth(model, (x, 0), v), rtol=1e-11, atol=0)
-
-
-def test_chunks_of_an_estimate_whose_rows_are_permuted():
-    model, inputs = net(permuted_by_product), fastlr.TensorInputs(torch.randn(48, 5))
-    whole, chunks = (fastlr.estimate(model, inputs, n=48, batch_size=size) for size in (48, 16))
-    torch.testing.assert_close(whole.per_sample, chunks.per_sample, rtol=1e-11, atol=0)
 
 
 def test_rows_of_a_tiny_gradient_belong_to_their_sample():
@@ -123,29 +63,6 @@ def test_views_of_a_parameter_that_begin_to_overlap():
     model = Written(forward, table=nn.Parameter(torch.randn(20, 4)), layer=nn.Linear(4, 4)).eval()
     for offset in (5, 2, 0, 10, 4):
         right(model, (torch.randn(4, 5, 4), offset), torch.randn(4, 20))
-
-
-def centred(self, layer, x):
-    h = layer(x).tanh()
-    return h - h.detach().mean(0) if self.layer.center else h
-
-
-@pytest.mark.parametrize("batch", [4, 6])
-def test_samples_that_begin_to_interact_at_the_same_shapes(batch):
-    model = net(centred)
-    model.layer.center = False
-    x, v = torch.randn(batch, 5), torch.randn(batch, 4)
-    right(model, (x,), v)
-    model.layer.center = True
-    with pytest.raises(fastlr.InteractionError):
-        norms(model, x, v)
-
-
-def test_samples_that_interact_in_larger_batches_only():
-    model = net(lambda _, layer, x: layer(x).tanh() * (x[:, 0].argsort().argsort() < 8).to(x)[:, None])
-    right(model, (torch.randn(4, 5),), torch.randn(4, 4))
-    with pytest.raises(fastlr.InteractionError):
-        norms(model, torch.randn(32, 5), torch.randn(32, 4))
 
 
 def test_hooks_that_come_and_go():

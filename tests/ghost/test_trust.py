@@ -97,7 +97,9 @@ def test_ragged_rows_in_one_estimate(how) -> None:
     estimate_is_right(Net(how), tuple(torch.cat(p) for p in zip(*parts)), 4)
 
 
-@pytest.mark.parametrize("how", [cases.sorted_by_function, cases.by_mul_and_sum, cases.by_where_and_sum])
+@pytest.mark.parametrize(
+    "how", [cases.sorted_by_function, cases.by_mul_and_sum, cases.by_where_and_sum, cases.by_matmul]
+)
 def test_permuted_samples_in_one_estimate(how) -> None:
     x = torch.randn(18, 5)
     x[:6, 0] = torch.arange(6)
