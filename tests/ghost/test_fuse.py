@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -308,12 +307,10 @@ def test_scripted_module_gets_a_real_tensor() -> None:
     assert_norms(got, cases.loop_norms(cases.Case(model, x), v), 1e-10, 1e-13)
 
 
+@pytest.mark.filterwarnings("error", "ignore:Guards may run slower on Python 3.13.0")  # torch's own, from 2.15 on
 def test_compiled_part_is_folded_without_a_word() -> None:
     part = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # torch's own, from 2.15 on
-        check(nn.Sequential(torch.compile(part, backend="eager"), nn.Flatten(), nn.Linear(6 * 20, 3)), 1)
+    check(nn.Sequential(torch.compile(part, backend="eager"), nn.Flatten(), nn.Linear(6 * 20, 3)), 1)
 
 
 def test_samples_of_several_images_run_unfolded() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from zoo_registry import randomise
 import fastlr
 from bench.paired import peak_bytes, resident
 from fastlr import ops
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
 from fastlr.ops import fisher as torch_predictive
@@ -77,11 +76,10 @@ def measure(model: nn.Module, x: Any, **options: Any) -> fastlr.Estimate:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")  # nothing by a slow loop
 def test_every_sequence_as_if_alone(name, padded):
     model, x = build(name), text(name, padded)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FastlrWarning)  # nothing by a slow loop
-        got = measure(model, x, batch_size=N)
+    got = measure(model, x, batch_size=N)
     with torch.no_grad():
         z = model(**x).logits
     counted = torch.arange(T) < torch.tensor(LENGTHS)[:, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -232,11 +231,11 @@ def test_hard_routing_is_judged_the_same_for_every_seed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_ragged_rows_of_many_samples_stay_off_the_loop(dtype: torch.dtype) -> None:
     torch.set_default_dtype(torch.float32)
     model = cases.Experts()
-    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        warnings.simplefilter("error", fastlr.FastlrWarning)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         for count in (8, 512, 512):
             x, v = torch.randn(count, 8), torch.randn(count, 4)
             chosen = torch.randint(0, count, (12,)).tolist()
@@ -332,40 +331,38 @@ FINE = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FINE)
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     build, shape = FINE[name]
     model, axis = build().eval(), 1 if name == "encoder-time_first" else 0
     front = Written(lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model)  # samples along axis 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fastlr.FastlrWarning)
-        for count in (4, 2, 5, 4):
-            x = torch.randn(count, *shape)
-            v = output_like(model, (x,))
-            want = truth(front, (x,), v).norms
-            x, v = x.movedim(0, axis), v.movedim(0, axis)
-            got = norms(model, x, v, in_dim=axis, out_dim=axis, per_parameter=True)
-            assert_norms({f"model.{n}": value for n, value in got.items()}, want, *TOLERANCES[dtype])
-            report = fastlr.support_report(model, x, in_dim=axis, out_dim=axis)
-            assert {report.routes[n] for n in got if want[f"model.{n}"].any()} == {"rule"}, report
-            assert any("every batch" in note for note in report.notes) == (name == "shuffled"), report  # by an index
+    for count in (4, 2, 5, 4):
+        x = torch.randn(count, *shape)
+        v = output_like(model, (x,))
+        want = truth(front, (x,), v).norms
+        x, v = x.movedim(0, axis), v.movedim(0, axis)
+        got = norms(model, x, v, in_dim=axis, out_dim=axis, per_parameter=True)
+        assert_norms({f"model.{n}": value for n, value in got.items()}, want, *TOLERANCES[dtype])
+        report = fastlr.support_report(model, x, in_dim=axis, out_dim=axis)
+        assert {report.routes[n] for n in got if want[f"model.{n}"].any()} == {"rule"}, report
+        assert any("every batch" in note for note in report.notes) == (name == "shuffled"), report  # by an index
 
 
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_running_statistics_may_move() -> None:
     """In training between two estimates, which costs no proof and no comparison."""
     model, images, compared = residual(), fastlr.TensorInputs(torch.randn(8, 3, 4, 4)), []
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fastlr.FastlrWarning)
-        for _ in range(60):
-            optimizer.zero_grad()
-            model.train()(torch.randn(6, 3, 4, 4)).square().mean().backward()
-            optimizer.step()
-            fastlr.estimate(model, images, n=8)
-            compared.append(engine_for(model).comparisons)
-        assert engine_for(model).proofs == 1 and compared[-1] == compared[0]
-        check(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
-        assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
+    for _ in range(60):
+        optimizer.zero_grad()
+        model.train()(torch.randn(6, 3, 4, 4)).square().mean().backward()
+        optimizer.step()
+        fastlr.estimate(model, images, n=8)
+        compared.append(engine_for(model).comparisons)
+    assert engine_for(model).proofs == 1 and compared[-1] == compared[0]
+    check(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
+    assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
 
 
 def test_a_copy_of_a_model_has_its_own_engine() -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -217,14 +216,13 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path, images):
     assert len(lines(tmp_path / "run")) == 2, "refusals leave no trace"
 
 
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_another_number_of_threads_is_warned_of(tmp_path, images):
     before = torch.get_num_threads()
     try:
         begin(tmp_path / "run", images, tasks=1, measures=(), threads=2)
         assert torch.get_num_threads() == 2
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FastlrWarning)
-            continual.resume(tmp_path / "run", {})  # the option is the run's
+        continual.resume(tmp_path / "run", {})  # the option is the run's
         path = tmp_path / "run/config.json"
         path.write_text(path.read_text().replace('"threads": 2', '"threads": 0'))
         assert json.loads(path.read_text())["threads"] == 0  # both the option and what was found
