@@ -7,11 +7,11 @@ import csv
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from continual_runs import LAYERS, read_lines, write_lines, write_run
+from page import Page
 from PIL import Image
 from rich.console import Console
 
@@ -41,29 +41,9 @@ def report(folder):
         return write_report([folder], resamples=100)
 
 
-class _Page(HTMLParser):
-    """Collects addresses and pictures; every tag must be closed in order."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.addresses, self.pictures = [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.addresses += [value for key, value in attrs if key in ("src", "href") and not value.startswith("data:")]
-        if tag == "img":
-            self.pictures.append(dict(attrs)["src"])
-        if tag not in ("img", "meta", "link", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_whole_and_needs_nothing_else(report):
     page = report.page.read_text()
-    parsed = _Page(page)
+    parsed = Page(page)
     assert parsed.addresses == [] and "http" not in page and "<script" not in page
     assert len(parsed.pictures) == len(report.figures) == len(FIGURES) + 1  # layers of both runs
     assert all(source.startswith("data:image/png;base64,") for source in parsed.pictures)
