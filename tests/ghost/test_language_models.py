@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact import redundancy
 from torch import nn
 from zoo_registry import randomise
 
@@ -116,16 +117,7 @@ def test_exact_probe_is_the_label_expectation_over_the_counted_positions():
     got = measure(model, x, probe="exact").per_sample
     for i in range(N):
         z = model(x["input_ids"][i : i + 1, : LENGTHS[i]])[0]
-        total = 0.0
-        for logits in z:
-            p = logits.detach().softmax(0)
-            rows = [
-                torch.cat([g.flatten() for g in torch.autograd.grad(e, list(model.parameters()), retain_graph=True)])
-                for e in logits
-            ]
-            jacobian = torch.stack(rows)
-            fisher = torch.diag(p) - torch.outer(p, p)
-            total += float(torch.einsum("ip,ij,jp->", jacobian, fisher, jacobian))
+        total = float(sum(redundancy(model, logits) for logits in z))
         assert float(got[i]) == pytest.approx(total, rel=1e-10)
 
 
