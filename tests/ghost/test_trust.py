@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -68,52 +69,23 @@ def test_every_call_is_right_or_refused_in_single_precision(name: str) -> None:
 # -- one estimate ------------------------------------------------------------------------------------------------------
 
 
-def estimate_is_right(model: nn.Module, tensors: tuple, batch_size: int) -> None:
-    count = len(tensors[0])
-    found = fastlr.estimate(model, fastlr.TensorInputs(tensors), n=count, batch_size=batch_size, predictive=CATEGORICAL)
-    want = []
-    for start in range(0, count, batch_size):
-        at = range(start, min(start + batch_size, count))
-        xs = tuple(t[at.start : at.stop] for t in tensors)
-        v = CATEGORICAL.cotangent(output_of(model, xs)[0].detach(), "rademacher", at, 0)
-        want.append(truth(model, xs, v).total)
-    torch.testing.assert_close(found.per_sample, torch.cat(want), rtol=1e-9, atol=0)
-
-
+IN_TURN = ("ragged", "permuted", "packed", "switch-", "one_sample-plain-2_1", "one_sample-attention-2_1")
 CATEGORICAL = fastlr.Categorical()
 
 
-@pytest.mark.parametrize("how", [cases.navit, cases.navit_in_order])
-@pytest.mark.parametrize("batches", [cases.REGULAR_THEN_NOT, cases.FULL_THEN_NOT], ids=["regular", "full"])
-def test_packed_rows_in_one_estimate(how, batches) -> None:
-    tensors = tuple(torch.cat(parts) for parts in zip(*cases.navit_calls(batches)))
-    estimate_is_right(Net(how), tensors, len(batches[0]))
-
-
-@pytest.mark.parametrize("how", [cases.unpadded, cases.segments])
-def test_ragged_rows_in_one_estimate(how) -> None:
-    parts = [cases.tokens(lengths) for lengths in ([3, 3, 3, 3], [1, 5, 2, 4], [4, 2, 5, 1])]
-    estimate_is_right(Net(how), tuple(torch.cat(p) for p in zip(*parts)), 4)
-
-
-@pytest.mark.parametrize(
-    "how", [cases.sorted_by_function, cases.by_mul_and_sum, cases.by_where_and_sum, cases.by_matmul]
-)
-def test_permuted_samples_in_one_estimate(how) -> None:
-    x = torch.randn(18, 5)
-    x[:6, 0] = torch.arange(6)
-    estimate_is_right(Net(how), (x,), 6)
-
-
-def test_mixture_of_experts_in_one_estimate() -> None:
-    x = cases.routed([0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0])
-    estimate_is_right(cases.Switch(2, lambda count: count), (x,), 6)
-
-
-@pytest.mark.parametrize("attention", [False, True])
-def test_a_last_chunk_of_one_image(attention: bool) -> None:
-    model = nn.Sequential(cases.Positions(attention), nn.Flatten()).eval()
-    estimate_is_right(model, (torch.randn(5, 3, 2, 3),), 2)
+@pytest.mark.parametrize("name", [name for name in cases.CASES if name.startswith(IN_TURN)])
+def test_the_calls_of_a_model_are_right_in_one_estimate(name: str) -> None:
+    for model, calls in itertools.groupby(cases.CASES[name](), key=lambda call: call.model):
+        chunks = [call.xs for call in calls]
+        inputs = fastlr.TensorInputs(tuple(torch.cat(parts) for parts in zip(*chunks)))
+        size = len(chunks[0][0])
+        found = fastlr.estimate(model, inputs, n=len(inputs), batch_size=size, predictive=CATEGORICAL)
+        want = []
+        for k, xs in enumerate(chunks):
+            at = range(k * size, k * size + len(xs[0]))
+            v = CATEGORICAL.cotangent(output_of(model, xs)[0].detach(), "rademacher", at, 0)
+            want.append(truth(model, xs, v).total)
+        torch.testing.assert_close(found.per_sample, torch.cat(want), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("mix", [state.with_grad, state.detached])
