@@ -7,31 +7,33 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Hold that a model and the random state are to the bit what they were, also where the call fails.
 
-    Its parameters and buffers are the same tensors, with the same values and gradients; flags and hooks are as before.
+    Under each name is the same tensor, with the same values and gradient; flags and hooks are as before.
     """
-    tensors, values, before = *_contents(model), _around(model)
+    tensors, before = _tensors(model), _around(model)
+    values = {name: (t.detach().clone(), None if t.grad is None else t.grad.clone()) for name, t in tensors.items()}
     try:
         yield
     finally:
-        there, found = _contents(model)
-        assert list(map(id, tensors)) == list(map(id, there)), "a parameter or buffer is another"
-        for old, new in zip(values, found, strict=True):
-            same = old is new if old is None or new is None else torch.equal(old, new)
-            assert same, "a parameter, a buffer or a .grad changed"
+        there = _tensors(model)
+        assert list(there) == list(tensors), "a parameter or buffer came or went"
+        for name, (value, grad) in values.items():
+            t = there[name]
+            assert t is tensors[name] and torch.equal(t, value), f"{name} is another"
+            assert t.grad is grad if t.grad is None or grad is None else torch.equal(t.grad, grad), f"{name}.grad"
         assert _around(model) == before, "flags, hooks or the random state changed"
 
 
-def _contents(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """The tensors of a model; copies of them and of their gradients."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return tensors, [None if t is None else t.detach().clone() for t in (*tensors, *(t.grad for t in tensors))]
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, by each of their names."""
+    both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return dict(both)
 
 
 def _around(model: nn.Module) -> list[Any]:
