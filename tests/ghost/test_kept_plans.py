@@ -272,19 +272,14 @@ def test_a_model_that_begins_to_write_to_its_inputs():
 
 
 def test_a_table_that_grows_stays_with_its_length():
-    class Growing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.longest = nn.Linear(4, 3), 2
-            self.register_buffer("table", torch.linspace(0, 1, 2)[:, None], persistent=False)
+    def forward(m, x):
+        if x.shape[1] > m.longest:
+            m.longest = x.shape[1]
+            m.register_buffer("table", torch.linspace(0, 1, m.longest)[:, None], persistent=False)
+        return m.layer((x + m.table[: x.shape[1]]).tanh()).sum(1)
 
-        def forward(self, x):
-            if x.shape[1] > self.longest:
-                self.longest = x.shape[1]
-                self.register_buffer("table", torch.linspace(0, 1, self.longest)[:, None], persistent=False)
-            return self.layer((x + self.table[: x.shape[1]]).tanh()).sum(1)
-
-    model = Growing().eval()
+    table = nn.Buffer(torch.linspace(0, 1, 2)[:, None], persistent=False)
+    model = Written(forward, layer=nn.Linear(4, 3), longest=2, table=table).eval()
     norms(model, torch.randn(5, 9, 4), torch.randn(5, 3))
     assert len(model.table) == model.longest == 2  # as they were
     right(model, (torch.randn(5, 9, 4),), torch.randn(5, 3))
