@@ -88,18 +88,12 @@ def install(extra: str) -> str:
     return f"pip install --no-build-isolation '.[{extra}]' in a clone of fastlr"
 
 
-def did_you_mean(name: str, known: Iterable[str], count: int = 1, cutoff: float = 0.5) -> str:
-    """Return "did you mean ...?" with the known names nearest to a misspelt one, or nothing if none is near.
-
-    Args:
-        name: As given.
-        known: Those that there are.
-        count: The most to suggest.
-        cutoff: The least similarity, in [0, 1], by difflib.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean ...?" with the known name nearest to a misspelt one, or nothing if none is near.
 
     Example:
         >>> did_you_mean("epoch", ["tasks", "epochs"]), did_you_mean("x", ["tasks", "epochs"])
         ('did you mean epochs?', '')
     """
-    nearest = get_close_matches(name, list(known), n=count, cutoff=cutoff)
-    return f"did you mean {', '.join(nearest)}?" if nearest else ""
+    nearest = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]}?" if nearest else ""

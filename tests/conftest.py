@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,3 +79,21 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return a function that runs a command (a line and further arguments), and returns what it printed: ``out``, ``err``.
+
+    It holds the exit code to ``code``, and requires ``says`` in what was printed: of an error, on stderr.
+    """
+    from fastlr.cli.main import main
+
+    def run(line: str = "", *more: object, code: int = 0, says: str = "") -> Any:
+        capsys.readouterr()
+        assert main([*line.split(), *map(str, more)]) == code
+        printed = capsys.readouterr()
+        assert says in (printed.err if code else printed.out)
+        return printed
+
+    return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -32,21 +31,18 @@ def test_all_are_here_and_short():
 
 
 @pytest.mark.parametrize("name", [name for name in SAYS if name not in BY_TORCHRUN])
+@pytest.mark.filterwarnings("ignore")
 def test_example(name, tmp_path, monkeypatch, capfd):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip(NEEDS.get(name, "torch"))
+    pytest.importorskip(NEEDS.get(name, "torch"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(sys, "argv", [name])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-        except SystemExit as end:
-            assert not end.code
+    try:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    except SystemExit as end:
+        assert not end.code
     said = capfd.readouterr().out
     assert re.search(SAYS[name], said), said
 

@@ -137,12 +137,12 @@ def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
     def listen(names: tuple[str, ...]) -> Any:
         return lambda name, message: minutes.log(f"{name}: task {message['done']}") if "done" in message else None
 
+    runs = queue.Queue(DRIVER, path, "demo", listen)
     with Live(get_renderable=lambda: _curves(path, options), console=say, refresh_per_second=2):
         if queue.is_many(path):
-            outcome = queue.resume(DRIVER, path, options, None, listen)
+            outcome = runs.resume(options)
         else:
-            runs = {name: {**options, **settings} for name, settings in RUNS.items()}
-            outcome = queue.begin(DRIVER, path, "demo", runs, None, listen)
+            outcome = runs.begin({name: {**options, **settings} for name, settings in RUNS.items()})
     if outcome.failed:
         failed = "; ".join(
             f"{name}: {why} (log: {path / queue.LOGS / name}.txt)" for name, why in outcome.failed.items()

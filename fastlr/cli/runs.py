@@ -123,33 +123,19 @@ class RunRequest:
             )
         if self.tensorboard:
             require_tensorboard()
-        driver, preset, out, given, at_once = self.driver, self.preset, self.out, self.given, self.at_once
         try:
-            with Board(driver, out) as board:
+            with Board(self.driver, self.out) as board:
+                how = self.at_once, self.tensorboard, self.cluster
+                runs = queue.Queue(self.driver, self.out, self.preset, board.begin, *how)
                 if self.resume:
-                    grids = self.grids or None
-                    outcome = queue.resume(
-                        driver,
-                        out,
-                        given,
-                        at_once,
-                        board.begin,
-                        preset,
-                        self.seeds,
-                        self.tensorboard,
-                        self.cluster,
-                        grids,
-                    )
+                    outcome = runs.resume(self.given, self.seeds, self.grids or None)
                 else:
-                    runs = product(driver, preset, given, self.grids, 1 if self.seeds is None else self.seeds)
-                    outcome = queue.begin(
-                        driver, out, preset, runs, at_once, board.begin, self.tensorboard, self.cluster
-                    )
+                    count = 1 if self.seeds is None else self.seeds
+                    outcome = runs.begin(product(self.driver, self.preset, self.given, self.grids, count))
         except KeyboardInterrupt:
-            how = (
-                ": --resume goes on with the runs" if queue.is_many(out) else " before the runs began: begin them anew"
-            )
-            raise Interrupted(f"interrupted{how}") from None
+            begun = queue.is_many(self.out)
+            when = ": --resume goes on with the runs" if begun else " before the runs began: begin them anew"
+            raise Interrupted(f"interrupted{when}") from None
         failed = f", {len(outcome.failed)} failed: --resume tries again" if outcome.failed else ""
         print(f"runs: {outcome.path} ({len(outcome.finished)} finished{failed})")
         self._print_log(outcome.path)

@@ -14,7 +14,6 @@ from command_line import NETS
 from PIL import Image
 
 import fastlr
-from fastlr.cli.main import main
 
 BASE = ["--size", "16", "--n", "6", "--device", "cpu"]
 
@@ -28,22 +27,19 @@ def nets(tmp_path, monkeypatch):
     sys.modules.pop("cli_nets", None)
 
 
-def one_line(capsys):
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1, captured.err
-    assert captured.err.startswith("error: ")
-    assert "Traceback" not in captured.err
-    return captured.err
+@pytest.fixture
+def refused(cli):
+    """A function that runs a command which ends with one line that says what is wrong."""
+
+    def run(line, *more, code, says):
+        error = cli(line, *more, code=code, says=says).err
+        assert error.startswith("error: ") and error.count("\n") == 1 and "Traceback" not in error, error
+
+    return run
 
 
-def record_of(capsys, model, *options):
-    assert main(["estimate", f"cli_nets:{model}", *options, "--json", "-"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_result_is_the_estimate(capsys):
-    assert main(["estimate", "cli_nets:net", *BASE, "--json", "out.json"]) == 0
-    out = capsys.readouterr().out
+def test_result_is_the_estimate(cli):
+    out = cli("estimate cli_nets:net --json out.json", *BASE).out
     assert "local redundancy" in out
     assert max(map(len, out.splitlines())) <= 80
     record = json.load(open("out.json"))
@@ -65,9 +61,9 @@ def test_json_on_stdout_alone():
     assert "local redundancy" in run.stderr
 
 
-def test_options_reach_the_estimate(capsys):
+def test_options_reach_the_estimate(cli):
     options = "--classes 2 --inputs noise --probe exact --seed 3 --batch-size 4 --dtype bf16"
-    record = record_of(capsys, "net", *BASE, *options.split())
+    record = json.loads(cli(f"estimate cli_nets:net --json - {options}", *BASE).out)
     import cli_nets
 
     torch.manual_seed(3)
@@ -78,30 +74,30 @@ def test_options_reach_the_estimate(capsys):
     assert (record["probe"], record["seed"], record["dtype"]) == ("exact", 3, "bfloat16")
 
 
-def test_target_and_own_inputs_and_gaussian(capsys):
+def test_target_and_own_inputs_and_gaussian(cli):
     options = "--target-rel-stderr 0.5 --min-n 4 --max-n 8 --inputs cli_nets:small_noise"
-    assert 4 <= record_of(capsys, "net", *options.split())["n"] <= 8
-    record = record_of(capsys, "regression", *"--size 8 --n 3 --predictive gaussian --sigma 2.0".split())
+    assert 4 <= json.loads(cli(f"estimate cli_nets:net --json - {options}").out)["n"] <= 8
+    options = "--size 8 --n 3 --predictive gaussian --sigma 2.0"
+    record = json.loads(cli(f"estimate cli_nets:regression --json - {options}").out)
     x = fastlr.ShapeImages(size=(3, 8, 8)).batch(0, 3, seed=0, device="cpu", dtype=torch.float32)
     exact = 5 / 2.0**2 * (x.flatten(1).square().sum(1) + 1).mean().item()  # one row per output: |x|^2 + 1
     assert record["value"] == pytest.approx(exact, rel=1e-5)
 
 
-def test_checkpoint_is_measured(capsys):
+def test_checkpoint_is_measured(cli):
     import cli_nets
 
     torch.manual_seed(11)
     source = cli_nets.net()
     torch.save({"state_dict": source.state_dict()}, "c.pt")
-    record = record_of(capsys, "net", *BASE, "--checkpoint", "c.pt")
+    record = json.loads(cli("estimate cli_nets:net --json - --checkpoint c.pt", *BASE).out)
     expected = fastlr.estimate(source, fastlr.ShapeImages(size=(3, 16, 16)), n=6)
     assert record["value"] == pytest.approx(expected.value, rel=1e-6)
 
 
-def test_pictures_and_support(capsys):
+def test_pictures_and_support(cli):
     files = ["--save-images", "images.png", "--per-layer", "layers.png"]
-    assert main(["estimate", "cli_nets:net", *BASE, *files, "--support"]) == 0
-    out = capsys.readouterr().out
+    out = cli("estimate cli_nets:net --support", *BASE, *files).out
     for name in ("images.png", "layers.png"):
         assert name in out
         extrema = Image.open(name).convert("L").getextrema()
@@ -132,35 +128,28 @@ def test_pictures_and_support(capsys):
         ("", "Missing argument"),
     ],
 )
-def test_user_errors_are_one_line_and_exit_2(arguments, message, capsys):
-    assert main(["estimate", *arguments.split()]) == 2
-    assert message in one_line(capsys)
+def test_user_errors_are_one_line_and_exit_2(arguments, message, refused):
+    refused(f"estimate {arguments}", code=2, says=message)
 
 
-def test_an_unknown_command_is_one_line_and_exits_2(capsys):
-    assert main(["estimat"]) == 2
-    assert "estimat" in one_line(capsys)
+def test_an_unknown_command_is_one_line_and_exits_2(refused):
+    refused("estimat", code=2, says="estimat")
 
 
-def test_model_errors_are_one_line_and_exit_1(capsys):
-    assert main(["estimate", "cli_nets:interacting", *BASE]) == 1
-    one_line(capsys)
+def test_model_errors_are_one_line_and_exit_1(refused):
+    refused("estimate cli_nets:interacting", *BASE, code=1, says="")
 
 
-def test_traceback_on_request(capsys):
-    assert main(["estimate", "cli_nets:broken", *BASE, "--traceback"]) == 1
-    error = capsys.readouterr().err
+def test_traceback_on_request(cli, refused):
+    error = cli("estimate cli_nets:broken --traceback", *BASE, code=1).err
     assert "Traceback" in error and "RuntimeError: the forward pass" in error
     assert error.splitlines()[-1].startswith("error: ")
-    assert main(["estimate", "cli_nets:broken", *BASE]) == 1
-    assert "Broken does not run on an input float32[2, 3, " in one_line(capsys)
+    refused("estimate cli_nets:broken", *BASE, code=1, says="Broken does not run on an input float32[2, 3, ")
 
 
-def test_version_and_help(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("fastlr ")
-    assert main(["--help"]) == 0
-    commands = re.findall(r"^│ (\w+) ", capsys.readouterr().out, re.MULTILINE)
+def test_version_and_help(cli):
+    assert cli("--version").out.startswith("fastlr ")
+    commands = re.findall(r"^│ (\w+) ", cli("--help").out, re.MULTILINE)
     newcomers, runs = ["estimate", "rank", "demo", "doctor", "bench"], ["continual", "transfer", "memorize", "sweep"]
     assert commands == [*newcomers, *runs, "report", "cost", "ablate", "data"]
-    assert main([]) == 2
+    cli(code=2)

@@ -13,7 +13,6 @@ from PIL import Image
 from rich.console import Console
 
 from fastlr.cli import demo
-from fastlr.cli.main import main
 from fastlr.errors import FastlrError, InputError
 from fastlr.experiments.continual import read_run
 
@@ -90,13 +89,12 @@ def test_curves_are_scaled_and_grow():
     assert demo._curve(np.array([np.nan, 2.0]), 2, 2.0, 2.0) == "▁"
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_the_command(tmp_path, cli, monkeypatch):
     (tmp_path / "file").write_text("")
-    assert main(["demo", "--output", str(tmp_path / "file" / "out")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert cli(f"demo --output {tmp_path / 'file' / 'out'}", code=2).err.count("\n") == 1
     called = []
     monkeypatch.setattr(demo, "run", lambda output, seed: called.append((str(output), seed)))
-    assert main(["demo", "--seed", "4"]) == 0
+    cli("demo --seed 4")
     assert called == [("demo-output", 4)]
 
 

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from fastlr import ops
 from fastlr.cli import doctor
-from fastlr.cli.main import main
 from fastlr.ops import kernel_cases
 
 
@@ -40,9 +39,8 @@ def let_imports_give(monkeypatch, modules):
     monkeypatch.setattr(doctor.importlib, "import_module", import_module)
 
 
-def test_command_exits_0(capsys):
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
+def test_command_exits_0(cli):
+    out = cli("doctor").out
     for name in ("python", "torch", "triton", "GPU", "C++ compiler", "nvcc", "fastlr._C", "timm", "opacus"):
         assert name in out
 
@@ -105,11 +103,10 @@ def test_nothing_missing():
 # -- kernels -------------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_it_says_how_kernels_are_run(monkeypatch, capsys):
+def test_without_a_gpu_it_says_how_kernels_are_run(monkeypatch, cli):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert main(["doctor", "--kernels"]) == 0
-    assert "TRITON_INTERPRET=1 fastlr doctor --kernels" in " ".join(capsys.readouterr().out.split())
+    assert "TRITON_INTERPRET=1 fastlr doctor --kernels" in " ".join(cli("doctor --kernels").out.split())
 
 
 def test_wrong_kernels_are_findings(monkeypatch):

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
-
 import pytest
 import torch
+from page import Page
 from torch import nn
 
 import fastlr
 from fastlr.errors import InputError
-
-
-class Page(HTMLParser):
-    """Collects cells and text; every tag must be closed in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.rows: list[list[str]] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-        if self.open and self.open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
 
 
 def model() -> nn.Module:

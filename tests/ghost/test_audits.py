@@ -80,26 +80,12 @@ def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.Mo
     assert engine_for(model).audits.failed == 1 and any("measured again" in note for note in again.notes)
 
 
-def test_training_moves_running_statistics_and_costs_no_proof() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(8, 3, 6, 6)
-    images = fastlr.TensorInputs(torch.randn(8, 3, 6, 6))
-    compared = []
-    for _ in range(100):
-        model.train()
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        fastlr.estimate(model, images, n=8)
-        compared.append(engine_for(model).comparisons)
-    assert engine_for(model).proofs == 1 and compared[-1] == compared[0]
-
-
-def test_estimates_of_one_model_share_a_proof_and_count_their_audits() -> None:
+def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs: list[int]) -> None:
     model, x = Net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
-    assert engine_for(model).proofs == 1
+    fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 16, predictive=fastlr.Gaussian()).measure()
+    fastlr.per_sample_grad_sq_norms(model, x, torch.randn(16, 4))
+    assert len(proofs) == engine_for(model).proofs == 1
     assert first.audits >= 1 and first.to_dict()["audits"] == first.audits and f"{first.audits} audited" in str(first)
     assert torch.equal(first.per_sample, second.per_sample)
 

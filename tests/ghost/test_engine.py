@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import weakref
 
 import pytest
 import torch
 from single_samples import Written, truth
 from torch import Tensor, nn
+from untouched import untouched
 
 import fastlr
 from bench import cases
@@ -102,15 +102,6 @@ def test_freezing_is_seen(proofs: list[int]) -> None:
         "2.weight",
         "2.bias",
     }
-
-
-def test_plans_go_with_the_model() -> None:
-    model = mlp()
-    agree(model, draw(4, 5), draw(4, 3))
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
 
 
 def resident() -> int:
@@ -334,9 +325,8 @@ def refused(
 
 def test_batch_norm_in_train_mode_is_named() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
-    before = {k: t.clone() for k, t in model.state_dict().items()}
-    refused(fastlr.InteractionError, r"module 1 \(BatchNorm1d\).*train mode.*model\.eval\(\)", model, draw(4, 5))
-    assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
+    with untouched(model):
+        refused(fastlr.InteractionError, r"module 1 \(BatchNorm1d\).*train mode.*model\.eval\(\)", model, draw(4, 5))
     agree(model.eval(), draw(4, 5), draw(4, 3))
 
 
@@ -419,15 +409,9 @@ def test_what_cannot_be_measured_is_named(error, pattern, call) -> None:
 
 def test_nothing_is_touched_when_a_call_fails() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)).double()
-    state = {k: t.clone() for k, t in model.state_dict().items()}
-    random = torch.get_rng_state()
     for x in (draw(4, 5), draw(4, 5) * torch.nan):
-        with pytest.raises(fastlr.FastlrError):
+        with untouched(model), pytest.raises(fastlr.FastlrError):
             fastlr.per_sample_grad_sq_norms(model, x, draw(4, 3))
-    assert all(torch.equal(state[k], t) for k, t in model.state_dict().items())
-    assert torch.equal(random, torch.get_rng_state())
-    assert all(m.training for m in model.modules()) and all(p.grad is None for p in model.parameters())
-    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
 
 
 # -- precision ----------------------------------------------------------------------------------------------------------

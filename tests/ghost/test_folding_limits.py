@@ -138,27 +138,17 @@ def test_a_mean_by_numbers_of_other_kinds_is_left_alone() -> None:
 
 
 def test_where_a_replaced_call_does_not_do_the_rest_stays_folded() -> None:
-    class Viewing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm, self.last = nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.Linear(6, 3)
-            self.attention = nn.MultiheadAttention(6, 2)
+    def made(last: Callable[[Written, Tensor], Tensor]) -> nn.Module:
+        def forward(m: Written, x: Tensor) -> Tensor:
+            h = m.norm(m.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)  # lies as [B, S, E]
+            return last(m, m.attention(h, h, h, need_weights=False)[0])
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.norm(self.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)  # lies as [B, S, E]
-            h = self.attention(h, h, h, need_weights=False)[0]
-            return self.last(h.view(len(h), -1, 6).mean(0)) if h.shape[1] else h.view(-1)
+        parts = {"conv": nn.Conv2d(4, 6, 3), "norm": nn.BatchNorm2d(6), "last": nn.Linear(6, 3)}
+        return randomise(Written(forward, **parts, attention=nn.MultiheadAttention(6, 2)))
 
-    model = randomise(Viewing())
-    assert exact(model, 3, 4, 6, 7).folded
-
-    class Flat(Viewing):
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.norm(self.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)
-            h = self.attention(h, h, h, need_weights=False)[0]
-            return self.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0))  # torch's result is contiguous
-
-    model = randomise(Flat())
+    viewing = made(lambda m, h: m.last(h.view(len(h), -1, 6).mean(0)) if h.shape[1] else h.view(-1))
+    assert exact(viewing, 3, 4, 6, 7).folded
+    model = made(lambda m, h: m.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0)))  # torch's result is contiguous
     folding = exact(model, 3, 4, 6, 7)
     assert folding.folded and not folding.disabled and not folding.replaced
     assert "only convolutions and norms are folded" in str(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -196,16 +195,6 @@ def test_a_sum_of_two_blocks() -> None:
     assert check(Written(forward, a=a, b=b), 2).folded == {"a.0.weight": "add, relu", "b.0.weight": "none"}
 
 
-def test_residual_changed_afterwards() -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        other = x.repeat(1, 2, 1, 1)[:, :6].clone()
-        y = net.bn(net.conv(x)) + other
-        other.mul_(2.0)
-        return y * other
-
-    check(Net(forward), 0, why="what is added was changed")
-
-
 # -- what is not --------------------------------------------------------------------------------------------------------
 
 
@@ -236,56 +225,52 @@ def input_changed(net: Net, x: Tensor) -> Tensor:
     return net.bn(y) * x[:, :1]
 
 
-NOT_FOLDED = {
-    "both_used": (both_used, 0, "something else uses"),
-    "before_activation_used": (before_activation_used, 0, "something else uses"),
-    "reused": (reused, 0, "more than once"),
-    "norm_reused": (norm_reused, 1, "more than once"),
+def residual_changed(net: Net, x: Tensor) -> Tensor:
+    other = twice(x).clone()
+    y = net.bn(net.conv(x)) + other
+    other.mul_(2.0)
+    return y * other
+
+
+def in_place_activation_seen_by_all(net: Net, x: Tensor) -> Tensor:
+    y = net.bn(net.conv(x))
+    F.relu_(y)
+    return net.bn2(net.other(y)).abs() + y[:, :5]
+
+
+def convolution_without_gradient(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = net.conv(x)
+    return net.bn2(net.other(net.bn(y)))
+
+
+def norm_outside_the_gradient(net: Net, x: Tensor) -> Tensor:
+    y = net.conv(x)
+    with torch.no_grad():
+        seen = net.bn(y)
+    return y * seen
+
+
+LEFT = {  # forward pass: (how many are folded, why not the others, what is frozen)
+    both_used: (0, "something else uses", None),
+    before_activation_used: (0, "something else uses", None),
+    reused: (0, "more than once", None),
+    norm_reused: (1, "more than once", None),
+    input_changed: (0, "changed in place", "conv"),  # with a trainable weight autograd itself refuses
+    residual_changed: (0, "what is added was changed", None),
+    in_place_activation_seen_by_all: (2, "", None),
+    convolution_without_gradient: (1, "", "conv"),
+    norm_outside_the_gradient: (0, "something else uses", "bn"),
 }
 
 
-@pytest.mark.parametrize("name", NOT_FOLDED)
-def test_blocks_that_must_stay(name: str) -> None:
-    forward, folded, why = NOT_FOLDED[name]
-    check(Net(forward), folded, why=why)
-
-
-def test_changed_input() -> None:
-    net = Net(input_changed)
-    net.conv.requires_grad_(False)  # with a trainable weight autograd itself refuses
-    check(net, 0, why="changed in place")
-
-
-def test_in_place_activation_is_seen_by_all() -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        y = net.bn(net.conv(x))
-        F.relu_(y)
-        return net.bn2(net.other(y)).abs() + y[:, :5]
-
-    check(Net(forward), 2)
-
-
-def test_convolution_without_gradient_is_left() -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            y = net.conv(x)
-        return net.bn2(net.other(net.bn(y)))
-
+@pytest.mark.parametrize("forward", LEFT)
+def test_what_must_stay_is_left(forward: Callable[[Net, Tensor], Tensor]) -> None:
+    folded, why, frozen = LEFT[forward]
     net = Net(forward)
-    net.conv.requires_grad_(False)
-    check(net, 1)
-
-
-def test_batch_norm_outside_the_gradient_is_left() -> None:
-    def forward(net: Net, x: Tensor) -> Tensor:
-        y = net.conv(x)
-        with torch.no_grad():
-            seen = net.bn(y)
-        return y * seen
-
-    net = Net(forward)
-    net.bn.requires_grad_(False)
-    check(net, 0, why="something else uses")
+    if frozen:
+        net.get_submodule(frozen).requires_grad_(False)
+    check(net, folded, why=why)
 
 
 def test_a_hook_that_keeps_the_result_gets_the_result() -> None:
@@ -308,12 +293,10 @@ def test_scripted_module_gets_a_real_tensor() -> None:
     assert_norms(got, cases.loop_norms(cases.Case(model, x), v), 1e-10, 1e-13)
 
 
+@pytest.mark.filterwarnings("error", "ignore:Guards may run slower on Python 3.13.0")  # torch's own, from 2.15 on
 def test_compiled_part_is_folded_without_a_word() -> None:
     part = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # torch's own, from 2.15 on
-        check(nn.Sequential(torch.compile(part, backend="eager"), nn.Flatten(), nn.Linear(6 * 20, 3)), 1)
+    check(nn.Sequential(torch.compile(part, backend="eager"), nn.Flatten(), nn.Linear(6 * 20, 3)), 1)
 
 
 def test_samples_of_several_images_run_unfolded() -> None:

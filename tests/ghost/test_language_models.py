@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 import pytest
 import torch
+from exact import redundancy
 from torch import nn
 from zoo_registry import randomise
 
 import fastlr
 from bench.paired import peak_bytes, resident
 from fastlr import ops
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
 from fastlr.ops import fisher as torch_predictive
@@ -77,11 +77,10 @@ def measure(model: nn.Module, x: Any, **options: Any) -> fastlr.Estimate:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")  # nothing by a slow loop
 def test_every_sequence_as_if_alone(name, padded):
     model, x = build(name), text(name, padded)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FastlrWarning)  # nothing by a slow loop
-        got = measure(model, x, batch_size=N)
+    got = measure(model, x, batch_size=N)
     with torch.no_grad():
         z = model(**x).logits
     counted = torch.arange(T) < torch.tensor(LENGTHS)[:, None]
@@ -118,16 +117,7 @@ def test_exact_probe_is_the_label_expectation_over_the_counted_positions():
     got = measure(model, x, probe="exact").per_sample
     for i in range(N):
         z = model(x["input_ids"][i : i + 1, : LENGTHS[i]])[0]
-        total = 0.0
-        for logits in z:
-            p = logits.detach().softmax(0)
-            rows = [
-                torch.cat([g.flatten() for g in torch.autograd.grad(e, list(model.parameters()), retain_graph=True)])
-                for e in logits
-            ]
-            jacobian = torch.stack(rows)
-            fisher = torch.diag(p) - torch.outer(p, p)
-            total += float(torch.einsum("ip,ij,jp->", jacobian, fisher, jacobian))
+        total = float(sum(redundancy(model, logits) for logits in z))
         assert float(got[i]) == pytest.approx(total, rel=1e-10)
 
 

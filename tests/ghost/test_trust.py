@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import itertools
 
 import pytest
 import torch
@@ -69,50 +69,23 @@ def test_every_call_is_right_or_refused_in_single_precision(name: str) -> None:
 # -- one estimate ------------------------------------------------------------------------------------------------------
 
 
-def estimate_is_right(model: nn.Module, tensors: tuple, batch_size: int) -> None:
-    count = len(tensors[0])
-    found = fastlr.estimate(model, fastlr.TensorInputs(tensors), n=count, batch_size=batch_size, predictive=CATEGORICAL)
-    want = []
-    for start in range(0, count, batch_size):
-        at = range(start, min(start + batch_size, count))
-        xs = tuple(t[at.start : at.stop] for t in tensors)
-        v = CATEGORICAL.cotangent(output_of(model, xs)[0].detach(), "rademacher", at, 0)
-        want.append(truth(model, xs, v).total)
-    torch.testing.assert_close(found.per_sample, torch.cat(want), rtol=1e-9, atol=0)
-
-
+IN_TURN = ("ragged", "permuted", "packed", "switch-", "one_sample-plain-2_1", "one_sample-attention-2_1")
 CATEGORICAL = fastlr.Categorical()
 
 
-@pytest.mark.parametrize("how", [cases.navit, cases.navit_in_order])
-@pytest.mark.parametrize("batches", [cases.REGULAR_THEN_NOT, cases.FULL_THEN_NOT], ids=["regular", "full"])
-def test_packed_rows_in_one_estimate(how, batches) -> None:
-    tensors = tuple(torch.cat(parts) for parts in zip(*cases.navit_calls(batches)))
-    estimate_is_right(Net(how), tensors, len(batches[0]))
-
-
-@pytest.mark.parametrize("how", [cases.unpadded, cases.segments])
-def test_ragged_rows_in_one_estimate(how) -> None:
-    parts = [cases.tokens(lengths) for lengths in ([3, 3, 3, 3], [1, 5, 2, 4], [4, 2, 5, 1])]
-    estimate_is_right(Net(how), tuple(torch.cat(p) for p in zip(*parts)), 4)
-
-
-@pytest.mark.parametrize("how", [cases.sorted_by_function, cases.by_mul_and_sum, cases.by_where_and_sum])
-def test_permuted_samples_in_one_estimate(how) -> None:
-    x = torch.randn(18, 5)
-    x[:6, 0] = torch.arange(6)
-    estimate_is_right(Net(how), (x,), 6)
-
-
-def test_mixture_of_experts_in_one_estimate() -> None:
-    x = cases.routed([0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0])
-    estimate_is_right(cases.Switch(2, lambda count: count), (x,), 6)
-
-
-@pytest.mark.parametrize("attention", [False, True])
-def test_a_last_chunk_of_one_image(attention: bool) -> None:
-    model = nn.Sequential(cases.Positions(attention), nn.Flatten()).eval()
-    estimate_is_right(model, (torch.randn(5, 3, 2, 3),), 2)
+@pytest.mark.parametrize("name", [name for name in cases.CASES if name.startswith(IN_TURN)])
+def test_the_calls_of_a_model_are_right_in_one_estimate(name: str) -> None:
+    for model, calls in itertools.groupby(cases.CASES[name](), key=lambda call: call.model):
+        chunks = [call.xs for call in calls]
+        inputs = fastlr.TensorInputs(tuple(torch.cat(parts) for parts in zip(*chunks)))
+        size = len(chunks[0][0])
+        found = fastlr.estimate(model, inputs, n=len(inputs), batch_size=size, predictive=CATEGORICAL)
+        want = []
+        for k, xs in enumerate(chunks):
+            at = range(k * size, k * size + len(xs[0]))
+            v = CATEGORICAL.cotangent(output_of(model, xs)[0].detach(), "rademacher", at, 0)
+            want.append(truth(model, xs, v).total)
+        torch.testing.assert_close(found.per_sample, torch.cat(want), rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("mix", [state.with_grad, state.detached])
@@ -151,59 +124,6 @@ def test_a_model_may_say_that_it_equals_everything() -> None:
 # -- the user's module -------------------------------------------------------------------------------------------------
 
 
-def contents(model: nn.Module) -> dict[tuple[str, str], tuple]:
-    """All attributes of all modules, with what containers and tensors among them hold: (object, held) by path and name."""
-
-    def held(value: object) -> object:
-        return (id(value), value.dtype, value.tolist()) if torch.is_tensor(value) else id(value)
-
-    return {
-        (path, key): (value, {k: held(v) for k, v in value.items()} if isinstance(value, dict) else held(value))
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-    }
-
-
-def same_contents(model: nn.Module, before: dict) -> None:
-    after = contents(model)
-    assert list(after) == list(before)
-    for key, (value, held) in before.items():
-        assert after[key][0] is value and after[key][1] == held, f"{key} is not what it was"
-
-
-class Fused(Net):
-    """Writes attributes, dicts and a buffer in forward, and fails when ``FUSE`` is at zero."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.total += 1
-        self.old = self.old * 2
-        z = state.keeps(self, x)
-        FUSE[0] -= 1
-        if FUSE[0] == 0:
-            raise ValueError("the fuse")
-        return z
-
-
-FUSE = [0]
-
-
-@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("fails_at", [0, *range(1, 13)])
-def test_attributes_are_as_before(dtype: torch.dtype, fails_at: int) -> None:
-    torch.set_default_dtype(dtype)
-    model = Fused(None, log={}, count=0, kept=torch.zeros(2), old=torch.ones(3))
-    model.register_buffer("total", torch.zeros(()))
-    before = contents(model)
-    for count in (4, 4, 6):  # at the proof, or at a later call
-        FUSE[0] = fails_at
-        try:
-            norms(model, torch.randn(count, 5), torch.randn(count, 4))
-        except (ValueError, fastlr.FastlrError):
-            assert fails_at, "refused"
-        same_contents(model, before)
-
-
 class Captures(Net):
     """Gives itself a hook at its first forward pass, and notes that it has (as models of transformers do)."""
 
@@ -228,15 +148,6 @@ def test_hooks_that_a_forward_pass_makes_are_not_made_twice() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_biases_cached_in_eval_mode_are_left_alone(dtype: torch.dtype) -> None:
-    torch.set_default_dtype(dtype)
-    model = state.CachedBias()
-    want = truth(model, (x := torch.randn(3, 4, 5),), v := torch.randn(3, 4)).norms
-    right(model, (x,), v, want)
-    assert float(want["biases"].min()) > 0 and model.cache == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("measured_before", [False, True])
 def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured_before) -> None:
     torch.set_default_dtype(dtype)
@@ -244,6 +155,7 @@ def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured
     want = truth(model, (x,), v).norms
     if measured_before:
         right(model, (x,), v, want)
+        assert float(want["biases"].min()) > 0 and model.cache == {}
     with torch.no_grad():
         model(x)
     cached = {key: (value, value.clone()) for key, value in model.cache.items()}
@@ -291,11 +203,11 @@ def test_hard_routing_is_judged_the_same_for_every_seed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_ragged_rows_of_many_samples_stay_off_the_loop(dtype: torch.dtype) -> None:
     torch.set_default_dtype(torch.float32)
     model = cases.Experts()
-    with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        warnings.simplefilter("error", fastlr.FastlrWarning)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         for count in (8, 512, 512):
             x, v = torch.randn(count, 8), torch.randn(count, 4)
             chosen = torch.randint(0, count, (12,)).tolist()
@@ -391,37 +303,38 @@ FINE = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FINE)
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     build, shape = FINE[name]
     model, axis = build().eval(), 1 if name == "encoder-time_first" else 0
     front = Written(lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model)  # samples along axis 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fastlr.FastlrWarning)
-        for count in (4, 2, 5, 4):
-            x = torch.randn(count, *shape)
-            v = output_like(model, (x,))
-            want = truth(front, (x,), v).norms
-            x, v = x.movedim(0, axis), v.movedim(0, axis)
-            got = norms(model, x, v, in_dim=axis, out_dim=axis, per_parameter=True)
-            assert_norms({f"model.{n}": value for n, value in got.items()}, want, *TOLERANCES[dtype])
-            report = fastlr.support_report(model, x, in_dim=axis, out_dim=axis)
-            assert {report.routes[n] for n in got if want[f"model.{n}"].any()} == {"rule"}, report
-            assert any("every batch" in note for note in report.notes) == (name == "shuffled"), report  # by an index
+    for count in (4, 2, 5, 4):
+        x = torch.randn(count, *shape)
+        v = output_like(model, (x,))
+        want = truth(front, (x,), v).norms
+        x, v = x.movedim(0, axis), v.movedim(0, axis)
+        got = norms(model, x, v, in_dim=axis, out_dim=axis, per_parameter=True)
+        assert_norms({f"model.{n}": value for n, value in got.items()}, want, *TOLERANCES[dtype])
+        report = fastlr.support_report(model, x, in_dim=axis, out_dim=axis)
+        assert {report.routes[n] for n in got if want[f"model.{n}"].any()} == {"rule"}, report
+        assert any("every batch" in note for note in report.notes) == (name == "shuffled"), report  # by an index
 
 
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_running_statistics_may_move() -> None:
-    model = residual()
+    """In training between two estimates, which costs no proof and no comparison."""
+    model, images, compared = residual(), fastlr.TensorInputs(torch.randn(8, 3, 4, 4)), []
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", fastlr.FastlrWarning)
-        for _ in range(3):
-            for _ in range(20):
-                optimizer.zero_grad()
-                model.train()(torch.randn(6, 3, 4, 4)).square().mean().backward()
-                optimizer.step()
-            check(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
-            assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
+    for _ in range(60):
+        optimizer.zero_grad()
+        model.train()(torch.randn(6, 3, 4, 4)).square().mean().backward()
+        optimizer.step()
+        fastlr.estimate(model, images, n=8)
+        compared.append(engine_for(model).comparisons)
+    assert engine_for(model).proofs == 1 and compared[-1] == compared[0]
+    check(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
+    assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
 
 
 def test_a_copy_of_a_model_has_its_own_engine() -> None:

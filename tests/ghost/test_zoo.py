@@ -11,6 +11,7 @@ import models_zoo as zoo
 import pytest
 import torch
 from exact import assert_norms
+from untouched import untouched
 
 from bench import cases
 from fastlr import errors
@@ -21,34 +22,13 @@ FAULTS = [name for name in zoo.ZOO if name.startswith("fault_")]
 SOUND = [param for param in NAMES if param.values[0] not in FAULTS]
 
 
-def state(model: torch.nn.Module) -> tuple:
-    """What a measurement must leave alone: values, gradients, flags, and the random state."""
-    values = [t.clone() for t in (*model.parameters(), *model.buffers())]
-    flags = [m.training for m in model.modules()] + [p.requires_grad for p in model.parameters()]
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()]
-    return values, flags, hooks, [p.grad is None for p in model.parameters()], torch.get_rng_state()
-
-
-def assert_same_state(before: tuple, after: tuple) -> None:
-    """Compare two states bit by bit."""
-    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0])), "a parameter or buffer changed"
-    assert before[1] == after[1], "train/eval or requires_grad flags changed"
-    assert before[2] == after[2], "hooks were left behind"
-    assert all(after[3]), ".grad was written"
-    assert torch.equal(before[4], after[4]), "the random state moved"
-
-
 def measure(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
     """The library's answer, with the check that it left the model as it was."""
     import fastlr
 
-    before = state(case.model)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", errors.FastlrWarning)
-            return fastlr.per_sample_grad_sq_norms(case.model, case.x, cotangent, per_parameter=True, **case.kwargs)
-    finally:
-        assert_same_state(before, state(case.model))
+    with untouched(case.model), warnings.catch_warnings():
+        warnings.simplefilter("ignore", errors.FastlrWarning)
+        return fastlr.per_sample_grad_sq_norms(case.model, case.x, cotangent, per_parameter=True, **case.kwargs)
 
 
 def masked_norms(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:

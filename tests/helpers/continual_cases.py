@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from continual_runs import read_lines as lines
 from torch import nn
@@ -48,7 +50,8 @@ EVERY_INTERVENTION = {
 
 def as_arguments(settings: dict) -> list[str]:
     """Options as the command line takes them."""
-    return [f"--set={key}={','.join(v) if isinstance(v, tuple) else v}" for key, v in settings.items()]
+    texts = {tuple: ",".join, dict: json.dumps}
+    return [f"--set={key}={texts.get(type(value), str)(value)}" for key, value in settings.items()]
 
 
 def no_activation(num_classes: int = 2) -> nn.Module:

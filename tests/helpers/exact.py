@@ -1,13 +1,15 @@
-"""The truth of per-sample norms, one backward pass a sample in float64, and the comparison that tests hold results to."""
+"""The truth of per-sample norms and redundancies, by passes of one sample in float64, and what tests hold results to."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from fastlr.ops.reference.fisher import categorical_fisher
 
 
 class Truth(NamedTuple):
@@ -63,6 +65,19 @@ def truth(model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), 
             outputs = (whole[j] - z[0]).abs() / (whole[j].abs() + 0.01)
             apart += [float(gaps.max()), float(outputs.detach().max())]
     return Truth(dict(zip(whole_parameters, torch.stack(columns, 1))), max(apart))
+
+
+def gradients(model: nn.Module, values: Iterable[Tensor]) -> Tensor:
+    """The gradient of each value by the trainable parameters, [values, parameters]."""
+    own = [p for p in model.parameters() if p.requires_grad]
+    rows = [torch.autograd.grad(value, own, retain_graph=True, materialize_grads=True) for value in values]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+def redundancy(model: nn.Module, z: Tensor, fisher: Callable[[Tensor], Tensor] = categorical_fisher) -> Tensor:
+    """tr(J^T F J) of one output z [outputs] of the model, by one backward pass for each of its elements."""
+    jacobian = gradients(model, z)
+    return torch.einsum("ip,ij,jp->", jacobian, fisher(z.detach()), jacobian)
 
 
 def assert_norms(

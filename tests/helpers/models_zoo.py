@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torchvision
 import zoo_layers  # noqa: F401  (registers the small ones)
 import zoo_odd  # noqa: F401
 from torch import Tensor, nn
+from torchvision.models import DenseNet, VisionTransformer, shufflenet_v2_x0_5
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.efficientnet import EfficientNet, MBConvConfig
+from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 from zoo_registry import CALIBRATED, ZOO, ZooCase, make, zoo  # noqa: F401
 
-from bench.cases import Case
+from bench.cases import Case, patchtst
+from fastlr.models import load_model
 
 
-def image(build: Callable[..., nn.Module], size: int, batch: int = 3, **options: Any) -> Case:
-    """A torchvision classifier on random square images."""
-    return Case(build(weights=None, **options).eval(), torch.randn(batch, 3, size, size))
+def images(model: nn.Module, size: int, batch: int = 3) -> Case:
+    """A classifier on random square images."""
+    return Case(model.eval(), torch.randn(batch, 3, size, size))
 
 
 TORCHVISION = {  # name: (a small size that leaves every layer something to do, options)
@@ -35,10 +41,8 @@ KINKED = {"densenet121", "densenet121@224", "resnet18@224"}  # seen: float32 aut
 
 def _torchvision(name: str, small: int, options: dict[str, Any]) -> None:
     def build(size: int) -> Case:
-        import torchvision
-
         extra = {"image_size": size} if name == "vit_b_16" else {}
-        return image(getattr(torchvision.models, name), size, **options, **extra)
+        return images(getattr(torchvision.models, name)(**options, **extra), size)
 
     zoo(name, long=name in WIDE, kinked=name in KINKED)(lambda: build(small))
     zoo(f"{name}@224", long=True, kinked=f"{name}@224" in KINKED)(lambda: build(224))
@@ -49,76 +53,46 @@ for _name, (_size, _options) in TORCHVISION.items():
     _torchvision(_name, _size, _options)
 
 
-@zoo("convnext_thin")
-def _() -> Case:
-    from torchvision.models.convnext import CNBlockConfig, ConvNeXt
-
-    model = ConvNeXt([CNBlockConfig(12, 16, 2), CNBlockConfig(16, None, 1)], num_classes=5)
-    return Case(model.eval(), torch.randn(3, 3, 48, 48))
-
-
-@zoo("efficientnet_thin")
-def _() -> Case:
-    from torchvision.models.efficientnet import EfficientNet, MBConvConfig
-
-    blocks = [MBConvConfig(1, 3, 1, 8, 8, 1), MBConvConfig(4, 5, 2, 8, 12, 2)]
-    return Case(EfficientNet(blocks, 0.2, num_classes=5).eval(), torch.randn(3, 3, 40, 40))
+BLOCKS = [CNBlockConfig(12, 16, 2), CNBlockConfig(16, None, 1)]
+zoo("convnext_thin")(lambda: images(ConvNeXt(BLOCKS, num_classes=5), 48))
+INVERTED = [MBConvConfig(1, 3, 1, 8, 8, 1), MBConvConfig(4, 5, 2, 8, 12, 2)]
+zoo("efficientnet_thin")(lambda: images(EfficientNet(INVERTED, 0.2, num_classes=5), 40))
+zoo("densenet_thin", kinked=True)(lambda: images(DenseNet(4, (2, 2), 8, num_classes=5), 48))
+zoo("vit_thin")(lambda: images(VisionTransformer(32, 8, 2, 2, 16, 24, num_classes=5), 32, batch=4))
+swin = partial(SwinTransformer, [2, 2], 12, [2, 2], [2, 2], [4, 4], num_classes=5)
+zoo("swin_thin")(lambda: images(swin(), 32))
+zoo("swin_v2_thin")(lambda: images(swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2), 32))
+zoo("shufflenet")(lambda: images(shufflenet_v2_x0_5(num_classes=4), 40))
 
 
-@zoo("densenet_thin", kinked=True)
-def _() -> Case:
-    from torchvision.models import DenseNet
-
-    return Case(DenseNet(4, (2, 2), 8, num_classes=5).eval(), torch.randn(3, 3, 48, 48))
-
-
-@zoo("vit_thin")
-def _() -> Case:
-    from torchvision.models import VisionTransformer
-
-    return Case(VisionTransformer(32, 8, 2, 2, 16, 24, num_classes=5).eval(), torch.randn(4, 3, 32, 32))
-
-
-@zoo("swin_thin")
-def _() -> Case:
-    from torchvision.models.swin_transformer import SwinTransformer
-
-    return Case(SwinTransformer([2, 2], 12, [2, 2], [2, 2], [4, 4], num_classes=5).eval(), torch.randn(3, 3, 32, 32))
-
-
-@zoo("swin_v2_thin")
-def _() -> Case:
-    from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
-
-    model = SwinTransformer(
-        [2, 2], 12, [2, 2], [2, 2], [4, 4], num_classes=5, block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2
-    )  # fmt: skip
-    return Case(model.eval(), torch.randn(3, 3, 32, 32))
-
-
-def tokens(batch: int, length: int, vocabulary: int = 31) -> Tensor:
+def tokens(batch: int, length: int) -> Tensor:
     """Random token ids [batch, length]."""
-    return torch.randint(0, vocabulary, (batch, length))
+    return torch.randint(0, 31, (batch, length))
+
+
+def text(**more: int) -> dict[str, Tensor]:
+    """Four sentences of six tokens, and others of so many."""
+    return {name: tokens(4, length) for name, length in {"input_ids": 6, **more}.items()}
+
+
+def transformer(kind: str, x: dict[str, Tensor], **options: Any) -> Case:
+    """A model of Hugging Face by the name of its class."""
+    import transformers
+
+    cls = getattr(transformers, kind)
+    return Case(cls(cls.config_class(**options)).eval(), x)
 
 
 def _patchtst(batch: int, **options: Any) -> Case:
-    from transformers import PatchTSTConfig, PatchTSTForPrediction
-
-    config = PatchTSTConfig(
-        num_input_channels=3, context_length=48, prediction_length=8, patch_length=8, patch_stride=4,
-        num_hidden_layers=2, d_model=16, num_attention_heads=2, ffn_dim=24, **options,
-    )  # fmt: skip
-    return Case(PatchTSTForPrediction(config).eval(), {"past_values": torch.randn(batch, 48, 3)})
+    sizes = {"num_input_channels": 3, "context_length": 48, "prediction_length": 8, "patch_length": 8}
+    sizes |= {"patch_stride": 4, "num_hidden_layers": 2, "d_model": 16, "num_attention_heads": 2, "ffn_dim": 24}
+    return transformer("PatchTSTForPrediction", {"past_values": torch.randn(batch, 48, 3)}, **sizes, **options)
 
 
-@zoo("patchtst")
-def _() -> Case:
-    return _patchtst(4)
-
-
-@zoo("patchtst_batch_equals_channels")
-def _() -> Case:
-    return _patchtst(3)
+zoo("patchtst")(lambda: _patchtst(4))
+zoo("patchtst_batch_equals_channels")(lambda: _patchtst(3))
+zoo("patchtst_channel_attention")(lambda: _patchtst(4, channel_attention=True))
+zoo("patchtst_paper_size", long=True)(lambda: patchtst(4))
 
 
 @zoo("patchtst_layernorm_cls_token_trained_positions")
@@ -128,34 +102,14 @@ def _() -> Case:
     return case
 
 
-@zoo("patchtst_channel_attention")
-def _() -> Case:
-    return _patchtst(4, channel_attention=True)
-
-
-@zoo("patchtst_paper_size", long=True)
-def _() -> Case:
-    from bench.cases import patchtst
-
-    return patchtst(4)
-
-
 def _gpt2(batch: int, length: int) -> Case:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    sizes = {"vocab_size": 31, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
     x = {"input_ids": tokens(batch, length), "position_ids": torch.arange(length)[None]}
-    return Case(GPT2LMHeadModel(config).eval(), x)
+    return transformer("GPT2LMHeadModel", x, **sizes)
 
 
-@zoo("gpt2_tied")
-def _() -> Case:
-    return _gpt2(4, 7)
-
-
-@zoo("gpt2_tied_length_equals_batch")
-def _() -> Case:
-    return _gpt2(5, 5)
+zoo("gpt2_tied")(lambda: _gpt2(4, 7))
+zoo("gpt2_tied_length_equals_batch")(lambda: _gpt2(5, 5))
 
 
 @zoo("gpt2_masked_padding")
@@ -168,49 +122,18 @@ def _() -> Case:
     return case
 
 
-@zoo("llama")
-def _() -> Case:
-    from transformers import LlamaConfig, LlamaForCausalLM
+SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
+LLAMA = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False}
+T5 = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "use_cache": False}
+T5 |= {"decoder_start_token_id": 0}
+BERT = {**SIZES, "max_position_embeddings": 16, "num_labels": 3}
+MIXTRAL = {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}
+MIXTRAL |= {"use_cache": False, "experts_implementation": "eager"}
 
-    config = LlamaConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
-    )  # fmt: skip
-    return Case(LlamaForCausalLM(config).eval(), {"input_ids": tokens(4, 6)})
-
-
-@zoo("t5_relative_bias")
-def _() -> Case:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=31, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, use_cache=False, decoder_start_token_id=0
-    )
-    x = {"input_ids": tokens(4, 6), "decoder_input_ids": tokens(4, 5)}
-    return Case(T5ForConditionalGeneration(config).eval(), x)
-
-
-@zoo("bert_classifier")
-def _() -> Case:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=31, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=16, num_labels=3,
-    )  # fmt: skip
-    return Case(BertForSequenceClassification(config).eval(), {"input_ids": tokens(4, 6)})
-
-
-@zoo("mixtral_experts", expected="ok")
-def _() -> Case:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, use_cache=False,
-        experts_implementation="eager",
-    )  # fmt: skip
-    return Case(MixtralForCausalLM(config).eval(), {"input_ids": tokens(4, 6)})
+zoo("llama")(lambda: transformer("LlamaForCausalLM", text(), **LLAMA))
+zoo("t5_relative_bias")(lambda: transformer("T5ForConditionalGeneration", text(decoder_input_ids=5), **T5))
+zoo("bert_classifier")(lambda: transformer("BertForSequenceClassification", text(), **BERT))
+zoo("mixtral_experts")(lambda: transformer("MixtralForCausalLM", text(), **MIXTRAL))
 
 
 @zoo("peft_lora")
@@ -236,32 +159,18 @@ def _() -> Case:
     from timm.layers import StdConv2d
     from timm.models.resnetv2 import ResNetV2
 
-    model = ResNetV2(
-        layers=(1, 1), channels=(128, 256), num_classes=5, stem_chs=32, stem_type="", conv_layer=StdConv2d
-    )  # fmt: skip
-    return Case(model.eval(), torch.randn(3, 3, 32, 32))
+    sizes = {"layers": (1, 1), "channels": (128, 256), "stem_chs": 32, "stem_type": ""}
+    return images(ResNetV2(num_classes=5, conv_layer=StdConv2d, **sizes), 32)
 
 
-@zoo("timm_resnetv2_50", long=True)
-def _() -> Case:
-    import timm
-
-    return Case(timm.create_model("resnetv2_50", num_classes=5).eval(), torch.randn(3, 3, 64, 64))
+zoo("timm_resnetv2_50", long=True)(lambda: images(load_model("timm/resnetv2_50", num_classes=5), 64))
 
 
 @zoo("timm_convmixer")
 def _() -> Case:
     from timm.models.convmixer import ConvMixer
 
-    model = ConvMixer(dim=16, depth=2, kernel_size=3, patch_size=4, num_classes=5)
-    return Case(model.eval(), torch.randn(3, 3, 24, 24))
-
-
-@zoo("shufflenet")
-def _() -> Case:
-    from torchvision.models import shufflenet_v2_x0_5
-
-    return image(shufflenet_v2_x0_5, 40, num_classes=4)
+    return images(ConvMixer(dim=16, depth=2, kernel_size=3, patch_size=4, num_classes=5), 24)
 
 
 CALIBRATED.update({"efficientnet_thin", "densenet_thin", "shufflenet", "timm_convmixer", "patchtst"})

@@ -99,15 +99,38 @@ def by_index(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     return net.c(rows.new_zeros(len(x), 6).index_add(0, mask.nonzero()[:, 0], rows))
 
 
+def owners(mask: Tensor) -> Tensor:
+    """The sample of each row, as [samples, rows]."""
+    return F.one_hot(mask.nonzero()[:, 0], len(mask)).T
+
+
+def by_product(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net.c(owners(mask).to(x) @ net.b(net.a(x[mask]).tanh()).tanh())
+
+
+def by_product_transposed(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net.c((net.b(net.a(x[mask]).tanh()).tanh().T @ owners(mask).T.to(x)).T)
+
+
+def by_sparse_product(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    return net.c(torch.sparse.mm(owners(mask).to(x).to_sparse(), net.b(net.a(x[mask]).tanh()).tanh()))
+
+
+def by_segment(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+    rows = net.b(net.a(x[mask]).tanh()).tanh()
+    return net.c(torch.segment_reduce(rows, "sum", lengths=mask.sum(1), axis=0))
+
+
 def tokens(lengths: list[int], size: int = 6, width: int = 5) -> tuple[Tensor, Tensor]:
     return torch.randn(len(lengths), size, width), torch.arange(size)[None] < torch.tensor(lengths)[:, None]
 
 
-@case(unpadded, segments, by_index)
+@case(unpadded, segments, by_index, by_product, by_product_transposed, by_sparse_product, by_segment)
 def ragged(how):
-    model = Net(how)
-    for lengths in ([3, 3, 3, 3], [1, 5, 2, 4], [4, 2, 5, 1], [3, 3, 3, 3]):
-        yield Call(model, tokens(lengths))
+    for first in ([3, 3, 3, 3], [2, 3, 1, 4], [3, 3, 3, 1]):
+        model = Net(how)
+        for lengths in (first, [1, 5, 2, 4], [4, 2, 5, 1], first):
+            yield Call(model, tokens(lengths))
 
 
 def sorted_by_function(net: Net, x: Tensor) -> Tensor:
@@ -146,13 +169,19 @@ def by_matmul(net: Net, x: Tensor) -> Tensor:
     return net.c(mask.T @ net.b(mask @ net.a(x).tanh()).tanh())
 
 
-@case(sorted_by_function, by_mul_and_sum, by_where_and_sum, by_masked_fill, by_matmul)
+def looked_up(net: Net, x: Tensor) -> Tensor:
+    order = x[:, 0].argsort()
+    return net.c(F.embedding(order.argsort(), net.b(net.a(x[order]).tanh()).tanh()))
+
+
+@case(sorted_by_function, by_mul_and_sum, by_where_and_sum, by_masked_fill, by_matmul, looked_up)
 def permuted(how):
-    model = Net(how)
-    for call in range(3):
-        x = torch.randn(6, 5)
-        x[:, 0] = torch.arange(6) if call == 0 else torch.randperm(6)
-        yield Call(model, (x,))
+    for first in (torch.arange(6), torch.randperm(6)):
+        model = Net(how)
+        for order in (first, torch.randperm(6), torch.randperm(6)):
+            x = torch.randn(6, 5)
+            x[:, 0] = order
+            yield Call(model, (x,))
 
 
 @case()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
-from collections import ChainMap, UserDict
+from collections import ChainMap, OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -293,23 +293,47 @@ def cached_bias():
         yield Call(model, (torch.randn(count, 4, 5),))
 
 
-def keeps(net: Net, x: Tensor) -> Tensor:
-    h = net.a(x).tanh()
-    net.kv = h.detach()
-    net.log["last"] = h.detach().mean()
-    net.count += 1
-    return net.c(h)
+FUSE = [0]
 
 
-def keeping() -> Net:
-    return Net(keeps, log={}, count=0, kept=torch.zeros(2))
+class Keeps(nn.Module):
+    """Keeps what it has seen in every way there is, and fails when ``FUSE`` comes to zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.hidden, self.calls, self.old = None, 0, torch.ones(3)
+        self.cache, self.ordered = {}, OrderedDict(a=torch.zeros(2), b=1)
+        self.history, self.recent, self.shapes = [torch.zeros(1)], deque([0], 3), {1}
+        self.register_buffer("last", torch.zeros(2))
+        self.register_buffer("total", torch.zeros(()))
+        self.gone = "here"  # the last one: what is deleted comes back at the end
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.hidden, self.calls, self.fresh, self.old = h.detach(), self.calls + 1, h.detach().mean(), self.old * 2
+        self.cache[x.shape], self.cache["h"] = h.detach(), h
+        self.ordered["a"] = h.detach()[0]
+        self.ordered.move_to_end("a")
+        self.history.append(h.detach())
+        self.recent.append(self.calls)
+        self.shapes.add(tuple(x.shape))
+        self.last = h.detach()[0]
+        self.total += 1
+        if "gone" in vars(self):
+            del self.gone
+        FUSE[0] -= 1
+        if FUSE[0] == 0:
+            raise ValueError("the fuse")
+        return h.tanh()
 
 
 @case()
 def attribute_kept():
-    model = keeping()
+    model = Keeps()
     for count in (3, 3, 5, 1):
-        yield Call(model, (torch.randn(count, 5),))
+        yield Call(model, (torch.randn(count, 3),))
 
 
 class Hard(nn.Module):

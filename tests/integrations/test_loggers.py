@@ -8,7 +8,7 @@ import math
 import sys
 
 import pytest
-from continual_cases import SMALL, lines
+from continual_cases import SMALL, as_arguments, lines
 
 from fastlr.cli.main import main
 from fastlr.errors import InputError
@@ -106,11 +106,10 @@ def absent(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
 
 
-def test_without_tensorboard_the_remedy_is_named_and_no_run_begins(tmp_path, absent, capsys):
+def test_without_tensorboard_the_remedy_is_named_and_no_run_begins(tmp_path, absent, cli):
     with pytest.raises(InputError, match=r"pip install --no-build-isolation '.\[logging\]'"):
         TensorBoardLogger(tmp_path / "log")
-    assert main(["continual", "demo", "--out", str(tmp_path / "run"), "--tensorboard"]) == 2
-    assert "tensorboard is not installed" in capsys.readouterr().err
+    cli(f"continual demo --out {tmp_path / 'run'} --tensorboard", code=2, says="tensorboard is not installed")
     assert not (tmp_path / "run").exists()
 
 
@@ -119,8 +118,8 @@ def test_without_tensorboard_the_remedy_is_named_and_no_run_begins(tmp_path, abs
 
 def run(images, path, *more):
     settings = {**SMALL, "measures": "weight_norm,local_redundancy", "measure_every": 2, "epochs": 1}
-    pairs = [text for key, value in settings.items() if key != "tasks" for text in ("--set", f"{key}={value}")]
-    assert main(["continual", "paper", "--data", images, "--out", str(path), *pairs, *more]) == 0
+    del settings["tasks"]
+    assert main(["continual", "paper", "--data", images, "--out", str(path), *as_arguments(settings), *more]) == 0
 
 
 def assert_shows(folder):
@@ -160,11 +159,11 @@ def test_tensorboard_shows_the_records_also_of_resumed_runs(tmp_path, images, ca
     assert_shows(later)
 
 
-def test_a_refused_run_leaves_the_log_of_the_run_in_its_folder_alone(tmp_path, images, capsys):
+def test_a_refused_run_leaves_the_log_of_the_run_in_its_folder_alone(tmp_path, images, cli):
     pytest.importorskip("tensorboard")
     run(images, tmp_path / "run", "--tasks", "1")
-    assert main(["continual", "demo", "--out", str(tmp_path / "run"), "--tensorboard"]) == 2
-    assert "holds a run" in capsys.readouterr().err and not (tmp_path / "run" / "tensorboard").exists()
+    cli(f"continual demo --out {tmp_path / 'run'} --tensorboard", code=2, says="holds a run")
+    assert not (tmp_path / "run" / "tensorboard").exists()
 
 
 def test_a_log_that_fails_does_not_end_the_run(tmp_path, images, monkeypatch, capsys):

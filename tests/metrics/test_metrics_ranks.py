@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from exact import gradients
 from metrics_models import MODELS, PlainCNN, Residual, data, entropy_loss, labels, made, plain_ranks
 from single_samples import Written
 from torch import Tensor, nn
@@ -125,13 +126,9 @@ def test_layer_by_name() -> None:
 
 def plain_gradients(model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> tuple[list[float], float]:
     """One backward pass a sample, and one for the mean over samples."""
-    own = [p for p in model.parameters() if p.requires_grad]
-
-    def flat(total: Tensor) -> Tensor:
-        return torch.cat([g.flatten() for g in torch.autograd.grad(total, own, materialize_grads=True)])
-
-    grads = [flat(loss(model(x[i : i + 1]), y[i : i + 1]).sum()) for i in range(len(x))]
-    return [float(g.square().sum()) for g in grads], float(flat(loss(model(x), y).sum() / len(x)).square().sum())
+    losses = [loss(model(x[i : i + 1]), y[i : i + 1]).sum() for i in range(len(x))]
+    *samples, batch = gradients(model, [*losses, loss(model(x), y).sum() / len(x)]).square().sum(1).tolist()
+    return samples, batch
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from exact import gradients
+from single_samples import Written
 from torch import nn
+from untouched import untouched
 
 import fastlr
 from fastlr import memorization_capacity
@@ -21,19 +24,12 @@ def net(outputs: int = 3, act: type[nn.Module] = nn.Tanh) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), act(), nn.Linear(8, outputs))
 
 
-def rows(model: nn.Module, losses: torch.Tensor) -> torch.Tensor:
-    """The gradient of each loss, [n, parameters]."""
-    parameters = list(model.parameters())
-    grads = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in grads])
-
-
 # -- noise scale -------------------------------------------------------------------------------------------------------
 
 
 def test_the_noise_scale_is_that_of_the_sample_covariance(double):
     model, x, y = net().eval(), torch.randn(40, 5), torch.randint(3, (40,))
-    g = rows(model, F.cross_entropy(model(x), y, reduction="none"))
+    g = gradients(model, F.cross_entropy(model(x), y, reduction="none"))
     trace = g.var(0).sum()
     square = g.mean(0).square().sum() - trace / len(g)
     scale = fastlr.gradient_noise_scale(model, x, y, F.cross_entropy, groups=5)
@@ -83,11 +79,8 @@ def test_no_signal_has_an_infinite_noise_scale_and_too_few_samples_none(double):
 def test_a_fresh_network_learns_and_a_dead_one_does_not():
     torch.manual_seed(0)
     model, x = net(4, nn.ReLU).train(), torch.randn(32, 5)
-    state = copy.deepcopy(model.state_dict())
-    random = torch.get_rng_state()
-    fresh = trainability(model, x, learning_rate=1e-2)
-    assert torch.equal(random, torch.get_rng_state())
-    assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
+    with untouched(model):
+        fresh = trainability(model, x, learning_rate=1e-2)
     assert fresh == trainability(model, x, learning_rate=1e-2) != trainability(model, x, learning_rate=1e-2, seed=1)
     details = fresh.details
     assert 0.1 < fresh < 1 and details["n"] == 32 and 0 < details["half"] < 100 and details["stderr"] > 0
@@ -137,7 +130,7 @@ def test_the_rank_is_that_of_the_gauss_newton_matrix(double):
     """Two classes: the matrix itself, not a sample of it."""
     model, x = net(2).eval(), torch.randn(7, 5)
     p = model(x).detach().softmax(1)
-    g = rows(model, (model(x)[:, 0] - model(x)[:, 1]) * (p[:, 0] * p[:, 1]).sqrt())
+    g = gradients(model, (model(x)[:, 0] - model(x)[:, 1]) * (p[:, 0] * p[:, 1]).sqrt())
     values = torch.linalg.eigvalsh(g.T @ g / len(x)).flip(0).clamp_min(0)
     for delta in (0.5, 0.1, 0.01, 1e-6):
         sums = values.cumsum(0) / values.sum()
@@ -170,20 +163,10 @@ def test_samples_that_interact_have_no_curvature_rank():
 # -- memorization capacity ----------------------------------------------------------------------------------------------
 
 
-class Constant(nn.Module):
-    """The same logits for every input, two parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.logits = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x):
-        return self.logits.expand(len(x), 2)
-
-
 def test_gain_and_ceiling_of_all_labelings_are_those_by_hand():
     """Two inputs that look alike: labels 00 and 11 are fitted with probability 1, 01 and 10 with 1/4 each."""
-    found = memorization_capacity(Constant(), torch.zeros(2, 1), enumerated=True, steps=200, learning_rate=0.2)
+    constant = Written(lambda m, x: m.logits.expand(len(x), 2), logits=nn.Parameter(torch.zeros(2)))
+    found = memorization_capacity(constant, torch.zeros(2, 1), enumerated=True, steps=200, learning_rate=0.2)
     assert found.details["ceiling"] == pytest.approx(math.log2(2.5), abs=0.01)  # log2 sum over y of P_fit(y)
     assert found.details["bits"] == pytest.approx(1.0, abs=0.01) and found.details["parameters"] == 2
     assert float(found) == found.details["bits"] / 2 and found.details["stderr"] is None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from single_samples import Written, truth
 from torch import nn
 from transformers import PatchTSTConfig, PatchTSTForPrediction
 
@@ -123,16 +124,11 @@ def test_local_redundancy_is_that_of_one_window_at_a_time(make):
     n, sigma = 6, 0.5
     inputs, predictive = fastlr.GaussianSeries(length=50, features=3), fastlr.Gaussian(sigma=sigma)
     found = fastlr.estimate(model, inputs, n=n, predictive=predictive, seed=4)
-    exact, double = [], randomised(make(**SMALL)).eval().double()
+    forecast = (lambda m, x: m.model(x)) if make is PatchTST else (lambda m, x: m.model(x).prediction_outputs)
+    double = Written(forecast, model=randomised(make(**SMALL))).eval().double()
     x = inputs.batch(0, n, seed=4, dtype=torch.float64, device="cpu")
-    weights = [p for p in double.parameters() if p.requires_grad]
-    for i in range(n):
-        z = double(x[i : i + 1])
-        z = z if isinstance(z, torch.Tensor) else z.prediction_outputs
-        v = predictive.cotangent(z, "rademacher", torch.tensor([i]), 4)
-        gradients = torch.autograd.grad(z, weights, v.to(z.dtype), allow_unused=True)
-        exact.append(sum(float(g.square().sum()) for g in gradients if g is not None))
-    torch.testing.assert_close(found.per_sample, torch.tensor(exact, dtype=torch.float64), rtol=1e-4, atol=0)
+    exact = truth(double, (x,), predictive.cotangent(double(x), "rademacher", range(n), 4))
+    torch.testing.assert_close(found.per_sample, exact, rtol=1e-4, atol=0)
     assert "fallback" not in found.routes.values()
     low = fastlr.estimate(model, inputs, n=n, predictive=predictive, seed=4, dtype=torch.bfloat16)
     assert low.value == pytest.approx(found.value, rel=2e-2)

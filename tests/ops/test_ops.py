@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from subprocess import CalledProcessError
@@ -33,6 +32,7 @@ from fastlr.ops.reference.folded import ACTIVATIONS
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}  # low precision is raised before products
 DTYPES = list(TOLERANCE)
+pytestmark = pytest.mark.filterwarnings("error")  # what is switched off is said once, and nothing else is said
 
 
 def hold(name: str, *args: object, dtype: torch.dtype) -> None:
@@ -321,12 +321,10 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch: pytest
     want = ops.get("linear_sq_norms", "torch")(a, g)
     with pytest.warns(FastlrWarning, match=f"linear_sq_norms: Triton could not compile.*{remedy}"):
         assert torch.equal(ops.run("linear_sq_norms", a, g), want)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
-        assert torch.equal(ops.run("linear_sq_norms", a, g), want)
-        assert asked.count("linear_sq_norms") == 1, "not tried again"
-        ops.run("linear_sq_norms", a[:, :, :4], g[:, :, :4])
-        assert asked.count("linear_sq_norms") == 2, "other sizes are another kernel"
+    assert torch.equal(ops.run("linear_sq_norms", a, g), want)
+    assert asked.count("linear_sq_norms") == 1, "not tried again"
+    ops.run("linear_sq_norms", a[:, :, :4], g[:, :, :4])
+    assert asked.count("linear_sq_norms") == 2, "other sizes are another kernel"
 
 
 def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,10 +380,8 @@ def test_a_wrong_kernel_is_switched_off_at_its_first_call(
     torch.testing.assert_close(found, want, rtol=0, atol=0)
     assert [name for name, _ in ops.switched_off()] == [op]
     asked.clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ops.run(op, *args)
-        ops.run(op, *(t[:9] for t in args))  # another call of this kind
+    ops.run(op, *args)
+    ops.run(op, *(t[:9] for t in args))  # another call of this kind
     assert asked == [f"{op}, torch"] * 2
     assert not ops.switched_off()[1:]
 
@@ -416,14 +412,12 @@ def test_two_kinds_that_disagree_switch_off_the_op(monkeypatch: pytest.MonkeyPat
 def test_a_right_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype) -> None:
     args = calls_of(dtype)[op]
     asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        want = ops.run(op, *args)
-        assert asked[0] == op and len(asked) > 1
-        for given in (args, tuple(t[:11] for t in args), args):  # another batch of this kind as well
-            asked.clear()
-            found = ops.run(op, *given)
-            assert asked == [op], "no comparison"
+    want = ops.run(op, *args)
+    assert asked[0] == op and len(asked) > 1
+    for given in (args, tuple(t[:11] for t in args), args):  # another batch of this kind as well
+        asked.clear()
+        found = ops.run(op, *given)
+        assert asked == [op], "no comparison"
     torch.testing.assert_close(found, want, rtol=0, atol=0)
     assert ops.switched_off() == []
 
@@ -437,9 +431,7 @@ def test_sums_that_cancel_are_not_mistaken_for_errors(monkeypatch: pytest.Monkey
     with_kernel(monkeypatch, backwards)
     g = draw(4, 4000, 3, dtype=torch.float64)
     g = (g - g.mean(1, keepdim=True)).float()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ops.run("broadcast_sums", g, None, [1])
+    ops.run("broadcast_sums", g, None, [1])
     assert ops.switched_off() == []
 
 

@@ -56,133 +56,108 @@ class Outcome:
     failed: Mapping[str, str]
 
 
-def begin(
-    driver: Driver,
-    out: str | Path,
-    preset: str | None,
-    runs: Mapping[str, Mapping[str, Any]],
-    at_once: int | None,
-    listen: Callable[[tuple[str, ...]], Listen],
-    tensorboard: bool = False,
-    cluster: Cluster | None = None,
-) -> Outcome:
-    """Begin runs in a new folder and carry them through.
-
-    On the CPU each has one thread, unless ``threads`` or OMP_NUM_THREADS say otherwise; the number becomes a setting of the
-    run, since the last bits depend on it.
-
-    Args:
-        driver: Of all of them.
-        out: The folder, new or empty.
-        preset: None: the driver's first.
-        runs: Settings by name; a name becomes a folder.
-        at_once: How many at a time; None: on the CPU one for each core over threads, else 4 a GPU.
-        listen: Called with the names of the runs that are to be done; returns what hears them (`run_jobs`).
-        tensorboard: Also log each for TensorBoard, in its folder.
-        cluster: Where to run them (`fastlr.experiments.runs.ray`); None: as processes of this machine.
-
-    Raises:
-        InputError: Folder, preset, settings or data are not usable.
-    """
-    queue = _Queue(driver, Path(os.path.abspath(out)), preset or driver.preset, at_once, listen, tensorboard, cluster)
-    settings_by_run = {}
-    for name, settings in runs.items():
-        options = queue.options(settings)
-        on_gpu = _on_gpu(options) if cluster is None else cluster.on_gpu(options)
-        settings_by_run[name] = {**settings, "threads": options.threads or _threads(on_gpu)}
-        if cluster is not None and options.device == "auto":  # what this machine has does not matter
-            settings_by_run[name]["device"] = "cuda" if on_gpu else "cpu"
-    queue.check(settings_by_run)
-    with _folder(queue.path, make=True):
-        if (queue.path / MANY).exists() or (queue.path / CONFIG).exists():
-            raise InputError(f"{queue.path} holds runs: --resume goes on with them; or choose another folder")
-        refuse_other_files(queue.path, {LOCK, MANY + ".part"})
-        return queue.run(settings_by_run, {})
-
-
-def resume(
-    driver: Driver,
-    out: str | Path,
-    changed: Mapping[str, Any],
-    at_once: int | None,
-    listen: Callable[[tuple[str, ...]], Listen],
-    preset: str | None = None,
-    count: int | None = None,
-    tensorboard: bool = False,
-    cluster: Cluster | None = None,
-    grids: Grids | None = None,
-) -> Outcome:
-    """Go on with the runs of a folder that are not finished, and begin those that never began.
-
-    Args:
-        driver: Of all of them.
-        out: The folder.
-        changed: Settings for all; only those of ``driver.changeable``, or as they are.
-        at_once: As for `begin`.
-        listen: As for `begin`.
-        preset: None, or that of the runs.
-        count: So many seeds from now on; None: as many as there are.
-        tensorboard: As for `begin`.
-        cluster: As for `begin`.
-        grids: The values from now on, those that there are among them; None: as they are.
-
-    Raises:
-        InputError: No such folder, it belongs to other runs, or settings that do not fit.
-    """
-    path = Path(os.path.abspath(out))
-    if not is_many(path):
-        raise InputError(f"{path} holds no runs to go on with (no {MANY}): leave --resume out to begin them")
-    with _folder(path, make=False):
-        record = _read(path)
-        if record.get("driver") != driver.name:
-            raise InputError(f"{path} holds runs of fastlr {record.get('driver')}, not of fastlr {driver.name}")
-        if preset is not None and preset != record["preset"]:
-            raise InputError(f"{path} was begun with the preset {record['preset']}, not {preset}: leave it out")
-        queue = _Queue(driver, path, record["preset"], at_once, listen, tensorboard, cluster)
-        begun = {name: from_json(settings) for name, settings in record["runs"].items()}
-        changed = queue.changes(begun, changed)
-        runs = {name: {**settings, **changed} for name, settings in begun.items()}
-        if count is not None or grids is not None:
-            runs = queue.with_more(
-                runs, {**next(iter(begun.values())), **changed}, grids or {}, 1 if count is None else count
-            )
-        queue.check(runs)
-        return queue.run(runs, changed)
-
-
 def is_many(path: str | Path) -> bool:
     """Return True if a folder holds the runs of a queue."""
     return (Path(path) / MANY).is_file()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Queue:
-    """The runs of a folder, as they are to be carried out; see `begin` for the fields."""
+class Queue:
+    """The runs of a folder, and how they are to be carried out.
+
+    Attributes:
+        driver: Of all of them.
+        path: The folder.
+        preset: None: the driver's first, or that of the runs that are resumed.
+        listen: Called with the names of the runs that are to be done; returns what hears them (`run_jobs`).
+        at_once: How many at a time; None: on the CPU one for each core over threads, else 4 a GPU.
+        tensorboard: Also log each for TensorBoard, in its folder.
+        cluster: Where to run them (`fastlr.experiments.runs.ray`); None: as processes of this machine.
+    """
 
     driver: Driver
     path: Path
-    preset: str
-    at_once: int | None
+    preset: str | None
     listen: Callable[[tuple[str, ...]], Listen]
-    tensorboard: bool
-    cluster: Cluster | None
+    at_once: int | None = None
+    tensorboard: bool = False
+    cluster: Cluster | None = None
 
-    def options(self, settings: Mapping[str, Any]) -> RunOptions:
-        return resolve(self.driver.options, self.driver.presets, self.preset, settings)
+    def __post_init__(self) -> None:
+        """Name the folder by its whole path: runs are begun from other folders."""
+        object.__setattr__(self, "path", Path(os.path.abspath(self.path)))
 
-    def check(self, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    def begin(self, settings_by_name: Mapping[str, Mapping[str, Any]]) -> Outcome:
+        """Begin runs in a new or empty folder and carry them through; a name becomes a folder.
+
+        On the CPU each has one thread, unless ``threads`` or OMP_NUM_THREADS say otherwise; the number becomes a setting of
+        the run, since the last bits depend on it.
+
+        Raises:
+            InputError: Folder, preset, settings or data are not usable.
+        """
+        runs = {}
+        for name, settings in settings_by_name.items():
+            options = self._options(settings)
+            on_gpu = _on_gpu(options) if self.cluster is None else self.cluster.on_gpu(options)
+            runs[name] = {**settings, "threads": options.threads or _threads(on_gpu)}
+            if self.cluster is not None and options.device == "auto":  # what this machine has does not matter
+                runs[name]["device"] = "cuda" if on_gpu else "cpu"
+        self._check(runs)
+        with _folder(self.path, make=True):
+            if (self.path / MANY).exists() or (self.path / CONFIG).exists():
+                raise InputError(f"{self.path} holds runs: --resume goes on with them; or choose another folder")
+            refuse_other_files(self.path, {LOCK, MANY + ".part"})
+            return self._run(runs, {})
+
+    def resume(self, changed: Mapping[str, Any], count: int | None = None, grids: Grids | None = None) -> Outcome:
+        """Go on with the runs of the folder that are not finished, and begin those that never began.
+
+        Args:
+            changed: Settings for all; only those of ``driver.changeable``, or as they are.
+            count: So many seeds from now on; None: as many as there are.
+            grids: The values from now on, those that there are among them; None: as they are.
+
+        Raises:
+            InputError: No such folder, it belongs to other runs, or settings that do not fit.
+        """
+        path, driver = self.path, self.driver
+        if not is_many(path):
+            raise InputError(f"{path} holds no runs to go on with (no {MANY}): leave --resume out to begin them")
+        with _folder(path, make=False):
+            record = _read(path)
+            if record.get("driver") != driver.name:
+                raise InputError(f"{path} holds runs of fastlr {record.get('driver')}, not of fastlr {driver.name}")
+            if self.preset not in (None, record["preset"]):
+                raise InputError(
+                    f"{path} was begun with the preset {record['preset']}, not {self.preset}: leave it out"
+                )
+            queue = dataclasses.replace(self, preset=record["preset"])
+            begun = {name: from_json(settings) for name, settings in record["runs"].items()}
+            changed = queue._changes(begun, changed)
+            runs = {name: {**settings, **changed} for name, settings in begun.items()}
+            if count is not None or grids is not None:
+                first = {**next(iter(begun.values())), **changed}
+                runs = queue._with_more(runs, first, grids or {}, 1 if count is None else count)
+            queue._check(runs)
+            return queue._run(runs, changed)
+
+    def _options(self, settings: Mapping[str, Any]) -> RunOptions:
+        return resolve(self.driver.options, self.driver.presets, self.preset or self.driver.preset, settings)
+
+    def _check(self, runs: Mapping[str, Mapping[str, Any]]) -> None:
         """Meet errors in the settings and the data now, rather than in every run."""
         opened = set()
         for settings in runs.values():
-            options = self.options(settings)
+            options = self._options(settings)
             texts = tuple(value for value in vars(options).values() if isinstance(value, str))  # the data's among them
             if texts not in opened:
                 self.driver.open_data(options)
                 opened.add(texts)
 
-    def changes(self, begun: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _changes(self, begun: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of options that may change, the others being as they were; a seed is that of the first."""
-        options = [self.options(settings) for settings in begun.values()]
+        options = [self._options(settings) for settings in begun.values()]
         changed = {}
         for key, value in settings.items():
             before = [getattr(of_run, key) for of_run in (options[:1] if key == "seed" else options)]
@@ -196,7 +171,7 @@ class _Queue:
                 )
         return changed
 
-    def with_more(
+    def _with_more(
         self, runs: dict[str, dict[str, Any]], settings: Mapping[str, Any], grids: Grids, count: int
     ) -> dict[str, dict[str, Any]]:
         """Return the runs that there are and those that grids and seeds add, made of the settings of the first."""
@@ -213,19 +188,20 @@ class _Queue:
             )
         return {**wanted, **runs}
 
-    def run(self, runs: dict[str, dict[str, Any]], changed: dict[str, Any]) -> Outcome:
+    def _run(self, runs: dict[str, dict[str, Any]], changed: dict[str, Any]) -> Outcome:
         """Write down what the runs are, and do those that are not finished."""
         if self.at_once is not None and self.at_once < 1:
             raise InputError(f"--at-once {self.at_once}: give at least 1")
-        options = self.options(next(iter(runs.values())))
+        options = self._options(next(iter(runs.values())))
         share = None if self.cluster is None else self.cluster.share(options)
-        record = {"driver": self.driver.name, "preset": self.preset, "runs": runs, "command": sys.argv, "date": now()}
+        preset = self.preset or self.driver.preset
+        record = {"driver": self.driver.name, "preset": preset, "runs": runs, "command": sys.argv, "date": now()}
         replace_file(self.path / MANY, json.dumps(record, indent=2) + "\n")
         (self.path / LOGS).mkdir(exist_ok=True)
         left = tuple(name for name in runs if not self._finished(name, changed))
         jobs = []
         for name in left:
-            command = worker.command(self.driver, self.path / name, self.preset, runs[name], changed, self.tensorboard)
+            command = worker.command(self.driver, self.path / name, preset, runs[name], changed, self.tensorboard)
             jobs.append(Job(name, command, self.path / LOGS / f"{name}.txt"))
         if self.cluster is None or share is None:
             failed = run_jobs(jobs, _slots(options, self.at_once), self.listen(left))

@@ -84,13 +84,3 @@ def categorical_root_cotangent(
             s = (z[b, p].double().log_softmax(0) / 2).exp().cpu()
             cotangents[b, p] = _root(s) @ signs[b].view(positions, classes)[p]
     return cotangents.to(z.device)
-
-
-def expected_sq_norm(jacobian: Tensor, fisher: Tensor) -> Tensor:
-    """Label expectation of the squared score of one sample, tr(J^T F J), from J = dz/dtheta [outputs, parameters]."""
-    return torch.einsum("ip,ij,jp->", jacobian.double(), fisher, jacobian.double())
-
-
-def local_redundancy_per_sample(jacobians: Tensor, logits: Tensor) -> Tensor:
-    """E_y ||grad log P(y|x)||^2 of each sample, [B]: softmax outputs [B, C], Jacobians [B, C, parameters]."""
-    return torch.stack([expected_sq_norm(j, categorical_fisher(z)) for j, z in zip(jacobians, logits, strict=True)])

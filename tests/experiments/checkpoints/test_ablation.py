@@ -14,7 +14,6 @@ from scipy import stats
 from torch import nn
 
 import fastlr
-from fastlr.cli.main import main
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.experiments.checkpoints.ablation import REAL, as_run, measure_checkpoints, real_inputs, synthetic_inputs
 from fastlr.experiments.checkpoints.ablation_tables import few_checkpoints
@@ -66,14 +65,13 @@ def store(tmp_path_factory):
     return path, synthetic_store(path, classes=3, size=8, train=4, test=5)
 
 
-def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, capsys, monkeypatch):
+def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     path, _ = store
     checkpoints = save(tmp_path, lambda: net(width=5))
-    arguments = ["ablate", *map(str, checkpoints), "--model", "test_ablation:net", "--model-kwargs", '{"width": 5}']
+    arguments = [*checkpoints, "--model-kwargs", '{"width": 5}']
     files = ["--csv", str(tmp_path / "t.csv"), "--json", str(tmp_path / "t.json"), "--figure", str(tmp_path / "t.png")]
-    assert main([*arguments, "--real", str(path), "--n", "10", "--seed", "3", "--device", "cpu", *files]) == 0
-    out = capsys.readouterr().out
+    out = cli(f"ablate --model test_ablation:net --real {path} --n 10 --seed 3 --device cpu", *arguments, *files).out
     record = json.loads((tmp_path / "t.json").read_text())
     assert [entry["checkpoint"] for entry in record["checkpoints"]] == list(map(str, checkpoints))
     assert record["real"]["count"] == 10 and "10 test images of store" in out
@@ -103,15 +101,13 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
     assert max(map(len, (line for line in tables if str(tmp_path) not in line))) <= 80
 
 
-def test_series_are_gaussian_with_the_given_sigma(tmp_path, capsys):
+def test_series_are_gaussian_with_the_given_sigma(tmp_path, cli):
     checkpoints = save(tmp_path, Forecast)
     torch.manual_seed(5)
     real = torch.randn(9, LENGTH, FEATURES)
     np.save(tmp_path / "real.npy", real.numpy())
-    arguments = ["ablate", *map(str, checkpoints), "--model", "test_ablation:Forecast", "--sigma", "0.5"]
-    file = str(tmp_path / "t.json")
-    assert main([*arguments, "--real", str(tmp_path / "real.npy"), "--n", "20", "--json", file, "--device", "cpu"]) == 0
-    out = capsys.readouterr().out
+    options = f"--real {tmp_path / 'real.npy'} --sigma 0.5 --n 20 --json {tmp_path / 't.json'} --device cpu"
+    out = cli(f"ablate --model test_ablation:Forecast {options}", *checkpoints).out
     assert "Gaussian series (n = 20)" in out and "real inputs (n = 9)" in out and "sigma=0.5" in out
     inputs = {REAL: fastlr.TensorInputs(real), "local_redundancy_series": fastlr.GaussianSeries(LENGTH, FEATURES)}
     for checkpoint, estimates in zip(checkpoints, json.loads((tmp_path / "t.json").read_text())["checkpoints"]):
@@ -124,13 +120,12 @@ def test_series_are_gaussian_with_the_given_sigma(tmp_path, capsys):
             assert abs(estimates[name]["value"] - exact) < 5 * estimates[name]["stderr"]
 
 
-def test_the_same_value_everywhere_gives_no_correlation(tmp_path, capsys):
+def test_the_same_value_everywhere_gives_no_correlation(tmp_path, cli):
     """A linear forecast's local redundancy does not depend on its weights."""
     checkpoints = save(tmp_path, Forecast, 3)
     torch.save(torch.randn(6, LENGTH, FEATURES), tmp_path / "real.pt")
     arguments = ["--model", "test_ablation:Forecast", "--real", str(tmp_path / "real.pt"), "--predictive", "gaussian"]
-    assert main(["ablate", *map(str, checkpoints), *arguments, "--n", "8"]) == 0
-    out = capsys.readouterr().out
+    out = cli("ablate --n 8", *checkpoints, *arguments).out
     assert "the same at all checkpoints" in " ".join(out.split()) and "Pearson" not in out
 
 
@@ -270,11 +265,10 @@ def _at(value: float) -> fastlr.Estimate:
         (["C0", "C1", "C2", *MODEL, *DATA, "--model-kwargs", "3"], "a JSON object"),
     ],
 )
-def test_wrong_arguments_are_one_line_and_exit_2(arguments, says, tmp_path, capsys, monkeypatch):
+def test_wrong_arguments_are_one_line_and_exit_2(arguments, says, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoints = save(tmp_path, net, 3)
     torch.save(torch.rand(4, 3, 8, 8), tmp_path / "real.pt")
     names = {**{f"C{i}": str(path) for i, path in enumerate(checkpoints)}, "REAL": "real.pt"}
-    assert main(["ablate", *(names.get(word, word) for word in arguments)]) == 2
-    error = capsys.readouterr().err
+    error = cli("ablate", *(names.get(word, word) for word in arguments), code=2).err
     assert says in error and error.count("\n") == 1, error

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastlr
-from fastlr.cli.main import main
 from fastlr.errors import InputError
 from fastlr.estimator.result import Estimate
 from fastlr.experiments.checkpoints.ranking import ranking
@@ -99,13 +98,12 @@ def test_estimates_that_are_not_paired_are_refused():
         ranking({"a": a})
 
 
-def test_the_command(checkpoints, tmp_path, capsys):
+def test_the_command(checkpoints, tmp_path, cli):
     files = [str(path) for path in checkpoints.values()]
     options = ["--model", "test_rank:net", "--size", "8", "-n", "40", "--seed", "3"]
     picture, record, table = tmp_path / "rank.png", tmp_path / "rank.json", tmp_path / "rank.csv"
     outputs = ["--figure", str(picture), "--json", str(record), "--csv", str(table)]
-    assert main(["rank", *files, *options, *outputs]) == 0
-    out = capsys.readouterr().out
+    out = cli("rank", *files, *options, *outputs).out
     assert max(map(len, out.splitlines()[:-3])) <= 80 and picture.read_bytes()[:4] == b"\x89PNG"
     found = json.loads(record.read_text())
     ordered = [entry["value"] for entry in found["ranking"]]
@@ -119,12 +117,11 @@ def test_the_command(checkpoints, tmp_path, capsys):
         assert values[f"{name}.pt"]["stderr"] == pytest.approx(direct.stderr, rel=1e-5)
         assert f"{name}.pt" in out and f"{name}.pt" in table.read_text()
     assert len(found["pairs"]) == 3 and found["folder"] == str(tmp_path)
-    assert main(["rank", *files[:2], *options, "--json", "-"]) == 0
-    captured = capsys.readouterr()
+    captured = cli("rank --json -", *files[:2], *options)
     assert json.loads(captured.out)["pairs"] and "Checkpoints by local redundancy" in captured.err
 
 
-def test_series_and_settings(tmp_path, capsys):
+def test_series_and_settings(tmp_path, cli):
     kwargs = {"channels": 2, "context": 20, "horizon": 3, "patch": 4, "stride": 4, "layers": 1, "width": 4, "heads": 2}
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -132,13 +129,11 @@ def test_series_and_settings(tmp_path, capsys):
     series = ["--inputs", "series", "--length", "20", "--features", "2", "-n", "16"]
     model = ["--model", "fastlr.models.patchtst:PatchTST", "--model-kwargs", json.dumps(kwargs)]
     files = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")]
-    assert main(["rank", *files, *model, *series]) == 0
-    assert "Gaussian(sigma=1.0)" in capsys.readouterr().out, "series are regression"
-    assert main(["estimate", model[1], *model[2:], *series, "--checkpoint", files[0], "--sigma", "2"]) == 0
-    assert "Gaussian(sigma=2.0)" in capsys.readouterr().out
+    assert "Gaussian(sigma=1.0)" in cli("rank", *files, *model, *series).out, "series are regression"
+    cli("estimate", model[1], *model[2:], *series, "--checkpoint", files[0], "--sigma", "2", says="Gaussian(sigma=2.0)")
 
 
-def test_what_does_not_fit_is_named(checkpoints, tmp_path, capsys):
+def test_what_does_not_fit_is_named(checkpoints, tmp_path, cli):
     first, second = str(checkpoints["first"]), str(checkpoints["confident"])
     model = ["--model", "test_rank:net", "--size", "8", "-n", "8"]
     for arguments, message in (
@@ -152,8 +147,7 @@ def test_what_does_not_fit_is_named(checkpoints, tmp_path, capsys):
         ([first, second, *model, "--figure", str(tmp_path / "no" / "x.png")], "--figure .*there is no folder"),
         ([first, second], "--model"),
     ):
-        assert main(["rank", *arguments]) == 2, arguments
-        assert re.search(message, capsys.readouterr().err), message
+        assert re.search(message, cli("rank", *arguments, code=2).err), message
 
 
 # -- the paper's other strategies ---------------------------------------------------------------------------------------
@@ -167,12 +161,11 @@ def stores(tmp_path):
     return {name: str(tmp_path / name) for name in ("source", "target")}
 
 
-def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, capsys):
+def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
     files, record = [str(path) for path in checkpoints.values()], tmp_path / "rank.json"
     data = ["--source", stores["source"], "--target", stores["target"], "--batch-size", "16"]
     by = ["--by", "weight_norm,validation_loss,dormant_ratio,linear_probe", "--json", str(record), "--seed", "3"]
-    assert main(["rank", *files, "--model", "test_rank:net", "--size", "8", "-n", "40", *data, *by]) == 0
-    out = capsys.readouterr().out
+    out = cli("rank --model test_rank:net --size 8 -n 40", *files, *data, *by).out
     table = out[out.index("Checkpoints by the paper's strategies") : out.index("*: the checkpoint")].splitlines()
     assert table[1].split() == "checkpoint max LR probe † val. loss dormant weight norm".split()
     assert [line.split()[0] for line in table[2:]] == [path.name for path in checkpoints.values()]
@@ -204,7 +197,7 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, capsys):
     assert found["weight_norm"]["pick"] == "first.pt"
 
 
-def test_strategies_of_series(tmp_path, capsys):
+def test_strategies_of_series(tmp_path, cli):
     kwargs = {"channels": 7, "context": 20, "horizon": 3, "patch": 4, "stride": 4, "layers": 1, "width": 4, "heads": 2}
     model = ["--model", "fastlr.models.patchtst:PatchTST", "--model-kwargs", json.dumps(kwargs)]
     for seed in (0, 1):
@@ -212,7 +205,7 @@ def test_strategies_of_series(tmp_path, capsys):
         torch.save(PatchTST(**kwargs).state_dict(), tmp_path / f"{seed}.pt")
     files, record = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")], tmp_path / "rank.json"
     series = ["--inputs", "series", "--length", "20", "-n", "16", "--source", "generated:1", "--json", str(record)]
-    assert main(["rank", *files, *model, *series, "--by", "validation_loss"]) == 0
+    cli("rank --by validation_loss", *files, *model, *series)
     found = json.loads(record.read_text())["strategies"]["validation_loss"]["candidates"]
     windows = split_series(open_series("generated:1"), 20, 3).validation
     for name, value in found.items():
@@ -222,12 +215,12 @@ def test_strategies_of_series(tmp_path, capsys):
         with torch.no_grad():
             assert value == pytest.approx(float(F.mse_loss(network(x), y)), rel=1e-5)
     wrong = [*series[:2], "--length", "24", *series[4:], "--by", "validation_loss"]
-    assert main(["rank", *files, *model, *wrong]) == 2
-    assert "generated:1: the model does not run on windows of 24 rows and 7 features" in capsys.readouterr().err
+    says = "generated:1: the model does not run on windows of 24 rows and 7 features"
+    cli("rank", *files, *model, *wrong, code=2, says=says)
 
 
-def test_data_that_a_strategy_needs_are_asked_for(checkpoints, stores, capsys):
-    files = [str(path) for path in checkpoints.values()]
+def test_data_that_a_strategy_needs_are_asked_for(checkpoints, stores, cli):
+    files = checkpoints.values()
     source, target = ["--source", stores["source"]], ["--target", stores["target"]]
     for arguments, message in (
         (["--by", "validation_loss"], "--by validation_loss needs --source DATA, what the checkpoints were trained on"),
@@ -248,5 +241,4 @@ def test_data_that_a_strategy_needs_are_asked_for(checkpoints, stores, capsys):
         (["--by", "weight_norm", "--dtype", "fp16"], "--dtype fp16 goes with local_redundancy alone"),
         (["--by", "validation_loss", "--source", "none.csv"], "no series none.csv"),
     ):
-        assert main(["rank", *files, "--model", "test_rank:net", "--size", "8", "-n", "8", *arguments]) == 2, arguments
-        assert message in " ".join(capsys.readouterr().err.split()), message
+        cli("rank --model test_rank:net --size 8 -n 8", *files, *arguments, code=2, says=message)

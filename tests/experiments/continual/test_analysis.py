@@ -11,7 +11,6 @@ import pytest
 from continual_runs import autoregressive, read_lines, write_lines, write_run
 from scipy import stats
 
-from fastlr.cli.main import main
 from fastlr.errors import FastlrWarning, InputError
 from fastlr.experiments.continual import (
     TooShort,
@@ -121,7 +120,7 @@ def options_are(folder, **options):
     file.write_text(json.dumps(config))
 
 
-def test_a_copy_of_a_run_is_no_evidence(tmp_path, capsys):
+def test_a_copy_of_a_run_is_no_evidence(tmp_path, cli):
     write_run(tmp_path / "run", 12)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     write_run(tmp_path / "short", 6)
@@ -129,8 +128,7 @@ def test_a_copy_of_a_run_is_no_evidence(tmp_path, capsys):
     options_are(tmp_path / "copy", norm_batch=256)  # the default, which an earlier version did not write
     for other, longest in (("copy", "copy"), ("short", "run")):
         for command in ("report", "ablate", "cost"):
-            assert main([command, str(tmp_path / other), str(tmp_path / "run"), "--pool"]) == 2
-            error = capsys.readouterr().err
+            error = cli(f"{command} {tmp_path / other} {tmp_path / 'run'} --pool", code=2).err
             assert "the same seed (0)" in error and f"no further evidence: give {tmp_path / longest} alone" in error
     options_are(tmp_path / "short", norm_batch=64)
     assert len(read_runs([tmp_path / "short", tmp_path / "run"])) == 2

@@ -91,10 +91,9 @@ def test_no_task_of_a_block_is_learned_from(tmp_path):
     assert found.gain < 0
 
 
-def test_the_report_says_whether_it_causes(grid, tmp_path, capsys):
+def test_the_report_says_whether_it_causes(grid, tmp_path, cli):
     out = tmp_path / "out"
-    assert main(["report", str(grid), "--bootstrap", "100", "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
+    printed = cli(f"report {grid} --bootstrap 100 --out {out}").out
     assert "Does it cause? Late measures against late accuracy" in printed
     assert max(map(len, printed.split("Correlation of late")[0].splitlines())) <= 80
     sentences = json.loads((out / "report.json").read_text())["findings"]
@@ -138,11 +137,10 @@ def test_a_study_of_which_only_the_control_has_got_far_says_nothing(tmp_path):
     assert "Correlation" not in " ".join(report.findings) and report.page.exists()
 
 
-def test_other_options_are_still_not_pooled_and_pool_gives_the_tables_of_before(tmp_path, capsys):
+def test_other_options_are_still_not_pooled_and_pool_gives_the_tables_of_before(tmp_path, cli):
     write_grid(tmp_path, seeds=2, tasks=30, grid=GRID[:2])
-    assert main(["report", str(tmp_path), "--pool", "--bootstrap", "100", "--figures", "none"]) == 0
-    assert "Table 1" in capsys.readouterr().out
-    assert main(["cost", str(tmp_path)]) == 2 and "not pooled" in capsys.readouterr().err
+    cli(f"report {tmp_path} --pool --bootstrap 100 --figures none", says="Table 1")
+    cli(f"cost {tmp_path}", code=2, says="not pooled")
     file = tmp_path / "none,seed-0" / "config.json"
     config = json.loads(file.read_text())
     config["options"]["epochs"] = 7
@@ -151,7 +149,7 @@ def test_other_options_are_still_not_pooled_and_pool_gives_the_tables_of_before(
         other["options"]["epochs"] = 5
         (folder / "config.json").write_text(json.dumps(other))
     file.write_text(json.dumps(config))
-    assert main(["report", str(tmp_path)]) == 2 and "epochs=7" in capsys.readouterr().err
+    cli(f"report {tmp_path}", code=2, says="epochs=7")
 
 
 def test_every_intervention_option_is_one_of_the_driver():

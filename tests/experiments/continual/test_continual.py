@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -217,14 +216,13 @@ def test_a_run_is_resumed_with_its_own_options(tmp_path, images):
     assert len(lines(tmp_path / "run")) == 2, "refusals leave no trace"
 
 
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_another_number_of_threads_is_warned_of(tmp_path, images):
     before = torch.get_num_threads()
     try:
         begin(tmp_path / "run", images, tasks=1, measures=(), threads=2)
         assert torch.get_num_threads() == 2
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FastlrWarning)
-            continual.resume(tmp_path / "run", {})  # the option is the run's
+        continual.resume(tmp_path / "run", {})  # the option is the run's
         path = tmp_path / "run/config.json"
         path.write_text(path.read_text().replace('"threads": 2', '"threads": 0'))
         assert json.loads(path.read_text())["threads"] == 0  # both the option and what was found
@@ -235,36 +233,28 @@ def test_another_number_of_threads_is_warned_of(tmp_path, images):
         torch.set_num_threads(before)
 
 
-def test_the_command(tmp_path, images, capsys):
-    arguments = ["--out", str(tmp_path / "run"), "--set", "epochs=1", "--set", "measures=weight_norm"]
-    size = ["--set", "model=continual_cases:net"]
-    assert main(["continual", "demo", "--data", images, *arguments, *size, "--tasks", "2", "--seed", "5"]) == 0
-    captured = capsys.readouterr()
+def test_the_command(tmp_path, images, cli):
+    begin = f"continual demo --data {images} --out {tmp_path / 'run'} --set epochs=1 --set measures=weight_norm"
+    captured = cli(f"{begin} --set model=continual_cases:net --tasks 2 --seed 5")
     assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err, "quiet without a terminal"
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["options"]["seed"] == 5 and config["options"]["tasks"] == 2 and config["preset"] == "demo"
     assert config["data"]["digest"] == ImageStore.open(images).digest
     assert config["versions"]["torch"] == torch.__version__
     assert config["device"] == "cpu" and config["machine"].endswith(("1 thread", "threads"))
-    assert main(["continual", "--resume", "--out", str(tmp_path / "run"), "--tasks", "3"]) == 0
+    cli(f"continual --resume --out {tmp_path / 'run'} --tasks 3")
     assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "resume", "task"]
-    assert main(["continual", "demo", "--data", images, *arguments]) == 2
-    assert "holds a run: --resume goes on with it" in capsys.readouterr().err
+    cli(begin, code=2, says="holds a run: --resume goes on with it")
     for extra, message in (
-        (["--set", "epoch=1"], "did you mean epochs"),
-        (
-            ["--set", "redundancy_n=1", "--data", images, "--out", str(tmp_path / "new")],
-            "one input has no standard error",
-        ),
-        (["--tasks", "2", "--set", "tasks=3"], "both given"),
-        ([], "give --out"),
-        (["--out", str(tmp_path / "new")], "give --data (or --set data=), the folder of an image store"),
+        ("--set epoch=1", "did you mean epochs"),
+        (f"--set redundancy_n=1 --data {images} --out {tmp_path / 'new'}", "one input has no standard error"),
+        ("--tasks 2 --set tasks=3", "both given"),
+        ("", "give --out"),
+        (f"--out {tmp_path / 'new'}", "give --data (or --set data=), the folder of an image store"),
     ):
-        assert main(["continual", "paper", *extra]) == 2
-        assert message in capsys.readouterr().err
+        cli(f"continual paper {extra}", code=2, says=message)
     assert not (tmp_path / "new").exists()
-    assert main(["continual", "dohare32", "--options"]) == 0
-    out = capsys.readouterr().out
+    out = cli("continual dohare32 --options").out
     assert "epochs=250\n" in out and "\ndtype=fp32  # fp32, bf16, bf16-weights\n" in out
 
 

@@ -7,15 +7,14 @@ import csv
 import json
 import re
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 from continual_runs import LAYERS, read_lines, write_lines, write_run
+from page import Page
 from PIL import Image
 from rich.console import Console
 
-from fastlr.cli import main as cli
 from fastlr.display.sheets import Sheet
 from fastlr.errors import InputError
 from fastlr.experiments.continual import figures as curves
@@ -42,29 +41,9 @@ def report(folder):
         return write_report([folder], resamples=100)
 
 
-class _Page(HTMLParser):
-    """Collects addresses and pictures; every tag must be closed in order."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.addresses, self.pictures = [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.addresses += [value for key, value in attrs if key in ("src", "href") and not value.startswith("data:")]
-        if tag == "img":
-            self.pictures.append(dict(attrs)["src"])
-        if tag not in ("img", "meta", "link", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_whole_and_needs_nothing_else(report):
     page = report.page.read_text()
-    parsed = _Page(page)
+    parsed = Page(page)
     assert parsed.addresses == [] and "http" not in page and "<script" not in page
     assert len(parsed.pictures) == len(report.figures) == len(FIGURES) + 1  # layers of both runs
     assert all(source.startswith("data:image/png;base64,") for source in parsed.pictures)
@@ -119,7 +98,7 @@ def test_the_tables_say_what_they_rest_on(report):
     assert by["costs"].rows[2][0] == "local redundancy" and "On cpu." in by["costs"].notes
 
 
-def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, capsys):
+def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, cli):
     folder = write_run(tmp_path / "run", 12)
     config = json.loads((folder / "config.json").read_text())
     options = {"dtype": "fp32", "reset_every": 5, "redundancy_probe": "sampled", "model_kwargs": {"width": 2}}
@@ -133,8 +112,7 @@ def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, capsys):
     assert {sheet.title[:7] for sheet in report.sheets if told in sheet.notes} == {f"Table {i}" for i in (1, 2, 4, 5)}
     assert told in report.page.read_text() and told in (report.folder / "report.md").read_text()
     for command in ("cost", "ablate"):
-        assert cli.main([command, str(folder)]) == 0
-        assert told in " ".join(capsys.readouterr().out.split())
+        assert told in " ".join(cli(f"{command} {folder}").out.split())
     for changes, message in (
         ({"data": {"size": 224, "classes": 1000, "resize": "squash"}}, "resize"),
         ({"data": {"size": 32, "classes": 8, "resize": None}, "options": {**options, "data": "synthetic"}}, "resize"),
@@ -275,18 +253,15 @@ def test_checkpoints_stand_on_the_axis_by_their_names(tmp_path, monkeypatch):
 # the commands
 
 
-def test_the_commands_print_their_tables(folder, tmp_path, capsys):
+def test_the_commands_print_their_tables(folder, tmp_path, cli):
     target = tmp_path / "out"
-    assert cli.main(["report", str(folder), "--out", str(target), "--bootstrap", "100", "--figures", "none"]) == 0
-    out = capsys.readouterr()
-    assert "Table 1" in out.out and f"report: {target / 'index.html'}" in out.out
+    out = cli(f"report {folder} --out {target} --bootstrap 100 --figures none", says="Table 1")
+    assert f"report: {target / 'index.html'}" in out.out
     assert out.err.count("warning:") == 1 and "last line is incomplete" in out.err
     assert not list(target.glob("*.png"))
-    assert cli.main(["ablate", str(folder), "--bootstrap", "100", "--csv", str(tmp_path / "a.csv")]) == 0
-    assert "Table 4" in capsys.readouterr().out
+    cli(f"ablate {folder} --bootstrap 100 --csv {tmp_path / 'a.csv'}", says="Table 4")
     assert (tmp_path / "a.csv").read_text().splitlines()[1].startswith("shapes,raw,")
-    assert cli.main(["cost", str(folder)]) == 0
-    assert re.search(r"local redundancy +\S+ +\S+ +0\.2000 +2\.\d\d %", capsys.readouterr().out)
+    assert re.search(r"local redundancy +\S+ +\S+ +0\.2000 +2\.\d\d %", cli(f"cost {folder}").out)
 
 
 @pytest.mark.parametrize(
@@ -302,11 +277,10 @@ def test_the_commands_print_their_tables(folder, tmp_path, capsys):
         (["report", "RUN", "--out", "/proc/x"], "cannot make the folder /proc/x"),
     ],
 )
-def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, words, tmp_path, capsys):
-    run = str(write_run(tmp_path / "run", 110))
-    assert cli.main([run if word == "RUN" else word for word in arguments]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.startswith("error: ") and error.count("\n") == 1
+def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, words, tmp_path, cli):
+    run = write_run(tmp_path / "run", 110)
+    error = cli("", *(run if word == "RUN" else word for word in arguments), code=2, says=words).err
+    assert error.startswith("error: ") and error.count("\n") == 1
 
 
 def test_an_unwritable_report_is_named(tmp_path):

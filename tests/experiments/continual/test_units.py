@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from folding import randomise
 from single_samples import Written
 from torch import nn
 
@@ -86,20 +87,11 @@ CASES = {
 }  # fmt: skip
 
 
-def randomise(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(3)
-    for name, t in [*model.named_parameters(), *model.named_buffers()]:
-        if t.is_floating_point():
-            drawn = torch.randn(t.shape, generator=generator)
-            t.data = drawn.abs() + 0.1 if name.endswith("running_var") else drawn
-    return model.double().eval()
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_units_are_those_of_the_definition(name):
     """Without outgoing weights a unit has no influence; with them it has, and nothing that has one is left out."""
     model, shape, wanted = CASES[name]
-    model, x = randomise(model), torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
+    model, x = randomise(model, 3), torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found, left = find_units(model, x)
     assert {units.name: list(units.layers) for units in found} == wanted
@@ -142,7 +134,7 @@ def test_units_are_those_of_the_definition(name):
 )
 def test_what_is_left_alone_is_named_with_a_reason(name, layer, why):
     model, shape, _ = CASES[name]
-    assert why in find_units(randomise(model), torch.randn(shape).double())[1][layer]
+    assert why in find_units(randomise(model, 3), torch.randn(shape).double())[1][layer]
 
 
 def test_the_network_of_dohare():

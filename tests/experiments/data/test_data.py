@@ -117,7 +117,7 @@ def test_colour_modes(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("archive", [False, True])
-def test_corrupt_images_are_left_out(tmp_path, archive, workers, capsys):
+def test_corrupt_images_are_left_out(tmp_path, archive, workers, cli):
     source = imagenet(tmp_path / "source")
     jpeg = io.BytesIO()
     Image.fromarray(pixels(0, 40, 40)).save(jpeg, "JPEG")
@@ -131,9 +131,8 @@ def test_corrupt_images_are_left_out(tmp_path, archive, workers, capsys):
         data = bytearray(source.read_bytes())
         data[where + 60 : where + 64] = b"\0\1\2\3"  # inside the file's data: its checksum fails
         source.write_bytes(data)
-    command = ["data", "prepare", str(source), str(tmp_path / "store"), "--size", "8", "--workers", str(workers)]
-    assert main(command) == 0
-    shown, store = capsys.readouterr().out, ImageStore.open(tmp_path / "store")
+    shown = cli(f"data prepare {source} {tmp_path / 'store'} --size 8 --workers {workers}").out
+    store = ImageStore.open(tmp_path / "store")
     assert f"left out: {4 if archive else 3} corrupt images" in shown
     left_out = {item["file"]: item for entry in store.index["classes"] for item in entry["left_out"]}
     wanted = {f"train/n1/{name}" for name in bad} | ({"val/n2/0.png"} if archive else set())
@@ -242,7 +241,7 @@ def test_a_class_of_corrupt_images_only(tmp_path):
         ImageStore.open(tmp_path / "store")
 
 
-def test_an_archive_that_declares_too_little_takes_no_memory(tmp_path, capsys):
+def test_an_archive_that_declares_too_little_takes_no_memory(tmp_path, cli):
     source = swollen(tmp_path / "source")
     with zipfile.ZipFile(source) as opened:
         sizes = opened.getinfo("val/n1/0.png")
@@ -256,8 +255,7 @@ def test_an_archive_that_declares_too_little_takes_no_memory(tmp_path, capsys):
     tracemalloc.stop()
     (left_out,) = [item for entry in store.index["classes"] for item in entry["left_out"]]
     assert left_out["file"] == "val/n1/0.png" and "damaged" in left_out["reason"] and peak < 10_000_000
-    assert main(["data", "info", str(tmp_path / "store")]) == 0
-    assert "left out: 1 corrupt image\n" in capsys.readouterr().out
+    cli(f"data info {tmp_path / 'store'}", says="left out: 1 corrupt image\n")
 
 
 def test_a_lost_file_is_not_a_corrupt_image(tmp_path, monkeypatch):
@@ -276,10 +274,9 @@ def test_a_lost_file_is_not_a_corrupt_image(tmp_path, monkeypatch):
             prepare(source, tmp_path / "store", size=SIZE, workers=workers)
 
 
-def test_info_and_its_picture(tmp_path, capsys):
+def test_info_and_its_picture(tmp_path, cli):
     prepare(imagenet(tmp_path / "source"), tmp_path / "store", size=SIZE, workers=1)
-    assert main(["data", "info", str(tmp_path / "store"), "--picture", str(tmp_path / "sheet.png")]) == 0
-    shown = capsys.readouterr().out
+    shown = cli(f"data info {tmp_path / 'store'} --picture {tmp_path / 'sheet.png'}").out
     assert "12 train, 6 test" in shown and "n0, n1, n2" in shown
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert np.array_equal(np.asarray(sheet)[4:12, 4:12], pixels(0))
@@ -297,7 +294,7 @@ def test_tiny_imagenet(fastlr_data, tmp_path):
     assert np.array_equal(rows(store, 2, "train")[7], np.asarray(image))
 
 
-def test_images_are_squashed_or_cropped_and_a_store_keeps_its_own(tmp_path, capsys):
+def test_images_are_squashed_or_cropped_and_a_store_keeps_its_own(tmp_path, cli):
     source = imagenet(tmp_path / "source")
     save(source / "train/n0/0.png", pixels(7, 16, 40))
     stores = {how: prepare(source, tmp_path / str(how), size=SIZE, workers=1, resize=how) for how in (None, "crop")}
@@ -317,5 +314,4 @@ def test_images_are_squashed_or_cropped_and_a_store_keeps_its_own(tmp_path, caps
             prepare(source, tmp_path / "crop", size=SIZE, workers=1, resize="squash")
     with pytest.raises(InputError, match="resize stretch: choose one of squash, crop"):
         prepare(source, tmp_path / "new", size=SIZE, workers=1, resize="stretch")
-    assert main(["data", "info", str(tmp_path / "crop")]) == 0
-    assert re.search(r"resized by +crop", capsys.readouterr().out)
+    assert re.search(r"resized by +crop", cli(f"data info {tmp_path / 'crop'}").out)

@@ -16,7 +16,6 @@ import pytest
 from data_sources import SIZE, content, imagenet, pixels, save
 from PIL import Image
 
-from fastlr.cli.main import main
 from fastlr.errors import FastlrError, InputError
 from fastlr.experiments.data import ImageStore, prepare
 from fastlr.experiments.data import workers as workers_module
@@ -67,7 +66,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "delete"])
-def test_damage_is_found_and_mended(tmp_path, harm, capsys):
+def test_damage_is_found_and_mended(tmp_path, harm, cli):
     source, out = imagenet(tmp_path / "source"), tmp_path / "store"
     prepare(source, out, size=SIZE, workers=1)
     whole, path = content(out), out / "images.u8"
@@ -86,10 +85,10 @@ def test_damage_is_found_and_mended(tmp_path, harm, capsys):
         os.truncate(path, path.stat().st_size - 1)
     else:
         path.unlink()
-    assert main(["data", "info", str(out), "--check"]) == (1 if harm == "flip" else 2)
-    assert "prepare again" in capsys.readouterr().err
+    cli(f"data info {out} --check", code=1 if harm == "flip" else 2, says="prepare again")
     prepare(source, out, size=SIZE, workers=1)
-    assert content(out) == whole and main(["data", "info", str(out), "--check"]) == 0
+    cli(f"data info {out} --check")
+    assert content(out) == whole
 
 
 def test_rerun_of_a_finished_store_decodes_nothing(tmp_path):
@@ -142,7 +141,7 @@ def test_second_process_is_refused_and_a_kill_frees_the_lock(tmp_path):
     assert prepare(source, out, size=SIZE, workers=1, progress=again).damaged() == [] and refused
 
 
-def test_full_disk(tmp_path, monkeypatch, capsys):
+def test_full_disk(tmp_path, monkeypatch, cli):
     source, out = imagenet(tmp_path / "source"), tmp_path / "store"
 
     def full(*_):
@@ -155,8 +154,7 @@ def test_full_disk(tmp_path, monkeypatch, capsys):
         assert caught.value.errno == errno.ENOSPC
     with monkeypatch.context() as patch:
         patch.setattr(workers_module.decode, "write_class", full)
-        assert main(["data", "prepare", str(source), str(out), "--size", "8", "--workers", "1"]) == 1
-        assert "make room" in capsys.readouterr().err
+        cli(f"data prepare {source} {out} --size 8 --workers 1", code=1, says="make room")
     with monkeypatch.context() as patch:  # a file system that cannot reserve
         patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "no")))
         assert prepare(source, out, size=SIZE, workers=1).damaged() == []

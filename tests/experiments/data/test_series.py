@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -59,13 +58,12 @@ def test_what_is_wrong_is_named(tmp_path, line, text, message):
         read_series(path)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_cell_that_flattens_its_column_is_named(tmp_path):
     with pytest.warns(FastlrWarning, match=r"s.csv, line 6, column a: 1e\+300 is more than 10000 times as far from"):
         read_series(write(tmp_path / "s.csv", change=lambda lines: lines.__setitem__(5, "2016-07-01 04:00:00,1e300,1")))
     rare = lambda lines: lines.__setitem__(slice(1, None), [f"{x.rpartition(',')[0]},{i == 7:d}" for i, x in enumerate(lines[1:])])  # fmt: skip # noqa: E731, E501
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert read_series(write(tmp_path / "t.csv", change=rare)).values[:, 1].sum() == 1
+    assert read_series(write(tmp_path / "t.csv", change=rare)).values[:, 1].sum() == 1
 
 
 def test_files_that_are_none(tmp_path):

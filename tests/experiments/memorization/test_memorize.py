@@ -9,12 +9,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from continual_cases import assert_same, checkpoint, comparable, lines, net
+from continual_cases import as_arguments, assert_same, checkpoint, comparable, lines, net
 from kills import check_kills
 from recorders import DEVICES, Tape
 
 import fastlr
-from fastlr.cli.main import main
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.experiments.data.memorization import GaussianPairs, LabelledShapes, digest, random_labels
 from fastlr.experiments.memorization import experiment as memorize
@@ -340,43 +339,27 @@ def test_a_model_of_another_output_is_refused(tmp_path):
         memorize.begin(tmp_path / "run", None, {**VISION, "model": "test_memorize:wrong"})
 
 
-def test_the_command(tmp_path, capsys):
-    given = [f"{key}={json.dumps(value) if isinstance(value, dict) else value}" for key, value in SERIES.items()]
-    arguments = [part for setting in given for part in ("--set", setting)]
-    assert main(["memorize", "series", "--options"]) == 0
-    assert "n=2048\n" in capsys.readouterr().out
-    assert main(["memorize", "series", "--out", str(tmp_path / "run"), *arguments, "--seed", "2", "--epochs", "3"]) == 2
-    assert "--epochs and --set epochs= are both given" in capsys.readouterr().err
-    assert main(["memorize", "series", "--out", str(tmp_path / "run"), *arguments, "--seed", "2"]) == 0
-    assert capsys.readouterr().out == f"run: {tmp_path / 'run'}\n"
-    assert main(["memorize", "--out", str(tmp_path / "run"), "--resume", "--epochs", "6"]) == 0
-    assert [line.get("epoch") for line in comparable(tmp_path / "run")] == [0, 2, 4, 5, 6]
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
+def test_the_command(tmp_path, cli):
+    out, given = tmp_path / "run", as_arguments(SERIES)
+    cli("memorize series --options", says="n=2048\n")
+    twice = f"memorize series --out {out} --seed 2 --epochs 3"
+    cli(twice, *given, code=2, says="--epochs and --set epochs= are both given")
+    assert cli(f"memorize series --out {out} --seed 2", *given).out == f"run: {out}\n"
+    cli(f"memorize --out {out} --resume --epochs 6")
+    assert [line.get("epoch") for line in comparable(out)] == [0, 2, 4, 5, 6]
+    config = json.loads((out / "config.json").read_text())
     assert config["driver"] == "memorize" and config["data"]["samples"] == 30 and config["options"]["epochs"] == 6
-    assert main(["continual", "--out", str(tmp_path / "run"), "--resume"]) == 2
-    assert "is a run of fastlr memorize, not of fastlr continual" in capsys.readouterr().err
+    cli(f"continual --out {out} --resume", code=2, says="is a run of fastlr memorize, not of fastlr continual")
 
 
-def test_the_command_prints_the_capacity_of_a_model_of_ones_own(capsys):
-    small = [
-        "--set",
-        "n=8",
-        "--set",
-        "size=8",
-        "--set",
-        "epochs=60",
-        "--set",
-        "classes=2",
-        "--set",
-        "learning_rate=0.01",
-    ]
-    assert main(["memorize", "continual_cases:net", "--inputs", "noise", *small]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+def test_the_command_prints_the_capacity_of_a_model_of_ones_own(cli):
+    small = as_arguments({"n": 8, "size": 8, "epochs": 60, "classes": 2, "learning_rate": 0.01})
+    first, second = cli("memorize continual_cases:net --inputs noise", *small).out.splitlines()
     assert " bits a parameter: 8 bits, " in first and "% of the labels'" in first and "8 noise, seed 0" in second
     for arguments, words in (
-        (["--inputs", "noise"], "--inputs wants a model"),
-        (["continual_cases:net", "--inputs", "fog"], "choose shapes, noise, series"),
-        (["continual_cases:net", "--inputs", "noise", "--set", "dtype=bf16"], "does not go with dtype"),
-        (["continual_cases:net", "--inputs", "noise", "--out", "x"], "prints the result"),
+        ("--inputs noise", "--inputs wants a model"),
+        ("continual_cases:net --inputs fog", "choose shapes, noise, series"),
+        ("continual_cases:net --inputs noise --set dtype=bf16", "does not go with dtype"),
+        ("continual_cases:net --inputs noise --out x", "prints the result"),
     ):
-        assert main(["memorize", *arguments]) == 2 and words in capsys.readouterr().err
+        cli(f"memorize {arguments}", code=2, says=words)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastlr.cli.main import main
 from fastlr.errors import FastlrWarning, InputError
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
 from fastlr.experiments.memorization.report import bits_sheet, findings, training_sheet, write_memorization_report
@@ -100,11 +99,10 @@ def test_seeds_are_averaged_and_other_runs_are_not(tmp_path):
         read_memorization_runs([tmp_path / "again", tmp_path / "seeds"])
 
 
-def test_the_report_on_the_command_line(tmp_path, capsys):
+def test_the_report_on_the_command_line(tmp_path, cli):
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b", kind="series")
-    assert main(["report", str(tmp_path / "runs")]) == 0
-    out = capsys.readouterr().out
+    out = cli(f"report {tmp_path / 'runs'}").out
     assert max(map(len, out.splitlines()[:-1])) <= 80 and "Bits memorised" in out and "Over training: b" in out
     folder = tmp_path / "runs" / "report"
     names = {path.name for path in folder.iterdir()}
@@ -112,12 +110,10 @@ def test_the_report_on_the_command_line(tmp_path, capsys):
     numbers = json.loads((folder / "report.json").read_text())
     assert [run["kind"] for run in numbers["runs"]] == ["series", "vision"]
     assert numbers["runs"][1]["records"][-1]["bits"] == pytest.approx(bits_of(40, 0))
-    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "plain"), "--figures", "none"]) == 0
+    cli(f"report {tmp_path / 'runs'} --out {tmp_path / 'plain'} --figures none")
     assert not list((tmp_path / "plain").glob("*.png"))
-    capsys.readouterr()
     (tmp_path / "runs" / "a" / "config.json").write_text('{"driver": "continual"}')
-    assert main(["report", str(tmp_path / "runs")]) == 2
-    assert "report on them apart" in capsys.readouterr().err
+    cli(f"report {tmp_path / 'runs'}", code=2, says="report on them apart")
 
 
 def test_only_images_have_a_ceiling_in_the_figure(tmp_path):

@@ -11,7 +11,6 @@ import torch
 from continual_cases import lines
 from data_sources import pixels, rows
 
-from fastlr.cli.main import main
 from fastlr.experiments.data import ImageStore, load_task
 from fastlr.experiments.runs.experiment import find_driver
 from fastlr.experiments.runs.folder import Run, read_config
@@ -33,9 +32,8 @@ def test_a_run_opens_with_its_records_and_its_checkpoint(earlier):
             assert run.read_checkpoint(file.name)
 
 
-def test_a_report_is_made_of_it(earlier, capsys):
-    assert main(["report", str(earlier), "--figures", "none"]) == 0
-    assert "report: " in capsys.readouterr().out and (earlier / "report/index.html").exists()
+def test_a_report_is_made_of_it(earlier, cli):
+    assert "report: " in cli(f"report {earlier} --figures none").out and (earlier / "report/index.html").exists()
 
 
 @pytest.mark.filterwarnings("ignore:.*the last bits of its numbers may differ")

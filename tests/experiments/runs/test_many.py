@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -17,7 +18,6 @@ import torch
 from continual_cases import SMALL, as_arguments, assert_same, checkpoint, comparable, lines
 from rich.console import Console
 
-from fastlr.cli.main import main
 from fastlr.cli.progress import Board, progress
 from fastlr.display.record import progress_bar
 from fastlr.errors import FastlrWarning, InputError
@@ -104,13 +104,12 @@ run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*messa
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
-def test_seeds_are_what_single_runs_are(tmp_path, images, capsys, monkeypatch):
+def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     settings = {**SMALL, "data": images, "tasks": 2, "measures": ("weight_norm", "local_redundancy")}
     given = as_arguments(settings)
     out = tmp_path / "out"
-    assert main(["continual", "paper", "--out", str(out), *given, "--seed", "4", "--seeds", "2", "--tensorboard"]) == 0
-    captured = capsys.readouterr()
+    captured = cli(f"continual paper --out {out} --seed 4 --seeds 2 --tensorboard", *given)
     assert captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard") and not captured.err
     assert any((out / "seed-5/tensorboard").iterdir())
     for seed in (4, 5):
@@ -124,15 +123,12 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, capsys, monkeypatch):
     with pytest.warns(FastlrWarning, match="no records yet .seed-6"):
         assert [run.path.name for run in read_runs([out])] == ["seed-4", "seed-5"], "a report pools them"
     (out / "seed-6/config.json").unlink()
-    assert main(["continual", "paper", "--out", str(out), *given, "--seeds", "2"]) == 2
-    assert "holds runs: --resume goes on with them" in capsys.readouterr().err
+    cli(f"continual paper --out {out} --seeds 2", *given, code=2, says="holds runs: --resume goes on with them")
 
     # one more task and one more seed, which fails
-    assert main(["continual", "--resume", "--out", str(out), "--tasks", "3", "--seeds", "3", "--data", "nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().err
+    cli(f"continual --resume --out {out} --tasks 3 --seeds 3 --data nowhere", code=2, says="nowhere")
     (out / "seed-6/mine.txt").write_text("not a run")
-    assert main(["continual", "--resume", "--out", str(out), "--tasks", "3", "--seeds", "3", "--at-once", "3"]) == 1
-    captured = capsys.readouterr()
+    captured = cli(f"continual --resume --out {out} --tasks 3 --seeds 3 --at-once 3", code=1)
     assert captured.out == f"runs: {out} (2 finished, 1 failed: --resume tries again)\n"
     assert captured.err == (
         f"seed-6 failed: {out}/seed-6 is not empty (mine.txt): choose a new folder (log: {out}/logs/seed-6.txt)\n"
@@ -159,27 +155,28 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     settings = {**SMALL, "data": images, "tasks": 1, "measures": (), "threads": 1}
     runs = product(continual.DRIVER, "paper", settings, {}, 3)
     assert list(runs) == ["seed-0", "seed-1", "seed-2"]
-    many.begin(continual.DRIVER, tmp_path / "out", None, runs, None, names.append)
+    queue = many.Queue(continual.DRIVER, tmp_path / "out", None, names.append)
+    queue.begin(runs)
     continual.begin(tmp_path / "out/seed-1", "paper", runs["seed-1"])
-    again = many.resume(continual.DRIVER, tmp_path / "out", {}, None, names.append)
+    again = queue.resume({})
     assert names == [("seed-0", "seed-1", "seed-2"), ("seed-0", "seed-2")]
     assert asked.work["seed-2"]["settings"] == {**settings, "seed": 2, "measures": []}
     assert again.finished == ("seed-0", "seed-1", "seed-2")
-    many.resume(continual.DRIVER, tmp_path / "out", {"tasks": 2}, None, names.append, count=4)
+    queue.resume({"tasks": 2}, count=4)
     assert names[-1] == ("seed-0", "seed-1", "seed-2", "seed-3")
     assert asked.work["seed-1"]["changed"] == {"tasks": 2} and asked.work["seed-3"]["settings"]["tasks"] == 2
-    many.resume(continual.DRIVER, tmp_path / "out", {"tasks": 1}, None, names.append)
+    queue.resume({"tasks": 1})
     assert names[-1] == ("seed-0", "seed-2", "seed-3")
-    for wrong, message in (
-        ({"changed": {"epochs": 3}}, "epochs cannot change"),
-        ({"count": 2}, "has 4 runs already"),
-        ({"preset": "tiny"}, "begun with the preset paper"),
-        ({"at_once": 0}, "--at-once 0: give at least 1"),
+    for wrong, changed, count, message in (
+        ({}, {"epochs": 3}, None, "epochs cannot change"),
+        ({}, {}, 2, "has 4 runs already"),
+        ({"preset": "tiny"}, {}, None, "begun with the preset paper"),
+        ({"at_once": 0}, {}, None, "--at-once 0: give at least 1"),
     ):
         with pytest.raises(InputError, match=message):
-            many.resume(continual.DRIVER, tmp_path / "out", **{"changed": {}, "at_once": None, "listen": print} | wrong)
+            dataclasses.replace(queue, **wrong).resume(changed, count)
     with many._folder(tmp_path / "out", make=False), pytest.raises(InputError, match="is being written by process"):
-        many.resume(continual.DRIVER, tmp_path / "out", {}, None, print)
+        queue.resume({})
 
 
 def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monkeypatch):
@@ -187,24 +184,23 @@ def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monke
     runs = {"a": {**SMALL, "data": images}}
     for change, message in (({"epochs": 0}, "epochs=0"), ({"data": str(tmp_path / "none")}, "none")):
         with pytest.raises(InputError, match=message):
-            many.begin(continual.DRIVER, tmp_path / "out", None, {"a": {**runs["a"], **change}}, None, print)
+            many.Queue(continual.DRIVER, tmp_path / "out", None, print).begin({"a": {**runs["a"], **change}})
     assert not (tmp_path / "out").exists() and not hasattr(asked, "jobs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     with pytest.raises(InputError, match="is not empty"):
-        many.begin(continual.DRIVER, tmp_path / "full", None, runs, None, print)
+        many.Queue(continual.DRIVER, tmp_path / "full", None, print).begin(runs)
     with pytest.raises(InputError, match="--seeds 0"):
         product(continual.DRIVER, None, runs["a"], {}, 0)
 
 
-def test_the_command_says_what_does_not_go_together(tmp_path, images, capsys):
+def test_the_command_says_what_does_not_go_together(tmp_path, images, cli):
     continual.begin(tmp_path / "run", "paper", {**SMALL, "data": images, "tasks": 1, "measures": ()})
     for arguments, message in (
         (["--at-once", "2"], "--at-once goes with --seeds"),
         (["--resume", "--seeds", "2"], "does not hold runs of several seeds"),
     ):
-        assert main(["continual", "paper", "--out", str(tmp_path / "run"), *arguments]) == 2
-        assert message in capsys.readouterr().err
+        cli(f"continual paper --out {tmp_path / 'run'}", *arguments, code=2, says=message)
 
 
 def test_places(tmp_path, images, monkeypatch):
@@ -213,7 +209,7 @@ def test_places(tmp_path, images, monkeypatch):
 
     def places(at_once: int | None = None, **settings) -> tuple[list, int]:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
-        many.begin(continual.DRIVER, out, None, {"a": {**runs["a"], **settings}}, at_once, lambda names: print)
+        many.Queue(continual.DRIVER, out, None, lambda names: print, at_once).begin({"a": {**runs["a"], **settings}})
         return asked.slots, asked.work["a"]["settings"]["threads"]
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))

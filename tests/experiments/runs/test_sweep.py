@@ -78,7 +78,7 @@ def test_names_are_short_safe_and_different():
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_what_does_not_go_together_is_said(tmp_path, capsys, monkeypatch):
+def test_what_does_not_go_together_is_said(tmp_path, cli, monkeypatch):
     out = ["--out", str(tmp_path / "out")]
     monkeypatch.setitem(sys.modules, "ray", None)
     for arguments, message in (
@@ -92,8 +92,7 @@ def test_what_does_not_go_together_is_said(tmp_path, capsys, monkeypatch):
         (["transfer", "demo", *out, "--grid", "batch_size=64,0"], "batch_size=0"),
         (["continual", "demo", *out, "--grid", "data=synthetic,nowhere"], "nowhere"),
     ):
-        assert main(["sweep", *arguments]) == 2
-        captured = capsys.readouterr()
+        captured = cli("sweep", *arguments, code=2)
         assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
@@ -131,7 +130,7 @@ def test_resuming_a_sweep(tmp_path, images, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_configurations_are_not_pooled(tmp_path, capsys):
+def test_configurations_are_not_pooled(tmp_path, cli):
     for rate in (0.1, 0.2):
         for seed in (0, 1):
             folder = write_run(tmp_path / f"learning_rate={rate},seed-{seed}", 30, seed=seed)
@@ -139,14 +138,12 @@ def test_configurations_are_not_pooled(tmp_path, capsys):
             config["options"] |= {"learning_rate": rate, "tasks": 30 + seed, "threads": seed}
             (folder / "config.json").write_text(json.dumps(config))
     for command in ("report", "cost", "ablate"):
-        assert main([command, str(tmp_path)]) == 2
-        message = capsys.readouterr().err
+        message = cli(f"{command} {tmp_path}", code=2).err
         assert "runs of 2 configurations, which are not pooled" in message and message.count("\n") == 1
         for rate in (0.1, 0.2):
             of_it = f"{tmp_path}/learning_rate={rate},seed"
             assert f"learning_rate={rate}: {of_it}-0 {of_it}-1" in message
-    assert main(["cost", str(tmp_path), "--pool"]) == 0
-    assert main(["cost", *map(str, tmp_path.glob("learning_rate=0.1,*"))]) == 0
+    cli(f"cost {tmp_path} --pool")
+    cli("cost", *tmp_path.glob("learning_rate=0.1,*"))
     (folder / "config.json").write_text(json.dumps({**config, "driver": "memorize"}))
-    assert main(["report", str(folder), "--pool"]) == 2
-    assert "--pool goes with continual runs" in capsys.readouterr().err
+    cli(f"report {folder} --pool", code=2, says="--pool goes with continual runs")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 
 import pytest
 import torch
@@ -143,6 +142,7 @@ class Broken(Tape):
         raise RuntimeError("operation not permitted\nwhen capturing")
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_capture_that_fails(images):
     cpu = torch.device("cpu")
     learner, eager = trainer(cpu, True, Broken, strict=False), trainer(cpu, False)
@@ -151,9 +151,7 @@ def test_a_capture_that_fails(images):
     learn(eager, images, [0])
     same(learner, eager)
     assert learner.step_mode == "eager"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        learn(learner, images, [1])
+    learn(learner, images, [1])
     with pytest.raises(ModelError, match="step=graph: a step cannot be captured .operation not permitted.; choose"):
         learn(trainer(cpu, True, Broken), images, [0])
 

@@ -15,7 +15,6 @@ from continual_cases import SMALL, assert_same, checkpoint, comparable, lines, p
 from ranks import good, run_ranks
 from transfer_cases import TINY
 
-from fastlr.cli.main import main
 from fastlr.errors import InputError
 from fastlr.experiments.continual.options import MEASURES, PRESETS, ContinualOptions
 from fastlr.experiments.data import ImageStore, load_task, normalise
@@ -153,7 +152,7 @@ def test_the_presets_of_the_paper_keep_one_devices_update():
 
 
 @pytest.mark.parametrize("driver", ["continual", "memorize", "transfer"])
-def test_reports_say_how_a_run_was_trained(tmp_path, images, driver, capsys):
+def test_reports_say_how_a_run_was_trained(tmp_path, images, driver, cli):
     settings = {**settings_of(driver, images), "dtype": "bf16-weights", "tasks": 1, "epochs": 1}
     names = find_driver(driver).options.__dataclass_fields__
     path = find_driver(driver).begin(tmp_path / "run", None, {k: v for k, v in settings.items() if k in names})
@@ -161,8 +160,7 @@ def test_reports_say_how_a_run_was_trained(tmp_path, images, driver, capsys):
     text = f"Trained in bfloat16, with weights and optimiser state in it too; batches of {size} in parts of {part}: "
 
     def said() -> str:
-        assert main(["report", str(path), "--figures", "none"]) == 0
-        assert text in " ".join(capsys.readouterr().out.split())
+        assert text in " ".join(cli(f"report {path} --figures none").out.split())
         return (path / "report" / "report.md").read_text()
 
     assert f"{text}only the first updates the running statistics of batch norms, as of one device of several." in said()

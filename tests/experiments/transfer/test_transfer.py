@@ -9,13 +9,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from continual_cases import comparable, lines
+from continual_cases import as_arguments, comparable, lines
 from kills import check_kills
 from torch import nn
 from transfer_cases import TINY
 
 import fastlr
-from fastlr.cli.main import main
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.experiments.data import open_series, split_series
 from fastlr.experiments.runs.folder import seed_everything, stream_seed
@@ -331,13 +330,11 @@ def test_the_presets():
         assert resolve(TransferOptions, PRESETS, name, {}).device == "cpu"
 
 
-def test_the_command(tmp_path, capsys):
-    few = {**TINY, "model_kwargs": json.dumps(TINY["model_kwargs"]), "epochs": 1}
-    few["strategies"] = "validation_loss,no_pretraining"
-    few = [text for key, value in few.items() if key != "source" for text in ("--set", f"{key}={value}")]
+def test_the_command(tmp_path, cli):
+    few = {**TINY, "epochs": 1, "strategies": ("validation_loss", "no_pretraining")}
+    del few["source"]
     out = tmp_path / "run"
-    assert main(["transfer", "demo", "--out", str(out), "--source", "generated:4", "--seed", "9", *few]) == 0
-    captured = capsys.readouterr()
+    captured = cli(f"transfer demo --out {out} --source generated:4 --seed 9", *as_arguments(few))
     assert captured.out.split() == ["run:", str(out)] and not captured.err
     config = json.loads((out / "config.json").read_text())
     assert (config["driver"], config["preset"], config["options"]["seed"]) == ("transfer", "demo", 9)
@@ -347,10 +344,9 @@ def test_the_command(tmp_path, capsys):
     }  # fmt: skip
     assert [line["kind"] for line in lines(out)] == ["start", "pretrain", "selection"] + 4 * ["finetune"]
     before = (out / "records.jsonl").read_text()
-    assert main(["transfer", "--resume", "--out", str(out)]) == 0
+    cli(f"transfer --resume --out {out}")
     assert [line["kind"] for line in lines(out)][-1] == "resume" and before in (out / "records.jsonl").read_text()
-    assert main(["transfer", "--options"]) == 0
-    assert "redundancy_per_epoch=4\n" in capsys.readouterr().out
+    cli("transfer --options", says="redundancy_per_epoch=4\n")
 
 
 def test_a_run_from_before_norm_batch_goes_on_as_it_was(tmp_path):

@@ -105,9 +105,8 @@ def test_findings_say_what_can_be_told_of_local_redundancy(study):
     assert "cannot be told from chance" in findings(runs[:1])[0] and "No run has finished" in findings([])[0]
 
 
-def test_the_report(study, capsys):
-    assert main(["report", str(study)]) == 0
-    out = capsys.readouterr().out
+def test_the_report(study, cli):
+    out = cli(f"report {study}").out
     assert max(map(len, out.splitlines()[:-1])) <= 80
     runs = read_transfer_runs([study])
     best = losses(runs)["validation_loss"]
@@ -166,10 +165,9 @@ def test_unfinished_runs_are_left_out_and_named(study):
     assert not TransferRun.read(study / "almost").complete
 
 
-def test_what_there_is_of_a_run_is_shown(tmp_path, capsys):
+def test_what_there_is_of_a_run_is_shown(tmp_path, cli):
     run = write_run(tmp_path / "run", 1, until=3)
-    assert main(["report", str(run)]) == 0
-    out = capsys.readouterr().out
+    out = cli(f"report {run}").out
     assert "No run has finished its fine-tuning yet." in out and "Differences need two finished seeds." in out
     assert (run / "report" / "pretraining.png").exists() and not (run / "report" / "finetuning.png").exists()
     one = write_transfer_report([write_run(tmp_path / "whole", 1)], figures="png")

@@ -1,0 +1,44 @@
+"""What a measurement must leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Hold that a model and the random state are to the bit what they were, also where the call fails.
+
+    Under each name is the same tensor, with the same values and gradient; flags and hooks are as before.
+    """
+    tensors, before = _tensors(model), _around(model)
+    values = {name: (t.detach().clone(), None if t.grad is None else t.grad.clone()) for name, t in tensors.items()}
+    try:
+        yield
+    finally:
+        there = _tensors(model)
+        assert list(there) == list(tensors), "a parameter or buffer came or went"
+        for name, (value, grad) in values.items():
+            t = there[name]
+            assert t is tensors[name] and torch.equal(t, value), f"{name} is another"
+            assert t.grad is grad if t.grad is None or grad is None else torch.equal(t.grad, grad), f"{name}.grad"
+        assert _around(model) == before, "flags, hooks or the random state changed"
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, by each of their names."""
+    both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return dict(both)
+
+
+def _around(model: nn.Module) -> list[Any]:
+    """The flags and the number of hooks of each module, and the random state."""
+    modules = [
+        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()
+    ]
+    return [modules, [p.requires_grad for p in model.parameters()], torch.get_rng_state().tolist()]
