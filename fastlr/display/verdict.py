@@ -1,4 +1,4 @@
-"""What two measurements of a network tell, in two sentences."""
+"""What two measurements of a network tell, in two sentences, and in a third what helped others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 
 from fastlr.display.tables import group_to_fit, pm
 
+# Of bench/results/cpu/causes, random labels: see docs/interpreting.md.
+_HELPED = (
+    "Where such a fall meant that networks had stopped learning, shrink-and-perturb, L2 to init and continual backprop kept "
+    "them learning; whether it means that here, trainability or the value on your own inputs tells (docs/interpreting.md)."
+)
 _BLOCKS, _NAMED, _BEYOND = 12, 2, 1.96  # blocks of a network, those named, standard errors of a change (95 %)
 
 
@@ -24,6 +29,8 @@ def verdict(
     since: str = "the start",
 ) -> str:
     """Say how far local redundancy has moved and whether beyond its error, which blocks lost most, how many units are dormant.
+
+    Where less than half is left, also what kept other networks learning.
 
     Args:
         first: "value", "stderr" and "per_parameter" of an estimate, as of `fastlr.Estimate.to_dict`; empty: not measured.
@@ -61,7 +68,8 @@ blocks lost most cannot be told; dormant units were not measured.'
     if dormant and math.isfinite(ratio := _number(dormant.get("value"))):
         of = f"{dormant['dormant']} of {dormant['units']} units " if {"dormant", "units"} <= dormant.keys() else ""
         units = f"{of}({100 * ratio:.3g} %) are dormant" if of else f"{100 * ratio:.3g} % of the units are dormant"
-    return f"{told}. {blocks[0].upper()}{blocks[1:]}; {units}."
+    helped = f" {_HELPED}" if beyond and b < a / 2 else ""
+    return f"{told}. {blocks[0].upper()}{blocks[1:]}; {units}.{helped}"
 
 
 def _error(first: Mapping[str, Any], last: Mapping[str, Any]) -> float:
