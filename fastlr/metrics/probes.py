@@ -160,7 +160,10 @@ def memorization_capacity(
         whole = labels.numel() * math.log2(classes)
         bits = [memorization_gain(-float(x), whole * math.log(2), "bits") for x in nats]
     else:
-        whole, errors = None, 2 * fits[0].variance * nats / labels.numel()
+        rounding = torch.finfo(
+            next(iter(view.parameters.values())).dtype
+        ).eps  # errors below it count as that, lest bits be infinite
+        whole, errors = None, (2 * fits[0].variance * nats / labels.numel()).clamp_min(rounding**2)
         bound = partial(regression_memorization_bound, labels.numel(), 1, 1.0, unit="bits")
         bits = [bound(float(e)) for e in errors]
     gains = torch.tensor(bits, dtype=torch.float64)

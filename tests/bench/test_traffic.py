@@ -39,7 +39,8 @@ def test_a_chunk_of_a_small_network(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["traffic", "resnet18", "--batch", "2", "--size", "64"])
+    # of two samples alone some of the thousand outputs have no rounding to tell by, and then nothing is folded
+    monkeypatch.setattr(sys, "argv", ["traffic", "resnet18", "--batch", "4", "--size", "64"])
     traffic.main()
     out = capsys.readouterr().out
     assert "fold_weights_kernel" in out and "predicted, not measured" in out
