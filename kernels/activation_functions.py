@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Behind tensors, not before them: what such a constant is multiplied with, Triton 3.9's interpreter takes for a constant too.
 _ROOT_HALF = tl.constexpr(0.7071067811865476)
 _NORMAL = tl.constexpr(0.3989422804014327)  # density of the normal distribution at 0
 _TANH_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
@@ -18,7 +19,7 @@ _TANH_CUBIC = tl.constexpr(0.044715)
 @triton.jit
 def _tanh_as_sigmoid(x):
     """(1 + tanh(u)) / 2 for the u of the tanh form of gelu: a sigmoid, which needs no further function."""
-    return tl.sigmoid(2.0 * _TANH_SCALE * (x + _TANH_CUBIC * x * x * x))
+    return tl.sigmoid((x + x * _TANH_CUBIC * x * x) * (2.0 * _TANH_SCALE))
 
 
 @triton.jit

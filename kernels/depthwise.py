@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_gradient, activated
-from fastlr.kernels.launching import covered, multiple, on_device, tuned
+from fastlr.kernels.launching import FUSED, covered, multiple, on_device, tuned
 from fastlr.kernels.moments import alignment, channels_last, finish_norms, like, moments_space
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
@@ -304,7 +304,7 @@ def depthwise_backward(
             channels, height, width, out_height, out_width, channel_tiles, strips, segments, steps,
             ACT=act, WANT_INPUT=want_input, SPLIT=segments * strips > 1, LAST=last, ALIGN=align, BEFORE=before, SETTLED=settled,
             MORE=more is not x, MEAN=of_mean is not None, **constants(kernel, geometry), WINDOW=window_rows(kernel, geometry),
-            COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
+            COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS, **FUSED,
         )  # fmt: skip
     return gx if want_input else None, *finish_norms(*moments, weight, statistics)
 

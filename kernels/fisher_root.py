@@ -38,7 +38,9 @@ def fisher_root_kernel(
     shifted = tl.load(place, exists, float("-inf")).to(tl.float64)
     shifted -= tl.max(shifted, 0)
     root = tl.exp(0.5 * (shifted - tl.log(tl.sum(tl.exp(shifted), 0))))  # sqrt(p), without cancellation
-    best = tl.argmax(root, 0)
+    best = tl.argmax(
+        tl.where(root == root, root, 0.0), 0
+    )  # of NaN, which is all of a row then, some interpreters know none
 
     number = tl.zeros([BLOCK], tl.int64) + tl.load(index + sample * index_stride)
     element = position.to(tl.int32) * classes + c
@@ -75,6 +77,6 @@ def categorical_root_cotangent(
     with on_device(z):
         fisher_root_kernel[(count * positions,)](
             out, z, index, positions, classes, *z.stride(), *index.stride(), *halves(check_seed(seed)),
-            BLOCK=block, num_warps=BLOCKS[block],
+            BLOCK=block, num_warps=BLOCKS[block], **launching.FUSED,
         )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, INT32, on_device
+from fastlr.kernels.launching import DTYPES, FUSED, INT32, on_device
 
 BLOCK, WARPS = 256, 4
 ROLES = ("weight", "bias", "gamma", "beta", "mean", "var")
@@ -131,6 +131,7 @@ def fold_weights(
     with on_device(folded):
         fold_weights_kernel[(programs[-1],)](
             _tables[key], folded, numbers, len(calls), COUNT=triton.next_power_of_2(len(calls)), BLOCK=BLOCK,
-            **{role.upper(): KINDS[min(kind, key=str)] for role, kind in zip(ROLES, kinds, strict=True)}, num_warps=WARPS,
+            **{role.upper(): KINDS[min(kind, key=str)] for role, kind in zip(ROLES, kinds, strict=True)},
+            num_warps=WARPS, **FUSED,
         )  # fmt: skip
     return results

@@ -29,7 +29,7 @@ from fastlr.kernels.depthwise import (
     window_rows,
     zeros,
 )
-from fastlr.kernels.launching import INT32, covered, multiple, on_device, tuned, workspace
+from fastlr.kernels.launching import FUSED, INT32, covered, multiple, on_device, tuned, workspace
 from fastlr.kernels.moments import alignment, channels_last, empty_output, like
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
@@ -144,6 +144,6 @@ def folded_conv(
             ACT=act, KEEP=kept is not out, ADD=residual is not None, LAST=last, ALIGN=align,
             **constants(kernel, geometry), BEFORE=before, OF_RESIDUAL=residual_before, MEAN=mean,
             ROWS=ROWS, COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
-            maxnreg=most_registers(x.dtype, kernel, geometry, last),
+            maxnreg=most_registers(x.dtype, kernel, geometry, last), **FUSED,
         )  # fmt: skip
     return out, means.sum(1).to(x.dtype)[:, :, None, None] if mean else kept

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_forward, act_gradient, activated
-from fastlr.kernels.launching import INT32, covered, merged, multiple, on_device, tuned
+from fastlr.kernels.launching import FUSED, INT32, covered, merged, multiple, on_device, tuned
 from fastlr.kernels.moments import alignment, channels_last, empty_output, finish_norms, like, moments_space
 from fastlr.ops.folded import activation_grad
 from fastlr.ops.geometry import ConvGeometry
@@ -392,7 +392,7 @@ def folded_conv(
             ACT=act, KEEP=kept is not out, ADD=residual is not None, PLAIN=column is not None, LAST=last,
             BEFORE=before, GATE=gate is not None, OF_RESIDUAL=residual_before, ALIGN=align,
             POSITIONS=tile.positions, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **FUSED,
         )  # fmt: skip
     return out, kept
 
@@ -457,7 +457,7 @@ def folded_conv_backward(
             **flags, ACT=act, SPLIT=splits > 1, FEW=few, PLAIN=plain,
             POSITIONS=tile.positions, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
-            maxnreg=most_registers(tile, few, plain, changed["more"]),
+            maxnreg=most_registers(tile, few, plain, changed["more"]), **FUSED,
         )  # fmt: skip
     norms = finish_norms(*moments, weight, statistics)
     return gx if want_input else None, *norms, *(() if gate is None else (of_gate,))

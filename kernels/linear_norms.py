@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import covered, multiple, on_device, workspace
+from fastlr.kernels.launching import FUSED, covered, multiple, on_device, workspace
 from fastlr.kernels.product_norms import Operand, Sizes, alignment, choose_tile, product_norms
 from fastlr.kernels.row_norms import row_norms
 
@@ -146,7 +146,7 @@ def linear_sq_norms(
         gram_norms_kernel[(len(squares),)](
             a, g, *means, squares, *a.stride(), *g.stride(), groups, rows, inputs, outputs, blocks,
             A_LAST=a.stride(3) == 1, G_LAST=g.stride(3) == 1, ALIGN=align, CENTRED=centred, BLOCK=block, CHUNK=chunk,
-            num_warps=num_warps, num_stages=num_stages,
+            num_warps=num_warps, num_stages=num_stages, **FUSED,
         )  # fmt: skip
     total = squares.view(count, -1).sum(1, dtype=torch.float64)
     if centred:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import on_device, workspace
+from fastlr.kernels.launching import FUSED, on_device, workspace
 
 CHANNELS_A_PROGRAM, WEIGHTS_A_STEP = 32, 32
 NORMS_BLOCK = 256  # channels that the norms are made of at a time
@@ -116,13 +116,13 @@ def finish_norms(
             squares, inner, added = (workspace(count, n, device=device) for n in (tiles, outputs, outputs))
             finish_moments_kernel[(count * tiles,)](
                 parts, weight, statistics, squares, inner, sums, added, splits, outputs, weights,
-                CHANNELS=CHANNELS_A_PROGRAM, WEIGHTS=WEIGHTS_A_STEP, num_warps=4,
+                CHANNELS=CHANNELS_A_PROGRAM, WEIGHTS=WEIGHTS_A_STEP, num_warps=4, **FUSED,
             )  # fmt: skip
             inner, sums = inner[:, None], added
         norms = torch.empty(4, count, dtype=torch.float64, device=device)
         finish_norms_kernel[(count,)](
             norms, squares, inner, sums, statistics, count, squares.shape[1], inner.shape[1], outputs,
-            BLOCK=NORMS_BLOCK, num_warps=4,
+            BLOCK=NORMS_BLOCK, num_warps=4, **FUSED,
         )  # fmt: skip
     return norms.unbind(0)
 

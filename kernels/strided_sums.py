@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, on_device
+from fastlr.kernels.launching import DTYPES, FUSED, on_device
 
 STEPS = 16  # tiles that a program adds up
 TILES = {"kept": ((64, 32), (16, 128)), "summed": ((4, 512), (4, 256), (16, 64))}  # by the side contiguous in memory
@@ -174,6 +174,6 @@ def strided_sums(
             strides[0][0], k0.g, k1.g, s0.g, s1.g,
             strides[1][0], k0.x, k1.x, s0.x, s1.x,
             strides[2][0], s0.row, s1.row, k0.out, k1.out,
-            KEPT=tile, SUMMED=along, num_warps=WARPS,
+            KEPT=tile, SUMMED=along, num_warps=WARPS, **FUSED,
         )  # fmt: skip
     return tuple(buffers[:, 0] if splits == 1 else buffers.sum(1))

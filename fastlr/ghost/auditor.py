@@ -35,10 +35,9 @@ class Auditor(Planner):
         self.audits = Audits()
 
     def _forward(self, x: Any) -> Tensor:
-        named = dict(self.model.named_parameters())
         given = adapt.copied(x) if self._writes_inputs is not False else x
         before = adapt.versions(given)
-        z = self.folding.run(named, lambda: self.view.forward(given), given)
+        z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
         written = adapt.versions(given) != before
         if written and self._writes_inputs is False:
             self._writes_inputs = True

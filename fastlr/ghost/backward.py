@@ -161,7 +161,7 @@ def backward(
             handle.remove()
     gradients = dict(zip(places, captured, strict=True))
     del captured  # each is freed once it was visited
-    with full_precision(z.device):
+    with torch.no_grad(), full_precision(z.device):
         for i in roots:
             counted(i, tuple(gradients.pop((i, output)) for output in range(graph.outputs(i))))
     missed = [graph.names[i] for i, times in visits.items() if times != 1]
@@ -227,7 +227,6 @@ def sq_norms(
                 factor = factor.whole()
             waiting.setdefault(use.source, []).append(factor)
 
-    @torch.no_grad()
     def visit(i: int, gradients: tuple[Tensor | None, ...]) -> None:
         uses = [use for use in structure.by_node[i] if use.source not in skipped]
         if not uses or all(g is None for g in gradients):

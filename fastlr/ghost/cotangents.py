@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.ops.deferred_checks import refuse_where
+from fastlr.ops.deferred_checks import refuse_beyond
 
 
 class Scaled(NamedTuple):
@@ -53,13 +53,15 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     small = v.is_floating_point() and v.dtype != torch.float64  # float32 holds these values, and twice 2^75 scales any
     v = v.detach().to(output.device, torch.float32 if small else torch.float64)
     others = [axis for axis in range(v.ndim) if axis != out_dim % v.ndim]
-    if not others:
-        largest = v.abs()
-    elif ops.backend_for(v) == "triton":  # one launch
+    if others and ops.backend_for(v) == "triton":  # one launch
         largest = torch.linalg.vector_norm(v, math.inf, others, True)
-    else:  # on a CPU up to 25 times as fast as that norm
-        largest = torch.maximum(v.amax(others, True), -v.amin(others, True))
-    refuse_where(~(largest < math.inf), lambda: NonFiniteError("the cotangent has values that are not finite"))
+    else:  # on a CPU up to 25 times as fast as that norm, and as those of axes outside of the samples with those inside
+        high = low = v
+        outside = [axis for axis in others if v.stride(axis) > v.stride(out_dim)]
+        for axes in filter(None, (outside, [axis for axis in others if axis not in outside])):
+            high, low = high.amax(axes, True), low.amin(axes, True)
+        largest = torch.maximum(high, -low)
+    refuse_beyond(largest, lambda: NonFiniteError("the cotangent has values that are not finite"))
     exponent = torch.frexp(largest).exponent
     if small:
         half, one = exponent // 2, torch.ones_like(largest)

@@ -32,7 +32,7 @@ from fastlr.ghost.state import BufferKeeper
 from fastlr.ghost.verification.audit import Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
-from fastlr.ops.deferred_checks import out_of_memory, refuse_where
+from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class Engine(Auditor):
         device = self.view.device
         x = self.view.inputs(x)
         literal = self.folding.literal
-        modules = list(self.model.modules())
+        modules = program.all_modules(self.model)
         kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
         with torch.inference_mode(False), quiet_rng(device), kept:
             try:
@@ -185,10 +185,11 @@ class Engine(Auditor):
         if chunk.count > 1 and self.audits.due(fresh=fresh or self._hooked):
             with self.audits.timed():
                 spot = self._exact_of_one(chunk, v, fresh=fresh)
-        table = torch.zeros((), dtype=torch.float64, device=output.device)
+        table: Tensor | None = None
         while True:
             norms = self._pass(chunk, state, plan, v, spot, retain=more, fresh=fresh)
-            table = table + self._table(norms, output.device, chunk.count) * scale
+            part = self._table(norms, output.device, chunk.count) * scale
+            table = part if table is None else table + part
             if not more:
                 break
             v, scale, more = next(several)
@@ -287,7 +288,7 @@ class Engine(Auditor):
             routes = {key: proof.route for key, proof in self.ledger.uses.items()}
             norms = sq_norms(graph, state.structure, z, v, shapes.layouts, count, routes)
             table = self._table(norms, z.device, count) * scale
-        refuse_where(~(table < math.inf), lambda: NonFiniteError("the gradient of a parameter is not finite"))
+        refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, output
 
     def _pass(
@@ -367,7 +368,7 @@ class Engine(Auditor):
 
     def _result(self, table: Tensor) -> ChunkNorms:
         names = list(self.parameters)
-        if not torch.isfinite(table).all():
+        if not float(table.amax()) < math.inf:  # nor is that so of what is not a number
             bad, sample = (~torch.isfinite(table)).nonzero()[0].tolist()
             raise NonFiniteError(
                 f"the gradient of parameter {names[bad]} is not finite for sample {sample} of the batch"
@@ -392,8 +393,8 @@ def _finite(z: Tensor) -> Tensor:
     """The output without its graph, refused if it is not finite; minus infinity is a logit that classes may have."""
     output = z.detach()
     if output.numel():
-        refuse_where(
-            ~(output.amax() < math.inf),  # nor is that so of what is not a number
+        refuse_beyond(
+            output.amax(),
             lambda: NonFiniteError("the model's output has infinite values or values that are not a number"),
         )
     return output

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -271,9 +272,9 @@ def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retai
     return [zero if g is None else dense(g).double().square().sum() for g in grads]
 
 
-def full_precision(device: torch.device) -> torch.autocast:
+def full_precision(device: torch.device) -> AbstractContextManager:
     """No autocast: a backward pass has the precision of its forward pass, and norms are not for autocast to round."""
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def dense(grad: Tensor | None) -> Tensor:

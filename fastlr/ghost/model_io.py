@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,7 +120,12 @@ class ModelView:
     @cached_property
     def held(self) -> dict[str, nn.Parameter]:
         """As `parameters`, but those of a model under ``fully_shard`` may be sharded: for their names, dtypes and device."""
-        return trainable(self.module, shards=True)
+        return trainable(self.module, shards=True) if holds_fully_sharded(self.module) else self.parameters
+
+    @cached_property
+    def named(self) -> dict[str, nn.Parameter]:
+        """All parameters by name."""
+        return dict(self.module.named_parameters())
 
     @property
     def device(self) -> torch.device:
@@ -134,7 +140,7 @@ class ModelView:
             NonFiniteError: one holds NaN.
         """
         x = as_inputs(x)
-        device = next(iter(self.module.parameters())).device
+        device = next(iter(self.named.values())).device
         for leaf in tree_flatten(x)[0]:
             if not isinstance(leaf, Tensor):
                 continue
@@ -165,7 +171,7 @@ class ModelView:
 
 def _holds_nan(t: Tensor) -> bool:
     """By the sum, in a quarter of the time: it hides none. Where infinities cancel, each value is looked at."""
-    return (t.itemsize == 1 or bool(t.sum().isnan())) and bool(torch.isnan(t).any())  # torch adds up no bytes
+    return (t.itemsize == 1 or math.isnan(t.sum())) and bool(torch.isnan(t).any())  # torch adds up no bytes
 
 
 def as_inputs(x: Any) -> Any:
@@ -183,7 +189,7 @@ def as_inputs(x: Any) -> Any:
         return t.clone() if t.is_inference() else t.detach()
 
     with torch.inference_mode(False):
-        return tree_map(clean, x)
+        return clean(x) if isinstance(x, Tensor) else tree_map(clean, x)
 
 
 def versions(x: Any) -> list[int]:

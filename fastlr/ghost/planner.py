@@ -121,7 +121,7 @@ class Planner:
     def _flags(self) -> tuple:
         model, kind = self.model, self.view.device.type
         return (
-            tuple(m.training for m in model.modules()),
+            tuple([m.training for m in program.all_modules(model)]),
             tuple((n, p.dtype) for n, p in self.parameters.items()),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             program.hook_programs(model),

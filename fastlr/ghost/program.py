@@ -64,12 +64,12 @@ def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool 
     Returns:
         32 bytes, to be compared within this process only.
     """
-    return digest(_Program(frozenset(free), versions).read(model))
+    return digest(_Program(free, versions).read(model))
 
 
 def tensors_held(model: nn.Module) -> list[Tensor]:
     """The memory of the tensors that a forward pass may read beside parameters and buffers, as far as a fingerprint sees it."""
-    program = _Program(frozenset())
+    program = _Program()
     program.read(model)
     return [t.detach() for t in program.reader.tensors if type(t) in TENSORS]
 
@@ -102,8 +102,9 @@ def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
 class _Program:
     """Reads one model, once."""
 
-    def __init__(self, free: frozenset[int], versions: bool = True) -> None:
-        self.free, self.reader = free, Reader(self.module, versions)
+    def __init__(self, free: Collection[int] = (), versions: bool = True) -> None:
+        self.reader = Reader(self.module, versions)
+        self.free = self.reader.free = set(free)  # and the trainable parameters, whatever holds them
         self.known: dict[int, int] = {}  # id of a module -> its place
         self.classes: dict[type, None] = {}
 
@@ -125,6 +126,7 @@ class _Program:
         modules = [module for module in all_modules(model) if id(module) not in self.known]
         for module in modules:
             self.known[id(module)] = len(self.known)
+            self.free.update([id(p) for p in module._parameters.values() if p is not None and p.requires_grad])
         return tuple([self.one(module) for module in modules])
 
     def one(self, module: nn.Module) -> tuple:
@@ -156,7 +158,7 @@ class _Program:
     def parameter(self, p: Tensor) -> tuple:
         """The token of a parameter and its hooks."""
         hooks = self.reader.top(tuple(p._backward_hooks.values())) if p._backward_hooks else ()
-        if p.requires_grad or id(p) in self.free:
+        if id(p) in self.free:
             return dtype_name(p.dtype), p.requires_grad, hooks
         return of_tensor(p, self.reader.versions), hooks
 
@@ -208,7 +210,7 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
         run()
     counters = {
         id(b)
-        for m in model.modules()
+        for m in all_modules(model)
         for name, b in m._buffers.items()
         if name == "num_batches_tracked" and isinstance(m, StatisticsNorm)
     }
@@ -220,10 +222,11 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
 
 def hook_programs(model: nn.Module) -> tuple:
     """The code of the hooks that modules and parameters have: (whose, of which kind, code), without what it was given."""
-    registries: list[tuple[Any, str, dict | None]] = []
-    registries += [(id(module), kind, vars(module).get(kind)) for module in model.modules() for kind in _HOOKS]
-    registries += [(name, "_backward_hooks", p._backward_hooks) for name, p in model.named_parameters()]
-    return tuple((whose, kind, tuple(map(_program, hooks.values()))) for whose, kind, hooks in registries if hooks)
+    registries: list[tuple[int, str, dict | None]] = []
+    for module in all_modules(model):
+        registries += [(id(module), kind, vars(module).get(kind)) for kind in _HOOKS]
+        registries += [(id(module), name, p._backward_hooks) for name, p in module._parameters.items() if p is not None]
+    return tuple([(whose, kind, tuple(map(_program, hooks.values()))) for whose, kind, hooks in registries if hooks])
 
 
 def _program(hook: Any) -> Any:

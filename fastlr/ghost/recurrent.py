@@ -151,16 +151,17 @@ class Steps:
 def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
     """Gates in torch's order: input, forget, cell, output.
 
-    Without a projection tanh enters derivatives only, which need no digits beyond the rounding of 1.
+    Without a projection tanh enters derivatives only, which need no digits beyond the rounding of 1: these 2 sigmoid(2x) - 1
+    has, in a fifth of tanh's time on a CPU.
     """
     projected = "w_hr" in t
-    tanh = torch.tanh if projected else _quick_tanh
     gates = raised(F.linear(t["x"], t["w_ih"], t["b_ih"] + t["b_hh"] if "b_ih" in t else None))
     gates.view(-1, gates.shape[2]).addmm_(before.flatten(0, 1), t["w_hh"].mT)
     gates = gates.unflatten(2, (4, -1))
-    g = tanh(gates[:, :, 2])
+    i, f, g, o = gates.unbind(2)
+    exact = torch.tanh(g) if projected else g.mul_(2)
     gates.sigmoid_()
-    i, f, _, o = gates.unbind(2)
+    g = exact if projected else torch.rsub(g, -1, alpha=-2)
     cells = torch.cat([t["c0"][None], i * g])
     local = torch.addcmul(gates, gates, gates, value=-1)
     local[:, :, 0].mul_(g)
@@ -168,16 +169,11 @@ def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
     steps = cells.unbind()
     for kept, old, cell in zip(f.unbind(), steps[:-1], steps[1:], strict=True):
         cell.addcmul_(kept, old)
-    bent = tanh(cells[1:])
+    bent = torch.tanh(cells[1:]) if projected else torch.rsub((2 * cells[1:]).sigmoid_(), -1, alpha=-2)
     hidden = o * bent if projected else out
     local[:, :, 1].mul_(cells[:-1])
     local[:, :, 3].mul_(bent)
     return Steps(before, local, f, torch.addcmul(o, hidden, bent, value=-1), hidden if projected else None)
-
-
-def _quick_tanh(t: Tensor) -> Tensor:
-    """By the sigmoid, which takes a fifth of tanh's time on a CPU: to the rounding of 1, not of the result."""
-    return (2 * t).sigmoid_().mul_(2).sub_(1)
 
 
 def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:

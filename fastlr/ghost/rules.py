@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.factors import Bilinear, Conv, Dense, Factor, Outer
+from fastlr.ghost.factors import Bilinear, Conv, Dense, Factor, Norms, Outer
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
@@ -155,7 +155,18 @@ def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
             factors[0] = Dense(_times(_reduced(site, site.g, shape), n._saved_beta))
         else:
             factors[slot] = _product(site, slot - 1, *names, shape, float(n._saved_alpha))
-    return factors
+    return factors if n._saved_beta != 1 or n._saved_alpha != 1 else _with_one_row(factors)
+
+
+def _with_one_row(factors: dict[int, Factor]) -> dict[int, Factor]:
+    """The norms of a bias and a weight, if samples have one row each: |g|^2 and |g|^2 |a|^2."""
+    bias, weight = factors.get(0), factors.get(2)
+    if not isinstance(bias, Dense) or not isinstance(weight, Outer) or ops.backend_for(weight.g) != "torch":
+        return factors
+    if weight.g.shape[1:3] != (1, 1) or bias.grads.shape[1:] != weight.g.shape[3:]:
+        return factors
+    of_g = bias.sq_norms()
+    return {0: Norms(of_g, lambda: bias), 2: Norms(of_g * Dense(weight.a).sq_norms(), lambda: weight)}
 
 
 def _reduced(

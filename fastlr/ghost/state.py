@@ -151,7 +151,7 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     return [
         (module, name)
-        for module in model.modules()
+        for module in all_modules(model)
         for name, value in vars(module).items()
         if type(value) is dict and value and name not in INTERNAL and all(isinstance(t, Tensor) for t in value.values())
     ]

@@ -128,10 +128,12 @@ class Reader:
 
     Attributes:
         tensors: that were met.
+        free: ids of those whose values do not matter.
     """
 
     def __init__(self, module: Callable[[nn.Module], Any] = number, versions: bool = True) -> None:
         self._module, self.versions = module, versions
+        self.free: set[int] = set()
         self.tensors: list[Tensor] = []
         self._read: dict[int, tuple[int, int, Any]] = {}  # id -> (which one it was, depth that was left, the object)
         self._left = 0
@@ -139,7 +141,7 @@ class Reader:
     def top(self, value: Any) -> Any:
         """The token of a value, with a budget of its own."""
         self._left = _VALUES
-        return self.of(value, _DEPTH)
+        return self.function(value, _DEPTH) if type(value) is FunctionType else self.of(value, _DEPTH)
 
     def of(self, value: Any, depth: int) -> Any:
         """The token of a value, ``depth`` containers deep."""
@@ -151,7 +153,7 @@ class Reader:
         self._left -= 1
         if isinstance(value, Tensor):
             self.tensors.append(value)
-            return of_tensor(value, self.versions)
+            return ("free", number(value)) if id(value) in self.free else of_tensor(value, self.versions)
         if isinstance(value, nn.Module):
             return "module", self._module(value)
         if depth <= 0 or self._left < 0:

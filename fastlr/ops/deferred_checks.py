@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,12 @@ def refuse_where(bad: Tensor, error: Callable[[], Exception]) -> None:
         _gathered.append(bad.any())
     elif bool(bad.any()):
         raise error()
+
+
+def refuse_beyond(largest: Tensor, error: Callable[[], Exception]) -> None:
+    """Raise ``error()``, or keep the question, if any element of ``largest`` is infinite or not a number."""
+    if _gathered is not None or not float(largest.amax()) < math.inf:  # nor is that so of what is not a number
+        refuse_where(~(largest < math.inf), error)
 
 
 def waiting() -> bool:

@@ -65,6 +65,7 @@ class Block(nn.Module):
         self.part, self.blocks = functools.partial(torch.add, alpha=1), [nn.Linear(2, 2), nn.Dropout(0.1)]
         self.act = lambda h, alpha=0.0: h * alpha
         self.loop = self.items
+        self.weights = [self.layer.weight, self.frozen.weight]
         self.dims["self"] = self.dims
         self.eval()
 
@@ -117,6 +118,7 @@ CHANGES = {
     "global number": lambda m: globals().__setitem__("ALPHA", 1.0),
     "global namespace": lambda m: setattr(SETTINGS, "alpha", 1.0),
     "frozen parameter": lambda m: m.frozen.weight.mul_(1),
+    "parameter in a list": lambda m: m.weights.__setitem__(0, nn.Parameter(m.weights[0].clone())),
     "frozen": lambda m: m.layer.weight.requires_grad_(False),
     "module in a list": lambda m: setattr(m.blocks[1], "p", 0.2),
     "another module in a list": lambda m: m.blocks.__setitem__(0, nn.Linear(2, 2)),
@@ -154,10 +156,11 @@ def test_a_change_is_seen(change, restored):
 
 @torch.no_grad()
 def test_training_changes_nothing():
-    model = nn.Sequential(Block())
+    model = nn.Sequential(Block(), nn.LSTM(2, 2))  # which lists its weights in an attribute, too
     before = fingerprint(model)
-    block = model[0]
-    block.layer.weight.add_(1)
+    block, rnn = model
+    for weight in (block.layer.weight, rnn.weight_ih_l0, rnn.bias_hh_l0):
+        weight.add_(1)
     block.layer.weight.data = torch.zeros(3, 3)
     block.train()
     block.norm(torch.randn(5, 3))

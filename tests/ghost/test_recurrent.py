@@ -1,4 +1,4 @@
-"""Recurrent layers, bags of embeddings and bilinear layers by rule: every option against one backward pass a sample."""
+"""Recurrent layers by rule: every option against one backward pass a sample."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from exact import assert_norms, assert_same_function, truth
+from exact import assert_norms, assert_same_function, holds, seeded, truth
 from torch import Tensor, nn
 from torch.nn.utils import rnn as sequences
 
 import fastlr
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import InputError
 from fastlr.ghost import recurrent
 from fastlr.ghost.engine import Engine
 from fastlr.ghost.factors import Dense, Factor
@@ -61,21 +61,6 @@ class Layers(nn.Module):
         ends = ends if isinstance(ends, tuple) else (ends,)
         cell = [ends[1].square().sum((0, 2))[:, None]] if len(ends) == 2 else []
         return torch.cat([self.head(out).flatten(1), self.last(ends[0].transpose(0, 1).flatten(1)), *cell], 1)
-
-
-def holds(model: nn.Module, x: Tensor, *, rtol: float = 1e-10, route: str = "rule") -> Engine:
-    """Require every parameter's norms to be the truth, by rule; returns the engine."""
-    z = model(x)
-    v = torch.randn(z.shape, dtype=z.dtype, generator=seeded())
-    engine = Engine(model)
-    got = engine.run(x, v)
-    assert_norms(got.per_parameter, truth(model, (x,), v).norms, rtol, 1e-3 * rtol)
-    assert set(got.routes.values()) == {route}
-    return engine
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
 
 
 def series(dtype: torch.dtype = torch.float64, width: int = IN) -> Tensor:
@@ -281,13 +266,7 @@ def test_low_precision() -> None:
 
 # -- the node and its rule -----------------------------------------------------------------------------------------------
 
-FUNCTIONS = {
-    "lstm": torch.lstm,
-    "projected": torch.lstm,
-    "gru": torch.gru,
-    "tanh": torch.rnn_tanh,
-    "relu": torch.rnn_relu,
-}
+FUNCTIONS = dict(zip(KINDS, (torch.lstm, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), strict=True))
 
 
 def node_inputs(kind: str, biases: bool = True, count: int = 2, hidden: int = 3) -> dict[str, Tensor]:
@@ -400,78 +379,6 @@ def test_outputs_whose_samples_lie_apart_have_no_rule() -> None:
     layouts = {0: Regular(1, 1, 1), 1: Ragged(0, ids)}
     with torch.no_grad(), pytest.raises(Unsupported, match="not the same"):
         RULES[recurrent.NODE](Site(out.grad_fn, (out, cell), layouts, 2, shapes), slots)
-
-
-# -- bags of embeddings and bilinear layers -----------------------------------------------------------------------------
-
-
-class Bags(nn.Module):
-    """Bags of three and one of a sample's four rows, given by offsets, or all of them, given as a matrix."""
-
-    def __init__(
-        self, mode: str, *, offsets: bool, closed: bool = False, weighted: bool = False, **options: Any
-    ) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(9, 4, mode=mode, include_last_offset=closed, **options)
-        self.head, self.offsets, self.closed, self.weighted = nn.Linear(4, 2), offsets, closed, weighted
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """A sample's bags one after another."""
-        ids = ids.long()
-        weights = torch.cos(ids).to(self.head.weight) if self.weighted else None
-        if not self.offsets:
-            return self.head(self.bag(ids, per_sample_weights=weights))
-        starts = (4 * torch.arange(len(ids))[:, None] + torch.tensor([0, 3])).flatten()
-        starts = torch.cat([starts, torch.tensor([ids.numel()])]) if self.closed else starts
-        flat = None if weights is None else weights.flatten()
-        return self.head(self.bag(ids.flatten(), starts, flat)).view(len(ids), -1)
-
-
-@pytest.mark.parametrize("padding", [None, 2])
-@pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_bags_of_embeddings(mode: str, offsets: bool, padding: int | None) -> None:
-    ids = torch.tensor([[2, 2, 2, 2], [0, 1, 0, 1], [5, 2, 5, 7], [8, 8, 8, 2], [1, 2, 3, 4]])
-    if padding is None and len(nn.EmbeddingBag(9, 4, include_last_offset=True)(ids)) < len(ids) and not offsets:
-        pytest.skip("this torch loses the last row of a matrix under include_last_offset, as 2.7.1 does")
-    holds(Bags(mode, offsets=offsets, closed=padding is None, padding_idx=padding).double(), ids)
-    if mode == "sum":
-        holds(Bags(mode, offsets=offsets, weighted=True, padding_idx=padding).double(), ids)
-
-
-def test_bags_that_share_a_table() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(9, 4))
-
-        def forward(self, ids: Tensor) -> Tensor:
-            largest = nn.functional.embedding_bag(ids, self.table, mode="max")
-            mean = nn.functional.embedding_bag(ids, self.table, mode="mean")
-            return torch.cat([largest, mean, self.table[ids[:, 0]]], 1)
-
-    holds(Both().double(), torch.randint(9, (5, 4), generator=seeded()))
-
-
-def test_bags_scaled_by_frequency_are_warned_of() -> None:
-    model = Bags("sum", offsets=False, scale_grad_by_freq=True).double()
-    with pytest.warns(FastlrWarning, match="scale_grad_by_freq"):
-        Engine(model).run(torch.randint(9, (5, 4), generator=seeded()), lambda z: torch.ones_like(z))
-
-
-@pytest.mark.parametrize("rows", [(), (6,), (2, 3)])
-def test_bilinear(rows: tuple[int, ...]) -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.pair = nn.Linear(3, 4), nn.Bilinear(4, 3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.pair(self.a(x), x.sin()).reshape(len(x), -1, 2).sum(1)
-
-    x = torch.randn(B, *rows, 3, dtype=torch.float64, generator=seeded())
-    holds(Pair().double(), x)
-    holds(Pair(), x.float(), rtol=1e-4)
 
 
 def test_names_tell_recurrent_layers() -> None:

@@ -78,8 +78,10 @@ def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from fastlr.kernels.launching import FUSED
+
     name, kernel, signature, constexprs, given = case
-    options = given | options
+    options = FUSED | given | options
     divisible = options.pop("divisible")
     types = {**signature, **dict.fromkeys(constexprs, "constexpr")}
     unknown = set(divisible) - set(types) or set(types) ^ set(kernel.arg_names)

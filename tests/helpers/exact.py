@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastlr.ghost.engine import Engine
 from fastlr.ops.reference.fisher import categorical_fisher
 
 
@@ -113,3 +114,19 @@ def assert_same_function(got: Tensor, want: Tensor, inputs: Sequence[Tensor], **
         torch.testing.assert_close(
             torch.autograd.grad(got, inputs, v), torch.autograd.grad(want, inputs, v), **tolerances
         )
+
+
+def seeded() -> torch.Generator:
+    """A generator that gives the same draws in every call."""
+    return torch.Generator().manual_seed(3)
+
+
+def holds(model: nn.Module, x: Tensor, *, rtol: float = 1e-10, route: str = "rule") -> Engine:
+    """Require every parameter's norms to be the truth, by this route; returns the engine."""
+    z = model(x)
+    v = torch.randn(z.shape, dtype=z.dtype, generator=seeded())
+    engine = Engine(model)
+    got = engine.run(x, v)
+    assert_norms(got.per_parameter, truth(model, (x,), v).norms, rtol, 1e-3 * rtol)
+    assert set(got.routes.values()) == {route}
+    return engine

@@ -26,6 +26,7 @@ import fastlr
 from fastlr import ops
 from fastlr.errors import FastlrWarning
 from fastlr.ghost.verification.audit import Audits
+from fastlr.kernels.launching import FUSED
 
 sys.path.append(str(Path(__file__).parents[2]))  # bench/ is beside tests/
 from bench import traffic  # noqa: E402
@@ -62,7 +63,7 @@ def variant(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> tuple:
                 divisible.append(name)
         else:
             signature[name] = "fp32"
-    options = {key: given[key] for key in OPTIONS if key in given}
+    options = {key: given[key] for key in OPTIONS if key in given} | {key: given[key] for key in FUSED}
     blocks = ",".join(f"{k}={v}" for k, v in constants.items() if k.isupper())
     sizes = ",".join(f"{k}{'%16' * (k in divisible)}" for k, kind in signature.items() if not kind.startswith("*"))
     ones = ",".join(k for k, v in constants.items() if not k.isupper())
