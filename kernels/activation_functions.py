@@ -60,7 +60,7 @@ def act_gradient(g, kept, ACT: tl.constexpr):
         return g
     else:
         slope = act_derivative(kept.to(tl.float32), ACT)
-        if ACT == "relu" or ACT == "relu6" or ACT == "hardswish":
+        if (ACT == "relu" or ACT == "relu6") or ACT == "hardswish":  # Triton 3.3 knows no longer chains
             return tl.where(slope == 0.0, 0.0, g * slope)
         else:
             return g * slope
