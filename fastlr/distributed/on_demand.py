@@ -303,12 +303,12 @@ class OnDemand(TorchFunctionMode):
             try:
                 held = self._stored.get(t.untyped_storage().data_ptr())
             except (RuntimeError, NotImplementedError):  # it has no memory
-                return t
+                return t.detach()  # itself would keep the graph for ever
             if held is None or t.dtype != held.tensor.dtype or held.stays:
-                return t
+                return t.detach()
             if t.untyped_storage().data_ptr() == held.stub.data_ptr():  # it is saved between calls, as a whole
                 if t.shape != held.stub.shape:
-                    return t
+                    return t.detach()
                 t = torch.empty(t.shape, device="meta")
             return _Packed(held, t.size(), t.stride(), t.storage_offset(), held.tensor._version)
 
@@ -371,7 +371,7 @@ def derived(tensor: Tensor, dtype: torch.dtype, make: Callable[[Tensor], Tensor]
 def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """The hooks of saved tensors by which graphs hold no parameter; they change nothing where none is on demand."""
     mode = _active.get()
-    return (lambda t: t, lambda t: t) if mode is None else (mode.pack, mode.unpack)
+    return (Tensor.detach, lambda t: t) if mode is None else (mode.pack, mode.unpack)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

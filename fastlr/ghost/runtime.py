@@ -183,7 +183,7 @@ def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
 
     def saved(t: Tensor) -> Any:
         kept = pack(t)
-        if kept is t:
+        if isinstance(kept, Tensor):
             storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return kept
 
