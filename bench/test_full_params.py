@@ -7,6 +7,7 @@ in the first measurement, which proves the model in float64, and in a later one.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ import fastlr
 from bench.paired import in_use, peak_bytes
 
 VOCABULARY, RANKS = 512, 2
+M_MMAP_THRESHOLD = -3
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]  # layers, width, inputs of all ranks, tokens of each
 pytestmark = pytest.mark.peer  # minutes and 8 GB of memory for each of two processes: not for make bench
@@ -67,6 +69,7 @@ def timed(rank: int, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
 
 def held(rank: int, sizes: Sizes) -> dict[str, int]:
     """Bytes of this rank: at rest, at most in each kind of work, and of its gradients and of the whole parameters."""
+    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 18)  # what is freed is gone: the peak is of live memory
     before = in_use(CPU)
     model, plain, estimator = made(rank, *sizes)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)

@@ -32,7 +32,7 @@ from fastlr.errors import DistributedError, ModelError, one_line
 from fastlr.ops.torch_private import anything_compiled, no_torch_function, run_backward
 
 SUPPORTED = hasattr(os, "posix_fallocate") and hasattr(mmap, "MADV_DONTNEED")  # Linux
-RECENT = 1 << 26  # bytes of values that stay for their next use
+RECENT = 1 << 24  # bytes of values that stay for their next use
 _METHODS = (
     "dim ndimension size numel nelement is_floating_point is_complex element_size register_hook requires_grad_ __len__"
 )
@@ -46,10 +46,11 @@ _OF_NO_VALUES = {
     *map(_get, _METHODS.split()),
     *(_get(name).__get__ for name in _PROPERTIES.split()),
 }
-# Calls whose result is memory that nobody can be seen to use: from then on the values stay.
+# Calls that exchange the memory, or whose result is memory that nobody can be seen to use: from then on the values stay.
 _LASTING = {
     *map(_get, "data_ptr untyped_storage storage numpy __array__ __dlpack__ share_memory_".split()),
     _get("data").__get__,
+    _get("data").__set__,
 }
 
 
@@ -209,6 +210,7 @@ class OnDemand(TorchFunctionMode):
         self._file = file
         self._held: dict[int, _Held] = {}  # by id of the tensor
         self._stored: dict[int, _Held] = {}  # by address of its stub, and of its values while they are here
+        self.saves_nothing = False
         self._recent: OrderedDict[_Held, Tensor] = OrderedDict()  # values that are here, the latest last
 
     def add(self, tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> None:
@@ -299,6 +301,8 @@ class OnDemand(TorchFunctionMode):
 
     def pack(self, t: Tensor) -> Any:
         """What a graph keeps of a tensor that it saves: the place of one that is on demand, else the tensor."""
+        if self.saves_nothing:
+            return None
         with no_torch_function():
             try:
                 held = self._stored.get(t.untyped_storage().data_ptr())
@@ -349,9 +353,9 @@ def active() -> bool:
     return _active.get() is not None
 
 
-def note() -> str | None:
+def notes() -> tuple[str, ...]:
     """For the user of a result."""
-    return "parameters were read from a file while they were used (full_params, whole=False)" if active() else None
+    return ("each parameter was in memory only while it was used: full_params(model, whole=False)",) if active() else ()
 
 
 def is_on_demand(tensor: Tensor) -> bool:
@@ -372,6 +376,20 @@ def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """The hooks of saved tensors by which graphs hold no parameter; they change nothing where none is on demand."""
     mode = _active.get()
     return (Tensor.detach, lambda t: t) if mode is None else (mode.pack, mode.unpack)
+
+
+@contextmanager
+def structure_only() -> Iterator[None]:
+    """Within this context graphs save nothing where parameters are on demand: they can be walked, but not run backward."""
+    mode = _active.get()
+    if mode is None:
+        yield
+        return
+    before, mode.saves_nothing = mode.saves_nothing, True
+    try:
+        yield
+    finally:
+        mode.saves_nothing = before
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

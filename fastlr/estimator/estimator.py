@@ -77,7 +77,7 @@ class LocalRedundancy:
                 raise members.everybodys(NonFiniteError(text))
             used = len(values) if options.probe != "batch" else min(len(values) * chunks.size, options.total)
             inputs_digest = self._digest(used)
-            notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note, on_demand.note()])])
+            notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])]) + on_demand.notes()
             predictive = members.share(self.passes.description())[0]  # a rank without inputs has none
         moments = Moments()
         moments.add(values)
