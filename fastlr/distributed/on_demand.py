@@ -146,8 +146,8 @@ class SharedFile:
 
     def read(self, number: int) -> Tensor:
         """A tensor, on the CPU: memory of the file, read where it is used."""
-        (start, _), (shape, dtype) = self.spans[number], self._shapes[number]
-        return torch.frombuffer(self._map, dtype=dtype, count=prod(shape), offset=start).view(shape)
+        (start, _), (shape, dtype), memory = self.spans[number], self._shapes[number], self._map
+        return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).view(shape)
 
     def forget(self, number: int) -> None:
         """Let this process hold nothing of a tensor: what reads it again finds it in the file."""
