@@ -9,7 +9,7 @@ them is touched: a training goes on with the bits that it would have had.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -172,17 +172,17 @@ def _fit(shards: list[tuple[Any, torch.dtype]], members: Team) -> bool:
     """Return True if the parameters and the float64 of a proof surely fit in the free memory of all ranks."""
     device = shards[0][0].device
     need = sum(shard.numel() * (dtype.itemsize + PROOF) for shard, dtype in shards)
-    here = f"{host(members.rank)} {device}"
-    state = members.share([here, free_bytes(device)])
+    number = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    state = members.share([f"{host(members.rank)} {number}", free_bytes(device)])
     places = [place for place, _ in state]
-    return all(2 * need * places.count(place) <= free for place, free in state)
+    return all(need * places.count(place) <= 0.8 * free for place, free in state)
 
 
 def _in_file(shards: list[tuple[Any, torch.dtype]], members: Team) -> tuple[list[nn.Parameter], OnDemand]:
     """The parameters on demand, gathered one after another."""
     file = SharedFile(members, [(shard.shape, dtype) for shard, dtype in shards])
     mode, parameters = OnDemand(file), list[nn.Parameter]()
-    with torch.inference_mode(False), torch.no_grad():
+    with closing(file), torch.inference_mode(False), torch.no_grad():
         for number, (shard, dtype) in enumerate(shards):
             values = _values(shard, dtype)
             file.write(number, values)
@@ -190,7 +190,7 @@ def _in_file(shards: list[tuple[Any, torch.dtype]], members: Team) -> tuple[list
             if dtype.is_floating_point and values.numel():
                 mode.add(parameters[-1], number, partial(torch.Tensor.to, device=values.device))
             del values
-    file.done()
+        file.done()
     return parameters, mode
 
 

@@ -136,7 +136,6 @@ class SharedFile:
         """Let the tensors be read, once all ranks have written."""
         self._agree()
         self._map = mmap.mmap(self._file, self._end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self.close()
 
     def close(self) -> None:
         """Close the file; what is mapped of it stays."""
@@ -372,10 +371,10 @@ def derived(tensor: Tensor, dtype: torch.dtype, make: Callable[[Tensor], Tensor]
     return mode.derived(tensor, dtype, make)
 
 
-def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """The hooks of saved tensors by which graphs hold no parameter; they change nothing where none is on demand."""
+def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks of saved tensors by which graphs hold no parameter that is on demand; None where none is."""
     mode = _active.get()
-    return (Tensor.detach, lambda t: t) if mode is None else (mode.pack, mode.unpack)
+    return None if mode is None else (mode.pack, mode.unpack)
 
 
 @contextmanager

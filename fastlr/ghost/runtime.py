@@ -179,7 +179,7 @@ def chunk_for_peak(device: torch.device, bytes_per_input: int) -> int:
 def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
     """Address -> bytes of the memory that autograd saves during a forward pass."""
     storages: dict[int, int] = {}
-    pack, unpack = on_demand.hooks()
+    pack, unpack = on_demand.hooks() or (Tensor.detach, lambda t: t)  # itself would keep the graph for ever
 
     def saved(t: Tensor) -> Any:
         kept = pack(t)

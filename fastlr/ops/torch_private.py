@@ -91,14 +91,14 @@ def is_view(tensor: Tensor) -> bool:
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-def saved_tensors_are_hooked(but: Any = None) -> bool:
-    """Return True if what nodes save goes through default hooks here, as within a checkpointed part; not if through ``but``.
+def saved_tensors_are_hooked(but: tuple[Any, Any] | None = None) -> bool:
+    """Return True if what nodes save goes through default hooks here, as within a checkpointed part; not if they are ``but``.
 
     The private name was seen from 2.11.0 on; before it, that hooks cannot be disabled shows it, more slowly.
     """
     name = "_C._autograd._top_saved_tensors_default_hooks"
     if _has(name):
-        return (_get(name)(True) or (but,))[0] != but
+        return _get(name)(True) not in (None, but)
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("fastlr looks whether there are any"):
             return False

@@ -204,7 +204,7 @@ class Folding(TorchFunctionMode):
         if not self.seen and func not in _FIRST:
             return func(*args, **kwargs)
         operand = args[0] if args else kwargs.get("input")
-        if func not in METADATA and saved_tensors_are_hooked(on_demand.hooks()[0]):
+        if func not in METADATA and saved_tensors_are_hooked(on_demand.hooks()):
             return func(*computed(args), **computed(kwargs))  # checkpointing: the part is run again, as the model says
         if func in _CONVOLUTIONS:
             first, rest = args[:1], computed(args[1:])
