@@ -7,7 +7,6 @@ in the first measurement, which proves the model in float64, and in a later one,
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from bench.paired import in_use, peak_bytes
 from fastlr.distributed import full_params
 
 VOCABULARY, RANKS = 512, 2
-M_MMAP_THRESHOLD = -3
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]  # layers, width, inputs of all ranks, tokens of each
 pytestmark = pytest.mark.peer  # minutes and 8 GB of memory for each of two processes: not for make bench
@@ -73,7 +71,6 @@ def held(rank: int, sizes: Sizes, whole: bool) -> dict[str, int]:
 
     Pages of a file count where they are mapped into the process, as those of parameters on demand are while they are used.
     """
-    ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 18)  # what is freed is gone: the peak is of live memory
     before = in_use(CPU)
     model, plain, estimator = made(rank, *sizes)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)

@@ -29,10 +29,12 @@ from torch.overrides import TorchFunctionMode
 
 from fastlr.distributed.sharding import Team
 from fastlr.errors import DistributedError, ModelError, one_line
+from fastlr.ops.memory import give_back
 from fastlr.ops.torch_private import anything_compiled, no_torch_function, run_backward
 
 SUPPORTED = hasattr(os, "posix_fallocate") and hasattr(mmap, "MADV_DONTNEED")  # Linux
 RECENT = 1 << 24  # bytes of values that stay for their next use
+FREED = 1 << 25  # bytes of values after which malloc gives back: what it kept would be more than all parameters
 _METHODS = (
     "dim ndimension size numel nelement is_floating_point is_complex element_size register_hook requires_grad_ __len__"
 )
@@ -210,6 +212,7 @@ class OnDemand(TorchFunctionMode):
         self._held: dict[int, _Held] = {}  # by id of the tensor
         self._stored: dict[int, _Held] = {}  # by address of its stub, and of its values while they are here
         self.saves_nothing = False
+        self._made = 0  # bytes of values, since malloc last gave back
         self._recent: OrderedDict[_Held, Tensor] = OrderedDict()  # values that are here, the latest last
 
     def add(self, tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> None:
@@ -283,6 +286,10 @@ class OnDemand(TorchFunctionMode):
                 )
             values = held.make(self._file.read(held.number)).detach()
             self._stored[values.data_ptr()] = held
+            self._made += values.nbytes
+            if self._made > FREED:
+                give_back()
+                self._made = 0
         self._recent[held] = values
         return values
 
