@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastlr.distributed.on_demand import SUPPORTED, OnDemand, SharedFile, host
+from fastlr.distributed.on_demand import OnDemand
 from fastlr.distributed.sharding import ALONE, ESTIMATE_TIMEOUT, Team, bit_sums, sharded, team
+from fastlr.distributed.shared_file import SUPPORTED, SharedFile, host
 from fastlr.errors import DistributedError, InputError, ModelError, one_line
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes

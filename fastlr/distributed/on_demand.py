@@ -10,29 +10,24 @@ file (`OnDemand.pack`), so that a graph holds no parameter either.
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from math import nan, prod
-from pathlib import Path
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fastlr.distributed.sharding import Team
-from fastlr.errors import DistributedError, ModelError, one_line
+from fastlr.distributed.shared_file import SharedFile
+from fastlr.errors import ModelError
 from fastlr.ops.memory import give_back
 from fastlr.ops.torch_private import anything_compiled, no_torch_function, run_backward
 
-SUPPORTED = hasattr(os, "posix_fallocate") and hasattr(mmap, "MADV_DONTNEED")  # Linux
 RECENT = 1 << 24  # bytes of values that stay for their next use
 FREED = 1 << 25  # bytes of values after which malloc gives back: what it kept would be more than all parameters
 _METHODS = (
@@ -54,112 +49,6 @@ _LASTING = {
     _get("data").__get__,
     _get("data").__set__,
 }
-
-
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
-class SharedFile:
-    """Tensors in a file without a name, one for the ranks of a host; what is written into them stays with the writer.
-
-    Args:
-        members: the ranks, which all make one.
-        shapes: of the tensors, with their dtypes.
-
-    Raises:
-        DistributedError: on all ranks, where a rank has no room for the file or cannot open it.
-    """
-
-    def __init__(self, members: Team, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
-        self.spans: list[tuple[int, int]] = []
-        end = 0
-        for shape, dtype in shapes:
-            self.spans.append((end, prod(shape) * dtype.itemsize))
-            end += -(-self.spans[-1][1] // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._members, self._shapes, self._end = members, shapes, max(end, mmap.PAGESIZE)
-        self._failure: str | None = None
-        hosts = members.share(host(members.rank))
-        self._writes = hosts.index(hosts[members.rank]) == members.rank
-        self._file, path = self._made() if self._writes else (-1, "")
-        try:
-            paths = members.share(path)
-            if not self._writes and self._failure is None:
-                self._file = self._opened(paths[hosts.index(hosts[members.rank])])
-            self._agree()
-        finally:
-            if path:
-                Path(path).unlink()
-
-    def _made(self) -> tuple[int, str]:
-        try:
-            file, path = tempfile.mkstemp(prefix="fastlr-")
-        except OSError as error:
-            self._failure = one_line(error)
-            return -1, ""
-        try:
-            os.posix_fallocate(file, 0, self._end)
-        except OSError as error:
-            self._failure = one_line(error)
-        return file, path
-
-    def _opened(self, path: str) -> int:
-        try:
-            return os.open(path, os.O_RDONLY)
-        except OSError as error:
-            self._failure = one_line(error)
-            return -1
-
-    def _agree(self) -> None:
-        """Meet the other ranks, and raise what has failed on any of them."""
-        failures = self._members.share(self._failure)
-        if any(failures):
-            self.close()
-            rank = next(rank for rank, text in enumerate(failures) if text)
-            raise self._members.everybodys(DistributedError(
-                f"rank {rank} cannot keep {self._end / 1e9:.2f} GB of whole parameters in {tempfile.gettempdir()} "
-                f"({failures[rank]}): let the environment variable TMPDIR name a folder with room that the ranks of a host "
-                "share"
-            ))  # fmt: skip
-
-    def write(self, number: int, values: Tensor) -> None:
-        """Write a tensor, on one rank of each host; what fails is raised by `done`, as the others go on."""
-        if not self._writes or self._failure is not None:
-            return
-        rest = memoryview(values.cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
-        at = self.spans[number][0]
-        try:
-            while rest:
-                written = os.pwrite(self._file, rest, at)
-                rest, at = rest[written:], at + written
-        except OSError as error:
-            self._failure = one_line(error)
-
-    def done(self) -> None:
-        """Let the tensors be read, once all ranks have written."""
-        self._agree()
-        self._map = mmap.mmap(self._file, self._end, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-    def close(self) -> None:
-        """Close the file; what is mapped of it stays."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-
-    def read(self, number: int) -> Tensor:
-        """A tensor, on the CPU: memory of the file, read where it is used."""
-        (start, _), (shape, dtype), memory = self.spans[number], self._shapes[number], self._map
-        return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).view(shape)
-
-    def forget(self, number: int) -> None:
-        """Let this process hold nothing of a tensor: what reads it again finds it in the file."""
-        self._map.madvise(mmap.MADV_DONTNEED, *self.spans[number])
-
-
-def host(rank: int) -> str:
-    """What processes that see the same files have in common."""
-    with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/mnt')}"
-    return f"rank {rank}"
 
 
 # -- the parameters ----------------------------------------------------------------------------------------------------
@@ -242,13 +131,15 @@ class OnDemand(TorchFunctionMode):
         used = [] if func in _OF_NO_VALUES else [*self._used((*args, *kwargs.values()))]
         if not used:
             return func(*args, **kwargs)
+        given: list[_Held] = []
         try:
             for held in used:
-                self._put(held, self._values(held))
+                self._give(held)
+                given.append(held)
             return func(*args, **kwargs)
         finally:
-            for held in used:
-                self._taken(held, lasting=func in _LASTING)
+            for held in given:
+                self._take(held, lasting=func in _LASTING)
             self._trim()
 
     def _used(self, values: Iterable[Any]) -> Iterator[_Held]:
@@ -258,11 +149,12 @@ class OnDemand(TorchFunctionMode):
             elif (held := self._held.get(id(value))) is not None and not held.stays:
                 yield held
 
-    def _put(self, held: _Held, data: Tensor) -> None:
+    def _give(self, held: _Held) -> None:
+        values = self._values(held)
         with no_torch_function():
-            held.tensor.data = data
+            held.tensor.data = values
 
-    def _taken(self, held: _Held, *, lasting: bool) -> None:
+    def _take(self, held: _Held, *, lasting: bool) -> None:
         """Take the values away after a call, unless it has written them or ``lasting``."""
         with no_torch_function():
             if held.tensor._version == held.version and not lasting:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import fastlr
 from fastlr.distributed import full_params, fully_sharded, on_demand, sharded
+from fastlr.distributed.shared_file import SharedFile
 from fastlr.errors import FastlrError, ModelError
 from fastlr.ghost.api import engine_for
 from fastlr.integrations import Monitor
@@ -124,8 +125,8 @@ def as_arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def always_on_demand() -> None:
     """From now on parameters are on demand in this process, and as on a GPU: in memory of their own, each time another."""
-    read = on_demand.SharedFile.read
-    on_demand.SharedFile.read = lambda self, number: read(self, number).clone()  # type: ignore[method-assign]
+    read = SharedFile.read
+    SharedFile.read = lambda self, number: read(self, number).clone()  # type: ignore[method-assign]
     on_demand.RECENT, fully_sharded._fit = 0, lambda *_: False  # type: ignore[attr-defined]
 
 
