@@ -1,14 +1,16 @@
 """Models under torch.distributed.fsdp.fully_shard with whole parameters for a while, and as they were again afterwards.
 
-In: a model that is sharded, on every rank. Out: the same module, plain, with the parameters gathered: forward passes of it
-exchange nothing, so ranks may run as many as they like, and none hangs. Neither the shards nor what fully_shard keeps about
+In: a model that is sharded, on every rank. Out: the same module, plain, with the parameters gathered, in each rank's memory or
+in a file that the ranks of a host share (fastlr.distributed.on_demand): forward passes of it exchange nothing, so ranks may run
+as many as they like, and none hangs. Neither the shards nor what fully_shard keeps about
 them is touched: a training goes on with the bits that it would have had.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fastlr.distributed.on_demand import OnDemand
 from fastlr.distributed.sharding import ALONE, ESTIMATE_TIMEOUT, Team, bit_sums, sharded, team
+from fastlr.distributed.shared_file import SUPPORTED, SharedFile, host
 from fastlr.errors import DistributedError, InputError, ModelError, one_line
 from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.memory import free_bytes
 from fastlr.ops.torch_private import Unit, cast_floating, fully_shard_state, fully_sharded, holds_fully_sharded
 
 _REMEDY = (
@@ -26,31 +31,38 @@ _REMEDY = (
     "torch.distributed.checkpoint.state_dict, with full_state_dict=True)"
 )
 
+PROOF = 28  # bytes for each parameter that a proof in float64 takes, as measured
 _frozen = WeakIdKeyDictionary()  # frozen shard -> the parameter that stood for it, and the sums of its bits
 
 
 @contextmanager
-def full_params(model: nn.Module, *, timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
+def full_params(model: nn.Module, *, whole: bool | None = None, timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
     """Let a model under ``torch.distributed.fsdp.fully_shard`` have whole parameters inside, on each of its ranks.
 
     ``fastlr.estimate``, `fastlr.LocalRedundancy`, ``fastlr.per_sample_grad_sq_norms``, ``fastlr.support_report`` and
     `fastlr.integrations.Monitor` enter it by themselves; enter it to take several measures with one exchange. Every rank
     enters. Inside, the model is an ordinary module under the names that the user knows: each rank measures what it likes
-    by itself, and ``fastlr.estimate`` is shared by the ranks, as by `sharded`. Each rank holds all parameters once (in the
-    policy's ``param_dtype``, which modules compute in as they do when sharded), without gradients or optimizer state. Each
+    by itself, and ``fastlr.estimate`` is shared by the ranks, as by `sharded`. The parameters are in the policy's
+    ``param_dtype``, which modules compute in as they do when sharded, without gradients or optimizer state. Each rank
     receives the bytes of all parameters but its own once, however much is measured.
+
+    Either each rank holds all of them, or they are on demand: in a file without a name in the folder for temporary files, one
+    for the ranks of a host, from which a rank has a parameter in memory only while something uses it, and its float64 for the
+    proof likewise. The values are the same to rounding, and it takes longer.
 
     Afterwards the model is as before: shards, gradients, hooks, classes. What is written into the whole parameters is lost;
     do not train inside. A model that is not sharded is left alone.
 
     Args:
         model: the whole model, sharded in any nesting.
+        whole: True for all parameters in each rank's memory, False for parameters on demand. None: the former where they and
+            the float64 of the proof fit in the free memory of every rank.
         timeout: seconds for which a rank waits for the others.
 
     Raises:
         ModelError: a sharding that cannot be gathered, named; or the parameters do not fit in a rank's memory.
-        InputError: within `sharded` of other ranks than the model's.
-        DistributedError: a rank failed, ended, left, or did not come in time.
+        InputError: within `sharded` of other ranks than the model's; ``whole=False`` on a system other than Linux.
+        DistributedError: no room for the file; or a rank failed, ended, left, or did not come in time.
 
     Example::
 
@@ -71,9 +83,11 @@ def full_params(model: nn.Module, *, timeout: float = ESTIMATE_TIMEOUT) -> Itera
             raise InputError(
                 "the ranks that share this estimate are not those of the sharded model: enter sharded(its group)"
             )
-        whole = _gathered(units, members)
-        stack.callback(_release, whole)
-        stack.enter_context(_plain(units, whole))
+        parameters, mode = _gathered(units, members, whole)
+        stack.callback(_release, parameters)
+        stack.enter_context(_plain(units, parameters))
+        if mode is not None:
+            stack.enter_context(mode.active())
         yield members
 
 
@@ -129,27 +143,69 @@ def _ranks(group: Any) -> list[int]:
 # -- gathering ---------------------------------------------------------------------------------------------------------
 
 
-def _gathered(units: list[Unit], members: Team) -> list[nn.Parameter]:
-    """The whole parameters of all units in their order; every rank has room for them before anything is exchanged."""
+def _gathered(units: list[Unit], members: Team, whole: bool | None) -> tuple[list[nn.Parameter], OnDemand | None]:
+    """The whole parameters of all units in their order, and the mode in which they are on demand, if they are."""
     shards = [(shard, _dtype(shard, unit)) for unit in units for shard, _ in unit.shards]
-    described = {
+    described: dict[str, Any] = {
         str(i): [list(shard.shape), str(dtype), shard.requires_grad] for i, (shard, dtype) in enumerate(shards)
     }
-    members.agree("the sharded parameters", described, "shard the same model alike on every rank")
+    members.agree("the sharded parameters", described | {"whole": whole}, "shard the same model alike on every rank")
+    if whole is None:
+        whole = not SUPPORTED or _fit(shards, members)
+    if whole:
+        return _in_memory(shards, members), None
+    if not SUPPORTED:
+        raise members.everybodys(InputError("whole=False needs Linux: leave it out"))
+    return _in_file(shards, members)
+
+
+def _values(shard: Any, dtype: torch.dtype) -> Tensor:
+    """The whole parameter of which every rank gives its shard."""
+    try:
+        return shard.detach().to(dtype).full_tensor()
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise
+        raise DistributedError(f"the parameters could not be gathered ({one_line(error)})") from error
+
+
+def _fit(shards: list[tuple[Any, torch.dtype]], members: Team) -> bool:
+    """Return True if the parameters and the float64 of a proof surely fit in the free memory of all ranks."""
+    device = shards[0][0].device
+    need = sum(shard.numel() * (dtype.itemsize + PROOF) for shard, dtype in shards)
+    number = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    state = members.share([f"{host(members.rank)} {number}", free_bytes(device)])
+    places = [place for place, _ in state]
+    return all(need * places.count(place) <= 0.8 * free for place, free in state)
+
+
+def _in_file(shards: list[tuple[Any, torch.dtype]], members: Team) -> tuple[list[nn.Parameter], OnDemand]:
+    """The parameters on demand, gathered one after another."""
+    file = SharedFile(members, [(shard.shape, dtype) for shard, dtype in shards])
+    mode, parameters = OnDemand(file), list[nn.Parameter]()
+    with closing(file), torch.inference_mode(False), torch.no_grad():
+        for number, (shard, dtype) in enumerate(shards):
+            values = _values(shard, dtype)
+            file.write(number, values)
+            parameters.append(_parameter(values, shard))
+            if dtype.is_floating_point and values.numel():
+                mode.add(parameters[-1], number, partial(torch.Tensor.to, device=values.device))
+            del values
+        file.done()
+    return parameters, mode
+
+
+def _in_memory(shards: list[tuple[Any, torch.dtype]], members: Team) -> list[nn.Parameter]:
+    """The parameters in the memory of this rank; every rank has room for them before anything is exchanged."""
     whole, failure = _room(shards)  # an error in the midst of an exchange would leave the others waiting
     failures = members.share(failure)
     if any(failures):
         rank = next(rank for rank, text in enumerate(failures) if text)
         text = f"the whole parameters of the sharded model do not fit in the memory of rank {rank} ({failures[rank]})"
-        raise members.everybodys(ModelError(f"{text}: free memory, or measure on machines with more of it"))
+        raise members.everybodys(ModelError(f"{text}: free memory, or measure with full_params(model, whole=False)"))
     with torch.inference_mode(False), torch.no_grad():
         for tensor, (shard, dtype) in zip(whole, shards, strict=True):
-            try:
-                tensor.copy_(shard.detach().to(dtype).full_tensor())
-            except RuntimeError as error:
-                if out_of_memory(error):
-                    raise
-                raise DistributedError(f"the parameters could not be gathered ({one_line(error)})") from error
+            tensor.copy_(_values(shard, dtype))
         return [_parameter(tensor, shard) for tensor, (shard, _) in zip(whole, shards, strict=True)]
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fastlr.distributed import on_demand
 from fastlr.estimator.passes import Passes
 from fastlr.ghost import program
 from fastlr.ghost.backward import Rerouted
@@ -221,9 +222,13 @@ class Replays:
     def ran(self, size: int) -> None:
         """A chunk of this size has been run as it is: what the engine knows of it serves a capture."""
         self.planned.pop(size, None)
-        plan = None if self.recorder is None or self.paused else self.engine.plan(size)
+        plan = self.engine.plan(size) if self._wanted() else None
         if plan is not None:
             self.planned[size] = plan, self.engine._last, fingerprint(self.engine.model)
+
+    def _wanted(self) -> bool:
+        """Return True unless chunks are to run as they are; a graph reads parameters where they stay."""
+        return self.recorder is not None and not self.paused and not on_demand.active()
 
     def _capture(self, size: int) -> Replay | None:
         """Capture a chunk; None where none of this size has been run, or the model is another program since."""
@@ -244,7 +249,7 @@ class Replays:
         ones, so that checks and audits may look at them; their norms are left out.
         """
         count = size = stop - start
-        if self.recorder is None or self.paused or self.failures > 1:
+        if not self._wanted() or self.failures > 1:
             return None
         if size < whole <= stop and (whole in self.held or whole in self.planned):
             size = whole

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlr.distributed import on_demand
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
@@ -76,7 +77,7 @@ class LocalRedundancy:
                 raise members.everybodys(NonFiniteError(text))
             used = len(values) if options.probe != "batch" else min(len(values) * chunks.size, options.total)
             inputs_digest = self._digest(used)
-            notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
+            notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])]) + on_demand.notes()
             predictive = members.share(self.passes.description())[0]  # a rank without inputs has none
         moments = Moments()
         moments.add(values)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlr.distributed import on_demand
 from fastlr.errors import InputError
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost.cotangents import Cotangent, passes
@@ -157,7 +158,7 @@ class Auditor(Planner):
         if v.dtype == torch.float64:
             return {}
         held = (*self.model.named_parameters(), *self.model.named_buffers())
-        wide = {n: adapt.cast(t.detach(), torch.float64) for n, t in held}
+        wide = {n: on_demand.cast(t, torch.float64) for n, t in held}
         wide |= {n: wide[n].requires_grad_() for n in self.parameters}
 
         def forward(samples: Sequence[int]) -> Tensor:

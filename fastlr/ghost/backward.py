@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
+from fastlr.distributed import on_demand
 from fastlr.errors import ModelError
 from fastlr.ghost import rules_embedding  # noqa: F401 - registers its rules
 from fastlr.ghost.factors import CHUNK_ELEMENTS, Dense, Factor, Norms, Sum, combined_sq_norms
@@ -153,7 +154,7 @@ def backward(
     try:
         with full_precision(z.device):
             edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
-            captured = torch.autograd.grad(z, edges, v, retain_graph=retain, allow_unused=True)
+            captured = on_demand.gradients(z, edges, v, retain=retain)
     finally:
         for node in ours:
             node.norms_only = False

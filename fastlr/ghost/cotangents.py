@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
+from fastlr.ghost.graph import exact_grads
 from fastlr.ops.deferred_checks import refuse_beyond
 
 
@@ -80,6 +81,4 @@ def batch_sq_norms(parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, 
     """Squared norms [parameters, 1] of the gradients of ``<output, v>``, times ``size``, by one backward pass."""
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)  # unit size, as above: small cotangents keep their bits
     unit = (v * 2.0**-exponent).to(output.dtype)
-    grads = torch.autograd.grad(output, list(parameters.values()), unit, materialize_grads=True)
-    scale = 4.0**exponent * size
-    return torch.stack([g.double().square().sum().mul(scale) for g in grads])[:, None]
+    return torch.stack(exact_grads(output, parameters, unit))[:, None] * (4.0**exponent * size)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from fastlr.distributed import on_demand
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError, first_line
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost import program
@@ -175,6 +176,10 @@ class Engine(Auditor):
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
+        if on_demand.active() and self._flags() not in self._ledgers:  # the proof, without this batch's graph beside it
+            with on_demand.structure_only():
+                unproven, _ = self._chunk(x)
+            self._state(unproven)
         chunk, output = self._chunk(x)
         self._plan = None
         several = passes(cotangent, output, self.view.out_dim)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastlr.distributed import on_demand
 from fastlr.ops.torch_private import output_metadata, own_function
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -266,10 +267,14 @@ def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[T
 
 def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retain: bool = False) -> list[Tensor]:
     """Squared norms (float64 scalars) of the gradients of <v, z>, by plain autograd, in the order of ``parameters``."""
+    norms = [torch.zeros((), dtype=torch.float64, device=z.device)] * len(parameters)
+
+    def take(number: int, gradient: Tensor) -> None:
+        norms[number] = dense(gradient).double().square().sum()
+
     with full_precision(z.device):
-        grads = torch.autograd.grad(z, list(parameters.values()), v, retain_graph=retain, allow_unused=True)
-    zero = torch.zeros((), dtype=torch.float64, device=z.device)
-    return [zero if g is None else dense(g).double().square().sum() for g in grads]
+        on_demand.each_gradient(z, list(parameters.values()), v, take, retain=retain)
+    return norms
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:

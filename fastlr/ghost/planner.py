@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlr.distributed import on_demand
 from fastlr.errors import FastlrError, HiddenParameterError, InputError, InteractionError
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost import ownership, program
@@ -313,6 +314,7 @@ class Planner:
         self._slices[key] = trial.batched
         return trial
 
+    @on_demand.structure_only()
     def _alike(self, batch: adapt.Batch, z: Tensor) -> bool:
         """Return True if random halves of the batch, shuffled, give what they gave in it (few samples: each beside a copy).
 

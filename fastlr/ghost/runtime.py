@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import platform
 import sys
 import time
@@ -16,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlr.distributed import on_demand
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.program import own_attributes
 from fastlr.ghost.tokens import version as tensor_version
 from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.memory import free_bytes
 from fastlr.ops.torch_private import tree_flatten
 
 Report = Callable[[int, int, float, float], Any]
@@ -138,24 +139,6 @@ def same_device(asked: torch.device, actual: torch.device) -> bool:
     return asked.type == actual.type and (asked.index or 0) == (actual.index or 0)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that can be had on the device now, the allocator's cache included; on the CPU, available RAM."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, OSError, ValueError):
-        return 4 << 30
-
-
 def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -> int:
     """Return how many inputs fit a quarter of the free memory, from the bytes that a small forward pass saves.
 
@@ -172,7 +155,8 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -
             raise
         return 1
     storages[output[0].data_ptr()] = output[0].nbytes
-    of_model = {t.untyped_storage().data_ptr() for t in (*view.module.parameters(), *view.module.buffers())}
+    held = (t for t in (*view.module.parameters(), *view.module.buffers()) if not on_demand.is_on_demand(t))
+    of_model = {t.untyped_storage().data_ptr() for t in held}
     activations = sum(size for pointer, size in storages.items() if pointer not in of_model) / few
     weights = max(p.nbytes for p in view.parameters.values())
     budget = min(free_bytes(view.device) / 4, _CPU_BYTES if view.device.type == "cpu" else _GPU_BYTES)
@@ -195,12 +179,15 @@ def chunk_for_peak(device: torch.device, bytes_per_input: int) -> int:
 def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
     """Address -> bytes of the memory that autograd saves during a forward pass."""
     storages: dict[int, int] = {}
+    pack, unpack = on_demand.hooks() or (Tensor.detach, lambda t: t)  # itself would keep the graph for ever
 
-    def saved(t: Tensor) -> Tensor:
-        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
+    def saved(t: Tensor) -> Any:
+        kept = pack(t)
+        if isinstance(kept, Tensor):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return kept
 
-    with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(saved, unpack):
         forward()
     return storages
 

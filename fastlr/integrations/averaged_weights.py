@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlr.distributed.sharding import ALONE, team
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import unwrap
 
@@ -27,10 +28,10 @@ def with_weights(model: nn.Module, weights: Weights | None) -> Iterator[None]:
         model: the model; DDP and torch.compile wrappers are looked through.
         weights: name -> tensor for every parameter (buffers that are missing keep their values), a module that holds them
             (a copy of the model, ``torch.optim.swa_utils.AveragedModel``, timm's ``ModelEma``), or a function that returns
-            either. None: nothing changes.
+            either. Sharded ones are gathered where all ranks measure, as a model under ``fully_shard``. None: nothing changes.
 
     Raises:
-        InputError: a parameter is missing or has another shape.
+        InputError: a parameter is missing, has another shape, or is sharded and this process measures alone.
     """
     if weights is None:
         yield
@@ -44,7 +45,13 @@ def with_weights(model: nn.Module, weights: Weights | None) -> Iterator[None]:
             for name, tensor in tensors.items():
                 if name not in values:
                     continue
-                value = values[name].detach()
+                value: Any = values[name].detach()
+                if hasattr(value, "full_tensor"):
+                    if team() is ALONE:
+                        raise InputError(
+                            f"weights[{name!r}] is a sharded DTensor, but this process measures alone: pass whole weights"
+                        )
+                    value = value.full_tensor()
                 if value.shape != tensor.shape:
                     raise InputError(
                         f"weights[{name!r}] has shape {tuple(value.shape)}, the model {tuple(tensor.shape)}: the average "

@@ -91,19 +91,25 @@ def is_view(tensor: Tensor) -> bool:
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-def saved_tensors_are_hooked() -> bool:
-    """Return True if what nodes save goes through default hooks here, as within a checkpointed part.
+def saved_tensors_are_hooked(but: tuple[Any, Any] | None = None) -> bool:
+    """Return True if what nodes save goes through default hooks here, as within a checkpointed part; not if they are ``but``.
 
     The private name was seen from 2.11.0 on; before it, that hooks cannot be disabled shows it, more slowly.
     """
     name = "_C._autograd._top_saved_tensors_default_hooks"
     if _has(name):
-        return _get(name)(True) is not None
+        return _get(name)(True) not in (None, but)
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("fastlr looks whether there are any"):
             return False
     except RuntimeError:
         return True
+
+
+def run_backward(z: Tensor, inputs: Any, v: Tensor, *, retain: bool) -> tuple[Tensor | None, ...]:
+    """As torch.autograd.grad, which modes of torch functions see and are then off for all that runs within it."""
+    run = _get("autograd.graph._engine_run_backward")
+    return run((z,), (v,), retain, False, tuple(inputs), True, accumulate_grad=False)
 
 
 def output_metadata(node: Any) -> Any:

@@ -27,8 +27,9 @@ def close(got, want):
         assert (torch.as_tensor(got[name]) - want[name]).abs().le(1e-5 * total).all(), name
 
 
-def test_measurements_within_a_training():
-    results = good(run_ranks(2, work.training))
+@pytest.mark.parametrize("whole", [True, False])
+def test_measurements_within_a_training(whole):
+    results = good(run_ranks(2, work.training, whole))
     for rank, each in enumerate(results):
         assert each["as before"] and each["same training"]
         assert each["proofs"] <= 3, "those of the first measurements serve the others"
@@ -38,6 +39,28 @@ def test_measurements_within_a_training():
         want = fastlr.estimate(unsharded(each["weights"]), work.DRAWN, 7, predictive=work.PREDICTIVE, batch_size=2)
         assert each["values"][-1] == pytest.approx(want.value, rel=1e-6) and each["routes"] == want.routes
         assert each["per parameter"] == pytest.approx(want.per_parameter, rel=1e-5, abs=1e-5 * want.value)
+
+
+def test_parameters_on_demand():
+    says = (
+        "the model writes to a parameter of shape (1,) through another tensor",
+        "parameter scale of module (root) (Hidden) change the output but are not in its autograd graph",
+        "weights['scale'] is a sharded DTensor, but this process measures alone",
+        "No space left on device): let the environment variable TMPDIR name a folder",
+    )
+    for each in good(run_ranks(2, work.one_by_one)):
+        assert all(each["here", True]) and not any(each["here", False])
+        for whole, demanded in zip(each[True], each[False], strict=True):
+            if isinstance(whole, dict):
+                assert all((whole[name] == demanded[name]).all() for name in whole), "the same bits"
+            else:
+                assert whole == demanded
+        assert not each["notes", True][1:] and "in memory only while it was used" in each["notes", False][1]
+        assert each["by itself"] == each["notes", False], "too little memory on one rank is too little"
+        assert max(each["mapped"]) < 3 << 20, "of eight parameters of a MiB, one or two"
+        assert each["left"] == [] and each["kept"] == "None", "no file, and no graph that refers to itself"
+        for text, said in zip(says, each["errors"], strict=True):
+            assert text in said
 
 
 @pytest.mark.long
@@ -51,6 +74,7 @@ def test_ways_to_shard_and_to_measure():
     for rank, each in enumerate(results):
         assert each["frozen"] and each["exchanges"] == held, "each parameter is exchanged once"
         assert each["shared"] == pytest.approx((value, norm, value), rel=1e-6)
+        assert each["half on demand"]
         assert each["same output"], "the policy's casts are made without its hooks"
         total = sum(half.values())
         for found in each["half"]:
@@ -109,3 +133,4 @@ def test_transformers(name, mesh):
     for each in good(run_ranks(math.prod(mesh), work.language_models, name, mesh)):
         close(each["norms"], want)
         assert each["value"] == pytest.approx(value, rel=1e-5) and each["as before"]
+        assert each["on demand"], "the same bits"

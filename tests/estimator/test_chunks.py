@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 
 import fastlr
 from fastlr.ghost import runtime
+from fastlr.ghost.model_io import ModelView
 
 BYTES = 1000  # that an input takes at the peak, in these tests
 
@@ -111,3 +115,22 @@ def test_a_chunk_on_a_gpu_takes_what_was_measured() -> None:
     ).cuda()
     result = fastlr.estimate(model, fastlr.ShapeImages((3, 64, 64)), 5000)
     assert result.bytes_per_input > 0 and result.batch_size <= 1024
+
+
+def test_looking_at_what_a_pass_saves_leaves_no_graph():
+    class Marker:
+        """Lives as long as the graph."""
+
+    model = nn.Linear(3, 2)
+    markers = [Marker()]
+
+    def forward() -> torch.Tensor:
+        z = torch.tanh(model(torch.ones(1, 3)))  # saves its output
+        assert z.grad_fn is not None
+        z.grad_fn.register_prehook(partial(lambda held, g: None, markers[0]))
+        return z
+
+    assert runtime.chunk_for_memory(ModelView.of(model), 1, forward) > 1
+    alive = ref(markers.pop())
+    gc.collect()
+    assert alive() is None

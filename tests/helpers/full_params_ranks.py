@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -13,14 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 import fastlr
-from fastlr.distributed import full_params, sharded
+from fastlr.distributed import full_params, fully_sharded, on_demand, sharded
+from fastlr.distributed.shared_file import SharedFile
 from fastlr.errors import FastlrError, ModelError
 from fastlr.ghost.api import engine_for
 from fastlr.integrations import Monitor
+from fastlr.integrations.averaged_weights import with_weights
 from fastlr.integrations.measurement import on_main
+from fastlr.ops.torch_private import no_torch_function
 
 
 class Tokens(nn.Module):
@@ -106,12 +114,26 @@ def whole_state(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def equal(arrays: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+    """Whether they are the same to the bit."""
+    return list(arrays) == list(tensors) and all((arrays[name] == tensors[name].numpy()).all() for name in arrays)
+
+
 def as_arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name: t.numpy() for name, t in tensors.items()}
 
 
-def training(rank: int) -> dict[str, Any]:
+def always_on_demand() -> None:
+    """From now on parameters are on demand in this process, and as on a GPU: in memory of their own, each time another."""
+    read = SharedFile.read
+    SharedFile.read = lambda self, number: read(self, number).clone()  # type: ignore[method-assign]
+    on_demand.RECENT, fully_sharded._fit = 0, lambda *_: False  # type: ignore[attr-defined]
+
+
+def training(rank: int, whole: bool) -> dict[str, Any]:
     """Two training steps of a sharded model, each of two parts, with measurements in their midst and without."""
+    if not whole:
+        always_on_demand()
     found: dict[str, Any] = {"values": []}
     trained = []
     for measured in (True, False):
@@ -145,6 +167,87 @@ def training(rank: int) -> dict[str, Any]:
     return found
 
 
+class Hidden(nn.Module):
+    """Large layers, and a parameter that moves the output where autograd does not see it."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.hides = hides
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers(x)) * (self.scale.detach() if self.hides else self.scale)
+
+
+def mapped() -> int:
+    """Bytes of whole parameters in the memory of this process."""
+    areas = Path("/proc/self/smaps").read_text().split("/fastlr-")[1:]
+    return sum(1024 * int(area.split("Rss:")[1].split()[0]) for area in areas)
+
+
+def one_by_one(rank: int) -> dict[str, Any]:
+    """What parameters on demand are like, beside whole ones."""
+    found: dict[str, Any] = {"errors": []}
+    on_demand.RECENT, tempfile.tempdir = 0, tempfile.mkdtemp()
+    torch.manual_seed(3)
+    model, x = sharded_model(), batch(3, rank)
+    mesh = init_device_mesh("cpu", (2,))
+    sharded_scale = distribute_tensor(torch.randn(1), mesh, [Shard(0)])
+    average = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    for whole in (True, False):
+        with full_params(model, whole=whole):
+            with no_torch_function():
+                found["here", whole] = [not p.isnan().any() for p in model.parameters()]
+            lr = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE)
+            of_weights = float(fastlr.metrics.measures(model, ["weight_norm"])["weight_norm"])
+            plain = norms(model, x)
+            with torch.no_grad():
+                model.embedding.weight.add_(1.0)
+                model.memory.bias_hh_l0.data = torch.ones(24)
+            written = norms(model, x)
+            with with_weights(
+                model, average if whole else {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in average.items()}
+            ):
+                averaged = norms(model, x)
+        found[whole] = [lr.value, of_weights, *map(as_arrays, (plain, written, averaged))]
+        found["notes", whole] = lr.notes
+
+    fully_sharded.free_bytes = lambda device: 0 if rank else 1 << 60  # type: ignore[attr-defined]
+    found["by itself"] = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).notes
+
+    large, inputs = fully_shard(Hidden(hides=False)), torch.randn(2, 512)
+    with full_params(large, whole=False):
+        z = large(inputs)
+        found["mapped"] = [mapped()]
+        torch.autograd.grad(z.sum(), list(large.parameters()))
+        found["mapped"].append(mapped())
+        large.scale.detach().add_(1.0)
+        found["errors"] += [error_of(lambda: large(inputs).shape)]
+        mode = ref(on_demand._active.get())  # type: ignore[arg-type]
+    del z
+    gc.collect()
+    found["kept"] = str(mode())
+    hidden = fully_shard(Hidden(hides=True))
+    found["errors"] += [error_of(lambda: fastlr.estimate(hidden, fastlr.TensorInputs(inputs), 2))]
+    found["errors"] += [error_of(lambda: with_weights(tokens_model(), {**average, "scale": sharded_scale}).__enter__())]
+    os.posix_fallocate = full_disk  # type: ignore[assignment]
+    found["errors"] += [error_of(lambda: norms(model, x))]
+    found["left"] = os.listdir(tempfile.tempdir)
+    return found
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def error_of(work: Any) -> str:
+    try:
+        return f"no error: {work()}"
+    except FastlrError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def variants(rank: int) -> dict[str, Any]:
     """Other ways to shard, other ways to measure, and how many exchanges one takes."""
     from torch.distributed.tensor.debug import CommDebugMode
@@ -162,6 +265,10 @@ def variants(rank: int) -> dict[str, Any]:
     found |= {"half": [], "same output": True}
     for half in (sharded_model(widened, **_HALF), sharded_model(_HALF, widened, **_HALF)):
         found["half"].append(as_arrays(norms(half, batch(3, 0))))
+        with full_params(half, whole=False):
+            found["half on demand"] = found.get("half on demand", True) and equal(
+                found["half"][-1], norms(half, batch(3, 0))
+            )
         z = half(batch(3, 0))
         with full_params(half):
             found["same output"] &= same_output(half, z) and z.dtype == torch.float32
@@ -276,7 +383,12 @@ def language_models(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, A
     before = state(model)
     found = as_arrays(fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True))
     value = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2).value
-    return {"norms": found, "value": value, "as before": all(map(same, before, state(model)))}
+    always_on_demand()
+    same_bits = equal(found, fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True))
+    again = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2)
+    on_demand_too = same_bits and again.value == value and bool(again.notes[1:])
+    unchanged = all(map(same, before, state(model)))
+    return {"norms": found, "value": value, "on demand": on_demand_too, "as before": unchanged}
 
 
 def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:

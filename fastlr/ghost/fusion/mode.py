@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastlr import ops
+from fastlr.distributed import on_demand
 from fastlr.ghost import recurrent
 from fastlr.ghost.fusion import batch_norm as fixed_norm
 from fastlr.ghost.fusion import conv_bn as folded
@@ -203,7 +204,7 @@ class Folding(TorchFunctionMode):
         if not self.seen and func not in _FIRST:
             return func(*args, **kwargs)
         operand = args[0] if args else kwargs.get("input")
-        if func not in METADATA and saved_tensors_are_hooked():
+        if func not in METADATA and saved_tensors_are_hooked(on_demand.hooks()):
             return func(*computed(args), **computed(kwargs))  # checkpointing: the part is run again, as the model says
         if func in _CONVOLUTIONS:
             first, rest = args[:1], computed(args[1:])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
 
 _PART = 1 << 22  # elements compared at once
@@ -110,7 +111,7 @@ def output_in(
 ) -> Tensor | None:
     """The model's output, with its own or with other parameters and buffers, in a precision; None if it does not run in it."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())} if tensors is None else tensors
-    tensors = {n: adapt.cast(t.detach(), dtype) for n, t in held.items()}
+    tensors = {n: on_demand.cast(t, dtype) for n, t in held.items()}
     device = next(iter(tensors.values())).device.type
     try:
         with torch.autocast(device, enabled=False), torch.enable_grad():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
 
 
@@ -52,7 +55,7 @@ class Subject:
 
 def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
     """Normal noise like ``t``, in float64 of a float32's digits: drawn three times as fast."""
-    return torch.randn(t.shape, generator=generator).to(t.device, torch.float64)
+    return torch.randn(t.shape, generator=generator, device=generator.device).to(t.device, torch.float64)
 
 
 def _perturbed(t: Tensor, name: str, scale: float, generator: torch.Generator, *, trainable: bool) -> Tensor:
@@ -66,7 +69,7 @@ def _perturbed(t: Tensor, name: str, scale: float, generator: torch.Generator, *
     noise = _noise(t, generator)
     if trainable:
         width = 0.3 / math.sqrt(max(1, t[0].numel())) if t.ndim > 1 else 0.1
-        return (t.detach().double() + scale * width * noise).requires_grad_()
+        return noise.mul_(scale * width).add_(t.detach()).requires_grad_()
     moved = t.detach().double() * torch.exp(0.1 * scale * noise)
     return moved + 0.1 * scale * noise if name.endswith("running_mean") else moved
 
@@ -75,8 +78,19 @@ def _perturbed_state(
     model: nn.Module, trainable: Collection[str], scale: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """All parameters and buffers of a model by name, perturbed."""
-    held = (*model.named_parameters(), *model.named_buffers())
-    return {n: _perturbed(t, n, scale, generator, trainable=n in trainable) for n, t in held}
+    state = {}
+    for n, t in (*model.named_parameters(), *model.named_buffers()):
+        if on_demand.is_on_demand(t):  # noise of its own seed, drawn again whenever the values are made
+            seed = int(torch.randint(1 << 60, (), generator=generator))
+            state[n] = on_demand.derived(t, torch.float64, partial(_perturbed_anew, n, scale, seed, n in trainable))
+            state[n].requires_grad_(n in trainable)
+        else:
+            state[n] = _perturbed(t, n, scale, generator, trainable=n in trainable)
+    return state
+
+
+def _perturbed_anew(name: str, scale: float, seed: int, trainable: bool, t: Tensor) -> Tensor:
+    return _perturbed(t, name, scale, torch.Generator(t.device).manual_seed(seed), trainable=trainable)
 
 
 def with_buffers_moved(
@@ -108,10 +122,10 @@ def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float
     tensors = _perturbed_state(model, parameters, scale, torch.Generator().manual_seed(seed))
     chosen = {n: tensors[n] for n in parameters}
     yield Subject("perturbed float64 copy", model, tensors, chosen, torch.float64)
-    try:
-        clone = copy.deepcopy(model).double()
-    except adapt.FAILURES:
-        clone = None
+    clone = None
+    if not any(map(on_demand.is_on_demand, model.parameters())):  # else there is no room for one
+        with suppress(*adapt.FAILURES):
+            clone = copy.deepcopy(model).double()
     if clone is not None:
         with torch.no_grad():
             for n, t in (*clone.named_parameters(), *clone.named_buffers()):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlr.distributed import on_demand
 from fastlr.errors import HiddenParameterError, InteractionError, ModelError, RandomForwardError
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
@@ -90,6 +91,7 @@ class ForwardChecks:
         elif subject.dtype is not None and not self._separate(subject, batch.scaled(OTHER_VALUES), on_error=True):
             ledger.by_data = "samples that would interact with other values"
 
+    @on_demand.structure_only()
     def _separate(self, subject: Subject, batch: adapt.Batch, *, on_error: bool) -> bool:
         """Return True if samples give in other company what they give in the batch of three; ``on_error`` if they fail."""
         try:
@@ -104,6 +106,7 @@ class ForwardChecks:
             return on_error
         return True
 
+    @on_demand.structure_only()
     def _apart(self, subject: Subject, batch: adapt.Batch, _ledger: Ledger) -> None:
         """Require that samples give in other company what they give in the batch of three."""
         with torch.no_grad():
@@ -135,6 +138,7 @@ class ForwardChecks:
             "F.dropout training=self.training, or draw only where self.training is true"
         )
 
+    @on_demand.structure_only()
     def _noise(self, subject: Subject, batch: adapt.Batch) -> Tensor | None:
         """How far float64 outputs of the three samples may be off by rounding, from what float32 gives."""
         if subject.dtype != torch.float64:
@@ -207,6 +211,7 @@ class ForwardChecks:
         double = z.dtype == torch.float64
         return all(self._moves_by(subject, batch, z, names, size) for size in (0.5, 1e-6 if double else 1e-3))
 
+    @on_demand.structure_only()
     def _moves_by(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str], size: float) -> bool:
         generator = torch.Generator().manual_seed(2)
         saved = {n: subject.parameters[n].detach().clone() for n in names}

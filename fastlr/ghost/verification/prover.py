@@ -11,7 +11,7 @@ initialisation; where that copy cannot run, on a deep copy; where that cannot ei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
+from fastlr.distributed import on_demand
 from fastlr.errors import (
     HiddenParameterError,
     InteractionError,
@@ -101,7 +102,8 @@ class Prover(ForwardChecks):
 
     def _prove_on(self, subject: Subject, batch: adapt.Batch, ledger: Ledger) -> None:
         """Prove on one copy; raises what is wrong with it or with the model."""
-        z = self._forward(subject, batch, ALL, fold=True)
+        with on_demand.structure_only():
+            z = self._forward(subject, batch, ALL, fold=True)
         if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
             raise NonFiniteError("the model's output is not finite on three samples of the inputs")
         if not z.requires_grad:
@@ -119,6 +121,11 @@ class Prover(ForwardChecks):
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = generic_cotangent(z)
         truth = self._truth(subject, batch, z, v, ledger)
+        if on_demand.active():  # only now a graph that can be run backward: one at a time
+            sides = graph.side, graph.keys
+            z = self._forward(subject, batch, ALL, fold=True)
+            graph = walk(z, subject.parameters)
+            graph.side, graph.keys = sides
         if irregular:
             ledger.to_loop(self.parameters, irregular)
         else:
@@ -133,7 +140,8 @@ class Prover(ForwardChecks):
 
         Returns why that cannot be (a loop over samples within the model), or an empty string.
         """
-        z6 = self._forward(subject, batch, ALL * 2, fold=True)
+        with on_demand.structure_only():
+            z6 = self._forward(subject, batch, ALL * 2, fold=True)
         self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
         twice = walk(z6, subject.parameters)
         if graph.names != twice.names or graph.children != twice.children:
@@ -159,27 +167,30 @@ class Prover(ForwardChecks):
         sources = {u.source for u in graph.uses() if graph.view_chain(u.child) is None}
         if not sources:
             return
-        z = self._forward(subject, batch, [0] * SAMPLES, fold=True)
-        other = walk(z, subject.parameters)
-        other.side, other.keys = graph.side, graph.keys
-        alike = graph.names == other.names and graph.children == other.children
-        for node, output in sources:
-            if not alike or not self._same_pullback(graph, other, node, output):
-                ledger.varying.add(graph.keys[node])
+        one, other = (self._pulled_back(subject, batch, samples, graph, sources) for samples in (ALL, [0] * SAMPLES))
+        for place in sources:
+            pairs = zip(one.get(place, ()), other.get(place, ()), strict=False)
+            gradients = [(a, b) for a, b in pairs if a is not None and b is not None]
+            alike = (torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max())) for a, b in gradients)
+            if place not in one or place not in other or not all(alike):
+                ledger.varying.add(graph.keys[place[0]])
 
-    @staticmethod
-    def _same_pullback(graph: Graph, other: Graph, node: int, output: int) -> bool:
-        if graph.sizes(node) != other.sizes(node):
-            return False
-        below = graph.parameters_below(node)
-        pulled = []
-        for g in (graph, other):
-            variables = [g.nodes[p].variable for p in below]
-            v = generic_cotangent(variables[0].new_empty(g.shape(node, output), dtype=g.dtype(node, output)))
-            edge = GradientEdge(g.nodes[node], output)
-            pulled.append(torch.autograd.grad([edge], variables, [v], retain_graph=True, allow_unused=True))
-        pairs = [(a, b) for a, b in zip(*pulled, strict=True) if a is not None and b is not None]
-        return all(torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max())) for a, b in pairs)
+    def _pulled_back(
+        self, subject: Subject, batch: adapt.Batch, samples: Sequence[int], graph: Graph, sources: set[Place]
+    ) -> dict[Place, tuple[Tensor | None, ...]]:
+        """Gradients of the parameters below each of the sources for the same cotangents there, where their shapes are alike."""
+        again = walk(self._forward(subject, batch, samples, fold=True), subject.parameters)
+        pulled: dict[Place, tuple[Tensor | None, ...]] = {}
+        if graph.names != again.names or graph.children != again.children:
+            return pulled
+        for node, output in sources:
+            if graph.sizes(node) != again.sizes(node):
+                continue
+            variables = [again.nodes[p].variable for p in graph.parameters_below(node)]
+            v = generic_cotangent(variables[0].new_empty(graph.shape(node, output), dtype=graph.dtype(node, output)))
+            edge = GradientEdge(again.nodes[node], output)
+            pulled[node, output] = torch.autograd.grad([edge], variables, [v], retain_graph=True, allow_unused=True)
+        return pulled
 
     # -- backward checks --------------------------------------------------------------------------------------------
 

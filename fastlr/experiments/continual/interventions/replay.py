@@ -13,7 +13,7 @@ from fastlr.experiments.continual.interventions.base import Intervention, Learne
 from fastlr.experiments.data import Task, TaskSequence, take
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.optim import mixed_order, spans
-from fastlr.ghost.runtime import free_bytes
+from fastlr.ops.memory import free_bytes
 
 
 class Replay(Intervention):

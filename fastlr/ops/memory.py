@@ -1,0 +1,33 @@
+"""How much memory there is, and giving back what is not used."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had on the device now, the allocator's cache included; on the CPU, available RAM."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, OSError, ValueError):
+        return 4 << 30
+
+
+def give_back() -> None:
+    """Return to the system what malloc keeps of the memory that was freed, where it is glibc's."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
