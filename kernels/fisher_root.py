@@ -38,9 +38,7 @@ def fisher_root_kernel(
     shifted = tl.load(place, exists, float("-inf")).to(tl.float64)
     shifted -= tl.max(shifted, 0)
     root = tl.exp(0.5 * (shifted - tl.log(tl.sum(tl.exp(shifted), 0))))  # sqrt(p), without cancellation
-    best = tl.argmax(
-        tl.where(root == root, root, 0.0), 0
-    )  # of NaN, which is all of a row then, some interpreters know none
+    best = tl.argmax(tl.where(root == root, root, 0.0), 0)  # Triton 3.9's interpreter knows none where all are NaN
 
     number = tl.zeros([BLOCK], tl.int64) + tl.load(index + sample * index_stride)
     element = position.to(tl.int32) * classes + c

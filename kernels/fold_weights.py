@@ -131,7 +131,6 @@ def fold_weights(
     with on_device(folded):
         fold_weights_kernel[(programs[-1],)](
             _tables[key], folded, numbers, len(calls), COUNT=triton.next_power_of_2(len(calls)), BLOCK=BLOCK,
-            **{role.upper(): KINDS[min(kind, key=str)] for role, kind in zip(ROLES, kinds, strict=True)},
-            num_warps=WARPS, **FUSED,
+            **{role.upper(): KINDS[min(k, key=str)] for role, k in zip(ROLES, kinds, strict=True)}, num_warps=WARPS, **FUSED,
         )  # fmt: skip
     return results
