@@ -70,12 +70,17 @@ def by_intervention(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return {", ".join(f"{k}={v}" for k, v in json.loads(key).items()) or "none": g for key, g in groups.items()}
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
-    """Take the late values of runs of several interventions; one with less than 9/10 of the longest's tasks is left out."""
+def long_enough(runs: Sequence[Run]) -> list[Run]:
+    """Leave out those with less than 9/10 of the longest's tasks."""
     longest = max(map(len, runs))
-    used = [run for run in runs if 10 * len(run) >= 9 * longest]
+    return [run for run in runs if 10 * len(run) >= 9 * longest]
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Take the late values of runs of several interventions that are `long_enough`."""
+    used = long_enough(runs)
     if len(used) < len(runs):
-        text = f"{len(runs) - len(used)} of {len(runs)} runs have less than 9/10 of {longest} tasks and are left out"
+        text = f"{len(runs) - len(used)} of {len(runs)} runs have less than 9/10 of {max(map(len, runs))} tasks and are left out"
         warnings.warn(text, FastlrWarning, stacklevel=2)
     groups, tasks = by_intervention(used), min(map(len, used))
     seeds = sorted({run.options.get("seed", 0) for run in used})

@@ -133,9 +133,9 @@ def _report_on_causes(
     runs: Sequence[Run], folder: Path, predicted: Sequence[causes.Prediction], figures: str, resamples: int, seed: int
 ) -> ContinualReport:
     """Write the report of runs that differ by interventions and seeds."""
-    found = causes.compare(runs)
+    found, used = causes.compare(runs), causes.long_enough(runs)
     pairs = causes.together(found, resamples=resamples, seed=seed)
-    screen = [*causes.cause_sheets(found, pairs), *causes.course_sheets(runs), causes.prediction_sheet(predicted)]
+    screen = [*causes.cause_sheets(found, pairs), *causes.course_sheets(used), causes.prediction_sheet(predicted)]
     sentences = causes.cause_findings(found, pairs, predicted)
     numbers = {"findings": sentences, "runs": [str(run.path) for run in runs], "resamples": resamples, "seed": seed}
     numbers |= {
@@ -150,7 +150,7 @@ def _report_on_causes(
     )
     course = Drawing(
         "course.png",
-        partial(curves.group_curves, causes.by_intervention(runs)),
+        partial(curves.group_curves, causes.by_intervention(used)),
         "Both over the tasks, by intervention.",
     )
     drawings = [scatter, course] if figures == "png" else []
