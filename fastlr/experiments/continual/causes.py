@@ -78,9 +78,9 @@ def long_enough(runs: Sequence[Run]) -> list[Run]:
 
 def compare(runs: Sequence[Run]) -> Comparison:
     """Take the late values of runs of several interventions that are `long_enough`."""
-    used = long_enough(runs)
+    used, longest = long_enough(runs), max(map(len, runs))
     if len(used) < len(runs):
-        text = f"{len(runs) - len(used)} of {len(runs)} runs have less than 9/10 of {max(map(len, runs))} tasks and are left out"
+        text = f"{len(runs) - len(used)} of {len(runs)} runs have less than 9/10 of {longest} tasks and are left out"
         warnings.warn(text, FastlrWarning, stacklevel=2)
     groups, tasks = by_intervention(used), min(map(len, used))
     seeds = sorted({run.options.get("seed", 0) for run in used})
