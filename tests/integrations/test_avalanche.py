@@ -114,8 +114,8 @@ def test_saved_and_loaded_with_the_strategy(tmp_path):
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers"), *sys.path])
     script = f"from pathlib import Path; import test_avalanche; test_avalanche.save_and_load(Path({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
-    if b"Can't pickle sentinel" in done.stderr:
-        pytest.skip("dill cannot save functions of this torch, whose defaults are sentinels of typing_extensions")
+    if any(what in done.stderr for what in (b"Can't pickle sentinel", b"cannot pickle 'ConfigModuleInstance' object")):
+        pytest.skip("dill cannot save functions of this torch")
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 
