@@ -57,7 +57,8 @@ def test_parameters_on_demand():
         assert all(each["here", True]) and not any(each["here", False])
         for whole, demanded in zip(each[True], each[False], strict=True):
             for a, b in zip(tree_leaves(whole), tree_leaves(demanded), strict=True):
-                torch.testing.assert_close(a, b, rtol=0 if TOLD_APART else 1e-6, atol=0, msg="the same bits")
+                rtol, atol = (0, 0) if TOLD_APART else (1e-4, 1e-6)
+                torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"the same bits: {text}")
         assert not each["notes", True][1:] and "in memory only while it was used" in each["notes", False][1]
         assert each["by itself"] == each["notes", False], "too little memory on one rank is too little"
         assert max(each["mapped"]) < 3 << 20, "of eight parameters of a MiB, one or two"
