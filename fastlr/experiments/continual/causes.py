@@ -38,17 +38,22 @@ class Comparison:
     """The late fifth of runs by intervention and seed, arrays ``[interventions, seeds]``; NaN: no such run.
 
     Attributes:
-        names: Of the interventions; the first, with the fewest options, is the control.
+        groups: The runs of each intervention that are compared; the first, with the fewest options, is the control.
         accuracy: Its mean.
         measures: The mean of each, or of its logarithm where it is always positive (``logs``).
         tasks: Of every run, what lies beyond is left out.
     """
 
-    names: tuple[str, ...]
+    groups: dict[str, list[Run]]
     accuracy: Array
     measures: dict[str, Array]
     logs: frozenset[str]
     tasks: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the interventions."""
+        return tuple(self.groups)
 
     def change(self, values: Array, intervention: int) -> Mean:
         """The mean over seeds of what an intervention changes against the control of the same seed."""
@@ -70,15 +75,10 @@ def by_intervention(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return {", ".join(f"{k}={v}" for k, v in json.loads(key).items()) or "none": g for key, g in groups.items()}
 
 
-def long_enough(runs: Sequence[Run]) -> list[Run]:
-    """Leave out those with less than 9/10 of the longest's tasks."""
-    longest = max(map(len, runs))
-    return [run for run in runs if 10 * len(run) >= 9 * longest]
-
-
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Take the late values of runs of several interventions that are `long_enough`."""
-    used, longest = long_enough(runs), max(map(len, runs))
+    """Take the late values of runs of several interventions; one with less than 9/10 of the longest's tasks is left out."""
+    longest = max(map(len, runs))
+    used = [run for run in runs if 10 * len(run) >= 9 * longest]
     if len(used) < len(runs):
         text = f"{len(runs) - len(used)} of {len(runs)} runs have less than 9/10 of {longest} tasks and are left out"
         warnings.warn(text, FastlrWarning, stacklevel=2)
@@ -95,7 +95,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
                 value = finite(ends((run.accuracy if name == "accuracy" else run.measure(name))[:tasks])[1])
                 if len(value):
                     values[i, j] = (np.log(value) if name in logs else value).mean()
-    return Comparison(tuple(groups), late.pop("accuracy"), late, logs, tasks)
+    return Comparison(groups, late.pop("accuracy"), late, logs, tasks)
 
 
 @dataclass(frozen=True)
@@ -290,10 +290,11 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
     ]
 
 
-def course_sheets(runs: Sequence[Run]) -> list[Sheet]:
+def course_sheets(groups: dict[str, list[Run]]) -> list[Sheet]:
     """How local redundancy on each kind of input went, with accuracy: untrained, in the first and in the last fifth."""
+    runs = (run for group in groups.values() for run in group)
     measured = order(name for run in runs for name in run.measures if name.startswith(_LR))
-    return [_course(by_intervention(runs), name) for name in measured]
+    return [_course(groups, name) for name in measured]
 
 
 def _course(groups: dict[str, list[Run]], measure: str) -> Sheet:

@@ -133,9 +133,13 @@ def _report_on_causes(
     runs: Sequence[Run], folder: Path, predicted: Sequence[causes.Prediction], figures: str, resamples: int, seed: int
 ) -> ContinualReport:
     """Write the report of runs that differ by interventions and seeds."""
-    found, used = causes.compare(runs), causes.long_enough(runs)
+    found = causes.compare(runs)
     pairs = causes.together(found, resamples=resamples, seed=seed)
-    screen = [*causes.cause_sheets(found, pairs), *causes.course_sheets(used), causes.prediction_sheet(predicted)]
+    screen = [
+        *causes.cause_sheets(found, pairs),
+        *causes.course_sheets(found.groups),
+        causes.prediction_sheet(predicted),
+    ]
     sentences = causes.cause_findings(found, pairs, predicted)
     numbers = {"findings": sentences, "runs": [str(run.path) for run in runs], "resamples": resamples, "seed": seed}
     numbers |= {
@@ -148,11 +152,7 @@ def _report_on_causes(
     scatter = Drawing(
         "causes.png", partial(causes.cause_scatter, found), "Late accuracy over late local redundancy, by intervention."
     )
-    course = Drawing(
-        "course.png",
-        partial(curves.group_curves, causes.by_intervention(used)),
-        "Both over the tasks, by intervention.",
-    )
+    course = Drawing("course.png", partial(curves.group_curves, found.groups), "Both over the tasks, by intervention.")
     drawings = [scatter, course] if figures == "png" else []
     title, sheets = "Does it cause plasticity?", [*screen, tables.runs_sheet(runs), tables.definitions_sheet(runs)]
     lead = f"{counted(len(runs), 'run')} of {counted(len(found.names), 'intervention')}, compared over {found.tasks} tasks."
