@@ -9,7 +9,7 @@ processes may share OUT. Then `fastlr report OUT/PROBLEM`, also before the last 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,15 +77,14 @@ PROBLEMS = {
 }
 
 
-def cells(seeds: int, images: Path | None) -> list[tuple[str, str, int]]:
-    """Problem, variant and seed of each run in their order: the MLP's, the dear ones, the others; class pairs with images."""
+def cells(seeds: int, problems: Iterable[str]) -> list[tuple[str, str, int]]:
+    """Problem, variant and seed of each run in their order: the MLP's, the dear ones, the others."""
     found = []
-    for name, problem in PROBLEMS.items():
-        for variant, settings in problem.variants.items():
+    for name in problems:
+        for variant, settings in PROBLEMS[name].variants.items():
             dear = bool(settings.keys() & DEAR)
-            most = min(seeds, problem.seeds, SEEDS_OF_DEAR if dear else seeds)
-            if images or name != "class-pairs":
-                found += [(("model" in problem.settings, dear, seed), (name, variant, seed)) for seed in range(most)]
+            most = min(seeds, PROBLEMS[name].seeds, SEEDS_OF_DEAR if dear else seeds)
+            found += [(("model" in PROBLEMS[name].settings, dear, seed), (name, variant, seed)) for seed in range(most)]
     return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -94,10 +93,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--images", type=Path, help="store of fastlr data prepare, for class-pairs")
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, help="these alone")
     parser.add_argument("--seeds", type=int, default=10, help="at most")
     parser.add_argument("--tasks", type=int, default=200, help="at most")
     given = parser.parse_args()
-    for name, variant, seed in cells(given.seeds, given.images):
+    if not given.images and "class-pairs" in (given.problems or ()):
+        parser.error("class-pairs needs --images")
+    problems = given.problems or [name for name in PROBLEMS if given.images or name != "class-pairs"]
+    for name, variant, seed in cells(given.seeds, problems):
         problem, path = PROBLEMS[name], given.out / name / f"{variant},seed-{seed}"
         tasks, records = min(given.tasks, problem.tasks), path / "records.jsonl"  # none yet where killed as it began
         settings = {**COMMON, **problem.settings, **problem.variants[variant], "seed": seed, "tasks": tasks}
