@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.estimator.loss import refuse_interaction, sample_gradients
-from fastlr.estimator.padding import padding_mask
+from fastlr.estimator.padding import padding_mask, refuse_padding
 from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian, Predictive
 from fastlr.estimator.result import count as checked_count
@@ -26,6 +26,8 @@ from fastlr.ghost.runtime import as_it_was, quiet_rng
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
 from fastlr.ops.philox import check_seed
+
+_APART = 20  # the seeds of repeats are 2^20 apart, so that neighbouring seeds share no labels
 
 
 def trainability(
@@ -39,11 +41,13 @@ def trainability(
     predictive: Predictive | None = None,
     output: OutputSelector = None,
 ) -> Measure:
-    """How far a copy of the model gets on random labels: the share of the loss that ``steps`` steps take away.
+    """How far a copy of the model gets on random labels in ``steps`` steps: the share of a guess's loss that it is rid of.
 
-    With L_t the mean negative log-likelihood of the inputs' labels after t steps of AdamW (weight decay 0) on all of them at
-    once, in train mode, the value is ``1 - L_steps / L_0``: 1 where they are learned, 0 where nothing is. The direct measure
-    of plasticity that cheaper ones are held against; it costs ``repeats * steps`` training steps.
+    With L the mean negative log-likelihood of the inputs' labels after so many steps of AdamW (weight decay 0) on all of them
+    at once, in train mode, and H that of the best guess, the value is ``1 - L / H``: 1 where they are learned, 0 where nothing
+    is, below 0 where the answers are worse than a guess. (Not the share of the loss at the start, which is large for a
+    confident network: to unlearn is not to learn.) The direct measure of plasticity that cheaper ones are held against; it
+    costs ``repeats * steps`` training steps.
 
     Args:
         model: any nn.Module; it is copied and left as it is.
@@ -73,10 +77,10 @@ def trainability(
     """
     checked_count("repeats", repeats)
     fit = partial(_fit, model, x, steps, learning_rate, predictive=predictive, output=output, evaluate=False)
-    fits = [fit(check_seed(seed) + repeat) for repeat in range(repeats)]
+    fits = [fit(check_seed(seed) + (repeat << _APART)) for repeat in range(repeats)]
     loss, n = torch.tensor([fit.losses for fit in fits], dtype=torch.float64), fits[0].n  # loss: [repeats, steps + 1]
     fall = loss[:, :1] - loss
-    values = fall[:, -1] / loss[:, 0]
+    values = 1 - loss[:, -1] / (math.log(fits[0].classes) if fits[0].classes else 0.5 / fits[0].variance)
     half = (fall < fall[:, -1:] / 2).sum(1).double()
     details = {
         "n": n,
@@ -86,7 +90,7 @@ def trainability(
         "half": float(half.mean()),
     }
     definition = (
-        f"trainability: share of the loss on random labels that {steps} steps of AdamW at {learning_rate:g} take away"
+        f"trainability: 1 - loss on random labels after {steps} steps of AdamW at {learning_rate:g} / a guess's"
     )
     return Measure(float(values.mean()), definition, details)
 
@@ -155,7 +159,7 @@ def memorization_capacity(
         every = product(range(classes), repeat=labels.numel())
         fits = [fit(seed, labels=labels.new_tensor(y).view(labels.shape)) for y in every]
     else:
-        fits += [fit(seed + repeat) for repeat in range(1, repeats)]
+        fits += [fit(seed + (repeat << _APART)) for repeat in range(1, repeats)]
     nats = torch.tensor([labels.numel() * f.end for f in fits], dtype=torch.float64)
     if classes:
         whole = labels.numel() * math.log2(classes)
@@ -221,7 +225,8 @@ def _fit(
                 z = view.forward(x)
             end = float(_loss(z.detach(), labels, predictive))
     if not all(map(math.isfinite, (*losses, end))):
-        raise NonFiniteError(f"the loss on random labels is not finite with learning_rate={rate:g}: lower it")
+        remedy = "lower it, or give the model in float32 if its weights are float16"
+        raise NonFiniteError(f"the loss on random labels is not finite with learning_rate={rate:g}: {remedy}")
     classes = z.shape[predictive.dim] if isinstance(predictive, Categorical) else 2 * isinstance(predictive, Bernoulli)
     return _Fit(n, losses, end, labels, classes, predictive.sigma**2 if isinstance(predictive, Gaussian) else math.nan)
 
@@ -241,7 +246,11 @@ def _learn(
         if step == 0:
             count = view.sample_count(z)
             predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
-            labels = _labels(z.detach(), predictive) if labels is None else labels
+            labels = _labels(x, z.detach(), predictive) if labels is None else labels
+            if not z.requires_grad:
+                raise ModelError(
+                    "the output depends on no trainable parameter that autograd can see (no_grad, detach?)"
+                )
         loss = _loss(z, labels, predictive)
         losses.append(float(loss.detach()))
         if step < steps:
@@ -251,9 +260,14 @@ def _learn(
     return count, losses, labels, predictive, z.detach()
 
 
-def _labels(z: Tensor, predictive: Any) -> Tensor:
-    """Random labels for outputs z."""
+def _labels(x: Any, z: Tensor, predictive: Any) -> Tensor:
+    """Random labels for the outputs z of inputs x, for every position."""
+    refuse_padding(x)
+    if isinstance(predictive, Predictive):
+        predictive.cotangent(z, "rademacher", range(len(z)), 0)  # refuses what is no output of this kind
     if isinstance(predictive, Categorical):
+        if predictive.mask is not None:
+            raise InputError("Categorical(mask=...): random labels are drawn for every position: leave the mask out")
         moved = z.movedim(predictive.dim, -1)
         return torch.randint(moved.shape[-1], moved.shape[:-1], device=z.device)
     if isinstance(predictive, Bernoulli):
@@ -324,7 +338,7 @@ def curvature_rank(
         unit, factors = scaled(v, z, 0)  # small cotangents keep their bits
         grads = sample_gradients(z, list(view.parameters.values()), unit)
     flat = (g.double().flatten(1) for g in grads if g is not None)
-    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(factors, factors).sqrt()  # [n, n]
+    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(factors.sqrt(), factors.sqrt())  # [n, n]
     if not products.isfinite().all():
         raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
     values = torch.linalg.eigvalsh(products).flip(0).clamp_min(0)

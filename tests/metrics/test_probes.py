@@ -16,7 +16,7 @@ from untouched import untouched
 
 import fastlr
 from fastlr import memorization_capacity
-from fastlr.errors import InputError, InteractionError, NonFiniteError
+from fastlr.errors import InputError, InteractionError, ModelError, NonFiniteError
 from fastlr.metrics import curvature_rank, probes, trainability
 
 
@@ -87,15 +87,18 @@ def test_a_fresh_network_learns_and_a_dead_one_does_not():
     nn.init.constant_(model[0].bias, -100.0)  # no unit is ever active: only the last bias learns
     dead = trainability(model, x, learning_rate=1e-2)
     assert dead < 0.3 * fresh
+    model[2].bias.data[0] = 20.0  # it unlearns its confidence, which takes most of the loss away, and learns no label
+    confident = trainability(model, x, steps=400, learning_rate=0.1)
+    assert abs(confident) < 0.1 and confident.details["end"] < 0.2 * confident.details["start"]
     assert trainability(model, x, steps=1, repeats=1).details["stderr"] is None
 
 
 def test_it_follows_its_definition_for_every_predictive(double):
     model, x = net(2), torch.randn(6, 5)
-    for predictive, loss in (
-        (fastlr.Categorical(), lambda z, y: F.cross_entropy(z, y)),
-        (fastlr.Bernoulli(), lambda z, y: F.binary_cross_entropy_with_logits(z, y.to(z.dtype))),
-        (fastlr.Gaussian(2.0), lambda z, y: F.mse_loss(z, y.to(z.dtype)) / 8),
+    for predictive, loss, guess in (
+        (fastlr.Categorical(), lambda z, y: F.cross_entropy(z, y), math.log(2)),
+        (fastlr.Bernoulli(), lambda z, y: F.binary_cross_entropy_with_logits(z, y.to(z.dtype)), math.log(2)),
+        (fastlr.Gaussian(2.0), lambda z, y: F.mse_loss(z, y.to(z.dtype)) / 8, 1 / 8),
     ):
         found = trainability(model, x, steps=3, repeats=1, learning_rate=0.1, seed=7, predictive=predictive)
         torch.manual_seed(7)
@@ -110,7 +113,34 @@ def test_it_follows_its_definition_for_every_predictive(double):
             optimizer.zero_grad()
             losses[-1].backward()
             optimizer.step()
-        assert found == pytest.approx(1 - float(losses[3].detach() / losses[0].detach()), rel=1e-9)
+        assert found == pytest.approx(1 - float(losses[3].detach()) / guess, rel=1e-9)
+
+
+@pytest.mark.parametrize("measure", [trainability, memorization_capacity])
+def test_neighbouring_seeds_share_no_labels(measure):
+    model, x = net(), torch.randn(16, 5)
+    options = {"steps": 5, "learning_rate": 0.1}
+    alone = [measure(model, x, repeats=1, seed=seed, **options) for seed in (0, 1)]
+    assert float(measure(model, x, repeats=2, **options)) != pytest.approx(sum(alone) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("measure", [trainability, memorization_capacity])
+def test_labels_are_drawn_for_all_positions_of_the_right_outputs_alone(measure):
+    model, x = net(), torch.randn(4, 5)
+    parts = {"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 3)}
+    said = Written(lambda m, input_ids, attention_mask: m.head(m.embed(input_ids)), **parts)
+    padded = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+    mask = fastlr.Categorical(mask=torch.tensor([True, True, True, False]))
+    for network, given, predictive, says in (
+        (net(1), x, fastlr.Categorical(), "has size 1"),
+        (model, x, fastlr.Categorical(dim=0), "dim must be another axis"),
+        (model, x, mask, "leave the mask out"),
+        (said, padded, fastlr.Categorical(), "has padding"),
+    ):
+        with pytest.raises(InputError, match=says):
+            measure(network, given, steps=2, predictive=predictive)
+    with pytest.raises(ModelError, match="depends on no trainable parameter"):
+        measure(Written(lambda m, x: x, unused=nn.Linear(2, 2)), x, steps=2)
 
 
 def test_what_trainability_refuses():
@@ -147,6 +177,8 @@ def test_small_curvature_keeps_its_rank():
         model[2].bias.copy_(torch.tensor([70.0, -70.0]))  # squared cotangents vanish in float32
     x = torch.randn(6, 5)
     assert curvature_rank(model, x) == curvature_rank(copy.deepcopy(model).double(), x.double()) > 1
+    model[2].bias.data *= 4  # the product of two squares vanishes in float64, too
+    assert curvature_rank(model.double(), x.double()) > 1
     with pytest.raises(InputError, match="delta=1"):
         curvature_rank(model, x, delta=1)
 
