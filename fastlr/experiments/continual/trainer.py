@@ -145,7 +145,12 @@ class Trainer(TrainingLoop):
         with ExitStack() as stack:
             for intervention in self.interventions:
                 stack.enter_context(intervention.watching())
-            loss = self._epochs(task, number, report)
+            try:
+                loss = self._epochs(task, number, report)
+            except NonFiniteError:  # an intervention may see it first
+                if before is None:
+                    raise
+                loss = None
         self.parallel.check()
         if before is not None and loss is None:
             self.load(before)

@@ -81,6 +81,13 @@ def test_a_skipped_task_leaves_no_trace_in_them(store):
     assert torch.equal(image, learner.replay.images)
 
 
+def test_a_floor_that_sees_first_that_a_network_is_ruined_skips_its_task_too(store):
+    learner = started(store, redundancy_floor=1.0, floor_images=4, learning_rate=1e25, optimiser="sgd", on_nan="skip")
+    before = copy.deepcopy(learner.state())
+    assert learner.learn(load_task(store, pairs(4, 1)[0]), 0) is None
+    assert_same(before, learner.state())
+
+
 def test_off_by_default(store):
     for preset in PRESETS:
         options = resolve(ContinualOptions, PRESETS, preset, {})

@@ -35,6 +35,12 @@ def twice(m, x):
     return m.head(F.relu(m.a(F.relu(m.a(x)))))
 
 
+def tied():
+    a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+    b.weight = a.weight
+    return Written(lambda m, x: m.head(F.relu(m.b(F.relu(m.a(x))))), a=a, b=b, head=nn.Linear(6, 2))
+
+
 def norm_twice(m, x):
     return m.head(F.relu(m.n(m.b(F.relu(m.n(m.a(x)))))).mean((2, 3)))
 
@@ -79,6 +85,7 @@ CASES = {
         Written(lambda m, x: m.head(torch.cat([m.a(x), m.b(x)], 1)), a=nn.Linear(6, 3), b=nn.Linear(6, 3),
                 head=nn.Linear(6, 2)), FLAT, {}),
     "one layer twice": (Written(twice, a=nn.Linear(6, 6), head=nn.Linear(6, 2)), FLAT, {}),
+    "one weight in two layers": (tied(), FLAT, {}),
     "one norm twice": (
         Written(norm_twice, a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(3, 3, 1), n=nn.BatchNorm2d(3), head=nn.Linear(3, 2)), CONV, {}),
     "leaky": (Written(leaky, a=nn.Linear(6, 5), head=nn.Linear(5, 2)), FLAT, {}),
@@ -126,6 +133,7 @@ def test_units_are_those_of_the_definition(name):
         ("a norm over channels", "0", "goes through group_norm"),
         ("concatenated", "b", "goes through cat"),
         ("one layer twice", "a", "has weights of a, which is used more than once"),
+        ("one weight in two layers", "b", "has weights of b, which is used more than once"),
         ("leaky", "a", "has an influence beside its outgoing weights"),
         ("frozen", "a", "is frozen"),
         ("several filters a channel", "0", "a depthwise convolution with several filters a channel"),

@@ -14,6 +14,7 @@ resetting one would change what all of them have learned), the model's outputs, 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -139,6 +140,7 @@ class _Trace(Watch):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.modules = dict(model.named_modules())
+        self.holders = Counter(id(p) for module in self.modules.values() for p in module._parameters.values())
         self.tags = WeakTensorKeyDictionary()
         self.made: dict[str, Units] = {}  # by the name of the layer
         self.called: dict[str, list[Units]] = {}  # units whose weights a layer holds, those it reads included
@@ -207,8 +209,8 @@ class _Trace(Watch):
                 units.exclude(f"goes into {name}, a depthwise convolution with several filters a channel")
             else:
                 units.readers.append(Reader(name, layer, tag.repeat))
-        if name in self.called:
-            for units in (*self.called[name], *read, made):
+        if name in self.called or self.holders[id(weight)] > 1:
+            for units in (*self.called.get(name, ()), *read, made):
                 units.exclude(f"has weights of {name}, which is used more than once")
         self.called.setdefault(name, []).extend([*read, made])
         self.made.setdefault(name, made)
