@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import ndtri, stdtrit
 
 from fastlr.display.figures import COLOURS, INK, MUTED, legend_below, new_figure, save_figure, style
@@ -274,7 +275,7 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
     changes: dict[str, Callable[[int], str]] = {
         "intervention": lambda i: found.names[i],
         "seeds": lambda i: str(seeds[i]),
-        "accuracy %": lambda i: hundred(float(np.nanmean(found.accuracy[i]))),
+        "accuracy %": lambda i: hundred(_mean(found.accuracy[i])),
         "change": lambda i: _change(found.change(100 * found.accuracy, i)) if i else DASH,
     }
     if (values := found.measures.get(_LR)) is not None and _LR in found.logs:
@@ -299,7 +300,7 @@ def course_sheets(groups: dict[str, list[Run]]) -> list[Sheet]:
 
 def _course(groups: dict[str, list[Run]], measure: str) -> Sheet:
     accuracy = {
-        name: np.mean([[finite(p).mean() for p in ends(r.accuracy)] for r in g], 0) for name, g in groups.items()
+        name: [_mean([_mean(ends(run.accuracy)[k]) for run in group]) for k in (0, 1)] for name, group in groups.items()
     }
     logs = {name: np.array([_logs(run, measure) for run in group]) for name, group in groups.items()}
 
@@ -326,13 +327,18 @@ def _course(groups: dict[str, list[Run]], measure: str) -> Sheet:
 def _logs(run: Run, measure: str) -> list[float]:
     """Mean logarithms of a measure: untrained, in the first and in the last fifth; NaN where it was not measured."""
     start = np.array([number(as_dict(run.start, measure).get("value"))])
-    parts = [finite(np.log(part[part > 0])) for part in (start, *ends(run.measure(measure)))]
-    return [float(part.mean()) if len(part) else math.nan for part in parts]
+    return [_mean(np.log(part[part > 0])) for part in (start, *ends(run.measure(measure)))]
+
+
+def _mean(values: ArrayLike) -> float:
+    """The mean of those that are finite; NaN if none is."""
+    known = finite(values)
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _geometric(logs: Array) -> str:
-    known = finite(logs)
-    return brief(math.exp(known.mean())) if len(known) else DASH
+    mean = _mean(logs)
+    return brief(math.exp(mean)) if math.isfinite(mean) else DASH
 
 
 def _of_kind(kind: str, c: Together) -> str:
@@ -394,8 +400,8 @@ def cause_scatter(found: Comparison, path: str | os.PathLike[str]) -> bool:
         x, y = np.exp(found.measures[_LR][i]), 100 * found.accuracy[i]
         style_of = {"color": COLOURS[i % len(COLOURS)], "marker": "osD^v"[i // len(COLOURS) % 5], "linestyle": ""}
         axes.plot(x, y, markersize=3, alpha=0.5, **style_of)
-        middle = math.exp(np.nanmean(found.measures[_LR][i]))
-        axes.plot([middle], [np.nanmean(y)], markersize=9, markeredgecolor=INK, label=name, **style_of)
+        middle = math.exp(_mean(found.measures[_LR][i]))
+        axes.plot([middle], [_mean(y)], markersize=9, markeredgecolor=INK, label=name, **style_of)
     axes.set_xscale("log")
     axes.set_xlabel("late local redundancy, E||grad||²", color=INK, fontsize=9)
     style(

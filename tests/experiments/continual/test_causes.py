@@ -126,6 +126,21 @@ def test_part_of_a_study_reports_and_tells_nothing_from_too_few(tmp_path):
     report.show(Console(width=80, quiet=True))
 
 
+@pytest.mark.filterwarnings("error")
+def test_late_tasks_that_were_skipped_leave_a_gap_and_the_other_seeds(tmp_path):
+    write_grid(tmp_path, seeds=2, tasks=30, grid=GRID[:3])
+    for name in ("way-1,seed-0", "way-2,seed-0", "way-2,seed-1"):
+        lines = read_lines(tmp_path / name)
+        for line in lines[21:]:
+            line.update(accuracy=None, skipped="the loss is not finite", measures={})
+        write_lines(tmp_path / name, lines)
+    write_report([tmp_path], out=tmp_path / "out", resamples=100)
+    with (tmp_path / "out" / "course.csv").open() as file:
+        course = {row["intervention"]: row["last %"] for row in csv.DictReader(file)}
+    late = 100 * read_run(tmp_path / "way-1,seed-1").accuracy[24:].mean()
+    assert float(course["way-1"]) == pytest.approx(late, abs=0.1) and course["way-2"] == "–"
+
+
 def test_a_study_of_which_only_the_control_has_got_far_says_nothing(tmp_path):
     write_grid(tmp_path, seeds=1, tasks=30, grid=GRID[:1])
     begun = write_run(tmp_path / "begun,seed-0", 3)
