@@ -61,7 +61,7 @@ blocks lost most cannot be told; dormant units were not measured.'
     if beyond and a > 0 > change and parts and parts.keys() == later.keys():
         lost = group_to_fit({name: _number(parts[name]) - _number(later[name]) for name in parts}, _BLOCKS)
         most = [name for name in sorted(lost, key=lambda name: -lost[name])[:_NAMED] if lost[name] > 0]
-        blocks = "most of the fall is in " + " and ".join(
+        blocks = "the fall is largest in " + " and ".join(
             f"{name} ({-100 * lost[name] / change:.0f} %)" for name in most
         )
     units = "dormant units were not measured"

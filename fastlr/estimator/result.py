@@ -165,9 +165,11 @@ def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
     The variance between inputs that both estimates share cancels, so this is sharper than adding their standard errors.
 
     Raises:
-        InputError: seeds, inputs, n or probes differ, or the per-sample values are missing.
+        InputError: seeds, inputs, n or probes differ (for ``probe="batch"`` also the batches' sizes), or the per-sample
+            values are missing.
     """
-    for name in ("probe", "seed", "n", "inputs_used", "inputs_digest"):
+    batches = ("batch_size",) if a.probe == "batch" else ()
+    for name in ("probe", "seed", "n", "inputs_used", "inputs_digest", *batches):
         left, right = getattr(a, name), getattr(b, name)
         if left != right:
             raise InputError(f"the estimates are not paired: {name} is {left!r} and {right!r}; measure both alike")

@@ -393,6 +393,13 @@ def test_only_like_estimates_pair(change):
         paired_difference(a, b)
 
 
+def test_batches_pair_only_where_they_are_of_the_same_inputs():
+    a, b = (estimate(mlp(3), Normal(), 50, probe="batch", batch_size=size) for size in (20, 24))
+    assert a.n == b.n == 3 and paired_difference(a, a) == (0.0, 0.0)
+    with pytest.raises(InputError, match="batch_size is 20 and 24"):
+        paired_difference(a, b)
+
+
 class Wrong:
     def batch(self, start, stop, *, seed, device, dtype):
         return torch.randn(stop - start + 1, 6, dtype=dtype)

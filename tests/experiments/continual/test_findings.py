@@ -95,7 +95,7 @@ def test_the_last_sentences_say_what_each_run_has_lost(tmp_path):
     assert helped
     assert told == (
         "Local redundancy has fallen by 60 % since the start, from 100.0 ± 2.0 to 40.0 ± 1.0: beyond its error (95 %). "
-        "Most of the fall is in body (85 %) and head (15 %); 48 of 192 units (25 %) are dormant."
+        "The fall is largest in body (85 %) and head (15 %); 48 of 192 units (25 %) are dormant."
     )
     end["local_redundancy"] |= {"value": 70.0}
     write_lines(folder, lines)
