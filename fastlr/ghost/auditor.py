@@ -160,6 +160,9 @@ class Auditor(Planner):
         held = (*self.model.named_parameters(), *self.model.named_buffers())
         wide = {n: on_demand.cast(t, torch.float64) for n, t in held}
         wide |= {n: wide[n].requires_grad_() for n in self.parameters}
+        for n, p in self.parameters.items():  # what they do to gradients is no rounding
+            for hook in (p._backward_hooks or {}).values():
+                wide[n].register_hook(hook)
 
         def forward(samples: Sequence[int]) -> Tensor:
             given = adapt.cast(batch.pick(samples), torch.float64)

@@ -187,7 +187,8 @@ class Engine(Auditor):
         key, state = self._state(chunk)
         plan, fresh = self._shape_plan(chunk, state, key)
         spot = None
-        if chunk.count > 1 and self.audits.due(fresh=fresh or self._hooked):
+        hooked = self._hooked or any(p._backward_hooks for p in self.parameters.values())
+        if chunk.count > 1 and self.audits.due(fresh=fresh or hooked):
             with self.audits.timed():
                 spot = self._exact_of_one(chunk, v, fresh=fresh)
         table: Tensor | None = None

@@ -66,6 +66,19 @@ def test_views_of_a_parameter_that_begin_to_overlap():
         right(model, (torch.randn(4, 5, 4), offset), torch.randn(4, 20))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hooks_of_parameters_count_and_are_audited_in_every_batch(dtype):
+    model, x, v = nn.Linear(5, 4).to(dtype), torch.randn(6, 5, dtype=dtype), torch.randn(6, 4, dtype=dtype)
+    model.weight.register_hook(lambda g: None)
+    for batches in (1, 2, 3):
+        norms(model, x, v)
+        assert engine_for(model).audits.passed == batches
+    model.weight.register_hook(lambda g: g * torch.arange(5).to(g.dtype))
+    with pytest.warns(fastlr.FastlrWarning, match="loop over samples"):
+        got = norms(model, x, v)
+    torch.testing.assert_close(got, truth(model, (x,), v), rtol=1e-5, atol=0)
+
+
 def test_hooks_that_come_and_go():
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
     x, v = torch.randn(6, 5), torch.randn(6, 3)
