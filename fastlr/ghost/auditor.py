@@ -175,7 +175,8 @@ class Auditor(Planner):
             _, truth = beside_copy(forward, j, row, self.view.out_dim, {n: wide[n] for n in self.parameters})
         except adapt.FAILURES:
             return {}
-        return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True)}
+        # one without a gradient may be held outside the module, where the copy does not replace it
+        return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True) if t}
 
     def _agrees(self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None) -> bool:
         """Return True if squared norms agree within the model's own precision, or within some times the measured rounding."""

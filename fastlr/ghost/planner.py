@@ -120,6 +120,11 @@ class Planner:
         """Return True if hooks may move gradients between rows, which no graph shows."""
         return self.ledger.hooked or (self._last in self._observed and self._observed[self._last][1])
 
+    @property
+    def _hooked_parameters(self) -> bool:
+        """Return True if hooks of parameters may change their gradients, which rules do not take."""
+        return any(p._backward_hooks for p in self.parameters.values())
+
     def _flags(self) -> tuple:
         model, kind = self.model, self.view.device.type
         return (
