@@ -160,6 +160,9 @@ class Auditor(Planner):
         held = (*self.model.named_parameters(), *self.model.named_buffers())
         wide = {n: on_demand.cast(t, torch.float64) for n, t in held}
         wide |= {n: wide[n].requires_grad_() for n in self.parameters}
+        for n, p in self.parameters.items():  # what they do to gradients is no rounding
+            for hook in (p._backward_hooks or {}).values():
+                wide[n].register_hook(hook)
 
         def forward(samples: Sequence[int]) -> Tensor:
             given = adapt.cast(batch.pick(samples), torch.float64)
@@ -172,7 +175,8 @@ class Auditor(Planner):
             _, truth = beside_copy(forward, j, row, self.view.out_dim, {n: wide[n] for n in self.parameters})
         except adapt.FAILURES:
             return {}
-        return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True)}
+        # one without a gradient may be held outside the module, where the copy does not replace it
+        return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True) if t}
 
     def _agrees(self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None) -> bool:
         """Return True if squared norms agree within the model's own precision, or within some times the measured rounding."""

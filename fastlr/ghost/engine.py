@@ -187,7 +187,7 @@ class Engine(Auditor):
         key, state = self._state(chunk)
         plan, fresh = self._shape_plan(chunk, state, key)
         spot = None
-        if chunk.count > 1 and self.audits.due(fresh=fresh or self._hooked):
+        if chunk.count > 1 and self.audits.due(fresh=fresh or self._hooked or self._hooked_parameters):
             with self.audits.timed():
                 spot = self._exact_of_one(chunk, v, fresh=fresh)
         table: Tensor | None = None
@@ -270,7 +270,7 @@ class Engine(Auditor):
         proofs = self.ledger.parameters.values()
         proven = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
         simple = bool(plan.layouts) and not plan.by_data and not state.loop and not self.audits.failed
-        return self._plan if count == size > 1 and simple and proven else None
+        return self._plan if count == size > 1 and simple and proven and not self._hooked_parameters else None
 
     def run_planned(self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The passes of an earlier call, for inputs of the same shapes, without a check that waits for the device.

@@ -22,6 +22,7 @@ from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.ownership import Place
 from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.state import emptied, tensor_caches
+from fastlr.ghost.tokens import version
 from fastlr.ghost.verification.agreement import agree, low_precision, measured_noise, rounding
 from fastlr.ghost.verification.batch_checks import every_layout, explained, likely_layouts
 from fastlr.ghost.verification.prover import SAMPLES, Prover, generic_cotangent
@@ -119,6 +120,11 @@ class Planner:
         """Return True if hooks may move gradients between rows, which no graph shows."""
         return self.ledger.hooked or (self._last in self._observed and self._observed[self._last][1])
 
+    @property
+    def _hooked_parameters(self) -> bool:
+        """Return True if hooks of parameters may change their gradients, which rules do not take."""
+        return any(p._backward_hooks for p in self.parameters.values())
+
     def _flags(self) -> tuple:
         model, kind = self.model, self.view.device.type
         return (
@@ -143,7 +149,8 @@ class Planner:
         caches = tensor_caches(self.model)
         if not caches:
             return []
-        key = (self._flags(), *(id(t) for module, name in caches for t in vars(module)[name].values()))
+        held = [*self.parameters.values(), *(t for module, name in caches for t in vars(module)[name].values())]
+        key = (self._flags(), *((id(t), version(t)) for t in held))
         if key not in self._known_caches:
             self._known_caches.clear()
             self._known_caches[key] = caches if self._are_caches(caches, x) else []

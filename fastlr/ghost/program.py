@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fastlr.ghost.fusion.batch_norm import norm_arguments
 from fastlr.ghost.fusion.pending import METADATA
-from fastlr.ghost.tokens import PLAIN, SMALL, TENSORS, Reader, code, digest, dtype_name, number, of_tensor, own
+from fastlr.ghost.tokens import PLAIN, TENSORS, Reader, code, digest, dtype_name, number, of_tensor, of_values, own
 from fastlr.ops.torch_private import (
     BatchNorm,
     InstanceNorm,
@@ -80,7 +80,7 @@ def function_key(function: Any) -> bytes:
 
 
 def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
-    """A hash of the inputs that a forward pass may branch on: everything but tensors of more than a few elements.
+    """A hash of the inputs that a forward pass may branch on: everything but large tensors and those on a GPU.
 
     Args:
         x: inputs, nested.
@@ -92,9 +92,9 @@ def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
     def token(i: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return reader.top(leaf)
-        if i in batched or (leaf.ndim and (leaf.device.type != "cpu" or leaf.numel() > SMALL)):
+        if i in batched:
             return dtype_name(leaf.dtype), leaf.ndim
-        return of_tensor(leaf.detach().cpu())
+        return of_values(leaf.detach()) if leaf.ndim else of_tensor(leaf.detach().cpu())
 
     return digest((repr(spec), *(token(i, leaf) for i, leaf in enumerate(leaves))))
 
@@ -106,12 +106,14 @@ class _Program:
         self.reader = Reader(self.module, versions)
         self.free = self.reader.free = set(free)  # and the trainable parameters, whatever holds them
         self.known: dict[int, int] = {}  # id of a module -> its place
-        self.classes: dict[type, None] = {}
+        self.classes = self.reader.classes
 
     def read(self, model: nn.Module) -> tuple:
         """The token of the model, of its modules' classes and of the hooks that all modules have."""
         whole = self.whole(model)
-        classes = [self.of_class(kind) for kind in list(self.classes)]
+        classes: list[tuple] = []
+        while kinds := list(self.classes)[len(classes) :]:  # what a class holds may be of others
+            classes += [self.of_class(kind) for kind in kinds]
         calls = [code(f.__code__)[0] for f in module_calls() if type(f) is FunctionType]
         hooks = [self.reader.top(tuple(registry.values())) for registry in hooks_of_all_modules()]
         return whole, *classes, *calls, *hooks

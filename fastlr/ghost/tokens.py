@@ -6,6 +6,7 @@ can write, so that they hold no object alive; what cannot be looked into is numb
 
 from __future__ import annotations
 
+import argparse
 import functools
 import hashlib
 import itertools
@@ -27,10 +28,11 @@ from fastlr.ops.torch_private import no_torch_function_of_subclasses
 
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(Ellipsis)))
 SMALL = 16  # elements of a tensor on the CPU that is read by value
-_SMALL_ARRAY = 1 << 16  # bytes of an array that is read by value
+_SMALL_ARRAY = 1 << 16  # bytes of an array, or of an input without samples, that is read by value
 _DEPTH = 5  # containers within containers
 _GLOBAL_DEPTH = 3  # of them below a global name
 _BREADTH = 256  # entries of one container
+_PLAIN_BREADTH = 1 << 13  # of one that holds plain values only
 _VALUES = 2000  # values below one attribute
 _TEXTS = (range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _CLOSED = frozenset((*sys.stdlib_module_names, "torch", "numpy", "lightning", "pytorch_lightning"))  # not looked into
@@ -98,6 +100,14 @@ def of_tensor(t: Tensor, versions: bool = True) -> tuple:
     return "tensor", kind, shape, str(t.device), number(t), version(t) if versions else _address(t)
 
 
+def of_values(t: Tensor) -> tuple:
+    """By value if it is on the CPU and no more than a small array's bytes, otherwise its dtype and number of axes."""
+    token = dtype_name(t.dtype), t.ndim
+    if type(t) not in TENSORS or t.device.type != "cpu" or t.layout != torch.strided or t.nbytes > _SMALL_ARRAY:
+        return token
+    return *token, t.resolve_conj().resolve_neg().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def code(held: CodeType) -> tuple[int, tuple[str, ...]]:
     """The number of a piece of code, equal for equal ones, and the global names that it may read.
 
@@ -128,6 +138,7 @@ class Reader:
 
     Attributes:
         tensors: that were met.
+        classes: of objects that were met, and their bases, but for those of installed packages.
         free: ids of those whose values do not matter.
     """
 
@@ -135,6 +146,7 @@ class Reader:
         self._module, self.versions = module, versions
         self.free: set[int] = set()
         self.tensors: list[Tensor] = []
+        self.classes: dict[type, None] = {}
         self._read: dict[int, tuple[int, int, Any]] = {}  # id -> (which one it was, depth that was left, the object)
         self._left = 0
 
@@ -168,6 +180,8 @@ class Reader:
 
     def _entries(self, tag: str, values: Collection, depth: int) -> tuple:
         if len(values) > _BREADTH:
+            if len(values) <= _PLAIN_BREADTH and PLAIN.issuperset(map(type, values)):
+                return tag, *values
             return tag, len(values), *(self.of(v, depth) for v in itertools.islice(values, _BREADTH))
         return tag, *[self.of(v, depth) for v in values]
 
@@ -175,6 +189,8 @@ class Reader:
         return self._entries(type(value).__name__, value, depth)
 
     def _dict(self, value: Any, depth: int) -> tuple:
+        if _BREADTH < len(value) <= _PLAIN_BREADTH and PLAIN.issuperset(map(type, dict.values(value))):
+            return type(value).__name__, self._entries("keys", dict.keys(value), depth), *dict.values(value)
         items = itertools.islice(dict.items(value), _BREADTH)
         return type(value).__name__, len(value), *[self.of(v, depth) for item in items for v in item]
 
@@ -207,8 +223,7 @@ class Reader:
     @staticmethod
     def _parts(module: ModuleType, names: tuple[str, ...]) -> list[Any]:
         """The values that code with these names may read of a module; none of an installed one."""
-        path = str(getattr(module, "__file__", None) or "")
-        return [] if path.startswith(_INSTALLED) else [vars(module)[n] for n in names if n in vars(module)]
+        return [] if _packaged(module) else [vars(module)[n] for n in names if n in vars(module)]
 
     def _composed(self, value: Any, depth: int) -> tuple:
         """An object that is what a few of its attributes are (see _COMPOSED)."""
@@ -232,13 +247,16 @@ class Reader:
 
     def _object(self, value: Any, depth: int) -> tuple:
         kind = type(value)
-        if closed(kind):
-            return "object", number(kind), number(value)
         parts: list[Any] = [number(kind)]
         for base, read in _SUBCLASSED:
             if isinstance(value, base):
                 parts.append(read(self, value, depth))
                 break
+        if closed(kind):
+            return "object", *parts, number(value)
+        if kind not in self.classes:
+            bases = (k for k in kind.__mro__ if not (closed(k) or _packaged(sys.modules.get(k.__module__))))
+            self.classes |= dict.fromkeys(bases)
         held = getattr(value, "__dict__", None)
         slots = [n for k in kind.__mro__ for n in _slots(k)]
         if held is None and not slots and len(parts) == 1:
@@ -247,6 +265,11 @@ class Reader:
             parts.append(self._dict(held, depth))
         parts += [(n, self.of(getattr(value, n, None), depth)) for n in slots]
         return "object", *parts
+
+
+def _packaged(module: ModuleType | None) -> bool:
+    """Return True if a module is Python's or an installed package's."""
+    return str(getattr(module, "__file__", None) or "").startswith(_INSTALLED)
 
 
 def _installed(value: Any) -> bool:
@@ -303,9 +326,8 @@ _READERS: dict[type, Callable[[Reader, Any, int], Any]] = {
     bytearray: lambda reader, value, depth: ("bytearray", bytes(value)),
     FunctionType: Reader.function,
     MappingProxyType: lambda reader, value, depth: reader._dict(dict(value), depth),
-    BuiltinFunctionType: lambda reader, value, depth: ("builtin", value.__name__, number(value)),
+    BuiltinFunctionType: lambda reader, value, depth: ("builtin", number(value), reader.of(value.__self__, depth)),
     np.ndarray: Reader._array,
-    SimpleNamespace: Reader._namespace,
 }
 _SUBCLASSED: tuple[tuple[type, Callable[[Reader, Any, int], Any]], ...] = (
     (dict, Reader._dict),
@@ -331,6 +353,6 @@ def _reader(value: Any) -> Callable[[Reader, Any, int], Any]:
         return Reader._array
     if isinstance(value, type):
         return Reader._class
-    if isinstance(value, SimpleNamespace):
+    if isinstance(value, (SimpleNamespace, argparse.Namespace)):
         return Reader._namespace
     return Reader._object

@@ -66,6 +66,27 @@ def test_views_of_a_parameter_that_begin_to_overlap():
         right(model, (torch.randn(4, 5, 4), offset), torch.randn(4, 20))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hooks_of_parameters_count_and_are_audited_in_every_batch(dtype):
+    model, x, v = nn.Linear(5, 4).to(dtype), torch.randn(6, 5, dtype=dtype), torch.randn(6, 4, dtype=dtype)
+    model.weight.register_hook(lambda g: None)
+    for batches in (1, 2, 3):
+        norms(model, x, v)
+        assert engine_for(model).audits.passed == batches
+    model.weight.register_hook(lambda g: g * torch.arange(5).to(g.dtype))
+    with pytest.warns(fastlr.FastlrWarning, match="loop over samples"):
+        got = norms(model, x, v)
+    torch.testing.assert_close(got, truth(model, (x,), v), rtol=1e-5, atol=0)
+
+
+def test_what_a_float64_copy_does_not_reach_is_no_rounding():
+    scale, x, v = nn.Parameter(torch.randn(5).float()), torch.randn(6, 5).float(), torch.randn(6, 5).float()
+    model = Written(lambda m, x: (x * m.held[0]).tanh(), scale=scale, held=[scale])
+    scale.register_hook(lambda g: 3 * g)
+    with pytest.warns(fastlr.FastlrWarning, match="loop over samples"):
+        torch.testing.assert_close(norms(model, x, v), truth(model, (x,), v), rtol=1e-5, atol=0)
+
+
 def test_hooks_that_come_and_go():
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).eval()
     x, v = torch.randn(6, 5), torch.randn(6, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 import functools
@@ -46,6 +47,14 @@ class Space:
     alpha = 0.0
 
 
+class Settings:
+    alpha = 0.0
+
+
+class Hyperparameters(dict):
+    __module__ = "lightning.parsing"
+
+
 class Block(nn.Module):
     """A linear layer with every kind of thing that a forward pass may read."""
 
@@ -61,6 +70,8 @@ class Block(nn.Module):
         self.number, self.flag, self.text, self.none, self.missing = 1, False, "a", None, float("nan")
         self.items, self.names, self.dims = [1, [2, 3]], {"a", "b"}, {"d": 1, "deep": {"e": [Config()]}}
         self.config, self.space, self.slotted, self.held = Config(), types.SimpleNamespace(a=0), Slotted(), Space
+        self.settings, self.args = globals()["Settings"](), argparse.Namespace(a=0)
+        self.hparams, self.long, self.many = Hyperparameters(a=0), [0] * 300, dict.fromkeys(range(300), 0)
         self.mode, self.scalar, self.array = Mode.OFF, np.float32(0.5), np.arange(3.0)
         self.part, self.blocks = functools.partial(torch.add, alpha=1), [nn.Linear(2, 2), nn.Dropout(0.1)]
         self.act = lambda h, alpha=0.0: h * alpha
@@ -102,6 +113,11 @@ CHANGES = {
     "dataclass": lambda m: setattr(m.config, "alpha", 1.0),
     "within a dataclass": lambda m: m.config.inner["beta"][1][1].__setitem__("gamma", 4),
     "namespace": lambda m: setattr(m.space, "a", 1),
+    "arguments": lambda m: setattr(m.args, "a", 1),
+    "dict of a trainer's class": lambda m: m.hparams.update(a=1),
+    "late in a long list": lambda m: m.long.__setitem__(-1, 1),
+    "late in a large dict": lambda m: m.many.__setitem__(299, 1),
+    "class of an object": lambda m: setattr(Settings, "alpha", 1.0),
     "slot": lambda m: setattr(m.slotted, "alpha", 1.0),
     "attribute of a held class": lambda m: setattr(m.held, "alpha", 1.0),
     "enum": lambda m: setattr(m, "mode", Mode.ON),
@@ -136,10 +152,10 @@ CHANGES = {
 @pytest.fixture
 def restored():
     """Put back what the changes do outside the model."""
-    forwards, own = (Block.forward, nn.Linear.forward), (ALPHA, Space.alpha, Block.factor)
+    forwards, own = (Block.forward, nn.Linear.forward), (ALPHA, Space.alpha, Block.factor, Settings.alpha)
     yield
     Block.forward, nn.Linear.forward = forwards
-    globals()["ALPHA"], Space.alpha, Block.factor = own
+    globals()["ALPHA"], Space.alpha, Block.factor, Settings.alpha = own
     SETTINGS.alpha = 0.0
     Block.table.clear()
 
@@ -253,11 +269,12 @@ def test_numbers_are_not_given_twice():
     [
         (0, 1), (1, 1.0), (Mode.OFF, Mode.ON), (np.int64(0), np.int64(1)), (torch.tensor(0), torch.tensor(1)),
         (torch.arange(4), torch.arange(4).flip(0)), (Config(), Config(1.0)), ({"d": 1}, {"e": 1}), ("a", "b"),
+        (torch.zeros(50).bfloat16(), torch.ones(50).bfloat16()), (torch.eye(40) > 0, torch.eye(40) < 1),
     ],
 )  # fmt: skip
 def test_inputs_that_a_forward_pass_may_branch_on(a, b):
     x = torch.randn(8, 3)
-    assert inputs_token((x, a)) == inputs_token((x + 1, a)) != inputs_token((x, b))
+    assert inputs_token((x, a), [0]) == inputs_token((x + 1, a), [0]) != inputs_token((x, b), [0])
 
 
 def test_inputs_that_carry_samples_are_left_out():

@@ -89,6 +89,16 @@ def test_float32_goes_by_rule(kind: str) -> None:
     assert not any("every batch" in note for note in engine.ledger.notes)
 
 
+def test_gates_that_hardly_open() -> None:
+    model, x = Layers("lstm").eval(), series(torch.float32)
+    v = torch.randn(model(x).shape)
+    with torch.no_grad():
+        model.rnn.bias_ih_l0[:H] = -20  # cells are far below the rounding of 1
+    got, want = Engine(model).run(x, v).per_parameter, truth(model, (x,), v).norms
+    for name in filter(lambda name: "rnn" in name, want):
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_all_gradients_are_torchs(kind: str) -> None:
     model = Layers(kind, learnt=True, num_layers=2, bidirectional=True, batch_first=True).double().eval()

@@ -169,6 +169,16 @@ def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured
         assert all(model.cache[key] is value and torch.equal(value, old) for key, (value, old) in cached.items())
 
 
+@torch.no_grad()
+def test_a_cache_that_has_become_stale_is_refused() -> None:
+    model, x, v = state.CachedBias(), torch.randn(3, 4, 5), torch.randn(3, 4)
+    model(x)
+    norms(model, x, v)
+    model.biases.mul_(3)
+    with pytest.raises(fastlr.HiddenParameterError, match="biases"):
+        norms(model, x, v)
+
+
 def test_a_buffer_first_written_at_a_later_call_is_put_back() -> None:
     def how(net, x):
         if net.options["counts"]:
