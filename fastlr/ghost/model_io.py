@@ -340,13 +340,20 @@ class Batch:
         return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
 
     def scaled(self, factors: Sequence[float]) -> Batch:
-        """Return the batch with each sample's floating-point inputs times a factor of its own."""
+        """Return the batch with each sample's floating-point inputs times a factor, and integers of the last halved.
+
+        Integers that are masks, 0 and 1, stay as they are: a sample without any position is none.
+        """
         leaves = list(self.leaves)
         for i in self.batched:
-            if leaves[i].is_floating_point():
+            kind = leaves[i].dtype
+            if kind.is_floating_point:
                 shape = [1] * leaves[i].ndim
                 shape[self.in_dim] = self.count
-                leaves[i] = leaves[i] * torch.tensor(factors, device=leaves[i].device).view(shape).to(leaves[i].dtype)
+                leaves[i] = leaves[i] * torch.tensor(factors, device=leaves[i].device).view(shape).to(kind)
+            elif kind != torch.bool and not kind.is_complex and bool((leaves[i] > 1).any()):
+                leaves[i] = leaves[i].clone()
+                leaves[i].select(self.in_dim, -1).div_(2, rounding_mode="trunc")
         return Batch(tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched)
 
     def distinct(self, need: int, generator: torch.Generator) -> Batch:

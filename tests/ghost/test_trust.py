@@ -347,6 +347,23 @@ def test_running_statistics_may_move() -> None:
     assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
 
 
+class ByLength(nn.Module):
+    """Weighs samples by their lengths beside the longest of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x, lengths):
+        return self.layer(x).tanh() * (lengths / lengths.max()).to(x.dtype).unsqueeze(1)
+
+
+def test_integers_that_are_equal_at_first_may_differ_later() -> None:
+    model, x = ByLength(), torch.randn(5, 5)
+    check(Call(model, (x, torch.full((5,), 8))))
+    check(Call(model, (x, torch.tensor([8, 7, 3, 5, 2])), refused=True))
+
+
 def test_a_copy_of_a_model_has_its_own_engine() -> None:
     model = state.HOLDERS["buffer in place"](state.detached)[0]
     check(Call(model, (torch.randn(4, 5),)))
