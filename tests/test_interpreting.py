@@ -1,0 +1,54 @@
+"""Every figure in docs/interpreting.md stands in the rows of the study that it names."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/interpreting.md").read_text()
+CLAIMS = [  # what is said since the paragraph's last citation, and "problem/table, table: row, row; problem/table"
+    claim
+    for paragraph in PAGE.split("\n\n")
+    for claim in re.findall(r"(.*?)\(\*([a-z-]+/[a-z].*?)\*\)", paragraph.replace("\n", " "))
+]
+SETTINGS = r"\d+ % (?:interval|\(50 is a guess\))|times 100|(?:\d+ to )?\d+ (?:tasks|units)|\d+ seeds|at 500|0\.9 of"
+
+
+def numbers(text: str) -> set[float]:
+    return {float(number.replace(",", "")) for number in re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?", text)}
+
+
+def rows(folder: str, table: str) -> dict[str, set[float]]:
+    """The numbers of a table's rows, by name."""
+    lines = csv.reader((ROOT / f"bench/results/cpu/causes/{folder}/{table}.csv").open())
+    return {line[0]: numbers(" ".join(line[1:])) for line in lines}
+
+
+pytestmark = pytest.mark.skipif(not (ROOT / "bench/results").exists(), reason="a source distribution has no results")
+
+
+def test_there_are_claims():
+    assert len(CLAIMS) > 15
+
+
+@pytest.mark.parametrize(("claim", "citation"), CLAIMS, ids=[where for _, where in CLAIMS])
+def test_figures_are_in_the_rows_they_name(claim, citation):
+    found: set[float] = set()
+    for part in citation.split("; "):
+        place, _, names = part.partition(": ")
+        folder, _, tables = place.partition("/")
+        for of_table in (rows(folder, table) for table in tables.split(", ")):
+            found |= set().union(*(of_table[name] for name in (names.split(", ") if names else of_table)))
+    assert numbers(re.sub(SETTINGS, "", claim)) <= found
+
+
+def test_the_table_of_networks_is_the_studys():
+    given = {name: numbers(row) for name, row in re.findall(r"^\| ([a-z]+(?:-\w+)*) \|(.*)$", PAGE, re.MULTILINE)}
+    found = [rows("values", table) for table in ("course", "course_noise", "course_next_task")]
+    assert given.pop("network") == set() and given.keys() == found[0].keys() - {"intervention"}
+    for name, figures in given.items():
+        assert figures <= set().union(*(table[name] for table in found)), name
