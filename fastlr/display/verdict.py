@@ -8,10 +8,11 @@ from typing import Any
 
 from fastlr.display.tables import group_to_fit, pm
 
-# Of bench/results/cpu/causes, random labels: see docs/interpreting.md.
+# Of bench/results/cpu/causes, random labels and pairs of classes; "suits": a transformer was ruined by the MLP's.
 _HELPED = (
-    "Where such a fall meant that networks had stopped learning, shrink-and-perturb, L2 to init and continual backprop kept "
-    "them learning; whether it means that here, trainability or the value on your own inputs tells (docs/interpreting.md)."
+    "Where such a fall meant that small networks had stopped learning, L2 to init, continual backprop and shrink-and-perturb "
+    "at a strength that suits the network kept others learning; whether it means that here, trainability or the value on your "
+    "own inputs tells (docs/interpreting.md)."
 )
 _BLOCKS, _NAMED, _BEYOND = 12, 2, 1.96  # blocks of a network, those named, standard errors of a change (95 %)
 
