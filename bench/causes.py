@@ -81,10 +81,11 @@ def cells(seeds: int, problems: Iterable[str]) -> list[tuple[str, str, int]]:
     """Problem, variant and seed of each run in their order: the MLP's, the dear ones, the others."""
     found = []
     for name in problems:
-        for variant, settings in PROBLEMS[name].variants.items():
+        problem = PROBLEMS[name]
+        for variant, settings in problem.variants.items():
             dear = bool(settings.keys() & DEAR)
-            most = min(seeds, PROBLEMS[name].seeds, SEEDS_OF_DEAR if dear else seeds)
-            found += [(("model" in PROBLEMS[name].settings, dear, seed), (name, variant, seed)) for seed in range(most)]
+            most = min(seeds, problem.seeds, SEEDS_OF_DEAR if dear else seeds)
+            found += [(("model" in problem.settings, dear, seed), (name, variant, seed)) for seed in range(most)]
     return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -189,10 +189,8 @@ class Reader:
         return self._entries(type(value).__name__, value, depth)
 
     def _dict(self, value: Any, depth: int) -> tuple:
-        if _BREADTH < len(value) <= _PLAIN_BREADTH and PLAIN.issuperset(map(type, dict.values(value))):
-            return type(value).__name__, self._entries("keys", dict.keys(value), depth), *dict.values(value)
-        items = itertools.islice(dict.items(value), _BREADTH)
-        return type(value).__name__, len(value), *[self.of(v, depth) for item in items for v in item]
+        parts = (("keys", dict.keys(value)), ("values", dict.values(value)))
+        return type(value).__name__, *[self._entries(tag, part, depth) for tag, part in parts]
 
     def _set(self, value: Any, depth: int) -> tuple:
         read = (self.of(v, depth) for v in itertools.islice(value, _BREADTH))
