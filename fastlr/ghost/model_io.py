@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -339,22 +339,21 @@ class Batch:
         """Return the batch of these samples."""
         return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
 
-    def scaled(self, factors: Sequence[float]) -> Batch:
-        """Return the batch with each sample's floating-point inputs times a factor, and integers of the last halved.
-
-        Integers that are masks, 0 and 1, stay as they are: a sample without any position is none.
-        """
-        leaves = list(self.leaves)
+    def otherwise(self, factors: Sequence[float]) -> Iterator[Batch]:
+        """Yield the batch with each sample's floating-point inputs times a factor, and with other integers of the last one."""
+        scaled, changed = list(self.leaves), list(self.leaves)
         for i in self.batched:
-            kind = leaves[i].dtype
+            kind = self.leaves[i].dtype
             if kind.is_floating_point:
-                shape = [1] * leaves[i].ndim
+                shape = [1] * self.leaves[i].ndim
                 shape[self.in_dim] = self.count
-                leaves[i] = leaves[i] * torch.tensor(factors, device=leaves[i].device).view(shape).to(kind)
-            elif kind != torch.bool and not kind.is_complex and bool((leaves[i] > 1).any()):
-                leaves[i] = leaves[i].clone()
-                leaves[i].select(self.in_dim, -1).div_(2, rounding_mode="trunc")
-        return Batch(tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched)
+                scaled[i] = self.leaves[i] * torch.tensor(factors, device=self.leaves[i].device).view(shape).to(kind)
+            elif not kind.is_complex:
+                changed[i] = self.leaves[i].clone()
+                _change(changed[i].select(self.in_dim, -1))
+        for leaves in (scaled, changed):
+            if any(one is not other for one, other in zip(leaves, self.leaves, strict=True)):
+                yield Batch(tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched)
 
     def distinct(self, need: int, generator: torch.Generator) -> Batch:
         """Return a batch of at least ``need`` samples that differ, made by jittering copies where there are too few."""
@@ -376,6 +375,16 @@ class Batch:
                 rows[k] = _jitter(rows[k], k, generator)
             leaves[i] = _ordered_like(leaves[i], torch.stack(rows, self.in_dim))
         return Batch(tree_unflatten(leaves, self.spec), need, self.in_dim, self.batched)
+
+
+def _change(sample: Tensor) -> None:
+    """Halve a sample's integers; of a mask (0 and 1) turn the last entry if its row keeps both: none is left empty."""
+    if sample.dtype != torch.bool and bool((sample > 1).any()):
+        sample.div_(2, rounding_mode="trunc")
+    elif sample.numel():
+        row = torch.atleast_1d(sample)[(-1,) * (sample.ndim - 1)]
+        if sample.numel() == 1 or bool((row[:-1] == row[-1]).any()):
+            row[-1:] = row[-1:] == 0
 
 
 def _index(samples: Sequence[int], device: torch.device) -> Tensor:

@@ -348,20 +348,31 @@ def test_running_statistics_may_move() -> None:
 
 
 class ByLength(nn.Module):
-    """Weighs samples by their lengths beside the longest of the batch."""
+    """Weighs samples by their lengths, or positions of their masks, beside the mean of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 4)
 
     def forward(self, x, lengths):
-        return self.layer(x).tanh() * (lengths / lengths.max()).to(x.dtype).unsqueeze(1)
+        lengths = lengths.to(x.dtype).reshape(len(x), -1)
+        return self.layer(x).tanh() * lengths.mean(1, True) / (1 + lengths.mean())
 
 
-def test_integers_that_are_equal_at_first_may_differ_later() -> None:
+@pytest.mark.parametrize(
+    ("equal", "unequal"),
+    [
+        (torch.full((5,), 8), torch.tensor([8, 7, 3, 5, 2])),
+        (torch.ones(5, 3, dtype=torch.bool), torch.arange(3) < torch.tensor([[3], [1], [2], [3], [1]])),
+        (torch.ones(5, 1, 2, 3, dtype=torch.long), (torch.arange(30) % 4 > 0).long().view(5, 1, 2, 3)),
+        (torch.ones(5, dtype=torch.bool), torch.arange(5) > 1),
+    ],
+    ids=["lengths", "mask", "rows of a mask", "flags"],
+)
+def test_integers_that_are_equal_at_first_may_differ_later(equal: torch.Tensor, unequal: torch.Tensor) -> None:
     model, x = ByLength(), torch.randn(5, 5)
-    check(Call(model, (x, torch.full((5,), 8))))
-    check(Call(model, (x, torch.tensor([8, 7, 3, 5, 2])), refused=True))
+    check(Call(model, (x, equal)))
+    check(Call(model, (x, unequal), refused=True))
 
 
 def test_a_copy_of_a_model_has_its_own_engine() -> None:

@@ -88,7 +88,9 @@ class ForwardChecks:
         moved = with_buffers_moved(self.model, self.parameters, scale, seed)
         if moved is not None and not self._separate(moved, batch, on_error=False):
             ledger.by_data = "a buffer that is zero now"
-        elif subject.dtype is not None and not self._separate(subject, batch.scaled(OTHER_VALUES), on_error=True):
+        elif subject.dtype is not None and not all(
+            self._separate(subject, other, on_error=True) for other in batch.otherwise(OTHER_VALUES)
+        ):
             ledger.by_data = "samples that would interact with other values"
 
     @on_demand.structure_only()
