@@ -340,16 +340,20 @@ class Batch:
         return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
 
     def otherwise(self, factors: Sequence[float]) -> Iterator[Batch]:
-        """Yield the batch with each sample's floating-point inputs times a factor, and with other integers of the last one."""
+        """Yield the batch with each sample's floating-point inputs times a factor, and with other integers of the last one.
+
+        Inputs that are all zero become the factors.
+        """
         scaled, changed = list(self.leaves), list(self.leaves)
         for i in self.batched:
-            kind = self.leaves[i].dtype
-            if kind.is_floating_point:
-                shape = [1] * self.leaves[i].ndim
+            leaf = self.leaves[i]
+            if leaf.is_floating_point():
+                shape = [1] * leaf.ndim
                 shape[self.in_dim] = self.count
-                scaled[i] = self.leaves[i] * torch.tensor(factors, device=self.leaves[i].device).view(shape).to(kind)
-            elif not kind.is_complex:
-                changed[i] = self.leaves[i].clone()
+                factor = torch.tensor(factors, device=leaf.device).view(shape).to(leaf.dtype)
+                scaled[i] = leaf * factor if leaf.any() else torch.zeros_like(leaf) + factor
+            elif not leaf.is_complex():
+                changed[i] = leaf.clone()
                 _change(changed[i].select(self.in_dim, -1))
         for leaves in (scaled, changed):
             if any(one is not other for one, other in zip(leaves, self.leaves, strict=True)):

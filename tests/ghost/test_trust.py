@@ -356,7 +356,7 @@ class ByLength(nn.Module):
 
     def forward(self, x, lengths):
         lengths = lengths.to(x.dtype).reshape(len(x), -1)
-        return self.layer(x).tanh() * lengths.mean(1, True) / (1 + lengths.mean())
+        return self.layer(x).tanh() * (2 + lengths.mean(1, True)) / (1 + lengths.mean())
 
 
 @pytest.mark.parametrize(
@@ -366,10 +366,11 @@ class ByLength(nn.Module):
         (torch.ones(5, 3, dtype=torch.bool), torch.arange(3) < torch.tensor([[3], [1], [2], [3], [1]])),
         (torch.ones(5, 1, 2, 3, dtype=torch.long), (torch.arange(30) % 4 > 0).long().view(5, 1, 2, 3)),
         (torch.ones(5, dtype=torch.bool), torch.arange(5) > 1),
+        (torch.zeros(5, 2), torch.arange(10.0).view(5, 2)),
     ],
-    ids=["lengths", "mask", "rows of a mask", "flags"],
+    ids=["lengths", "mask", "rows of a mask", "flags", "zeros"],
 )
-def test_integers_that_are_equal_at_first_may_differ_later(equal: torch.Tensor, unequal: torch.Tensor) -> None:
+def test_inputs_that_are_equal_at_first_may_differ_later(equal: torch.Tensor, unequal: torch.Tensor) -> None:
     model, x = ByLength(), torch.randn(5, 5)
     check(Call(model, (x, equal)))
     check(Call(model, (x, unequal), refused=True))
