@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.distributed import on_demand
-from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError, first_line
+from fastlr.errors import FastlrWarning, InputError, NonFiniteError, first_line
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost import program
 from fastlr.ghost.auditor import Auditor, Spot
@@ -220,10 +220,7 @@ class Engine(Auditor):
                 z = self._forward(x)
         self._seen = program_now, program.inputs_token(x, adapt.along(x, count, self.view.in_dim))
         output = _finite(z)
-        if not z.requires_grad:
-            raise ModelError(
-                "the output depends on no trainable parameter that autograd can see (no_grad, inference_mode, detach or .data?)"
-            )
+        adapt.require_graph(z)
         graph = walk(z, self.parameters)
         if graph.others and "others" not in self._warned:
             self._warned.add("others")

@@ -294,6 +294,14 @@ def sample_count(z: Tensor, out_dim: int) -> int:
     return z.shape[out_dim]
 
 
+def require_graph(z: Tensor) -> None:
+    """Raise ModelError if no trainable parameter acts on the output z as far as autograd can see."""
+    if not z.requires_grad:
+        raise ModelError(
+            "the output depends on no trainable parameter that autograd can see (no_grad, inference_mode, detach or .data?)"
+        )
+
+
 def forward(model: nn.Module, x: Any, output: OutputSelector) -> Tensor:
     """Run the model with gradients and pick its output."""
     with torch.enable_grad():

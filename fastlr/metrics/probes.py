@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.errors import InputError, NonFiniteError
 from fastlr.estimator.loss import refuse_interaction, sample_gradients
 from fastlr.estimator.padding import padding_mask, refuse_padding
 from fastlr.estimator.passes import default_predictive
@@ -20,7 +20,7 @@ from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian, Predic
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import memorization_gain, regression_memorization_bound
 from fastlr.ghost.cotangents import scaled
-from fastlr.ghost.model_io import ModelView, OutputSelector
+from fastlr.ghost.model_io import ModelView, OutputSelector, require_graph
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was, quiet_rng
 from fastlr.metrics.rank import effective_rank
@@ -247,10 +247,7 @@ def _learn(
             count = view.sample_count(z)
             predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
             labels = _labels(x, z.detach(), predictive) if labels is None else labels
-            if not z.requires_grad:
-                raise ModelError(
-                    "the output depends on no trainable parameter that autograd can see (no_grad, detach?)"
-                )
+            require_graph(z)
         loss = _loss(z, labels, predictive)
         losses.append(float(loss.detach()))
         if step < steps:

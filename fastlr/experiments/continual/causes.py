@@ -382,7 +382,7 @@ def cause_findings(found: Comparison, pairs: Sequence[Together], predicted: Sequ
 
 def _doubt(value: float, low: float, high: float, digits: int = 2) -> str:
     if not (math.isfinite(value) and math.isfinite(low)):
-        return "(too few to tell from chance)"
+        return f"(too few to tell from chance{'' if math.isfinite(value) else ' or constant'})"
     unsure = "" if low > 0 or high < 0 else ": cannot be told from 0"
     return f"({low:.{digits}f} to {high:.{digits}f}{unsure})"
 

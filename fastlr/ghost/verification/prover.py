@@ -106,10 +106,7 @@ class Prover(ForwardChecks):
             z = self._forward(subject, batch, ALL, fold=True)
         if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
             raise NonFiniteError("the model's output is not finite on three samples of the inputs")
-        if not z.requires_grad:
-            raise ModelError(
-                "the output depends on no trainable parameter that autograd can see (no_grad, detach or .data?)"
-            )
+        adapt.require_graph(z)
         graph = walk(z, subject.parameters)
         originals = {id(p) for p in self.parameters.values()}
         if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
