@@ -147,9 +147,12 @@ class Trainer(TrainingLoop):
                 stack.enter_context(intervention.watching())
             try:
                 loss = self._epochs(task, number, report)
-            except NonFiniteError:  # an intervention may see it first
+            except NonFiniteError as error:  # an intervention may see it first
                 if before is None:
-                    raise
+                    raise NonFiniteError(
+                        f"task {number}: {error}; lower learning_rate, or choose on_nan=skip, in a new run (the run up to "
+                        "the task before is intact)"
+                    ) from error
                 loss = None
         self.parallel.check()
         if before is not None and loss is None:
@@ -159,8 +162,8 @@ class Trainer(TrainingLoop):
             intervention.after_task(task, number)
         return loss
 
-    def _epochs(self, task: Task, number: int, report: Callable[[int], None]) -> float | None:
-        """Do the epochs of a task; the mean loss of the last, None if one was not finite and on_nan is "skip"."""
+    def _epochs(self, task: Task, number: int, report: Callable[[int], None]) -> float:
+        """Do the epochs of a task; the mean loss of the last."""
         options, n = self.options, len(task.train_y)
         task = task if self.replay is None else self.replay.joined(task)
         self.model.train()
@@ -177,13 +180,8 @@ class Trainer(TrainingLoop):
                 bad = next((i for i, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
                 if bad is None and last and not self._outputs_are_finite(task):
                     bad = epoch  # the last steps have ruined the weights
-                if bad is not None and options.on_nan == "stop":
-                    raise NonFiniteError(
-                        f"task {number}: the loss is not finite in epoch {bad}; lower learning_rate, or choose on_nan=skip, "
-                        "in a new run (the run up to the task before is intact)"
-                    )
                 if bad is not None:
-                    return None
+                    raise NonFiniteError(f"the loss is not finite in epoch {bad}")
             report(epoch)
         return losses[-1]
 

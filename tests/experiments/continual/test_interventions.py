@@ -13,7 +13,7 @@ from torch import nn
 from untouched import untouched
 
 import fastlr
-from fastlr.errors import InputError, ModelError
+from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.experiments.continual import experiment as continual
 from fastlr.experiments.continual.interventions import diagonal_fisher
 from fastlr.experiments.continual.interventions import replay as replay_module
@@ -81,11 +81,16 @@ def test_a_skipped_task_leaves_no_trace_in_them(store):
     assert torch.equal(image, learner.replay.images)
 
 
-def test_a_floor_that_sees_first_that_a_network_is_ruined_skips_its_task_too(store):
-    learner = started(store, redundancy_floor=1.0, floor_images=4, learning_rate=1e25, optimiser="sgd", on_nan="skip")
-    before = copy.deepcopy(learner.state())
-    assert learner.learn(load_task(store, pairs(4, 1)[0]), 0) is None
-    assert_same(before, learner.state())
+@pytest.mark.parametrize("on_nan", ["skip", "stop"])
+def test_a_floor_that_sees_first_that_a_network_is_ruined_skips_its_task_or_names_it(store, on_nan):
+    learner = started(store, redundancy_floor=1.0, floor_images=4, learning_rate=1e25, optimiser="sgd", on_nan=on_nan)
+    before, task = copy.deepcopy(learner.state()), load_task(store, pairs(4, 1)[0])
+    if on_nan == "skip":
+        assert learner.learn(task, 0) is None
+        assert_same(before, learner.state())
+    else:
+        with pytest.raises(NonFiniteError, match="task 0: .*lower learning_rate, or choose on_nan=skip"):
+            learner.learn(task, 0)
 
 
 def test_off_by_default(store):
