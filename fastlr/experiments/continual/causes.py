@@ -373,8 +373,9 @@ def cause_findings(found: Comparison, pairs: Sequence[Together], predicted: Sequ
     best = max(predicted, key=lambda p: p.gain, default=None)
     for p in predicted:
         if p is best or p.measure == _LR:
+            picked = f" (the best of {len(predicted)})" if p is best and len(predicted) > 1 else ""
             sentences.append(
-                f"Beyond task number and current accuracy, {label(p.measure)} changes R^2 of the next {HORIZON} tasks' "
+                f"Beyond task number and current accuracy, {label(p.measure)}{picked} changes R^2 of the next {HORIZON} tasks' "
                 f"accuracy out of sample by {p.gain:+.4f} {_doubt(p.gain, p.low, p.high, 4)}."
             )
     return sentences
