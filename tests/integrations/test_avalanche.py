@@ -109,6 +109,7 @@ def save_and_load(folder):
     assert found == trained[1].get_all_metrics()["local_redundancy/train_phase/train_stream"]
 
 
+@pytest.mark.long
 def test_saved_and_loaded_with_the_strategy(tmp_path):
     """In a process of its own: where a test has compiled a model, dill can save no optimizer any more."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers"), *sys.path])

@@ -265,7 +265,6 @@ def test_replayed_steps_are_the_same(kind, device):
 @pytest.mark.parametrize(
     ("kind", "kills", "epochs", "every"),
     [
-        ("vision", 1, 21, 4),
         ("series", 1, 21, 4),
         pytest.param("vision", 20, 60, 3, marks=pytest.mark.long),
         pytest.param("series", 20, 60, 3, marks=pytest.mark.long),
