@@ -350,7 +350,7 @@ class Batch:
     def otherwise(self, factors: Sequence[float]) -> Iterator[Batch]:
         """Yield the batch with each sample's floating-point inputs times a factor, and with other integers of the last one.
 
-        Inputs that are all zero become the factors.
+        Inputs that are all zero become the factors. The last row of the last sample becomes zero, as padding is.
         """
         scaled, changed = list(self.leaves), list(self.leaves)
         for i in self.batched:
@@ -360,6 +360,10 @@ class Batch:
                 shape[self.in_dim] = self.count
                 factor = torch.tensor(factors, device=leaf.device).view(shape).to(leaf.dtype)
                 scaled[i] = leaf * factor if leaf.any() else torch.zeros_like(leaf) + factor
+                last = scaled[i].select(self.in_dim, -1)
+                wide = next((axis for axis, size in enumerate(last.shape) if size > 1), None)
+                if wide is not None:
+                    last.select(wide, -1).zero_()
             elif not leaf.is_complex():
                 changed[i] = leaf.clone()
                 _change(changed[i].select(self.in_dim, -1))

@@ -355,6 +355,7 @@ class ByLength(nn.Module):
         self.layer = nn.Linear(5, 4)
 
     def forward(self, x, lengths):
+        lengths = lengths != 0 if lengths.ndim == 3 else lengths  # what is zero is padding
         lengths = lengths.to(x.dtype).reshape(len(x), -1)
         return self.layer(x).tanh() * (2 + lengths.mean(1, True)) / (1 + lengths.mean())
 
@@ -367,8 +368,9 @@ class ByLength(nn.Module):
         (torch.ones(5, 1, 2, 3, dtype=torch.long), (torch.arange(30) % 4 > 0).long().view(5, 1, 2, 3)),
         (torch.ones(5, dtype=torch.bool), torch.arange(5) > 1),
         (torch.zeros(5, 2), torch.arange(10.0).view(5, 2)),
+        (torch.randn(5, 3, 2), torch.tensor([0.0, 1, 1, 0, 1]).view(5, 1, 1) * torch.randn(5, 3, 2).tril()),
     ],
-    ids=["lengths", "mask", "rows of a mask", "flags", "zeros"],
+    ids=["lengths", "mask", "rows of a mask", "flags", "zeros", "padding"],
 )
 def test_inputs_that_are_equal_at_first_may_differ_later(equal: torch.Tensor, unequal: torch.Tensor) -> None:
     model, x = ByLength(), torch.randn(5, 5)
