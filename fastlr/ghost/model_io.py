@@ -136,7 +136,7 @@ class ModelView:
         """Return inputs detached (see `as_inputs`), checked.
 
         Raises:
-            InputError: an input tensor is empty or on another device.
+            InputError: an input tensor is empty, nested or on another device.
             NonFiniteError: one holds NaN.
         """
         x = as_inputs(x)
@@ -144,6 +144,8 @@ class ModelView:
         for leaf in tree_flatten(x)[0]:
             if not isinstance(leaf, Tensor):
                 continue
+            if leaf.is_nested:
+                raise InputError("an input tensor is nested: its samples cannot be picked; pad it (x.to_padded_tensor)")
             if leaf.numel() == 0:
                 raise InputError(f"an input tensor is empty (shape {tuple(leaf.shape)})")
             if leaf.device != device and leaf.ndim > 0:
@@ -331,6 +333,8 @@ class Batch:
                 f"the output has {count} samples, but no input of shapes {shapes} has that size along in_dim={in_dim}; "
                 "pass in_dim= and out_dim="
             )
+        if any(self.leaves[i].layout != torch.strided for i in self.batched):
+            raise InputError("an input with samples is sparse: they cannot be picked; make it dense (x.to_dense())")
 
     def pick(self, samples: Sequence[int], dtype: torch.dtype | None = None) -> Any:
         """Return the inputs of these samples; floating-point leaves cast to ``dtype`` if given."""

@@ -27,7 +27,8 @@ class TensorInputs(Inputs):
     Batches own their memory. Floating-point tensors are cast to ``dtype`` if one is given, others keep theirs.
 
     Raises:
-        InputError: no tensor, no samples, lengths that differ, or (in ``batch``) more samples than there are.
+        InputError: no tensor, no samples, a sparse or nested one, lengths that differ, or (in ``batch``) more samples than
+            there are.
 
     >>> TensorInputs((torch.zeros(10, 3), torch.ones(10, 2))).batch(2, 6)[0].shape
     torch.Size([4, 3])
@@ -77,6 +78,9 @@ class TensorInputs(Inputs):
         for name, value in _leaves(tensors):
             if not isinstance(value, Tensor):
                 continue
+            if value.is_nested or value.layout != torch.strided:
+                what = ("nested", "pad it") if value.is_nested else ("sparse", "make it dense")
+                raise InputError(f"tensor {name or 'x='} is {what[0]}, so that its samples cannot be picked: {what[1]}")
             if not -value.ndim <= self.in_dim < value.ndim:
                 raise InputError(f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set in_dim")
             lengths[name.rstrip("=")] = value.shape[self.in_dim]

@@ -255,7 +255,7 @@ class Watch(TorchFunctionMode):
     # -- the layer that it comes from -------------------------------------------------------------------------------
 
     def _is_weight(self, t: Tensor) -> bool:
-        return t.ndim >= 2 and t.untyped_storage().data_ptr() in self.weights
+        return t.layout == torch.strided and t.ndim >= 2 and t.untyped_storage().data_ptr() in self.weights
 
     def _follow_origin(self, func: Any, operands: list[Tensor], results: list[Tensor]) -> None:
         module = self.path[-1] if self.path else ""

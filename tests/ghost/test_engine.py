@@ -392,6 +392,8 @@ def test_opposite_infinities_among_the_inputs_are_numbers() -> None:
         ("Input", "torch.nn.Module", lambda: norms("model", X)),
         ("Model", "no trainable parameters", lambda: norms(mlp().requires_grad_(False), X)),
         ("Input", "empty", lambda: norms(mlp(), draw(0, 5), draw(0, 3))),
+        ("Input", "nested.*pad it", lambda: norms(mlp(), torch.nested.nested_tensor([*X]))),
+        ("Input", "sparse.*make it dense", lambda: norms(linear(lambda m, x: m.a(x.to_dense())), X.to_sparse())),
         ("Input", "cotangent has shape", lambda: norms(mlp(), X, draw(4, 2))),
         ("Input", "float16.*float64", lambda: norms(mlp(), X.half())),
         ("Input", "float32.*float64", lambda: norms(mlp(), X.float())),

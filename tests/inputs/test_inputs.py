@@ -311,6 +311,8 @@ def test_tokens_are_uniform():
         (lambda: TensorInputs(torch.zeros(0, 3)), "no samples"),
         (lambda: TensorInputs((torch.zeros(4, 3), torch.zeros(5))), "different numbers"),
         (lambda: TensorInputs({"use_cache": False}), "no tensor"),
+        (lambda: TensorInputs({"x": torch.eye(3).to_sparse()}), "x= is sparse.*make it dense"),
+        (lambda: TensorInputs(torch.nested.nested_tensor([torch.zeros(2)])), "x= is nested.*pad it"),
         (lambda: TensorInputs(torch.zeros(3), in_dim="0"), "in_dim"),
         (lambda: TensorInputs(torch.zeros(3), item=0), "item="),
     ],
