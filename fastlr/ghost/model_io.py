@@ -369,8 +369,9 @@ class Batch:
                 if wide is not None:
                     last.select(wide, -1).zero_()
             elif not leaf.is_complex():
-                changed[i] = leaf.clone()
-                _change(changed[i].select(self.in_dim, -1))
+                whole = leaf.to(torch.int64, copy=True)  # comparisons of unsigned ones are not implemented
+                _change(whole.select(self.in_dim, -1))
+                changed[i] = whole.to(leaf.dtype)
         for leaves in (scaled, changed):
             if any(one is not other for one, other in zip(leaves, self.leaves, strict=True)):
                 yield Batch(tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched)
@@ -399,9 +400,9 @@ class Batch:
 
 def _change(sample: Tensor) -> None:
     """Halve a sample's integers; of a mask (0 and 1) turn the last entry if its row keeps both: none is left empty."""
-    if sample.dtype != torch.bool and bool((sample > 1).any()):
+    if bool((sample > 1).any()):
         sample.div_(2, rounding_mode="trunc")
-    elif sample.numel():
+    else:
         row = torch.atleast_1d(sample)[(-1,) * (sample.ndim - 1)]
         if sample.numel() == 1 or bool((row[:-1] == row[-1]).any()):
             row[-1:] = row[-1:] == 0

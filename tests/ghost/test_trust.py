@@ -364,13 +364,14 @@ class ByLength(nn.Module):
     ("equal", "unequal"),
     [
         (torch.full((5,), 8), torch.tensor([8, 7, 3, 5, 2])),
+        (torch.full((5, 1), 8, dtype=torch.uint16), torch.tensor([[8], [7], [3], [5], [2]], dtype=torch.uint16)),
         (torch.ones(5, 3, dtype=torch.bool), torch.arange(3) < torch.tensor([[3], [1], [2], [3], [1]])),
         (torch.ones(5, 1, 2, 3, dtype=torch.long), (torch.arange(30) % 4 > 0).long().view(5, 1, 2, 3)),
         (torch.ones(5, dtype=torch.bool), torch.arange(5) > 1),
         (torch.zeros(5, 2), torch.arange(10.0).view(5, 2)),
         (torch.randn(5, 3, 2), torch.tensor([0.0, 1, 1, 0, 1]).view(5, 1, 1) * torch.randn(5, 3, 2).tril()),
     ],
-    ids=["lengths", "mask", "rows of a mask", "flags", "zeros", "padding"],
+    ids=["lengths", "unsigned lengths", "mask", "rows of a mask", "flags", "zeros", "padding"],
 )
 def test_inputs_that_are_equal_at_first_may_differ_later(equal: torch.Tensor, unequal: torch.Tensor) -> None:
     model, x = ByLength(), torch.randn(5, 5)
