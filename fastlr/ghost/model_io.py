@@ -145,7 +145,7 @@ class ModelView:
             if not isinstance(leaf, Tensor):
                 continue
             if leaf.is_nested:
-                raise InputError("an input tensor is nested: its samples cannot be picked; pad it (x.to_padded_tensor)")
+                require_pickable(leaf, "an input tensor")
             if leaf.numel() == 0:
                 raise InputError(f"an input tensor is empty (shape {tuple(leaf.shape)})")
             if leaf.device != device and leaf.ndim > 0:
@@ -317,6 +317,14 @@ def along(x: Any, count: int, in_dim: int) -> list[int]:
     return [i for i, t in leaves if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count]
 
 
+def require_pickable(tensor: Tensor, name: str) -> None:
+    """Raise InputError for a tensor whose samples cannot be picked: a nested or a sparse one."""
+    if tensor.is_nested:
+        raise InputError(f"{name} is nested: its samples cannot be picked; pad it (x.to_padded_tensor)")
+    if tensor.layout != torch.strided:
+        raise InputError(f"{name} is sparse: its samples cannot be picked; make it dense (x.to_dense())")
+
+
 class Batch:
     """The inputs of one call, with the leaves that carry the sample axis, so that samples can be picked.
 
@@ -333,8 +341,8 @@ class Batch:
                 f"the output has {count} samples, but no input of shapes {shapes} has that size along in_dim={in_dim}; "
                 "pass in_dim= and out_dim="
             )
-        if any(self.leaves[i].layout != torch.strided for i in self.batched):
-            raise InputError("an input with samples is sparse: they cannot be picked; make it dense (x.to_dense())")
+        for i in self.batched:
+            require_pickable(self.leaves[i], "an input with samples")
 
     def pick(self, samples: Sequence[int], dtype: torch.dtype | None = None) -> Any:
         """Return the inputs of these samples; floating-point leaves cast to ``dtype`` if given."""

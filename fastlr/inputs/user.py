@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
+from fastlr.ghost.model_io import require_pickable
 from fastlr.inputs.base import Batch, Inputs
 
 
@@ -78,9 +79,7 @@ class TensorInputs(Inputs):
         for name, value in _leaves(tensors):
             if not isinstance(value, Tensor):
                 continue
-            if value.is_nested or value.layout != torch.strided:
-                what = ("nested", "pad it") if value.is_nested else ("sparse", "make it dense")
-                raise InputError(f"tensor {name or 'x='} is {what[0]}, so that its samples cannot be picked: {what[1]}")
+            require_pickable(value, f"tensor {name or 'x='}")
             if not -value.ndim <= self.in_dim < value.ndim:
                 raise InputError(f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set in_dim")
             lengths[name.rstrip("=")] = value.shape[self.in_dim]
