@@ -33,6 +33,7 @@ fuzz: $(VENV)/.stamp-dev
 lint: $(VENV)/.stamp-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m bench.reading
 
 docs: $(VENV)/.stamp-dev
 	$(VENV)/bin/python -m sphinx -W --keep-going -q -b html docs docs/_build
