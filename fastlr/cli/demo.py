@@ -22,7 +22,7 @@ from rich.table import Table
 from fastlr.display.record import MinuteLog, output_folder
 from fastlr.display.sheets import Columns, Sheet, shown
 from fastlr.errors import FastlrError, FastlrWarning, InputError
-from fastlr.experiments.continual import Run, read_run
+from fastlr.experiments.continual import ContinualRun, read_run
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.figures import redundancy_and_accuracy
 from fastlr.experiments.continual.findings import PARTS, brief, describe, ends, percent, rank_correlation
@@ -100,7 +100,7 @@ def run(
     return report
 
 
-def findings(plain: Run, helped: Run) -> list[str]:
+def findings(plain: ContinualRun, helped: ContinualRun) -> list[str]:
     """Say in three sentences what the runs show.
 
     Args:
@@ -175,7 +175,7 @@ def _curves(path: Path, options: Mapping[str, Any]) -> Table:
     return table
 
 
-def _so_far(path: Path) -> Run | None:
+def _so_far(path: Path) -> ContinualRun | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FastlrWarning)  # a line that is being written
         try:
@@ -192,20 +192,20 @@ def _curve(values: Array, total: int, low: float, high: float) -> str:
     return "".join(_LEVELS[int(np.clip(x, 0, 0.999) * len(_LEVELS))] for x in share)
 
 
-def _course_sheet(runs: Sequence[Run]) -> Sheet:
+def _course_sheet(runs: Sequence[ContinualRun]) -> Sheet:
     """Accuracy and measures by fifths of the runs."""
 
-    def parts() -> Iterator[tuple[Run, int, int]]:
+    def parts() -> Iterator[tuple[ContinualRun, int, int]]:
         for run in runs:
             edges = [len(run) * k // PARTS for k in range(PARTS + 1)]
             yield from ((run, start, stop) for start, stop in zip(edges, edges[1:]) if start < stop)
 
-    def median(name: str, part: tuple[Run, int, int]) -> str:
+    def median(name: str, part: tuple[ContinualRun, int, int]) -> str:
         run, start, stop = part
         values = finite(run.measure(name)[start:stop])
         return shown(float(np.median(values)) if len(values) else None, "{:.3g}")
 
-    columns: Columns[tuple[Run, int, int]] = {
+    columns: Columns[tuple[ContinualRun, int, int]] = {
         "run": lambda part: part[0].name,
         "tasks": lambda part: f"{part[1]} to {part[2] - 1}",
         "accuracy, %": lambda part: hundred(float(finite(part[0].accuracy[part[1] : part[2]]).mean())),

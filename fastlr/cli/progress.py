@@ -36,7 +36,7 @@ def progress(driver: Driver) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-class Board:
+class RunBoard:
     """A line for all runs of a queue and one for each under way; without a terminal, what is done in a line a minute.
 
     Failures are said at once either way.
@@ -58,7 +58,7 @@ class Board:
         self.shares: dict[str, tuple[float, float]] = {}  # of each run: share done at its first report, and now
         self.ended = self.failed = 0
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> RunBoard:
         self.bar.start()
         return self
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 import typer
 
-from fastlr.cli.progress import Board, progress
+from fastlr.cli.progress import RunBoard, progress
 from fastlr.errors import InputError, Interrupted
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class RunRequest:
         if self.tensorboard:
             require_tensorboard()
         try:
-            with Board(self.driver, self.out) as board:
+            with RunBoard(self.driver, self.out) as board:
                 how = self.at_once, self.tensorboard, self.cluster
                 runs = queue.Queue(self.driver, self.out, self.preset, board.begin, *how)
                 if self.resume:

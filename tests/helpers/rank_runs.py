@@ -18,7 +18,7 @@ from fastlr.experiments.runs.experiment import find_driver
 from fastlr.experiments.training import data_parallel
 from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.options import TrainingOptions
-from fastlr.experiments.training.steps import Steps
+from fastlr.experiments.training.steps import TrainingSteps
 
 
 def without_dropout(num_classes: int = 2) -> nn.Module:
@@ -154,7 +154,7 @@ def steps(rank: int, kind: str, captured: bool, updates: str = "every-part") -> 
     x = torch.randn(40, 5, dtype=torch.float64)
     with sharded(timeout=60):
         loop = Squares(model, 12, 3, momentum=0.9, batch_norm_updates=updates)
-        loop.steps = Steps(loop.work, model, loop.changed_tensors, loop.device, captured, True, Tape)
+        loop.steps = TrainingSteps(loop.work, model, loop.changed_tensors, loop.device, captured, True, Tape)
         losses = []
         for span in [(0, 12), (12, 24), (24, 36), (36, 40), (0, 12), (20, 24)]:
             loss = loop.train_batch(span, lambda start, stop: (x[start:stop],))

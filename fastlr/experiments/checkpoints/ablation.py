@@ -20,7 +20,7 @@ from fastlr.estimator.predictive import Predictive
 from fastlr.estimator.result import Estimate, count
 from fastlr.experiments.checkpoints.measure import Progress, existing, measure_each, no_progress
 from fastlr.experiments.continual.measures import CurrentImages
-from fastlr.experiments.continual.records import Run
+from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.data import ImageStore, split_series
 from fastlr.experiments.data.series import read_series
 from fastlr.experiments.data.tensors import read_tensor
@@ -155,14 +155,14 @@ def measure_checkpoints(
     return measure_each(model, paths, sources, progress=progress, **options)
 
 
-def as_run(measured: Sequence[Mapping[str, Estimate]]) -> Run:
+def as_run(measured: Sequence[Mapping[str, Estimate]]) -> ContinualRun:
     """Return the measurements as a run's records, one "task" a checkpoint, as `agreement` takes them."""
     tasks = {}
     for i, estimates in enumerate(measured):
         tasks[i] = {
             "measures": {name: {"value": e.value, "stderr": e.stderr, "n": e.n} for name, e in estimates.items()}
         }
-    return Run(Path("checkpoints"), tasks=tasks)
+    return ContinualRun(Path("checkpoints"), tasks=tasks)
 
 
 def _draw(total: int, n: int, seed: int) -> torch.Tensor:

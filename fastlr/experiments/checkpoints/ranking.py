@@ -19,7 +19,7 @@ LEVEL = 0.05
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairedTest:
     """Two checkpoints compared on the same inputs.
 
     Attributes:
@@ -52,7 +52,7 @@ class Ranking:
     """
 
     estimates: dict[str, Estimate]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[PairedTest, ...]
     level: float = LEVEL
 
     @property
@@ -60,7 +60,7 @@ class Ranking:
         """The checkpoint with the largest local redundancy."""
         return next(iter(self.estimates))
 
-    def against_best(self, name: str) -> Pair | None:
+    def against_best(self, name: str) -> PairedTest | None:
         """The pair of the best and another checkpoint; None for the best itself."""
         return next((pair for pair in self.pairs if (pair.first, pair.second) == (self.best, name)), None)
 
@@ -71,7 +71,7 @@ class Ranking:
         return [pair.second for pair in pairs if pair.adjusted >= self.level]
 
     @property
-    def next_best(self) -> Pair:
+    def next_best(self) -> PairedTest:
         """The pair of the best and the next."""
         return self.pairs[0]
 
@@ -117,7 +117,7 @@ def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
         z = difference / stderr if stderr > 0 else math.inf if difference else 0.0
         tests.append((first, second, difference, stderr, z, 2 * NormalDist().cdf(-abs(z))))
     adjusted = _holm([test[-1] for test in tests])
-    pairs = tuple(Pair(*test, adjusted=p) for test, p in zip(tests, adjusted))
+    pairs = tuple(PairedTest(*test, adjusted=p) for test, p in zip(tests, adjusted))
     return Ranking({name: estimates[name] for name in order}, pairs, level)
 
 

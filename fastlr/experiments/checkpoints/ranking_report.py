@@ -10,7 +10,7 @@ from typing import Any
 from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style_rows
 from fastlr.display.sheets import DASH, Columns, Sheet
 from fastlr.display.tables import pm
-from fastlr.experiments.checkpoints.ranking import Pair, Ranking
+from fastlr.experiments.checkpoints.ranking import PairedTest, Ranking
 
 _FEW = 100  # inputs below which a normal distribution of the mean is doubtful
 
@@ -103,7 +103,7 @@ def _interval(axes: Any, y: int, value: float, stderr: float, colour: str) -> No
     axes.plot([value], [y], "o", color=colour, markersize=5)
 
 
-def _colour(pair: Pair, level: float) -> str:
+def _colour(pair: PairedTest, level: float) -> str:
     return COLOURS[0] if pair.adjusted < level else COLOURS[1]
 
 

@@ -7,7 +7,7 @@
 """
 
 from fastlr.experiments.continual.association import Correlation, TooShort, correlations
-from fastlr.experiments.continual.records import Run, read_run, read_runs
+from fastlr.experiments.continual.records import ContinualRun, read_run, read_runs
 from fastlr.experiments.continual.summaries import (
     INPUTS,
     Agreement,
@@ -25,7 +25,7 @@ __all__ = [
     "Correlation",
     "Cost",
     "ForgettingBlock",
-    "Run",
+    "ContinualRun",
     "TooShort",
     "agreement",
     "correlation",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fastlr.errors import InputError
-from fastlr.experiments.continual.records import HORIZON, Run
+from fastlr.experiments.continual.records import HORIZON, ContinualRun
 from fastlr.experiments.runs.records import Array
 from fastlr.experiments.statistics.bootstrap import (
     SHORTEST_BLOCK,
@@ -94,7 +94,7 @@ class TooShort:
 
 
 def correlations(
-    runs: Sequence[Run],
+    runs: Sequence[ContinualRun],
     measures: Sequence[str] | None = None,
     target: str = "future accuracy",
     *,
@@ -186,7 +186,7 @@ def _span(target: Array, length: int | None, horizon: int) -> _Span:
 
 
 def _one_run(
-    run: Run,
+    run: ContinualRun,
     target: Array,  # [tasks]
     names: Sequence[str],
     span: _Span,

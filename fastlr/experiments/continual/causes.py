@@ -22,7 +22,7 @@ from fastlr.display.tables import pm
 from fastlr.errors import FastlrWarning
 from fastlr.experiments.continual.findings import brief, ends
 from fastlr.experiments.continual.options import INTERVENTIONS, ContinualOptions
-from fastlr.experiments.continual.records import HORIZON, Run
+from fastlr.experiments.continual.records import HORIZON, ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import Array, as_dict, finite, number
 from fastlr.experiments.statistics.bootstrap import LEVEL, deviation
@@ -45,7 +45,7 @@ class Comparison:
         tasks: Of every run, what lies beyond is left out.
     """
 
-    groups: dict[str, list[Run]]
+    groups: dict[str, list[ContinualRun]]
     accuracy: Array
     measures: dict[str, Array]
     logs: frozenset[str]
@@ -62,9 +62,9 @@ class Comparison:
         return mean_over_seeds(pairs.tolist()) if len(pairs) else Mean(math.nan, math.nan, math.nan, math.nan, 0)
 
 
-def by_intervention(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun]]:
     """Group runs by the options of their interventions, those with the fewest first; named by their folders if these differ."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[ContinualRun]] = {}
     told = [{**_OFF, **{k: v for k, v in run.options.items() if k in _OFF}} for run in runs]
     varying = [k for k in _OFF if any(options[k] != told[0][k] for options in told)]
     changed = [{k: options[k] for k in varying if options[k] != _OFF[k]} for options in told]
@@ -76,7 +76,7 @@ def by_intervention(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return {", ".join(f"{k}={v}" for k, v in json.loads(key).items()) or "none": g for key, g in groups.items()}
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare(runs: Sequence[ContinualRun]) -> Comparison:
     """Take the late values of runs of several interventions; one with less than 9/10 of the longest's tasks is left out."""
     longest = max(map(len, runs))
     used = [run for run in runs if 10 * len(run) >= 9 * longest]
@@ -186,7 +186,7 @@ class Prediction:
     n: int
 
 
-def predictions(runs: Sequence[Run], *, resamples: int = 1000, seed: int = 0) -> list[Prediction]:
+def predictions(runs: Sequence[ContinualRun], *, resamples: int = 1000, seed: int = 0) -> list[Prediction]:
     """Nested least squares, with slopes shared by all runs: each of 5 blocks of tasks is predicted from the others.
 
     Tasks within 10 of the block are not learned from, as their targets overlap with it.
@@ -291,14 +291,14 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
     ]
 
 
-def course_sheets(groups: dict[str, list[Run]]) -> list[Sheet]:
+def course_sheets(groups: dict[str, list[ContinualRun]]) -> list[Sheet]:
     """How local redundancy on each kind of input went, with accuracy: untrained, in the first and in the last fifth."""
     runs = (run for group in groups.values() for run in group)
     measured = order(name for run in runs for name in run.measures if name.startswith(_LR))
     return [_course(groups, name) for name in measured]
 
 
-def _course(groups: dict[str, list[Run]], measure: str) -> Sheet:
+def _course(groups: dict[str, list[ContinualRun]], measure: str) -> Sheet:
     accuracy = {
         name: [_mean([_mean(ends(run.accuracy)[k]) for run in group]) for k in (0, 1)] for name, group in groups.items()
     }
@@ -324,7 +324,7 @@ def _course(groups: dict[str, list[Run]], measure: str) -> Sheet:
     return Sheet.of(f"course{measure.removeprefix(_LR)}", f"Over the run: {label(measure)}", groups, columns, [note])
 
 
-def _logs(run: Run, measure: str) -> list[float]:
+def _logs(run: ContinualRun, measure: str) -> list[float]:
     """Mean logarithms of a measure: untrained, in the first and in the last fifth; NaN where it was not measured."""
     start = np.array([number(as_dict(run.start, measure).get("value"))])
     return [_mean(np.log(part[part > 0])) for part in (start, *ends(run.measure(measure)))]

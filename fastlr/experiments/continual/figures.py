@@ -25,7 +25,7 @@ from fastlr.display.figures import (
 from fastlr.display.record import counted
 from fastlr.display.tables import group_to_fit
 from fastlr.experiments.continual.association import Correlation
-from fastlr.experiments.continual.records import Run
+from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.summaries import INPUTS
 from fastlr.experiments.continual.tables import TARGET_LABELS, hundred, label, order
 from fastlr.experiments.runs.records import Array, finite, number
@@ -55,7 +55,7 @@ _CORRELATIONS = {  # above or below the row's middle, colour, marker, name
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # of a number on a line
 
 
-def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
+def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
     """Draw local redundancy above accuracy over tasks, bands of two standard errors; False if neither was recorded.
 
     Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local redundancy).
@@ -86,7 +86,7 @@ def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -
     return save_figure(figure, path)
 
 
-def group_curves(groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]) -> bool:
+def group_curves(groups: Mapping[str, Sequence[ContinualRun]], path: str | os.PathLike[str]) -> bool:
     """Draw local redundancy above accuracy over tasks, means over the runs of each group, as `redundancy_and_accuracy` does."""
     figure, (top, bottom) = new_figure((9, 6.8), 2, sharex=True)
     for index, (name, runs) in enumerate(groups.items()):
@@ -107,7 +107,7 @@ def group_curves(groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[st
     return save_figure(figure, path)
 
 
-def _seeds(groups: Mapping[str, Sequence[Run]]) -> str:
+def _seeds(groups: Mapping[str, Sequence[ContinualRun]]) -> str:
     sizes = sorted(map(len, groups.values()))
     return f"{sizes[0]} to {sizes[-1]} seeds" if sizes[0] < sizes[-1] else counted(sizes[0], "seed")
 
@@ -126,13 +126,13 @@ def _count(numbers: Iterable[Array], things: str) -> str:
     return f", n = {least}{'' if most == least else f' to {most}'} {things}"
 
 
-def _thick(runs: Sequence[Run]) -> str:
+def _thick(runs: Sequence[ContinualRun]) -> str:
     """Return what stands behind the axis of tasks where there are two kinds of lines."""
     return f" (thin: each; thick: running mean over {_SMOOTH})" if max(map(len, runs)) >= _FROM else ""
 
 
 def ablation_curves(
-    runs: Sequence[Run], path: str | os.PathLike[str], at: str = "task", names_at: Sequence[str] = ()
+    runs: Sequence[ContinualRun], path: str | os.PathLike[str], at: str = "task", names_at: Sequence[str] = ()
 ) -> bool:
     """Draw local redundancy on synthetic and on real inputs over tasks; False with fewer than two kinds of inputs.
 
@@ -167,7 +167,7 @@ def ablation_curves(
     return save_figure(figure, path)
 
 
-def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
+def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -> bool:
     """Draw local redundancy by module (network order, top to bottom) and task, colours logarithmic; False without it.
 
     Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks are averaged.
@@ -256,7 +256,7 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
     return save_figure(figure, path)
 
 
-def measure_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
+def measure_curves(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
     """Draw every measure but local redundancy over tasks, a small panel each; False if there are none.
 
     The axes begin at zero, so that small changes look small.

@@ -11,7 +11,7 @@ import numpy as np
 from fastlr.display.record import counted
 from fastlr.display.verdict import moved, verdict
 from fastlr.experiments.continual.association import FREEDOM, Correlation, TooShort
-from fastlr.experiments.continual.records import Run
+from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred
 from fastlr.experiments.runs.records import Array, as_dict, finite, measured
 from fastlr.experiments.statistics.bootstrap import block_length, block_weights, interval, mean_error
@@ -37,7 +37,9 @@ class RankCorrelation:
     n: int = 0
 
 
-def rank_correlation(runs: Sequence[Run], ahead: int, *, resamples: int = 1000, seed: int = 0) -> RankCorrelation:
+def rank_correlation(
+    runs: Sequence[ContinualRun], ahead: int, *, resamples: int = 1000, seed: int = 0
+) -> RankCorrelation:
     """Correlate local redundancy with the accuracy of the task just learned (``ahead`` 0), or of the next (1)."""
     rng = np.random.default_rng(seed)
     parts: list[tuple[int, int, float, Array]] = []  # tasks, blocks, value, replicates
@@ -62,7 +64,7 @@ def rank_correlation(runs: Sequence[Run], ahead: int, *, resamples: int = 1000, 
 
 
 def findings(
-    runs: Sequence[Run], future: list[Correlation] | TooShort, *, resamples: int = 1000, seed: int = 0
+    runs: Sequence[ContinualRun], future: list[Correlation] | TooShort, *, resamples: int = 1000, seed: int = 0
 ) -> list[str]:
     """Say how accuracy and local redundancy went, and how the one goes with the other.
 
@@ -83,7 +85,7 @@ def findings(
     return sentences
 
 
-def verdicts(runs: Sequence[Run]) -> list[str]:
+def verdicts(runs: Sequence[ContinualRun]) -> list[str]:
     """Say of each run, or of how many of more than four, how local redundancy ended: `fastlr.display.verdict.verdict`."""
     told, fallen = [], 0
     for run in runs:
@@ -102,7 +104,7 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
     return [f"Local redundancy has fallen beyond its error since the start in {fallen} of {len(told)} runs."]
 
 
-def course(runs: Sequence[Run]) -> str:
+def course(runs: Sequence[ContinualRun]) -> str:
     """Say how accuracy and local redundancy changed from the first to the last fifth of the tasks.
 
     Example: "Over 200 tasks accuracy went from 51.2 ± 7.3 % (first fifth) to 12.9 ± 0.2 % (last fifth), local redundancy,

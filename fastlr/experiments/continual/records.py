@@ -39,7 +39,7 @@ HORIZON = 10  # tasks whose mean accuracy a measure is set against (paper, Table
 
 
 @dataclass
-class Run(RunFolder):
+class ContinualRun(RunFolder):
     """The records of a continual run. All series have one entry a task, 0 to the last, NaN where nothing was recorded.
 
     Attributes:
@@ -170,16 +170,16 @@ class Run(RunFolder):
         return {t: {key: number(value) for key, value in values.items()} for t, values in means.items() if values}
 
 
-def read_run(path: str | Path) -> Run:
+def read_run(path: str | Path) -> ContinualRun:
     """Read one run folder; damaged lines are left out with a warning.
 
     Raises:
         InputError: No such folder, no records.jsonl in it, or no line of it is a record.
     """
-    return Run.read(path)
+    return ContinualRun.read(path)
 
 
-def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collection[str] = ()) -> list[Run]:
+def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collection[str] = ()) -> list[ContinualRun]:
     """Read run folders; a folder of several runs (``seed-0``, ``seed-1``, ...) stands for all of them, in order.
 
     Args:
@@ -201,7 +201,7 @@ def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collecti
     return runs
 
 
-def _check_same(runs: list[Run], apart: Collection[str]) -> None:
+def _check_same(runs: list[ContinualRun], apart: Collection[str]) -> None:
     settings = [{k: v for k, v in _settings(run).items() if k not in apart} for run in runs]
     common = [key for key in settings[0] if all(key in setting for setting in settings)]
     different = [key for key in common if any(setting[key] != settings[0][key] for setting in settings)]
@@ -219,7 +219,7 @@ def _check_same(runs: list[Run], apart: Collection[str]) -> None:
     )
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: ContinualRun) -> dict[str, Any]:
     """The configuration that pooled runs have in common, as far as the run tells it."""
     settings = {key: value for key, value in run.options.items() if key not in _MAY_DIFFER}
     digest = as_dict(run.config, "data").get("digest")

@@ -17,7 +17,7 @@ from fastlr.experiments.continual import figures as curves
 from fastlr.experiments.continual.association import TARGETS, Correlation, TooShort, correlations
 from fastlr.experiments.continual.findings import findings, verdicts
 from fastlr.experiments.continual.options import INTERVENTIONS
-from fastlr.experiments.continual.records import Run, read_runs
+from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
 from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
@@ -130,7 +130,12 @@ def write_report(
 
 
 def _report_on_causes(
-    runs: Sequence[Run], folder: Path, predicted: Sequence[causes.Prediction], figures: str, resamples: int, seed: int
+    runs: Sequence[ContinualRun],
+    folder: Path,
+    predicted: Sequence[causes.Prediction],
+    figures: str,
+    resamples: int,
+    seed: int,
 ) -> ContinualReport:
     """Write the report of runs that differ by interventions and seeds."""
     found = causes.compare(runs)
@@ -160,7 +165,7 @@ def _report_on_causes(
     return ContinualReport(**vars(report), correlations={})
 
 
-def _drawings(runs: Sequence[Run], known: dict[str, list[Correlation]]) -> list[Drawing]:
+def _drawings(runs: Sequence[ContinualRun], known: dict[str, list[Correlation]]) -> list[Drawing]:
     thick = "Thin: each task; thick: running mean over 30 tasks." if max(map(len, runs)) >= 150 else ""
     drawings = [
         Drawing(
@@ -195,7 +200,7 @@ def _drawings(runs: Sequence[Run], known: dict[str, list[Correlation]]) -> list[
     return [*drawings, Drawing("inputs.png", partial(_draw_inputs, runs[0], size, seed), caption)]
 
 
-def _draw_inputs(run: Run, size: Any, seed: Any, path: Path) -> bool:
+def _draw_inputs(run: ContinualRun, size: Any, seed: Any, path: Path) -> bool:
     """Draw the first synthetic images of a run's measurements, if its configuration says their size."""
     from fastlr.inputs import ShapeImages
 

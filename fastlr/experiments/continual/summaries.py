@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastlr.experiments.continual.records import Run
+from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.runs.records import Array, finite
 from fastlr.experiments.statistics.bootstrap import block_length, block_weights, interval, mean_error
 from fastlr.experiments.statistics.correlation import constant, correlation
@@ -48,7 +48,7 @@ class ForgettingBlock:
     stderr: float
 
 
-def forgetting_by_blocks(runs: Sequence[Run], blocks: int = 10) -> list[ForgettingBlock]:
+def forgetting_by_blocks(runs: Sequence[ContinualRun], blocks: int = 10) -> list[ForgettingBlock]:
     """Return the forgetting of all tasks, then of at most ``blocks`` stretches of equal length of at least 10 tasks.
 
     Forgetting of task t is its accuracy right after training on it minus its accuracy after task t + 1.
@@ -93,7 +93,7 @@ class Cost:
     share: float
 
 
-def costs(runs: Sequence[Run]) -> list[Cost]:
+def costs(runs: Sequence[ContinualRun]) -> list[Cost]:
     """Return what was timed: "train", then the measures from the dearest to the cheapest, "evaluate" among them.
 
     Source: paper, appendix A.5, Table 5.
@@ -145,7 +145,7 @@ class Agreement:
 
 
 def agreement(
-    runs: Sequence[Run],
+    runs: Sequence[ContinualRun],
     reference: str = REFERENCE,
     candidates: Sequence[str] | None = None,
     *,

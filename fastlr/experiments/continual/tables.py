@@ -12,7 +12,7 @@ from fastlr.display.tables import pm
 from fastlr.experiments.continual.association import KINDS, TRANSFORMS, Correlation, TooShort
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.options import substitutions
-from fastlr.experiments.continual.records import Run
+from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR, INPUTS, Agreement, Cost, ForgettingBlock
 from fastlr.experiments.runs.options import not_as_in_the_paper
 from fastlr.experiments.runs.records import as_dict, finite
@@ -50,7 +50,7 @@ NOT_RECORDED = (
 )
 
 
-def setting(runs: Sequence[Run]) -> tuple[str, ...]:
+def setting(runs: Sequence[ContinualRun]) -> tuple[str, ...]:
     """The options in which runs are not as in the paper, a sentence for those that have the same."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
@@ -64,7 +64,7 @@ def setting(runs: Sequence[Run]) -> tuple[str, ...]:
     )
 
 
-def with_setting(sheets: Sequence[Sheet], runs: Sequence[Run]) -> list[Sheet]:
+def with_setting(sheets: Sequence[Sheet], runs: Sequence[ContinualRun]) -> list[Sheet]:
     """Return tables, with `setting` among the notes of those that the paper has too."""
     notes = setting(runs)
     return [replace(s, notes=(*s.notes, *notes)) if s.title.startswith("Table ") else s for s in sheets]
@@ -219,7 +219,7 @@ def forgetting_sheet(blocks: Sequence[ForgettingBlock]) -> Sheet:
     return Sheet.of("forgetting", title, blocks, columns, [note])
 
 
-def cost_sheet(timed: Sequence[Cost], runs: Sequence[Run]) -> Sheet:
+def cost_sheet(timed: Sequence[Cost], runs: Sequence[ContinualRun]) -> Sheet:
     """Table 5: seconds and share of training of each measure."""
     title = "Table 5: what each measure costs"
     if not timed:
@@ -245,16 +245,16 @@ def cost_sheet(timed: Sequence[Cost], runs: Sequence[Run]) -> Sheet:
     return Sheet.of("costs", title, timed, columns, notes)
 
 
-def runs_sheet(runs: Sequence[Run]) -> Sheet:
+def runs_sheet(runs: Sequence[ContinualRun]) -> Sheet:
     """The runs: their tasks, gaps and accuracy at both ends."""
 
-    def end(run: Run, last: bool) -> str:
+    def end(run: ContinualRun, last: bool) -> str:
         accuracy = finite(run.accuracy)
         tenth = max(1, len(accuracy) // 10)
         values = accuracy[-tenth:] if last else accuracy[:tenth]
         return hundred(float(values.mean())) if len(values) else DASH
 
-    columns: Columns[Run] = {
+    columns: Columns[ContinualRun] = {
         "run": lambda run: run.name,
         "tasks": lambda run: str(len(run.tasks)),
         "skipped": lambda run: str(len(run.skipped)),
@@ -266,7 +266,7 @@ def runs_sheet(runs: Sequence[Run]) -> Sheet:
     return Sheet.of("runs", "Runs", runs, columns, [note, *dict.fromkeys(map(training_text, runs))])
 
 
-def definitions_sheet(runs: Sequence[Run]) -> Sheet:
+def definitions_sheet(runs: Sequence[ContinualRun]) -> Sheet:
     """The definition of each measure, in the words of the records."""
 
     def definition(name: str) -> str:

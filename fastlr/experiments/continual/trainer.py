@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlr.errors import ModelError, NonFiniteError
-from fastlr.experiments.continual.interventions import Intervention, Replay, UnitAdamW, make_interventions
+from fastlr.experiments.continual.interventions import ExperienceReplay, Intervention, UnitAdamW, make_interventions
 from fastlr.experiments.continual.options import ContinualOptions
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
 from fastlr.experiments.runs.folder import seed_everything, stream_seed
@@ -86,9 +86,9 @@ class Trainer(TrainingLoop):
         self.interventions = make_interventions(self, initial, tasks)
 
     @property
-    def replay(self) -> Replay | None:
+    def replay(self) -> ExperienceReplay | None:
         """The memory of earlier tasks' images, if there is one with anything in it."""
-        return next((i for i in self.interventions if isinstance(i, Replay) and len(i.labels)), None)
+        return next((i for i in self.interventions if isinstance(i, ExperienceReplay) and len(i.labels)), None)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs, by reference."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fastlr.experiments.training.data_parallel import Parallel
 from fastlr.experiments.training.optim import load_optimiser, optimiser_tensors, trainable_parameters
 from fastlr.experiments.training.options import TrainingOptions
-from fastlr.experiments.training.steps import Compiled, Steps, resolve_mode
+from fastlr.experiments.training.steps import Compiled, TrainingSteps, resolve_mode
 
 
 class TrainingLoop:
@@ -46,7 +46,7 @@ class TrainingLoop:
         full_parts = self.parallel.part_sizes(options.batch_size)
         self.forward: Callable[[Tensor], Any] = Compiled(model, full_parts) if mode == "compile" else model
         graph = device.type == "cuda" and mode != "eager"
-        self.steps = Steps(self.work, model, self.changed_tensors, device, graph, strict=step == "graph")
+        self.steps = TrainingSteps(self.work, model, self.changed_tensors, device, graph, strict=step == "graph")
 
     def loss(self, *part: Tensor) -> Tensor:
         """Return the sum of the losses of a part's samples, given as the ``samples`` of `train_batch` are."""

@@ -21,7 +21,7 @@ from fastlr.experiments.memorization.experiment import Memorizer
 from fastlr.experiments.memorization.options import PRESETS, MemorizeOptions
 from fastlr.experiments.runs.folder import seed_everything, stream_seed
 from fastlr.experiments.runs.options import resolve
-from fastlr.experiments.training.steps import Steps
+from fastlr.experiments.training.steps import TrainingSteps
 from fastlr.models.patchtst import PatchTST
 
 COMMON = {
@@ -250,7 +250,9 @@ def test_replayed_steps_are_the_same(kind, device):
     if device.type == "cuda":
         replayed = Memorizer(data, dataclasses.replace(options, step="graph"), device)
     else:
-        replayed.steps = Steps(replayed.work, replayed.model, replayed.changed_tensors, device, True, True, Tape)
+        replayed.steps = TrainingSteps(
+            replayed.work, replayed.model, replayed.changed_tensors, device, True, True, Tape
+        )
     for epoch in range(1, 5):
         assert plain.epoch(epoch) == pytest.approx(replayed.epoch(epoch), rel=1e-4)
         replayed.evaluate("then"), replayed.measure()  # what happens between epochs does not matter

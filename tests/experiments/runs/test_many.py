@@ -18,7 +18,7 @@ import torch
 from continual_cases import SMALL, as_arguments, assert_same, checkpoint, comparable, lines
 from rich.console import Console
 
-from fastlr.cli.progress import Board, progress
+from fastlr.cli.progress import RunBoard, progress
 from fastlr.display.record import progress_bar
 from fastlr.errors import FastlrWarning, InputError
 from fastlr.experiments.continual import experiment as continual
@@ -234,7 +234,7 @@ def test_places(tmp_path, images, monkeypatch):
 
 
 def test_a_line_for_each_run_under_way(tmp_path):
-    board = Board(continual.DRIVER, tmp_path)
+    board = RunBoard(continual.DRIVER, tmp_path)
     board.console = board.bar.live.console = Console(
         file=io.StringIO(), width=80, force_terminal=True, color_system=None
     )
@@ -264,7 +264,7 @@ def test_a_line_for_each_run_under_way(tmp_path):
 def test_without_a_terminal_a_line_a_minute(tmp_path, monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with Board(continual.DRIVER, tmp_path) as board:
+    with RunBoard(continual.DRIVER, tmp_path) as board:
         hear = board.begin(("seed-0", "seed-1"))
         hear("seed-0", {"event": "started"})
         hear("seed-0", {"done": 0, "total": 10, "part": 0.0, "shown": {}})

@@ -24,7 +24,7 @@ from fastlr.experiments.runs.folder import random_states
 from fastlr.experiments.runs.options import resolve
 from fastlr.experiments.training import loop, steps
 from fastlr.experiments.training.optim import part_sizes
-from fastlr.experiments.training.steps import HELD, Compiled, Steps, resolve_mode
+from fastlr.experiments.training.steps import HELD, Compiled, TrainingSteps, resolve_mode
 
 
 @pytest.fixture(params=DEVICES)
@@ -48,7 +48,7 @@ def trainer(device: torch.device, graph: bool, recorder=Tape, strict=True, **set
     if graph and device.type == "cuda":
         return Trainer(net(), resolve(ContinualOptions, PRESETS, "paper", {**vars(options), "step": "graph"}), device)
     made = Fused(net(), options, device)
-    made.steps = Steps(made.work, made.model, made.changed_tensors, device, graph, strict, recorder)
+    made.steps = TrainingSteps(made.work, made.model, made.changed_tensors, device, graph, strict, recorder)
     return made
 
 
@@ -118,8 +118,8 @@ def test_captures_are_dropped_when_the_state_is_another(device, images):
 
 
 def test_a_run_with_replayed_steps_is_resumed(tmp_path, images, monkeypatch):
-    make = functools.partial(Steps, recorder=Tape)
-    monkeypatch.setattr(loop, "Steps", lambda *a, strict: make(*a[:4], True, True))
+    make = functools.partial(TrainingSteps, recorder=Tape)
+    monkeypatch.setattr(loop, "TrainingSteps", lambda *a, strict: make(*a[:4], True, True))
     monkeypatch.setattr(continual, "Trainer", Fused)
     settings = {"measures": ("weight_norm",), "epochs": 3}
     whole = begin(tmp_path / "whole", images, **settings, tasks=4)
@@ -128,7 +128,7 @@ def test_a_run_with_replayed_steps_is_resumed(tmp_path, images, monkeypatch):
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
     assert_same(checkpoint(tmp_path / "parts"), checkpoint(tmp_path / "whole"))
     assert [line["step"] for line in whole[1:]] == ["graph"] * 4
-    monkeypatch.setattr(loop, "Steps", Steps)
+    monkeypatch.setattr(loop, "TrainingSteps", TrainingSteps)
     eager = begin(tmp_path / "eager", images, **settings, tasks=4)
     assert_same(checkpoint(tmp_path / "eager"), checkpoint(tmp_path / "whole"))
     assert [line["step"] for line in eager[1:]] == ["eager"] * 4
@@ -163,7 +163,7 @@ def test_one_capture_for_each_shape_and_not_too_many():
         state.add_(1)
         return (x * y).sum()
 
-    made = Steps(work, nn.Identity(), lambda: [state], torch.device("cpu"), True, True, Tape)
+    made = TrainingSteps(work, nn.Identity(), lambda: [state], torch.device("cpu"), True, True, Tape)
     sizes = [n % (HELD + 2) + 1 for n in range(HELD + 2)] * 3
     for count, n in enumerate(sizes, 1):
         assert made(torch.ones(n), torch.full((n,), count)) == count * n and state == count

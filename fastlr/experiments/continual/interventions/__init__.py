@@ -10,7 +10,7 @@ option                   intervention                            source
 ``norm``                 layer norm in place of batch norm       Ba et al. 2016: `layer_norm_for_batch_norm`
 ``head_reset``           head set to zero before each task       Dohare et al. 2024: the trainer does it
 ``redundancy_floor``     a floor under local redundancy          here: `RedundancyFloor`
-``replay_images`` ...    experience replay                       Rolnick et al. 2019: `Replay`
+``replay_images`` ...    experience replay                       Rolnick et al. 2019: `ExperienceReplay`
 ``ewc`` ...              elastic weight consolidation, online    Kirkpatrick et al. 2017, Schwarz et al. 2018: `EWC`
 =======================  ======================================  ========================================================
 
@@ -36,7 +36,7 @@ from fastlr.experiments.continual.interventions.plain import (
     shrink_and_perturb,
 )
 from fastlr.experiments.continual.interventions.redundancy_floor import RedundancyFloor
-from fastlr.experiments.continual.interventions.replay import Replay
+from fastlr.experiments.continual.interventions.replay import ExperienceReplay
 from fastlr.experiments.continual.interventions.unit_adamw import UnitAdamW
 from fastlr.experiments.continual.interventions.units import find_units
 from fastlr.experiments.data import TaskSequence
@@ -47,7 +47,7 @@ __all__ = [
     "Intervention",
     "PeriodicReset",
     "RedundancyFloor",
-    "Replay",
+    "ExperienceReplay",
     "ShrinkAndPerturb",
     "TowardsInit",
     "UnitAdamW",
@@ -83,7 +83,7 @@ def make_interventions(trainer: Learner, initial: Mapping[str, Tensor], tasks: T
     if options.ewc:
         interventions.append(EWC(trainer))
     if options.replay_images:
-        interventions.append(Replay(trainer, tasks))
+        interventions.append(ExperienceReplay(trainer, tasks))
     if options.cbp_rate:
         shape = (2, 3, tasks.size, tasks.size)
         example = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(trainer.device)

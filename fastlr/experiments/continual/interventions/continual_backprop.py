@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
-from fastlr.experiments.continual.interventions.units import Reader, Units, find_units
+from fastlr.experiments.continual.interventions.units import ReadingLayer, Units, find_units
 from fastlr.experiments.data import Task
 from fastlr.experiments.runs.folder import stream_seed
 
@@ -25,7 +25,7 @@ class _InputSums:
         count: Number of samples and positions.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: ReadingLayer) -> None:
         weight = reader.layer.weight
         self.reader, self.axis = reader, -1 if isinstance(reader.layer, nn.Linear) else 1
         width = reader.groups * weight.shape[1]
@@ -204,7 +204,7 @@ class ContinualBackprop(Intervention):
             t[units] = 0
 
     @staticmethod
-    def _transfer(reader: Reader, features: Tensor, means: Tensor) -> None:
+    def _transfer(reader: ReadingLayer, features: Tensor, means: Tensor) -> None:
         """Keep the mean of a layer's outputs when some features, of these means, go."""
         weights = reader.by_feature(reader.layer.weight)
         gone = means.new_zeros(reader.groups * weights.shape[2]).index_copy_(0, features, means)

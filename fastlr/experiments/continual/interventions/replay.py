@@ -16,7 +16,7 @@ from fastlr.experiments.training.optim import mixed_order, spans
 from fastlr.ops.memory import free_bytes
 
 
-class Replay(Intervention):
+class ExperienceReplay(Intervention):
     """Experience replay with a reservoir.
 
     - The memory holds at most ``replay_images`` training images. After t tasks it is a uniform sample, without replacement,

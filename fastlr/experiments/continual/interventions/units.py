@@ -51,7 +51,7 @@ _SUMS = _named("add sub subtract rsub __add__ __radd__ __iadd__ __sub__ __rsub__
 
 
 @dataclasses.dataclass(eq=False)
-class Reader:
+class ReadingLayer:
     """A layer that reads units: unit i is its input features ``repeat * i`` to ``repeat * i + repeat - 1``.
 
     Attributes:
@@ -102,7 +102,7 @@ class Units:
     count: int
     layers: dict[str, Any] = dataclasses.field(default_factory=dict)
     norms: dict[str, Any] = dataclasses.field(default_factory=dict)
-    readers: list[Reader] = dataclasses.field(default_factory=list)
+    readers: list[ReadingLayer] = dataclasses.field(default_factory=list)
     reason: str = ""
     _into: Units | None = None
 
@@ -208,7 +208,7 @@ class _Trace(Watch):
             elif groups > 1 and weight.shape[1] == 1:
                 units.exclude(f"goes into {name}, a depthwise convolution with several filters a channel")
             else:
-                units.readers.append(Reader(name, layer, tag.repeat))
+                units.readers.append(ReadingLayer(name, layer, tag.repeat))
         if name in self.called or self.holders[id(weight)] > 1:
             for units in (*self.called.get(name, ()), *read, made):
                 units.exclude(f"has weights of {name}, which is used more than once")

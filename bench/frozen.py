@@ -1,0 +1,228 @@
+"""What a change of structure must leave as it is: estimates to the bit, records and reports to the digit.
+
+``python -m bench.frozen make FOLDER`` computes all of it with the code at hand:
+
+- ``estimates.json``: the bench networks in float32, float64 and under bfloat16 autocast, every float in hexadecimal.
+- ``runs/``: a short run of every driver, and of the study of causes (2 seeds, 40 tasks).
+- ``reports/``: the report of each of these runs, and of the committed records of continual_tiny.
+
+``python -m bench.frozen make NEW --reports-of OLD`` reports the runs of OLD instead of its own, so that times, which no two
+runs share, are the same in both. ``python -m bench.frozen compare OLD NEW`` lists every difference and ends with 1 if there
+is one. Bits depend on the processor and on torch: both folders are to be made on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastlr
+from bench import cases
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLES = 4
+PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+NETWORKS = (cases.MAIN, "resnet18", "patchtst", "gpt2", "lstm")
+PREDICTIVES = {"patchtst": fastlr.Gaussian(), "lstm": fastlr.Gaussian()}
+
+# Each run is made by one command; records of the runs of a study lie one folder deeper.
+RUNS = {
+    "continual": ["fastlr", "continual", "demo", "--tasks", "12"],
+    "transfer": ["fastlr", "transfer", "demo"],
+    "memorize-vision": ["fastlr", "memorize", "vision-small", "--set", "epochs=12", "--set", "n=256"],
+    "memorize-series": ["fastlr", "memorize", "series-small", "--set", "epochs=100"],
+}
+STUDY = ["bench.causes", "--problems", "random-labels", "--seeds", "2", "--tasks", "40"]
+STUDIES = {"causes": STUDY}
+COMMITTED = {"continual-tiny": ROOT / "bench/results/cpu/continual_tiny"}
+TEXTS = (".md", ".csv", ".json")
+
+# Fields of records and settings that no two runs share.
+OF_A_RUN = {
+    "at", "cached", "command", "commit", "date", "ended", "fastlr", "host", "machine", "out", "path", "seconds",
+    "started", "time", "torch", "versions", "when",
+}  # fmt: skip
+
+
+def main() -> None:
+    """Carry out the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make", help="compute everything into a new folder")
+    making.add_argument("folder", type=Path)
+    making.add_argument("--reports-of", type=Path, help="an earlier folder, whose runs are reported")
+    making.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these alone")
+    comparing = commands.add_parser("compare", help="list the differences of two folders")
+    comparing.add_argument("old", type=Path)
+    comparing.add_argument("new", type=Path)
+    given = parser.parse_args()
+    if given.command == "make":
+        given.folder.mkdir(parents=True, exist_ok=True)
+        for part in given.parts:
+            PARTS[part](given.folder, given.reports_of or given.folder)
+        return
+    differences = list(compared(given.old, given.new))
+    print("\n".join(differences) or "no difference")
+    sys.exit(bool(differences))
+
+
+# ------------------------------------------------------------------------------------------------------------- making
+def make_estimates(folder: Path, _reported: Path) -> None:
+    """Write the estimates of all networks in all precisions, and the machine that made them."""
+    torch.set_num_threads(1)
+    table = {}
+    for name in NETWORKS:
+        for precision in PRECISIONS:
+            table[f"{name} {precision}"] = estimate_in_hexadecimal(name, precision)
+            print(name, precision, flush=True)
+    made_by = {"processor": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    (folder / "estimates.json").write_text(json.dumps({"made_by": made_by, **table}, indent=1) + "\n")
+
+
+def estimate_in_hexadecimal(name: str, precision: str) -> dict[str, str]:
+    """Estimate the local redundancy of a network on its own inputs, twice: with the first call's plan, and with a kept one."""
+    case = cases.build(name, SAMPLES)
+    if precision == "float64":
+        case = cases.as_double(case)
+    inputs = fastlr.TensorInputs(case.x)
+    options: dict[str, Any] = {"predictive": PREDICTIVES.get(name), "n": len(inputs), **case.kwargs}
+    if name == "gpt2":
+        options["predictive"] = fastlr.Categorical(dim=-1)
+    if precision == "bfloat16":
+        options["dtype"] = torch.bfloat16
+    first = fastlr.estimate(case.model, inputs, **options)
+    again = fastlr.estimate(case.model, inputs, **options)
+    return {
+        "value": first.value.hex(),
+        "stderr": first.stderr.hex(),
+        "per_sample": digest(first.per_sample),
+        "per_parameter": digest(torch.tensor(list(first.per_parameter.values()), dtype=torch.float64)),
+        "again": digest(again.per_sample),
+        "routes": json.dumps(sorted(set(first.routes.values()))),
+    }
+
+
+def digest(values: Tensor) -> str:
+    """Return a hash of the bits of a tensor."""
+    return hashlib.sha256(values.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def make_runs(folder: Path, _reported: Path) -> None:
+    """Carry out the short runs; of each, keep its settings and records."""
+    for name, (module, *arguments) in RUNS.items():
+        run([module, *arguments, "--seed", "1", "--out", str(folder / "runs" / name)])
+    for name, (module, *arguments) in STUDIES.items():
+        run([module, str(folder / "runs" / name), *arguments])
+    keep_texts(folder / "runs", (".json", ".jsonl"), {folder.resolve(): "FOLDER"})
+
+
+def make_reports(folder: Path, reported: Path) -> None:
+    """Write the reports of the runs in ``reported`` and of the committed records; pictures are left out."""
+    runs = {name: reported / "runs" / name for name in RUNS}
+    runs |= {f"causes-{path.name}": path for path in sorted((reported / "runs" / "causes").iterdir())}
+    runs |= COMMITTED
+    for name, path in runs.items():
+        out = folder / "reports" / name
+        run(["fastlr", "report", str(path), "--out", str(out)])
+    keep_texts(folder / "reports", TEXTS, {reported.resolve(): "FOLDER", ROOT: "ROOT"})
+
+
+def keep_texts(folder: Path, suffixes: tuple[str, ...], names: dict[Path, str]) -> None:
+    """Remove all files of other kinds from a folder; in those that stay, replace paths of this machine by names."""
+    for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
+        if path.suffix not in suffixes:
+            path.unlink()
+            continue
+        text = path.read_text()
+        for place, name in names.items():
+            text = text.replace(str(place), name)
+        path.write_text(text)
+
+
+def run(command: list[str]) -> None:
+    """Run ``python -m`` with these arguments, on one thread."""
+    print(" ".join(command), flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    if output.returncode:
+        sys.exit(output.stdout.decode())
+
+
+PARTS = {"estimates": make_estimates, "runs": make_runs, "reports": make_reports}
+
+
+# ---------------------------------------------------------------------------------------------------------- comparing
+def compared(old: Path, new: Path) -> Iterator[str]:
+    """List what differs between two folders."""
+    estimates = [json.loads((folder / "estimates.json").read_text()) for folder in (old, new)]
+    yield from values_that_differ("estimates", *estimates)
+    for path in files(old / "runs"):
+        yield from records_that_differ(old / "runs" / path, new / "runs" / path, f"runs/{path}")
+    for path in files(old / "reports"):
+        yield from texts_that_differ(old / "reports" / path, new / "reports" / path, f"reports/{path}")
+    for room in ("runs", "reports"):
+        for path in sorted(set(files(new / room)) - set(files(old / room))):
+            yield f"{room}/{path}: only in the new folder"
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files below a folder, relative to it."""
+    return [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def records_that_differ(old: Path, new: Path, name: str) -> Iterator[str]:
+    """Compare JSON files or lines of JSON, without what no two runs share."""
+    if not new.exists():
+        yield f"{name}: missing"
+        return
+    if old.suffix == ".jsonl":
+        lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in (old, new)]
+    else:
+        lines = [[json.loads(path.read_text())] for path in (old, new)]
+    if len(lines[0]) != len(lines[1]):
+        yield f"{name}: {len(lines[0])} records, now {len(lines[1])}"
+    for number, (before, after) in enumerate(zip(*lines, strict=False)):
+        yield from values_that_differ(f"{name}:{number}", before, after)
+
+
+def values_that_differ(where: str, old: Any, new: Any) -> Iterator[str]:
+    """Compare two values of JSON, all the way down."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new} - OF_A_RUN):
+            if key in old and key in new:
+                yield from values_that_differ(f"{where}.{key}", old[key], new[key])
+            else:
+                yield f"{where}.{key}: only in the {'old' if key in old else 'new'} one"
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, (before, after) in enumerate(zip(old, new, strict=True)):
+            yield from values_that_differ(f"{where}[{place}]", before, after)
+    elif old != new and not (old != old and new != new):
+        yield f"{where}: {old!r}, now {new!r}"
+
+
+def texts_that_differ(old: Path, new: Path, name: str) -> Iterator[str]:
+    """Compare two texts line by line."""
+    if not new.exists():
+        yield f"{name}: missing"
+        return
+    lines = [path.read_text().splitlines() for path in (old, new)]
+    for line in difflib.unified_diff(*lines, lineterm="", n=0):
+        if line[:3] not in ("---", "+++") and line[:2] != "@@":
+            yield f"{name}: {line}"
+
+
+if __name__ == "__main__":
+    main()
