@@ -1,4 +1,4 @@
-"""Figures of continual runs: curves over tasks, the correlations, local redundancy by layer and task."""
+"""Figures of continual runs: curves over tasks, correlations, and a map of layers over tasks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ _BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6} 
 
 
 def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
-    """Draw local redundancy above accuracy over tasks, bands of two standard errors; False if neither was recorded.
+    """Draw local redundancy above accuracy over tasks, with bands of two standard errors.
+
+    Returns False if neither was recorded.
 
     Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local redundancy).
     """
@@ -87,7 +89,10 @@ def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -
 
 
 def group_curves(groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]) -> bool:
-    """Draw local redundancy above accuracy over tasks, means over the runs of each group, as `redundancy_and_accuracy` does."""
+    """Draw local redundancy above accuracy over tasks, as means over the runs of each group.
+
+    The panels are those of `redundancy_and_accuracy`.
+    """
     figure, (top, bottom) = new_figure((9, 6.8), 2, sharex=True)
     for index, (name, runs) in enumerate(groups.items()):
         colour, line = _look(index)
@@ -134,7 +139,9 @@ def _thick(runs: Sequence[Run]) -> str:
 def ablation_curves(
     runs: Sequence[Run], path: str | os.PathLike[str], at: str = "task", names_at: Sequence[str] = ()
 ) -> bool:
-    """Draw local redundancy on synthetic and on real inputs over tasks; False with fewer than two kinds of inputs.
+    """Draw local redundancy on synthetic and on real inputs over tasks.
+
+    Returns False with fewer than two kinds of inputs.
 
     Args:
         runs: A panel each.
@@ -168,7 +175,9 @@ def ablation_curves(
 
 
 def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
-    """Draw local redundancy by module (network order, top to bottom) and task, colours logarithmic; False without it.
+    """Draw local redundancy as a map of modules over tasks, with logarithmic colours.
+
+    Modules are in network order, top to bottom. Returns False if no values by module were recorded.
 
     Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks are averaged.
     """
@@ -225,7 +234,10 @@ def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
 
 
 def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLike[str]) -> bool:
-    """Draw the semi-partial correlations of the raw measures with their 95 % intervals; False if there are none."""
+    """Draw the semi-partial correlations of the raw measures with their 95 % intervals.
+
+    Returns False if there are none.
+    """
     chosen = [c for c in correlations if c.kind == "semi-partial" and c.transform == "raw" and not c.note]
     names = order(c.measure for c in chosen)
     if not names:
@@ -257,7 +269,9 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
 
 
 def measure_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
-    """Draw every measure but local redundancy over tasks, a small panel each; False if there are none.
+    """Draw every measure but local redundancy over tasks, in a small panel each.
+
+    Returns False if there are none.
 
     The axes begin at zero, so that small changes look small.
     """
@@ -297,7 +311,10 @@ def _curve(
     marked: bool = False,
     line: str = "-",
 ) -> None:
-    """Each task thin and, from 150 tasks on, the running mean thick; of logarithms that are shown as numbers, if asked."""
+    """Draw one curve over tasks: each value thin and, from 150 tasks on, the running mean thick.
+
+    With ``exponential``, ``values`` are logarithms and are shown as the numbers themselves.
+    """
     known = np.isfinite(values)
     if not known.any():
         return

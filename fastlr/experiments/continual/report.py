@@ -1,4 +1,7 @@
-"""The report of continual runs: terminal tables, CSV, Markdown, PNG figures and one self-contained HTML page."""
+"""The report of continual runs: tables for the terminal, CSV, Markdown, PNG figures, a web page.
+
+The page is one self-contained HTML file.
+"""
 
 from __future__ import annotations
 
@@ -196,7 +199,10 @@ def _drawings(runs: Sequence[Run], known: dict[str, list[Correlation]]) -> list[
 
 
 def _draw_inputs(run: Run, size: Any, seed: Any, path: Path) -> bool:
-    """Draw the first synthetic images of a run's measurements, if its configuration says their size."""
+    """Draw the first synthetic images on which a run was measured.
+
+    Returns False if the run did not measure on them or its configuration does not say their size.
+    """
     from fastlr.inputs import ShapeImages
 
     if "local_redundancy" not in run.measures or not isinstance(size, int) or not isinstance(seed, int):

@@ -1,4 +1,4 @@
-"""Decode the images of one class and write them into the store: the work of one process of ``fastlr data prepare``.
+"""Decode the images of one class into the store: a worker process of ``fastlr data prepare``.
 
 This file imports nothing of fastlr, because a worker process loads it by itself: it then starts in a tenth of a second
 and holds no copy of torch. See `main`.
@@ -38,7 +38,7 @@ Job = dict[str, Any]
 
 
 class SourceError(Exception):
-    """The source cannot be read or is not what it was when it was listed; the message names the file."""
+    """The source cannot be read or has changed since it was listed; the message names the file."""
 
 
 def to_pixels(image: Image.Image, size: int, resize: str) -> np.ndarray:
