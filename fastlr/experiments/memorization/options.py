@@ -13,7 +13,9 @@ from fastlr.experiments.training.steps import StepMode
 
 @dataclasses.dataclass(frozen=True)
 class MemorizeOptions(TrainingOptions):
-    """Options of ``fastlr memorize``; the defaults are the preset ``vision`` (paper, section 4.3 and appendix A.3).
+    """Options of ``fastlr memorize``; the defaults are the preset ``vision``.
+
+    Source: paper, section 4.3 and appendix A.3.
 
     Those of all drivers: `TrainingOptions`.
 
