@@ -1,4 +1,7 @@
-"""Choosing the route of a group's reductions: the extension where all peers are reachable, else torch.distributed."""
+"""Choose the route of a group's reductions.
+
+It is the extension where all peers are reachable, else torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def connect(
     buffer_bytes: int | None = None,
     prefer: str = "extension",
 ) -> Route:
-    """Choose how tensors on a device are reduced over a group, and return the route: its ``name`` and ``why``.
+    """Choose how tensors on a device are reduced over a group, and return that route.
+
+    Its ``name`` and ``why`` say which it is and for what reason.
 
     `all_reduce` and `reduce_sq_norm` do this by themselves at their first call; call it before them to set the options.
     Every rank of the group must call it. The extension is taken where all ranks have it, run on one machine, can reach
@@ -87,7 +92,10 @@ def connect(
 
 
 def route_for(tensor: Tensor, group: Any) -> Route:
-    """The route of a tensor: that of its device, chosen at the first call; torch.distributed for other dtypes."""
+    """Return the route of a tensor: that of its device, chosen at the first call.
+
+    It is torch.distributed for dtypes that the extension does not add.
+    """
     chosen = _CHOSEN.get(group, {}).get(str(tensor.device))
     if chosen is None:
         chosen = connect(tensor.device, group)

@@ -111,7 +111,10 @@ def resampled_spearman(
 
 
 def _of_ranks(weights: Array, a: Array, b: Array) -> Array:
-    """Pearson's correlation [b] of ranks [b, n] under each row of multiplicities; NaN where they are constant."""
+    """Return Pearson's correlation [b] of ranks [b, n] under each row of multiplicities.
+
+    It is NaN where the ranks are constant.
+    """
     middle = (weights.sum(1)[:, None] + 1) / 2
     a, b = a - middle, b - middle
     weighted = weights * a
@@ -125,7 +128,10 @@ def constant(x: Array) -> bool:
 
 
 def straight(x: Array, task: Array) -> bool:
-    """Return True if ``x`` is a straight line in ``task`` but for rounding: it then has no partial correlation."""
+    """Return True if ``x`` is a straight line in ``task`` but for rounding.
+
+    It then has no partial correlation.
+    """
     return constant(x) or bool(np.std(residuals(x, task)) <= 1e-10 * np.std(x))
 
 
@@ -145,7 +151,10 @@ def _fixed_ranks(weights: Array, x: Array) -> Array:
 
 
 def _row_ranks(weights: Array, values: Array) -> Array:
-    """Ranks of each row of values [b, n] under its multiplicities; equal values at different tasks are not joined."""
+    """Return the ranks of each row of values [b, n] under the row's multiplicities.
+
+    Equal values at different tasks are not joined.
+    """
     result = np.empty_like(weights)
     for w, row, out in zip(weights, values, result):
         order = np.argsort(row)

@@ -25,7 +25,9 @@ FURTHER = {"local_redundancy_at_end": ("local_redundancy_at_end", "greatest")}
 
 @dataclasses.dataclass(frozen=True)
 class TransferOptions(training.TrainingOptions):
-    """Options of ``fastlr transfer``; the defaults are the preset ``paper`` (section 4.2, appendix A.2).
+    """Options of ``fastlr transfer``; the defaults are the preset ``paper``.
+
+    Source: paper, section 4.2 and appendix A.2.
 
     Those of all drivers: `TrainingOptions`.
 
