@@ -190,7 +190,10 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("demo-output"),
     seed: Annotated[int, typer.Option(help="Of the network, the labels, the training and the inputs.")] = 0,
 ) -> None:
-    """Show a network lose its plasticity, and keep it: two runs, one page, in about a minute."""
+    """Show a network lose its plasticity, and keep it: two runs, their curves, one page.
+
+    It takes a minute on two CPU cores.
+    """
     from fastlr.cli.demo import run
 
     run(output, seed=seed)

@@ -36,7 +36,7 @@ def verdict(
 
     Say also which blocks lost most and how many units are dormant.
 
-    Where less than half is left, also what kept other networks learning.
+    Where less than half is left, say also what kept other networks learning.
 
     Args:
         first: "value", "stderr" and "per_parameter" of an estimate, as of `fastlr.Estimate.to_dict`; empty: not measured.

@@ -92,7 +92,7 @@ class Team:
     def join(self, values: Tensor, chunk: int) -> tuple[Tensor, int, int]:  # [k] -> [sum of k over ranks]
         """Return the values [k] of all ranks in their order, by one message of each rank.
 
-        Also where this rank's begin, and the least of the ranks' chunks.
+        With them come the position where this rank's begin, and the least of the ranks' chunks.
 
         The values are float64 on the CPU where there are several ranks.
         """
@@ -259,7 +259,8 @@ def _shared(board: Board, group: Any = None) -> Iterator[Team]:
 def checked_group(group: Any) -> Any:
     """Return the group itself, or the default one for None.
 
-    InputError: There is none, or this rank is not in it.
+    Raises:
+        InputError: There is none, or this rank is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(

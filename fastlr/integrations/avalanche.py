@@ -18,7 +18,7 @@ except ImportError as missing:
 class LocalRedundancyMetric(Integration, PluginMetric):
     """Measures the strategy's model before the first and after every experience.
 
-    Or every so many steps or epochs.
+    With ``every_n_steps`` or ``every_n_epochs`` it measures every so many steps or epochs.
 
     Give it to an ``EvaluationPlugin`` like any other metric: ``EvaluationPlugin(accuracy_metrics(stream=True),
     LocalRedundancyMetric(fastlr.ShapeImages((3, 32, 32))), loggers=[...])``. Each number is a curve of its own,

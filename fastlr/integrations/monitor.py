@@ -132,7 +132,7 @@ class Monitor(Integration):
 
         They say whether that is beyond its error.
 
-        And which blocks lost most; with ``measures=["dormant_ratio"]`` how many units are dormant. See
+        They also say which blocks lost most; with ``measures=["dormant_ratio"]`` how many units are dormant. See
         `fastlr.display.verdict.verdict`.
         """
         last = _numbers(self.last) if self.last else {}

@@ -66,7 +66,7 @@ class Ranking:
 
     @property
     def ties(self) -> list[str]:
-        """Return the checkpoints that tie with the best: the adjusted p is at least ``level``."""
+        """The checkpoints that tie with the best: the adjusted p is at least ``level``."""
         pairs = [pair for name in self.estimates if (pair := self.against_best(name))]
         return [pair.second for pair in pairs if pair.adjusted >= self.level]
 

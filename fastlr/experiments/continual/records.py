@@ -93,7 +93,7 @@ class Run(RunFolder):
 
     @property
     def measures(self) -> list[str]:
-        """Return the names of the measures recorded at any boundary, by their first appearance."""
+        """The names of the measures recorded at any boundary, by their first appearance."""
         return list(dict.fromkeys(name for record in self.tasks.values() for name in as_dict(record, "measures")))
 
     def _series(self, value_of: Callable[[dict[str, Any]], Any]) -> Array:
@@ -108,7 +108,7 @@ class Run(RunFolder):
 
     @property
     def accuracy(self) -> Array:
-        """Return the accuracy (0 to 1) on each task right after training on it.
+        """The accuracy (0 to 1) on each task right after training on it.
 
         It is NaN for skipped tasks; `tested_on` says on which images it is taken.
         """
@@ -116,7 +116,7 @@ class Run(RunFolder):
 
     @property
     def accuracy_stderr(self) -> Array:
-        """Return the standard error of `accuracy`, that of a share of so many held-out images.
+        """The standard error of `accuracy`, that of a share of so many held-out images.
 
         It is NaN where the accuracy is of all the task's images.
         """
@@ -132,7 +132,7 @@ class Run(RunFolder):
 
     @property
     def chance(self) -> float:
-        """Return the accuracy of guessing, 1 over the number of classes; NaN if it is not known."""
+        """The accuracy of guessing, 1 over the number of classes; NaN if it is not known."""
         told = (record.get("classes") for record in self.tasks.values())
         classes = next((len(names) for names in told if isinstance(names, list) and names), 0)
         if self.options.get("data") in MEMORISED:
@@ -141,7 +141,7 @@ class Run(RunFolder):
 
     @property
     def forgetting(self) -> Array:
-        """Return what task t's accuracy loses by training on task t + 1.
+        """What task t's accuracy loses by training on task t + 1.
 
         This is ``accuracy[t] - previous_accuracy[t + 1]``.
         """

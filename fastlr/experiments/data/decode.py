@@ -76,7 +76,8 @@ def decode(data: bytes, size: int, resize: str) -> np.ndarray:
 def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
     """Return a file's size in bytes, for a member of an archive as the archive declares it.
 
-    SourceError: The size is above ``limit_mb``.
+    Raises:
+        SourceError: The size is above ``limit_mb``.
     """
     size = open_zip(root).getinfo(name).file_size if zipped else os.stat(os.path.join(root, name)).st_size
     if size > limit_mb * 1e6:

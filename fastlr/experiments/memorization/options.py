@@ -17,7 +17,7 @@ class MemorizeOptions(TrainingOptions):
 
     Source: paper, section 4.3 and appendix A.3.
 
-    Those of all drivers: `TrainingOptions`.
+    The options that all drivers share are in `TrainingOptions`.
 
     Attributes:
         kind: ``vision``: shape images with random labels; ``series``: windows of Gaussian noise with targets of Gaussian

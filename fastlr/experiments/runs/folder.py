@@ -41,7 +41,7 @@ def stream_seed(seed: int, *use: int | str) -> int:
 
     It is a pure function of the run's seed and the use.
 
-    The first 63 bits of a SHA-256, so that streams of different uses, tasks and seeds are unrelated.
+    It is the first 63 bits of a SHA-256, so that streams of different uses, tasks and seeds are unrelated.
 
     Example:
         >>> stream_seed(0, "task", 3) == stream_seed(0, "task", 3) != stream_seed(0, "task", 4)

@@ -287,9 +287,9 @@ class Parallel:
         )
 
     def _factor(self, size: int, norm_uses: list[int], like: Tensor) -> Tensor:
-        """Return the share of this rank's change of each running statistic that is left in the end.
+        """Return the share of this rank's change of each running statistic that is left.
 
-        That is, after the parts of the ranks that follow.
+        It is what is left after the parts of the ranks that follow.
 
         A part takes a statistic r to ``(1 - m) r + m s``; parts of several ranks, all from the same r, change it together by
         the sum over ranks of their own change times ``(1 - m)`` to the power of the uses that come after them.

@@ -29,7 +29,7 @@ class TransferOptions(training.TrainingOptions):
 
     Source: paper, section 4.2 and appendix A.2.
 
-    Those of all drivers: `TrainingOptions`.
+    The options that all drivers share are in `TrainingOptions`.
 
     Attributes:
         model: As for `fastlr.models.load_model`: ``package.module:function``. It is made with ``channels``, ``context`` and

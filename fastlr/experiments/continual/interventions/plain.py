@@ -25,7 +25,7 @@ def shrink_and_perturb(model: nn.Module, shrink: float, perturb: float, seed: in
 
     The noise is independent standard normal.
 
-    The noise is a pure function of the seed, drawn on the CPU.
+    It is a pure function of the seed, drawn on the CPU.
 
     Source: Ash and Adams 2020, "On warm-starting neural network training" (arXiv:1910.08475), section 4:
     ``theta_t <- lambda theta_{t-1} + p_t`` with ``p_t ~ N(0, sigma^2)``, at the start of each round of training.
