@@ -21,11 +21,17 @@ class InputError(FastlrError, ValueError):
 
 
 class MissingExtraError(FastlrError, ImportError):
-    """A framework that an integration is for is not installed; the message names the extra of fastlr that brings it."""
+    """A framework that an integration is for is not installed.
+
+    The message names the extra of fastlr that brings it.
+    """
 
 
 class ModelError(FastlrError, RuntimeError):
-    """The model cannot be measured as it is; the message names the module, the reason and the remedy."""
+    """The model cannot be measured as it is.
+
+    The message names the module, the reason and the remedy.
+    """
 
 
 class InteractionError(ModelError):
@@ -41,7 +47,10 @@ class HiddenParameterError(ModelError):
 
 
 class NonlinearBackwardError(ModelError):
-    """A gradient does not scale as the one at the output does (a hook that clips it): its norm has no meaning by itself."""
+    """A gradient does not scale as the one at the output does.
+
+    An example is a hook that clips it. The norm of such a gradient has no meaning by itself.
+    """
 
 
 class NonFiniteError(ModelError):
@@ -49,7 +58,10 @@ class NonFiniteError(ModelError):
 
 
 class DistributedError(FastlrError, RuntimeError):
-    """The ranks of a group did not work together: one failed, ended, did not arrive in time, or called something else."""
+    """The ranks of a group did not work together.
+
+    One failed, ended, did not arrive in time, or called something else.
+    """
 
 
 class Interrupted(FastlrError):
@@ -73,7 +85,10 @@ def first_line(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """Return an error's text, but for torch's advice to run the code that a file of tensors may contain."""
+    """Return an error's text without torch's advice to run code that a file may contain.
+
+    Torch gives that advice for files of tensors.
+    """
     text = str(error)
     return "it is no file of plain tensors, numbers and texts" if "weights_only" in text else text
 
@@ -89,7 +104,9 @@ def install(extra: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "did you mean ...?" with the known name nearest to a misspelt one, or nothing if none is near.
+    """Return "did you mean ...?" with the known name nearest to a misspelt one.
+
+    Returns the empty string if none is near.
 
     Example:
         >>> did_you_mean("epoch", ["tasks", "epochs"]), did_you_mean("x", ["tasks", "epochs"])

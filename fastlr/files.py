@@ -1,4 +1,7 @@
-"""Writing files that survive kills and losses of power, and the lock of a folder that one process writes."""
+"""Write files so that they survive kills and losses of power, and lock folders.
+
+Only one process writes in a locked folder.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,9 @@ def write_all(file: int, data: Any) -> None:
 
 
 def replace_file(path: Path, data: Any) -> None:
-    """Write bytes or text so that at any moment, also after a loss of power, the old or the new content is there.
+    """Write bytes or text to a file, replacing what it holds atomically.
+
+    At any moment, also after a loss of power, the old or the new content is there.
 
     Raises:
         InputError: It cannot be written. FastlrError: The disk is full.
@@ -107,7 +112,9 @@ def save_file(path: Path, content: Any) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Read what `torch.save` or safetensors wrote onto the CPU, without running code that the file may contain.
+    """Read what `torch.save` or safetensors wrote, onto the CPU.
+
+    Code that the file may contain is not run.
 
     torch.load does not look at the checksums of its zip files, so they are looked at here: one byte that has changed is an
     error. Where there are none (``set_crc32_options(False)``, torch's old format, safetensors) nobody can tell, and for
@@ -150,7 +157,9 @@ def _is_whole(file: zipfile.ZipFile, name: str) -> bool:
 
 
 def lock_folder(path: Path, make: bool = False, name: str = LOCK) -> int:
-    """Take the lock of a folder for this process, which holds it until the descriptor that is returned is closed.
+    """Take the lock of a folder for this process, and return its file descriptor.
+
+    The process holds the lock until the descriptor is closed.
 
     Raises:
         InputError: Another process holds it, or the folder cannot be made or locked.

@@ -1,4 +1,7 @@
-"""``fastlr bench``: the speed of the estimate on this machine beside plain passes, each held to float64 before it is timed."""
+"""``fastlr bench``: the speed of the estimate on this machine beside plain passes.
+
+Every result is compared with float64 before it is timed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ CHECKED = 2
 
 
 def true_sq_norms(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
-    """Squared norms [B] of each sample's gradient of <v, output>: float64, one backward pass each, beside a copy of it."""
+    """Return the squared norms [B] of each sample's gradient of <v, output>, in float64.
+
+    Each takes one backward pass, of the sample beside a copy of itself.
+    """
     wide = copy.deepcopy(model).double()
     parameters = [p for p in wide.parameters() if p.requires_grad]
     norms = []
@@ -35,7 +41,9 @@ def true_sq_norms(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
 
 
 def measure(name: str, device: torch.device, batch: int, size: int, seconds: float) -> list[Measurement]:
-    """Time a plain forward and backward pass and fastlr's norms of one network, after they were held to float64.
+    """Time a plain forward and backward pass of one network, and fastlr's gradient norms.
+
+    The norms are compared with float64 first.
 
     Raises:
         ModelError: fastlr's norms are not right here.

@@ -1,4 +1,4 @@
-"""``fastlr data prepare`` and ``fastlr data info``: image stores for the continual-learning driver."""
+"""``fastlr data prepare`` and ``fastlr data info``: image stores for ``fastlr continual``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def prepare(
     seed: Annotated[int, typer.Option(help="Of the held-out images.")] = 0,
     max_file_mb: Annotated[float, typer.Option(help="Largest file of SOURCE, unpacked.")] = 512,
 ) -> None:
-    """Turn SOURCE into one memory-mapped store of uint8 images, in OUT; run it again to continue, check or mend it."""
+    """Turn SOURCE into one memory-mapped store of uint8 images, in OUT.
+
+    Run it again to continue, check or mend it.
+    """
     from fastlr.experiments.data import prepare as make
 
     with count_bars() as progress:

@@ -1,4 +1,6 @@
-"""The demo: a network loses its plasticity over tasks of random labels, and keeps it by shrink-and-perturb.
+"""The demo: a network loses its plasticity, and keeps it by shrink-and-perturb.
+
+It is trained on a sequence of tasks of random labels.
 
 ``make demo`` and ``fastlr demo`` carry it out: two runs of the preset ``demo`` of ``fastlr continual`` side by side, their
 curves growing in the terminal, then what they show in three sentences, one chart and one page.
@@ -45,7 +47,9 @@ def run(
     settings: Mapping[str, Any] | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Carry out both runs and report on them; a demo that is there, or was interrupted, is gone on with.
+    """Carry out both runs of the demo and report on them.
+
+    A demo that is there, or was interrupted, is gone on with.
 
     Args:
         output: Folder of the runs (in ``runs``) and of the report (in ``report``); made if needed.
@@ -131,7 +135,10 @@ def _introduce(say: Console, path: Path, options: Mapping[str, Any]) -> None:
 
 
 def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
-    """Carry out what is left of both runs, each in a process of its own, with their curves on the terminal."""
+    """Carry out what is left of both runs, with their curves on the terminal.
+
+    Each run is a process of its own.
+    """
     minutes = MinuteLog(Console(stderr=True))
 
     def listen(names: tuple[str, ...]) -> Any:
@@ -151,7 +158,10 @@ def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
 
 
 def _curves(path: Path, options: Mapping[str, Any]) -> Table:
-    """The runs so far: curves of accuracy and of local redundancy (logarithmic), the values of the last task."""
+    """Return a table of the runs so far: curves over tasks and the values of the last task.
+
+    The curves are of accuracy and of local redundancy (logarithmic).
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for index, column in enumerate(_COLUMNS):
         table.add_column(column, no_wrap=True, justify="left" if column or not index else "right")
@@ -185,7 +195,10 @@ def _so_far(path: Path) -> ContinualRun | None:
 
 
 def _curve(values: Array, total: int, low: float, high: float) -> str:
-    """Draw means over equal parts of ``total`` tasks as blocks whose heights lie between two values."""
+    """Draw a curve of block characters: means over equal parts of ``total`` tasks.
+
+    The heights of the blocks lie between the values ``low`` and ``high``.
+    """
     place = np.arange(len(values)) * _WIDTH // total
     means = [finite(values[place == k]).mean() for k in range(_WIDTH) if len(finite(values[place == k]))]
     share = (np.array(means) - low) / ((high - low) or 1.0)

@@ -1,4 +1,7 @@
-"""``fastlr doctor``: the parts that fastlr can use, those that this machine lacks, what that costs and how to get them."""
+"""``fastlr doctor``: the parts that fastlr can use and those that this machine lacks.
+
+It says what the lack costs and how to get them.
+"""
 
 from __future__ import annotations
 
@@ -214,7 +217,9 @@ def repair_interpreter() -> None:
 
 
 def kernels(only: Collection[str] | None = None) -> list[Finding]:
-    """Hold every kernel to plain torch on the small calls of `fastlr.ops.kernel_cases`: a finding for each op and dtype.
+    """Compare every kernel with plain torch, and return a finding for each op and dtype.
+
+    The calls are the small ones of `fastlr.ops.kernel_cases`.
 
     On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 and on one call in ten, as it
     takes seconds for each. Otherwise the one finding says how.
@@ -245,7 +250,9 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
 def small_calls(
     name: str, device: torch.device, dtype: torch.dtype, backend: str = "triton", every: int = 1
 ) -> Finding:
-    """Hold an op in one dtype to plain torch on the small calls of `fastlr.ops.kernel_cases`, or plain torch to the definition.
+    """Compare an op in one dtype with plain torch, or plain torch with the definition.
+
+    The calls are the small ones of `fastlr.ops.kernel_cases`.
 
     Args:
         name: of the op.

@@ -1,4 +1,4 @@
-"""The commands that carry out runs: ``fastlr continual``, ``transfer`` and ``memorize``, made alike, and ``fastlr sweep``."""
+"""The commands that carry out runs: ``fastlr continual``, ``transfer``, ``memorize``, ``sweep``."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def sweep(
     resume: Resume = False,
     tensorboard: TensorBoard = False,
 ) -> None:
-    """Run DRIVER with every combination of --grid values and seeds, each in a folder of its own in --out."""
+    """Run DRIVER with every combination of --grid values and seeds, a folder each, in --out."""
     from fastlr.experiments.runs.experiment import find_driver
     from fastlr.experiments.runs.ray import RETRIES, connect
     from fastlr.experiments.runs.sweep import parse_grids

@@ -190,7 +190,10 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("demo-output"),
     seed: Annotated[int, typer.Option(help="Of the network, the labels, the training and the inputs.")] = 0,
 ) -> None:
-    """Show a network lose its plasticity, and keep it: two runs, their curves, one page, in a minute on two CPU cores."""
+    """Show a network lose its plasticity, and keep it: two runs, their curves, one page.
+
+    It takes a minute on two CPU cores.
+    """
     from fastlr.cli.demo import run
 
     run(output, seed=seed)
@@ -203,7 +206,10 @@ def bench(
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Only compare two records, A.json B.json.")] = None,
     show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
 ) -> None:
-    """Measure speed beside plain passes, correctness first (two minutes on a CPU; the full benchmark: make bench)."""
+    """Measure speed beside plain passes, correctness first (two minutes on a CPU).
+
+    The full benchmark is make bench.
+    """
     global _show_traceback
     _show_traceback |= show_traceback
     from fastlr.cli.bench import run
@@ -229,7 +235,9 @@ def _print_warning(message: Any, category: type[Warning], *_: Any, **__: Any) ->
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code. Errors are one line on stderr, with --traceback after the traceback.
+    """Run the command line and return the exit code.
+
+    An error is one line on stderr, with --traceback after the traceback.
 
     Args:
         arguments: Without the program's name; None takes ``sys.argv``.
@@ -273,7 +281,10 @@ def _is_printed_here(error: BaseException) -> bool:
 
 
 def _report(error: Exception) -> int:
-    """Print one line for an error and return its exit code: 2 if the user can mend it by other arguments, else 1."""
+    """Print one line for an error and return its exit code.
+
+    It is 2 if the user can mend the error by other arguments, else 1.
+    """
     if _show_traceback:
         import traceback
 

@@ -1,4 +1,4 @@
-"""The options that commands that measure models share, and their texts as the library's arguments."""
+"""The options that commands that measure models share, turned into the library's arguments."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ def kwargs_of(text: str) -> dict[str, Any]:
 
 
 def check_folders(**files: Path | str | None) -> None:
-    """Raise InputError unless the folder of each file to be written is there; None and "-" are no files."""
+    """Raise InputError unless the folder of each file to be written exists.
+
+    None and "-" are no files.
+    """
     for option, path in files.items():
         folder = Path(path or "-").absolute().parent
         if not folder.is_dir():
@@ -111,7 +114,10 @@ def check_folders(**files: Path | str | None) -> None:
 
 
 def predictive_of(name: str, sigma: float, series: bool = False) -> Any:
-    """Return the predictive of ``--predictive`` and ``--sigma``: None for auto, but Gaussian if the inputs are series."""
+    """Return the predictive that ``--predictive`` and ``--sigma`` name.
+
+    It is None for auto, but Gaussian if the inputs are series.
+    """
     import fastlr
 
     one_of("--predictive", name, PREDICTIVES)

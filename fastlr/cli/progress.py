@@ -1,4 +1,7 @@
-"""How far runs are, on stderr: a bar for one run, a board for several at once; without a terminal a line a minute."""
+"""Show the progress of runs on stderr: a bar for one run, a board for several at once.
+
+Without a terminal it is a line a minute.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(driver: Driver) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that shows where the run is: in a bar, or a line a minute if stderr is no terminal."""
+    """Yield a function that shows the progress of a run: a bar, or a line a minute.
+
+    The latter is for a stderr that is no terminal.
+    """
     console = Console(stderr=True)
     minutes = MinuteLog(console)
     with Bar(*_columns(20), console=console, disable=not console.is_terminal) as bar:
@@ -36,8 +42,10 @@ def progress(driver: Driver) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-class RunBoard:
-    """A line for all runs of a queue and one for each under way; without a terminal, what is done in a line a minute.
+class Board:
+    """Shows the progress of a queue: a line for all its runs and one for each under way.
+
+    Without a terminal, it prints what is done in a line a minute.
 
     Failures are said at once either way.
 
@@ -66,7 +74,7 @@ class RunBoard:
         self.bar.stop()
 
     def begin(self, names: tuple[str, ...]) -> Callable[[str, dict[str, Any]], None]:
-        """Show that runs of these names are to be done; return the function that takes their messages."""
+        """Show that the runs ``names`` are to be done; return the receiver of their messages."""
         self.shares = dict.fromkeys(names, (0.0, 0.0))
         self.whole = self.bar.add_task("all", total=len(names), at=f"0/{len(names)}", text="")
         self.clock = Clock()
@@ -114,7 +122,10 @@ class RunBoard:
 
 
 def _columns(width: int, text: Column | None = None) -> tuple[ProgressColumn, ...]:
-    """Return the columns of a run's line: its name, steps done, a bar of a width, measures and the time left."""
+    """Return the columns of a run's line on the terminal.
+
+    These are its name, the steps done, a bar of a width, the measures and the time left.
+    """
     return (
         TextColumn("{task.description}"),
         TextColumn("{task.fields[at]}"),
@@ -132,7 +143,10 @@ class _Row:
         self.measures: dict[str, str] = {}
 
     def update(self, done: int, part: float, total: int, measures: dict[str, str]) -> str:
-        """Show the steps done, the part of the next one and measures (an empty one stays as it was); return the text."""
+        """Show the steps done, the part of the next one, and the measures; return the text.
+
+        A measure that is empty stays as it was.
+        """
         self.measures.update({name: value or self.measures.get(name, "") for name, value in measures.items()})
         values = [f"{name} {value}" for name, value in self.measures.items() if value]
         text = _joined(*values, _time_left(self.clock.left(done + part, total)))
@@ -149,7 +163,10 @@ def _time_left(seconds: float | None) -> str:
 
 
 class Clock:
-    """The time left, from the work done since the first look (a resumed run has much of it behind it)."""
+    """Estimates the time left from the work done since the first call.
+
+    (A resumed run has much of its work behind it.)
+    """
 
     def __init__(self) -> None:
         self.start: tuple[float, float] | None = None  # time and work done at the first look

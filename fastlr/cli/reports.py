@@ -1,4 +1,7 @@
-"""The commands that read results: ``fastlr report``, ``cost`` and ``ablate`` (runs), ``rank`` and ``ablate`` (checkpoints)."""
+"""The commands that read results: ``fastlr report``, ``cost``, ``ablate`` and ``rank``.
+
+``report``, ``cost`` and ``ablate`` read runs, ``rank`` and ``ablate`` read checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def report(
     seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
     pool: Pool = False,
 ) -> None:
-    """Analyse RUNS of fastlr continual, transfer or memorize, pooled: tables, figures and one HTML page."""
+    """Analyse RUNS of fastlr continual, transfer or memorize: tables, figures and one HTML page.
+
+    The runs are pooled.
+    """
     from fastlr.experiments.runs.records import driver_of
 
     driver = driver_of(runs)
@@ -76,7 +82,7 @@ def report(
 
 
 def cost(runs: RunFolders, csv_file: CsvFile = None, pool: Pool = False) -> None:
-    """Say what each measure cost in seconds and as a share of training, from the records of RUNS."""
+    """Show each measure's cost in seconds and as a share of training, from the records of RUNS."""
     from fastlr.experiments.continual import costs, read_runs
     from fastlr.experiments.continual.tables import cost_sheet, with_setting
 

@@ -107,7 +107,9 @@ class RunRequest:
         return f"interrupted before the first {self.driver.step} was done: --resume goes on with it"
 
     def carry_out_many(self) -> None:
-        """Carry out every combination of the grids' values with every seed; the exit code is 1 if a run fails.
+        """Carry out every combination of the grids' values with every seed.
+
+        The exit code is 1 if a run fails.
 
         Raises:
             InputError: Something given does not fit. Interrupted: By Ctrl-C.
@@ -148,7 +150,7 @@ class RunRequest:
 
 
 def print_options(driver: Driver, preset: str | None, given: Mapping[str, Any]) -> None:
-    """Print every option of a driver with its value, and what else it may be where that is one of some words."""
+    """Print every option of a driver with its value, and its choices where it has some."""
     from fastlr.experiments.runs.options import resolve
 
     options = resolve(driver.options, driver.presets, preset or driver.preset, given)

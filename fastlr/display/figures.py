@@ -1,4 +1,7 @@
-"""The drawing that all figures share: an empty figure, the style of axes, a logarithmic axis, saving."""
+"""Drawing shared by all figures: an empty figure, the style of axes, saving.
+
+Among the axes is a logarithmic one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#9
 
 
 def new_figure(size: tuple[float, float], rows: int, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    """Return a figure of a size in inches and its axes, ``options`` as for matplotlib's ``Figure.subplots``.
+    """Return a figure of a size in inches and its axes.
+
+    ``options`` are as for matplotlib's ``Figure.subplots``.
 
     Notebooks show it, without pyplot.
     """
@@ -72,7 +77,10 @@ def style_rows(axes: Any, xlabel: str, *, fontsize: int = 9) -> None:
 
 
 def error_band(axes: Any, x: Any, values: Any, stderr: Any, colour: str) -> None:
-    """Draw a band of two standard errors around values, on axes that may be logarithmic, where both are known."""
+    """Draw a band of two standard errors around values, where both are known.
+
+    The axes may be logarithmic.
+    """
     low, high = np.maximum(values - 2 * stderr, 0.05 * values), values + 2 * stderr
     known = np.isfinite(low) & np.isfinite(high)
     if known.any():
@@ -80,7 +88,10 @@ def error_band(axes: Any, x: Any, values: Any, stderr: Any, colour: str) -> None
 
 
 def log_axis(axes: Any) -> None:
-    """A logarithmic axis with plain numbers: at 1, 2 and 5 of each decade, or at the decades where there are many."""
+    """Make the y axis logarithmic, with plain numbers at 1, 2 and 5 of each decade.
+
+    Where there are many decades, the numbers are at the decades alone.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_yscale("log")

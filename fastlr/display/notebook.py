@@ -1,4 +1,7 @@
-"""Estimates and support reports as HTML for notebooks: no colours of their own, so that they fit any theme."""
+"""Estimates and support reports as HTML for notebooks.
+
+They have no colours of their own, so that they fit any theme.
+"""
 
 from __future__ import annotations
 
@@ -30,5 +33,8 @@ def estimate_html(estimate: Any) -> str:
 
 
 def support_html(columns: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[str]) -> str:
-    """A support report: how each parameter is handled in a table that folds, and the lines that sum it up above."""
+    """Return a support report as HTML: its summary lines above a table that folds.
+
+    The table says how each parameter is handled.
+    """
     return _SUPPORT.render(style=_STYLE, lines=lines, columns=columns, rows=rows)

@@ -54,7 +54,9 @@ def per_layer_figure(
 
 
 def per_layer_chart(estimates: Any, path: str | os.PathLike[str], **options: Any) -> None:
-    """Write `per_layer_figure`, which takes the ``options``, into ``path``: ``.png``, ``.pdf`` or ``.svg``.
+    """Write the figure of `per_layer_figure` to ``path``: ``.png``, ``.pdf`` or ``.svg``.
+
+    ``options`` are those of `per_layer_figure`.
 
     Raises:
         InputError: As there, or an unwritable path.

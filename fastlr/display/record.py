@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def machine(device: torch.device | None = None) -> str:
-    """Return the GPU's name, or the processor's with the number of threads: part of the record beside any figure.
+    """Return the GPU's name, or the processor's with the number of threads.
+
+    It is part of the record beside any figure.
 
     Args:
         device: Where the work was done; None: a GPU if there is one.
@@ -63,7 +65,9 @@ def output_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32) -> None:
-    """Save the first synthetic images as one PNG: as they were drawn, or else rescaled to their own range.
+    """Save the first synthetic images as one PNG.
+
+    They are shown as they were drawn, or else rescaled to their own range.
 
     Args:
         path: The file.
@@ -91,7 +95,9 @@ def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32
 
 
 def write_json(path: str | Path, record: dict[str, Any]) -> None:
-    """Write ``record`` as JSON to a file, or to stdout for ``-``; infinite numbers and NaN become null.
+    """Write ``record`` as JSON to a file, or to stdout for ``-``.
+
+    Infinite numbers and NaN become null.
 
     Raises:
         InputError: The file cannot be written.
@@ -115,7 +121,10 @@ EVERY = 60.0  # seconds between lines where stderr is no terminal
 
 
 class MinuteLog:
-    """Prints a line every EVERY seconds where ``console`` is no terminal; work that is shorter prints nothing."""
+    """Prints a line every EVERY seconds where ``console`` is no terminal.
+
+    Work that is shorter prints nothing.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console, self.last = console, time.monotonic()
@@ -129,7 +138,10 @@ class MinuteLog:
 
 @contextmanager
 def count_bars() -> Iterator[Callable[..., None]]:
-    """Yield ``show(label, done, total, text="")``: a bar a label on stderr, or a line a minute if that is no terminal."""
+    """Yield ``show(label, done, total, text="")``, which draws a bar for each label on stderr.
+
+    If stderr is no terminal, it prints a line a minute.
+    """
     console = Console(stderr=True)
     minutes, tasks = MinuteLog(console), dict[str, TaskID]()
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
@@ -148,7 +160,10 @@ def count_bars() -> Iterator[Callable[..., None]]:
 
 @contextmanager
 def progress_bar(label: str, total: int | None = None) -> Iterator[Callable[[int, int, float, float], None]]:
-    """Yield ``progress(done, total, value, stderr)`` of an estimate, which shows them by `count_bars`."""
+    """Yield a function ``progress(done, total, value, stderr)`` that shows an estimate's progress.
+
+    It shows it by `count_bars`.
+    """
     with count_bars() as show:
         show(label, 0, total)
         yield lambda done, total, value, stderr: show(label, done, total, pm(value, stderr))

@@ -37,7 +37,10 @@ def group_by_module(per_parameter: Mapping[str, float], depth: int | None = None
 
 
 def group_to_fit(per_parameter: Mapping[str, float], most: int) -> dict[str, float]:
-    """Group parameters by module at the greatest depth that gives at most ``most`` groups (depth 1 if none does)."""
+    """Group parameters by module, as finely as gives at most ``most`` groups.
+
+    The depth of the modules is 1 if none gives so few.
+    """
     groups = group_by_module(per_parameter)
     depth = max((len(name.split(".")) for name in per_parameter), default=1) - 1
     while len(groups) > most and depth > 1:
@@ -47,7 +50,9 @@ def group_to_fit(per_parameter: Mapping[str, float], most: int) -> dict[str, flo
 
 
 def pm(value: float, stderr: float) -> str:
-    """Write a value with its standard error to two significant digits of the latter (seven of the value at most).
+    """Format a value with its standard error to two significant digits of the latter.
+
+    The value has seven significant digits at most.
 
     Examples:
         >>> pm(12.3456, 0.567), pm(1234567.0, 8901.0), pm(0.000123456, 0.0000012)
@@ -83,7 +88,9 @@ def headlines(estimate: Any) -> list[str]:
 
 
 def summary(estimate: Any, *, title: str = "", top: int = 8) -> RenderableType:
-    """Return the result as a rich renderable: the value, what it rests on, the largest modules, the routes.
+    """Return the estimate as a rich renderable.
+
+    It shows the value, what it rests on, the largest modules and the routes.
 
     Args:
         estimate: A :class:`fastlr.Estimate`.
@@ -110,7 +117,10 @@ def top_modules(per_parameter: Mapping[str, float], top: int = 8) -> Table:
 
 
 def module_rows(per_parameter: Mapping[str, float], top: int = 8) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the columns' names and the rows of `top_modules`: name, value, share, and a bar of text."""
+    """Return the column names and the rows of `top_modules`.
+
+    The columns are name, value, share, and a bar of text.
+    """
     groups = group_by_module(per_parameter)
     total, largest = sum(groups.values()), max(groups.values(), default=0.0)
     rows: list[tuple[str, ...]] = []

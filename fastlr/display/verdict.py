@@ -18,7 +18,10 @@ _BLOCKS, _NAMED, _BEYOND = 12, 2, 1.96  # blocks of a network, those named, stan
 
 
 def moved(first: Mapping[str, Any], last: Mapping[str, Any]) -> int:
-    """Return 1 or -1 where the "value" has risen or fallen beyond its errors ("stderr", taken for independent), else 0."""
+    """Return 1 if the "value" has risen beyond its errors, -1 if it has fallen, else 0.
+
+    The errors ("stderr") are taken for independent.
+    """
     change, error = _number(last.get("value")) - _number(first.get("value")), _error(first, last)
     return int(change > _BEYOND * error) - int(change < -_BEYOND * error) if math.isfinite(error) else 0
 
@@ -29,9 +32,11 @@ def verdict(
     dormant: Mapping[str, Any] | None = None,
     since: str = "the start",
 ) -> str:
-    """Say how far local redundancy has moved and whether beyond its error, which blocks lost most, how many units are dormant.
+    """Say how far local redundancy has moved and whether this is beyond its error.
 
-    Where less than half is left, also what kept other networks learning.
+    Say also which blocks lost most and how many units are dormant.
+
+    Where less than half is left, say also what kept other networks learning.
 
     Args:
         first: "value", "stderr" and "per_parameter" of an estimate, as of `fastlr.Estimate.to_dict`; empty: not measured.

@@ -1,4 +1,7 @@
-"""Many processes: estimates whose inputs are shared, models that are sharded, sums over ranks in a fixed order."""
+"""Many processes: shared estimates, sharded models, sums over ranks in a fixed order.
+
+The inputs of an estimate are shared by the ranks.
+"""
 
 from __future__ import annotations
 

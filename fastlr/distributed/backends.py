@@ -1,4 +1,6 @@
-"""The two ways of a reduction: fastlr's own extension over peer buffers, and torch.distributed. They give the same bits.
+"""The two routes of a reduction: fastlr's extension over peer buffers, and torch.distributed.
+
+They give the same bits.
 
 A route works on one flat, contiguous tensor at a time; `fastlr.distributed.reductions` brings tensors into that form.
 """
@@ -113,7 +115,10 @@ class TorchRoute(Route):
         return fixed_order_sum(self._gathered(total)).to(flat.device)
 
     def _exchange(self, device: torch.device) -> torch.device:
-        """Where tensors of this device are exchanged: gloo exchanges most things on the CPU only."""
+        """Return the device on which tensors of ``device`` are exchanged.
+
+        Gloo exchanges most things on the CPU only.
+        """
         backend = dist.get_backend_config(self.group)
         return device if device.type == "cpu" or "cuda:nccl" in backend else torch.device("cpu")
 

@@ -1,4 +1,7 @@
-"""Choosing the route of a group's reductions: the extension where all peers are reachable, else torch.distributed."""
+"""Choose the route of a group's reductions.
+
+It is the extension where all peers are reachable, else torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def connect(
     buffer_bytes: int | None = None,
     prefer: str = "extension",
 ) -> Route:
-    """Choose how tensors on a device are reduced over a group, and return the route: its ``name`` and ``why``.
+    """Choose how tensors on a device are reduced over a group, and return that route.
+
+    Its ``name`` and ``why`` say which it is and for what reason.
 
     `all_reduce` and `reduce_sq_norm` do this by themselves at their first call; call it before them to set the options.
     Every rank of the group must call it. The extension is taken where all ranks have it, run on one machine, can reach
@@ -87,7 +92,10 @@ def connect(
 
 
 def route_for(tensor: Tensor, group: Any) -> Route:
-    """The route of a tensor: that of its device, chosen at the first call; torch.distributed for other dtypes."""
+    """Return the route of a tensor: that of its device, chosen at the first call.
+
+    It is torch.distributed for dtypes that the extension does not add.
+    """
     chosen = _CHOSEN.get(group, {}).get(str(tensor.device))
     if chosen is None:
         chosen = connect(tensor.device, group)
@@ -127,7 +135,10 @@ def _extension(device: torch.device, board: Board, half: int, timeout: float, pr
 
 
 def _offer(device: torch.device, board: Board, half: int, timeout: float, prefer: str) -> tuple[Any, dict[str, Any]]:
-    """Make this rank's part of the extension's group: (it, or None; the facts that the others must know)."""
+    """Make this rank's part of the extension's group, and return it with its facts.
+
+    The part is None if there is none; the facts are what the other ranks must know.
+    """
     group: Any = None
     facts: dict[str, Any] = {"prefer": prefer, "machine": _machine(), "kind": device.type, "half": half, "reason": None}
     try:
@@ -172,7 +183,10 @@ def _common_refusal(everyone: list[dict[str, Any]]) -> str | None:
 
 
 def _trial(route: Any, device: torch.device, board: Board, everyone: list[dict[str, Any]]) -> str | None:
-    """Open the peers' memory and add up known numbers: None if all ranks get what they should, else why not."""
+    """Open the peers' memory and add up known numbers as a trial.
+
+    Returns None if all ranks get what they should, else why not.
+    """
     reason = None
     try:
         route.group.open([base64.b64decode(facts["address"]) for facts in everyone])
@@ -189,7 +203,10 @@ def _trial(route: Any, device: torch.device, board: Board, everyone: list[dict[s
 
 
 def _trial_sum(route: Route, device: torch.device, board: Board) -> str | None:
-    """Peer memory that can be mapped but not read properly (some virtual machines) shows here: None if all is well."""
+    """Add up known numbers over the ranks; return None if all is well, else what is wrong.
+
+    This shows peer memory that can be mapped but not read properly (some virtual machines).
+    """
     parts = [torch.randn(_TRIAL, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(board.size)]
     total = fixed_order_sum(parts)
     try:
@@ -208,7 +225,10 @@ def _trial_sum(route: Route, device: torch.device, board: Board) -> str | None:
 
 
 def _retire(route: Route | None, board: Board) -> None:
-    """Free the GPU's memory of a route that is not used any more, when no rank reads that of another."""
+    """Free the GPU memory of a route that is not used any more.
+
+    It is freed when no rank reads that of another.
+    """
     group = route.group if isinstance(route, DeviceRoute) else None
     if group is not None:
         group.disconnect()
@@ -218,7 +238,10 @@ def _retire(route: Route | None, board: Board) -> None:
 
 
 def _machine() -> str:
-    """Name of the running kernel and the view of processes: the same where processes can map each other's memory."""
+    """Return the names of the running kernel (its boot) and of the process-id namespace.
+
+    They are the same where processes can map each other's memory.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

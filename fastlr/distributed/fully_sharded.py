@@ -1,4 +1,6 @@
-"""Models under torch.distributed.fsdp.fully_shard with whole parameters for a while, and as they were again afterwards.
+"""Give models under torch.distributed.fsdp.fully_shard whole parameters for a while.
+
+Afterwards they are as they were.
 
 In: a model that is sharded, on every rank. Out: the same module, plain, with the parameters gathered, in each rank's memory or
 in a file that the ranks of a host share (fastlr.distributed.on_demand): forward passes of it exchange nothing, so ranks may run
@@ -37,7 +39,9 @@ _frozen = WeakIdKeyDictionary()  # frozen shard -> the parameter that stood for 
 
 @contextmanager
 def full_params(model: nn.Module, *, whole: bool | None = None, timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
-    """Let a model under ``torch.distributed.fsdp.fully_shard`` have whole parameters inside, on each of its ranks.
+    """Give a model under ``torch.distributed.fsdp.fully_shard`` whole parameters inside.
+
+    It has them on each of its ranks.
 
     ``fastlr.estimate``, `fastlr.LocalRedundancy`, ``fastlr.per_sample_grad_sq_norms``, ``fastlr.support_report`` and
     `fastlr.integrations.Monitor` enter it by themselves; enter it to take several measures with one exchange. Every rank
@@ -144,7 +148,10 @@ def _ranks(group: Any) -> list[int]:
 
 
 def _gathered(units: list[Unit], members: Team, whole: bool | None) -> tuple[list[nn.Parameter], OnDemand | None]:
-    """The whole parameters of all units in their order, and the mode in which they are on demand, if they are."""
+    """Return the whole parameters of all units in their order, and the mode of those on demand.
+
+    The mode is None if the parameters are in memory.
+    """
     shards = [(shard, _dtype(shard, unit)) for unit in units for shard, _ in unit.shards]
     described: dict[str, Any] = {
         str(i): [list(shard.shape), str(dtype), shard.requires_grad] for i, (shard, dtype) in enumerate(shards)
@@ -170,7 +177,10 @@ def _values(shard: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _fit(shards: list[tuple[Any, torch.dtype]], members: Team) -> bool:
-    """Return True if the parameters and the float64 of a proof surely fit in the free memory of all ranks."""
+    """Return True if the parameters and the float64 of a proof surely fit in free memory.
+
+    They must fit in that of all ranks.
+    """
     device = shards[0][0].device
     need = sum(shard.numel() * (dtype.itemsize + PROOF) for shard, dtype in shards)
     number = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
@@ -196,7 +206,10 @@ def _in_file(shards: list[tuple[Any, torch.dtype]], members: Team) -> tuple[list
 
 
 def _in_memory(shards: list[tuple[Any, torch.dtype]], members: Team) -> list[nn.Parameter]:
-    """The parameters in the memory of this rank; every rank has room for them before anything is exchanged."""
+    """Return the parameters, gathered in the memory of this rank.
+
+    Every rank makes sure of room for them before anything is exchanged.
+    """
     whole, failure = _room(shards)  # an error in the midst of an exchange would leave the others waiting
     failures = members.share(failure)
     if any(failures):
@@ -210,7 +223,9 @@ def _in_memory(shards: list[tuple[Any, torch.dtype]], members: Team) -> list[nn.
 
 
 def _parameter(tensor: Tensor, shard: Any) -> nn.Parameter:
-    """The parameter with these values: a frozen one is the object of last time, if they are those of last time.
+    """Return the parameter with these values.
+
+    A frozen one is the object of last time, if the values are those of last time.
 
     A forward pass may branch on what is frozen: the model would have to be proven anew for another object.
     """
@@ -230,7 +245,10 @@ def _dtype(shard: Any, unit: Unit) -> torch.dtype:
 
 
 def _room(shards: list[tuple[Any, torch.dtype]]) -> tuple[list[Tensor], str | None]:
-    """Memory for the parameters, with enough beside it to gather the largest; or why there is none."""
+    """Return memory for the parameters, or why there is none.
+
+    Enough must be free beside it to gather the largest.
+    """
     try:
         with torch.inference_mode(False):
             whole = [torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard, dtype in shards]
@@ -291,7 +309,10 @@ class _Casts:
 
 @contextmanager
 def _plain(units: list[Unit], whole: list[nn.Parameter]) -> Iterator[None]:
-    """Let the modules be of their own classes, without what fully_shard has given them, and hold the whole parameters."""
+    """Let the modules be of their own classes and hold the whole parameters.
+
+    What fully_shard has given them is taken off, and put back afterwards.
+    """
     with ExitStack() as back:
         for unit in units:
             for handle in unit.hooks:
@@ -315,7 +336,10 @@ def _plain(units: list[Unit], whole: list[nn.Parameter]) -> Iterator[None]:
 
 
 def _replace_hooks(units: list[Unit]) -> None:
-    """Take the hooks of the units off their modules; in their places, those that cast where the policies have them cast."""
+    """Take the hooks of the units off their modules.
+
+    In their places come hooks that cast where the units' policies have them cast.
+    """
     places = [place for unit in units for _, shared in unit.shards for place in shared]
     casts = [_Casts(unit, places) for unit in units]
     groups = [each for each in casts if each.wanted and len(each.modules) > 1]
@@ -337,7 +361,10 @@ def _refill(registry: Any, before: dict) -> None:
 
 
 def _put(module: nn.Module, name: str, parameter: Any) -> None:
-    """Register a parameter as torch does when it shards: recurrent layers keep a list of theirs beside."""
+    """Register a parameter as torch does when it shards a module.
+
+    Recurrent layers keep a list of their parameters besides.
+    """
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = parameter
     else:

@@ -1,4 +1,6 @@
-"""Messages between the ranks of a group through its store: a time limit on every wait, and errors that all ranks share.
+"""Messages between the ranks of a group through its store.
+
+Every wait has a time limit, and all ranks share errors.
 
 The store is that of torch.distributed (a small key-value server), so this needs no GPU, no NCCL and no collective that
 could hang. It is for control and for small results: every rank reads what every other rank has written.
@@ -89,7 +91,10 @@ class Board:
             pause = min(pause * 1.5, _POLLS[1])
 
     def fail(self, error: BaseException) -> Exception:
-        """Tell the others that this rank has failed; return the error that all of them raise: that of the first to fail."""
+        """Tell the others that this rank has failed, and return the error that all of them raise.
+
+        It is that of the first rank to fail.
+        """
         if self.failure is not None:
             return self.failure
         failure = {"rank": self.rank, "kind": type(error).__name__, "text": one_line(error)}
@@ -111,7 +116,10 @@ class Board:
 
 
 def rebuilt(failure: dict[str, Any]) -> FastlrError:
-    """Return the error of a rank that has failed: of its own class if that is fastlr's, else a DistributedError."""
+    """Return the error of a rank that has failed.
+
+    It is of its own class if that is fastlr's, else a DistributedError.
+    """
     kind = getattr(fastlr.errors, failure["kind"], None)
     text = f"rank {failure['rank']}: {failure['text']}"
     error = kind(text) if isinstance(kind, type) and issubclass(kind, FastlrError) else DistributedError(text)

@@ -89,7 +89,9 @@ _active: ContextVar[OnDemand | None] = ContextVar("fastlr_on_demand", default=No
 
 
 class OnDemand(TorchFunctionMode):
-    """Gives every call of torch the values of the parameters that it is given, and takes them away after it.
+    """Gives every call of torch the values of the parameters that are its arguments.
+
+    They are taken away after the call.
 
     Args:
         file: with the values.
@@ -198,7 +200,10 @@ class OnDemand(TorchFunctionMode):
     # -- what autograd saves -------------------------------------------------------------------------------------------
 
     def pack(self, t: Tensor) -> Any:
-        """What a graph keeps of a tensor that it saves: the place of one that is on demand, else the tensor."""
+        """Return what a graph keeps in place of a tensor that it saves.
+
+        For a tensor that is on demand it is the tensor's place, else the tensor itself.
+        """
         if self.saves_nothing:
             return None
         with no_torch_function():
@@ -271,14 +276,20 @@ def derived(tensor: Tensor, dtype: torch.dtype, make: Callable[[Tensor], Tensor]
 
 
 def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The hooks of saved tensors by which graphs hold no parameter that is on demand; None where none is."""
+    """Return hooks of saved tensors by which graphs hold no parameter that is on demand.
+
+    Returns None where no parameter is.
+    """
     mode = _active.get()
     return None if mode is None else (mode.pack, mode.unpack)
 
 
 @contextmanager
 def structure_only() -> Iterator[None]:
-    """Within this context graphs save nothing where parameters are on demand: they can be walked, but not run backward."""
+    """Within this context graphs save nothing where parameters are on demand.
+
+    They can be walked, but not run backward.
+    """
     mode = _active.get()
     if mode is None:
         yield
@@ -298,7 +309,10 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gradients(z: Tensor, inputs: Sequence[Any], v: Tensor, *, retain: bool) -> tuple[Tensor | None, ...]:
-    """Gradients of <v, z>, as torch.autograd.grad gives them; what runs within has the values of parameters, too."""
+    """Return the gradients of <v, z>, as torch.autograd.grad gives them.
+
+    Hooks that run within have the values of parameters that are on demand, too.
+    """
     if _active.get() is None:
         return torch.autograd.grad(z, inputs, v, retain_graph=retain, allow_unused=True)
     return run_backward(z, inputs, v, retain=retain)

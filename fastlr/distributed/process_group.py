@@ -20,7 +20,9 @@ RUN_TIMEOUT = 1800.0
 
 @contextmanager
 def joined(timeout: float = RUN_TIMEOUT) -> Iterator[Team]:
-    """Let the processes of torchrun work together, in a process group; this process alone where torchrun did not start it.
+    """Join the processes of torchrun in a process group.
+
+    A process that torchrun did not start works alone.
 
     Inside, `fastlr.distributed.team` is all of them. Each has a GPU of its own where there are enough: NCCL then exchanges
     what lies there, and gloo the rest. What fastlr warns of is printed by rank 0. An error on one rank is raised on all
@@ -59,7 +61,10 @@ def _take_gpu() -> str | None:
 
 
 def broadcast(members: Team, content: Any) -> Any:
-    """Return what rank 0 gives, on every rank, tensors on the CPU: what `torch.load` reads with ``weights_only``."""
+    """Return on every rank what rank 0 gives, with its tensors on the CPU.
+
+    It may be what `torch.load` reads with ``weights_only``.
+    """
     if members.size == 1:
         return content
     buffer = io.BytesIO()

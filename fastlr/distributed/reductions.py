@@ -1,4 +1,7 @@
-"""Sums over ranks: float32 additions in the order of the ranks, rounded once; the same bits on every rank and run."""
+"""Sums over ranks: float32 additions in the order of the ranks, rounded once.
+
+They give the same bits on every rank and in every run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Estimates shared by the ranks of a group: each measures some of the inputs, and all of them get the same result."""
+"""Share estimates between the ranks of a group.
+
+Each rank measures some of the inputs, and all of them get the same result.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ class Team:
         return [message] if self.board is None else self.board.share(message)
 
     def agree(self, what: str, message: dict[str, Any], remedy: str) -> None:
-        """Raise InputError, the same on all ranks, unless they all give the same; it names the first difference."""
+        """Raise InputError, the same on all ranks, unless they all give the same message.
+
+        The error names the first difference.
+        """
         everyone = self.share(message)
         for rank, other in enumerate(everyone):
             for name in dict.fromkeys([*everyone[0], *other]):
@@ -75,13 +81,18 @@ class Team:
         return (f"the inputs were shared by {self.size} ranks", *notes)
 
     def span(self, done: int, step: int, total: int) -> tuple[int, int, int]:
-        """The next inputs: (where this rank's begin, where they end, where those of all ranks end)."""
+        """Return the span of the next inputs.
+
+        It is (where this rank's begin, where they end, where those of all ranks end).
+        """
         stop = min(done + step * self.size, total)
         start = min(done + step * self.rank, stop)
         return start, min(start + step, stop), stop
 
     def join(self, values: Tensor, chunk: int) -> tuple[Tensor, int, int]:  # [k] -> [sum of k over ranks]
-        """Values [k] of all ranks in their order, where this rank's begin, and the least of the ranks' chunks, in one message.
+        """Return the values [k] of all ranks in their order, by one message of each rank.
+
+        With them come the position where this rank's begin, and the least of the ranks' chunks.
 
         The values are float64 on the CPU where there are several ranks.
         """
@@ -122,7 +133,9 @@ def team() -> Team:
 
 @contextmanager
 def sharded(group: dist.ProcessGroup | None = None, *, timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
-    """Let ``fastlr.estimate`` and ``LocalRedundancy.measure`` inside be shared by the ranks of a group.
+    """Let the ranks of a group share the estimates inside this context.
+
+    These are those of ``fastlr.estimate`` and ``LocalRedundancy.measure``.
 
     Every rank enters, with the same model, inputs and arguments (checked); each measures a share of the inputs, and all
     of them return the same `Estimate` but for ``seconds`` and ``device``. The values are gathered in the order of the
@@ -167,7 +180,9 @@ def sharded(group: dist.ProcessGroup | None = None, *, timeout: float = ESTIMATE
 
 @contextmanager
 def apart() -> Iterator[Team]:
-    """Within `sharded`: work that may fail, with an error that all ranks raise, catch and go on after; all enter it.
+    """Within `sharded`, set apart work that may fail; all ranks enter it.
+
+    All ranks raise its error, and can catch it and go on.
 
     It has messages of its own, as those of a team end with an error. One process alone needs none.
     """
@@ -205,7 +220,10 @@ def torchrun_board(prefix: str, verb: str, timeout: float) -> Iterator[Board]:
 
 @contextmanager
 def launched(timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
-    """As `sharded`, for a command that torchrun has started: its ranks, or this process alone where it was not."""
+    """Share estimates, as `sharded` does, between the ranks that torchrun has started.
+
+    For a command; a process that torchrun has not started works alone.
+    """
     if not by_torchrun():
         yield ALONE
         return
@@ -216,7 +234,10 @@ def launched(timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
 
 
 def local_device(name: str | None) -> str | None:
-    """The device of a process that torchrun has started: where GPUs are meant but none is named, one for each process."""
+    """Return the name of the device of a process that torchrun has started.
+
+    Where GPUs are meant but none is named, each process has one.
+    """
     local = os.environ.get("LOCAL_RANK")
     if local is None or name not in (None, "cuda") or not torch.cuda.is_available():
         return name
@@ -236,7 +257,11 @@ def _shared(board: Board, group: Any = None) -> Iterator[Team]:
 
 
 def checked_group(group: Any) -> Any:
-    """The group itself, or the default one; InputError where there is none or this rank is not in it."""
+    """Return the group itself, or the default one for None.
+
+    Raises:
+        InputError: There is none, or this rank is not in it.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
             "torch.distributed is not initialised: start with torchrun and call torch.distributed.init_process_group()"
@@ -249,7 +274,10 @@ def checked_group(group: Any) -> Any:
 
 
 def fingerprint(model: nn.Module) -> dict[str, list[Any]]:
-    """Name -> shape, dtype and sums of the bits of every parameter and buffer: other values, other sums."""
+    """Return the shape, dtype and sums of the bits of every parameter and buffer by name.
+
+    Other values give other sums.
+    """
     named = [*model.named_parameters(), *model.named_buffers()]
     pairs_on: dict[torch.device, list[Tensor]] = {}
     for _, t in named:
@@ -259,7 +287,11 @@ def fingerprint(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def bit_sums(t: Tensor) -> Tensor:
-    """Sums over the bits of a tensor as integers [2], the second over every third: wrapping, so in any order."""
+    """Return two sums [2] over the bits of a tensor as integers.
+
+    The first is over all elements, the second over every third. They wrap around, so any order of
+    adding gives the same.
+    """
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     flat = t.contiguous().flatten()

@@ -1,4 +1,7 @@
-"""A file without a name that the ranks of a host share: tensors written once, and read by each rank when it likes."""
+"""A nameless file that the ranks of a host share.
+
+Its tensors are written once, and read by each rank when it likes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ SUPPORTED = hasattr(os, "posix_fallocate") and hasattr(mmap, "MADV_DONTNEED")  #
 
 
 class SharedFile:
-    """Tensors in a file of the folder for temporary files; what a rank writes into those that it has read stays with it.
+    """Tensors in a file of the folder for temporary files, shared by the ranks of a host.
+
+    What a rank writes into tensors that it has read stays with that rank.
 
     Args:
         members: the ranks, which all make one.
@@ -105,7 +110,10 @@ class SharedFile:
         return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).view(shape)
 
     def forget(self, number: int) -> None:
-        """Let this process hold nothing of a tensor: what reads it again finds it in the file, as it was written."""
+        """Release this process's memory of a tensor.
+
+        What reads the tensor again finds it in the file, as it was written.
+        """
         self._map.madvise(mmap.MADV_DONTNEED, *self._spans[number])
 
 

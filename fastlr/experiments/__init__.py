@@ -1,1 +1,1 @@
-"""Long runs that can be trusted: the continual-learning driver, and the run folders that later drivers share."""
+"""Reproducible long runs: continual learning, memorisation, transfer, and their run folders."""

@@ -62,7 +62,10 @@ class Inputs:
         raise NotImplementedError(f"{type(self).__name__} must implement _make(start, stop, seed, device, dtype)")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what defines these inputs, ready for JSON: the class under "inputs", and its arguments."""
+        """Return what defines these inputs, ready for JSON: their class and its arguments.
+
+        The class is under "inputs".
+        """
         return {"inputs": type(self).__name__, **_plain(vars(self))}
 
 
@@ -74,6 +77,9 @@ def _plain(value: Any) -> Any:
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Raise InputError unless the dtype of a batch is floating point, or None for the source's own."""
+    """Raise InputError unless a batch's dtype is floating point or None.
+
+    None is for the source's own dtype.
+    """
     if dtype is not None and dtype not in _DTYPES:
         raise InputError(f"dtype must be one of float16, bfloat16, float32 and float64, got {dtype}")

@@ -38,7 +38,10 @@ def _positive(**counts: int) -> None:
 
 
 def _mean_std(normalize: Normalize, channels: int) -> tuple[Tensor, Tensor] | None:
-    """The float64 mean and standard deviation of each channel that ``normalize`` names, or None for None."""
+    """Return the float64 mean and standard deviation of each channel, or None.
+
+    ``normalize`` names them; None is for None.
+    """
     if normalize is None:
         return None
     if normalize == "imagenet":
@@ -99,19 +102,24 @@ class ShapeImages(Inputs):
         _mean_std(self.normalize, channels)
 
     def table(self) -> Tensor:  # [C, 256]
-        """Return the output of each byte in each channel, ``[C, 256]`` float32, rounded once from float64."""
+        """Return the output of each byte in each channel, ``[C, 256]`` float32.
+
+        It is rounded once from float64.
+        """
         levels = torch.arange(256, dtype=torch.float64, device="cpu")[None] / 255
         mean_std = _mean_std(self.normalize, self.size[0])
         levels = levels.expand(self.size[0], 256) if mean_std is None else (levels - mean_std[0]) / mean_std[1]
         return levels.float()
 
     def raw(self, start: int, stop: int, *, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
-        """Return the images ``start .. stop-1`` as bytes, ``[n, C, H, W]`` uint8: what the eye sees."""
+        """Return the images ``start .. stop-1`` as displayable bytes, ``[n, C, H, W]`` uint8."""
         device = torch.get_default_device() if device is None else torch.device(device)
         return self._images(start, stop, seed, device, torch.uint8, None)
 
     def at(self, index: Tensor, *, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:  # [n]
-        """Return the images with the numbers ``index``, on its device and in its order: the bits that `batch` gives.
+        """Return the images with the numbers ``index``, on its device and in its order.
+
+        They have the bits that `batch` gives.
 
         Args:
             index: ``[n]`` int64, such as a part of a permutation; numbers from 2**63 on as the int64 of the same bits.
@@ -134,7 +142,9 @@ class ShapeImages(Inputs):
     def from_device(
         self, *, seed: int, device: torch.device, dtype: torch.dtype | None
     ) -> Callable[[Tensor, int], Tensor] | None:
-        """Return ``(first, n) -> batch(first, first + n)`` with ``first`` ([1] int64) read on the GPU; None elsewhere.
+        """Return ``(first, n) -> batch(first, first + n)`` with ``first`` read on the GPU.
+
+        ``first`` is a tensor, [1] int64. Where the Triton kernel does not serve, return None.
 
         What a CUDA graph needs that is replayed for other images; the kernel waits for nothing on the host.
         """
@@ -164,7 +174,9 @@ class ShapeImages(Inputs):
 
 @dataclass(frozen=True)
 class NoiseImages(Inputs):
-    """Independent Gaussian noise in every pixel and channel: input type (i) of the paper's ablation (Appendix A.4).
+    """Independent Gaussian noise in every pixel and channel.
+
+    Input type (i) of the paper's ablation (Appendix A.4).
 
     The paper gives no scale. Here the network sees z ~ N(0, 1), noise of unit variance in the *normalised* space, the
     scale of ImageNet images after the usual normalisation. With ``normalize`` the *pixels* are z ~ N(0, 1), unclipped,

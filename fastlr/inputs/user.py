@@ -63,7 +63,10 @@ class TensorInputs(Inputs):
         return f"TensorInputs({self._describe()}, in_dim={self.in_dim}, length={self.limit})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the shapes and dtypes (not the values), the sample axis and the number of samples, ready for JSON."""
+        """Return shapes and dtypes, the sample axis and the number of samples, ready for JSON.
+
+        The values are not in it.
+        """
         return {"inputs": "TensorInputs", "tensors": self._describe(), "in_dim": self.in_dim, "length": self.limit}
 
     def _describe(self) -> str:

@@ -16,7 +16,9 @@ except ImportError as missing:
 
 
 class LocalRedundancyMetric(Integration, PluginMetric):
-    """Measures the strategy's model before the first and after every experience, or every so many steps or epochs.
+    """Measures the strategy's model before the first and after every experience.
+
+    With ``every_n_steps`` or ``every_n_epochs`` it measures every so many steps or epochs.
 
     Give it to an ``EvaluationPlugin`` like any other metric: ``EvaluationPlugin(accuracy_metrics(stream=True),
     LocalRedundancyMetric(fastlr.ShapeImages((3, 32, 32))), loggers=[...])``. Each number is a curve of its own,
@@ -88,7 +90,10 @@ class LocalRedundancyMetric(Integration, PluginMetric):
         return None if self.has_schedule else self.measure(strategy)
 
     def measure(self, strategy: Any) -> list[Any] | None:
-        """Measure now. Returns Avalanche's metric values; None on processes other than that of rank 0, or if it failed."""
+        """Measure now, and return Avalanche's metric values.
+
+        None on processes other than that of rank 0, or if the measurement failed.
+        """
         if rank() != 0:
             return None
         reading = self.meter.measure(lambda: strategy.model, self.steps, self.epochs, keep=self.keeper.see)

@@ -19,7 +19,9 @@ _PREFIXES = ("", "module.", "_orig_mod.", "module.module.", "module._orig_mod.",
 
 @contextmanager
 def with_weights(model: nn.Module, weights: Weights | None) -> Iterator[None]:
-    """Let the model's parameters and buffers have other values; afterwards they are the same memory as before.
+    """Let the model's parameters and buffers have other values within this context.
+
+    Afterwards they are the same memory as before.
 
     Nothing is copied where device and dtype agree: the tensors' memory is exchanged, so that what autograd saved of the
     model's own values stays valid, and so do references to its parameters.

@@ -19,7 +19,9 @@ except ImportError as missing:
 
 
 class LocalRedundancyCallback(Integration, TrainerCallback):
-    """Measures the trainer's model every so many steps or epochs, or at evaluations, and logs it by ``trainer.log``.
+    """Measures the trainer's model every so many steps or epochs, or at evaluations.
+
+    It logs the numbers by ``trainer.log``.
 
     So the numbers are in ``trainer.state.log_history`` and wherever ``report_to`` says. Without ``every_n_steps`` and
     ``every_n_epochs`` the model is measured at every evaluation, whose metrics then hold ``eval_local_redundancy``:
@@ -87,7 +89,10 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
                 metrics[f"eval_{NAME}"] = reading.value
 
     def measure(self) -> Reading | None:
-        """Measure and log now; every process must call this. Returns the reading, None where it failed with a warning."""
+        """Measure and log now, and return the reading; every process must call this.
+
+        Returns None where the measurement failed with a warning.
+        """
         args, state = self.trainer.args, self.trainer.state
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         model = self.trainer.model

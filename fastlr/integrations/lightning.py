@@ -103,7 +103,10 @@ class LocalRedundancyMonitor(Integration, Callback):
             self.measure(trainer, pl_module)
 
     def measure(self, trainer: Any, pl_module: Any) -> Reading | None:
-        """Measure and log now; every process must call this. Returns the reading, None where it failed with a warning."""
+        """Measure and log now, and return the reading; every process must call this.
+
+        Returns None where the measurement failed with a warning.
+        """
         dtype = _AUTOCAST.get(str(trainer.precision))
 
         def target() -> nn.Module:

@@ -43,7 +43,9 @@ class _Closing(AbstractContextManager):
 
 
 class CallbackLogger(_Closing):
-    """Calls a function with a dict of the values, and the step: for wandb, MLflow, or a list of yours.
+    """Calls a function with a dict of the values, and the step.
+
+    For wandb, MLflow, or a list of yours.
 
     Example:
         >>> seen = []
@@ -97,7 +99,9 @@ class _FileLogger(_Closing):
 
 
 class JsonLinesLogger(_FileLogger):
-    """Appends ``{"step": 3, "accuracy": 0.5}`` to a file, one line a call; values that are not finite become null.
+    """Appends one line of JSON a call to a file, such as ``{"step": 3, "accuracy": 0.5}``.
+
+    Values that are not finite become null.
 
     Args:
         path: The file; missing folders are made.
@@ -126,7 +130,9 @@ class JsonLinesLogger(_FileLogger):
 
 
 class CsvLogger(_FileLogger):
-    """Appends a row a call: the step, then a column for each name. A new name adds a column (the file is then rewritten).
+    """Appends one row a call to a CSV file: the step, then a column for each name.
+
+    A new name adds a column (the file is then rewritten).
 
     Args:
         path: The file; missing folders are made.
@@ -168,7 +174,9 @@ class CsvLogger(_FileLogger):
 
 
 class TensorBoardLogger(_Closing):
-    """Writes scalars for TensorBoard: ``tensorboard --logdir FOLDER`` shows them; a ``/`` in a name makes a group.
+    """Writes scalars for TensorBoard, which ``tensorboard --logdir FOLDER`` shows.
+
+    A ``/`` in a name makes a group.
 
     Args:
         folder: For the event files; made if missing.

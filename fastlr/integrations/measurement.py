@@ -1,4 +1,7 @@
-"""The common part of all integrations: what is measured and when, one reading, the best checkpoint, several processes."""
+"""The common part of all integrations: what to measure and when, with several processes.
+
+A reading, and the keeper of the best checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,11 @@ class Reading:
         return self.estimate.value
 
     def values(self, prefix: str = "") -> dict[str, float]:
-        """The numbers for a logger: local_redundancy, local_redundancy_stderr and the measures, the prefix before each."""
+        """Return the numbers for a logger by name, the prefix before each name.
+
+        These are local_redundancy, local_redundancy_stderr and the measures; those that are not
+        finite are left out.
+        """
         numbers = {NAME: self.estimate.value, f"{NAME}_stderr": self.estimate.stderr}
         numbers |= {name: float(measure) for name, measure in self.measures.items()}
         return {prefix + name: value for name, value in numbers.items() if math.isfinite(value)}
@@ -126,7 +133,9 @@ class Meter:
         dtype: torch.dtype | None = None,
         keep: Callable[[Reading, nn.Module], Any] | None = None,
     ) -> Reading | None:
-        """Measure the model as it is now; None where that failed, with a warning that the training goes on.
+        """Measure the model as it is now, and return the reading.
+
+        Returns None where the measurement failed, with a warning that the training goes on.
 
         Args:
             model: returns the model, which is left as it was wherever this ends.
@@ -172,7 +181,10 @@ class Meter:
         return {**vars(self), "_estimator": None}
 
     def _estimator_of(self, model: nn.Module, dtype: torch.dtype | None) -> LocalRedundancy:
-        """The estimator of the last time, or a new one where the model is another or has other parameters."""
+        """Return the estimator of the last time, or a new one for another model.
+
+        A model that has other parameters counts as another.
+        """
         shapes = tuple((name, p.shape, p.device, p.dtype) for name, p in ModelView.of(model).parameters.items())
         key = (id(model), dtype, shapes)
         if self._estimator is None or key != self._key:
@@ -248,7 +260,9 @@ class Keeper:
 
 
 class Integration:
-    """Base of the monitor and the callbacks: when to measure, what to measure, the last and the best reading.
+    """Base of the monitor and the callbacks: when to measure, what to measure, the readings.
+
+    It keeps the last and the best reading.
 
     A subclass asks `step_due` and `epoch_due` at the events of its framework, has its ``meter`` measure, keeps the reading
     in ``last``, and logs it where its framework wants it.
@@ -295,7 +309,9 @@ class Integration:
 def on_main(
     measure: Callable[[], Reading | None], main: bool, broadcast: Callable[[Any], Any] | None, model: nn.Module
 ) -> Reading | None:
-    """Measure on the main process; the others return its reading or raise its error. All of them must call this.
+    """Measure on the main process; the others return its reading or raise its error.
+
+    All processes must call this.
 
     Args:
         measure: called on the main process alone; on all of them together where the model is under ``fully_shard``.

@@ -18,7 +18,9 @@ from fastlr.ops.torch_private import holds_fully_sharded
 
 
 class Monitor(Integration):
-    """Measures a model every so many steps or epochs of a training loop, logs it, and keeps the best checkpoint.
+    """Measures a model every so many steps or epochs of a training loop.
+
+    It logs the readings, and keeps the best checkpoint.
 
     ``monitor.step()`` after each optimizer step, or ``monitor.epoch()`` after each epoch, is all that a loop needs. The
     training is bit for bit the same without it: parameters, gradients, buffers, flags and random states are left as they
@@ -92,7 +94,7 @@ class Monitor(Integration):
         self.seconds = 0.0
 
     def step(self) -> Reading | None:
-        """Count an optimizer step, and measure if it is due. Returns the reading, if there is one."""
+        """Count an optimizer step, measure if it is due, and return the reading if there is one."""
         self.steps += 1
         return self.measure() if self.step_due(self.steps - 1, self.steps) else None
 
@@ -126,9 +128,11 @@ class Monitor(Integration):
         return reading
 
     def verdict(self) -> str:
-        """Say in two sentences how far local redundancy has moved since the first reading, and whether beyond its error.
+        """Say in two sentences how far local redundancy has moved since the first reading.
 
-        And which blocks lost most; with ``measures=["dormant_ratio"]`` how many units are dormant. See
+        They say whether that is beyond its error.
+
+        They also say which blocks lost most; with ``measures=["dormant_ratio"]`` how many units are dormant. See
         `fastlr.display.verdict.verdict`.
         """
         last = _numbers(self.last) if self.last else {}
@@ -136,7 +140,10 @@ class Monitor(Integration):
         return verdict(self.first, last, dormant.to_dict() if dormant is not None else None, "the first reading")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint should hold, so that a resumed training measures at the same steps, with the same bits."""
+        """Return what a checkpoint should hold of this monitor.
+
+        A resumed training then measures at the same steps, with the same bits.
+        """
         counts = {"steps": self.steps, "epochs": self.epochs, "first": self.first}
         return {**counts, **self.keeper.state_dict(), **self.meter.state_dict()}
 

@@ -9,7 +9,9 @@ from fastlr.errors import InputError
 
 
 class ConvNet(nn.Module):
-    """Three convolutions (of 5 x 5, 3 x 3 and 3 x 3), each with ReLU and 2 x 2 max pooling, and three linear layers.
+    """A network of three convolutions and three linear layers.
+
+    The convolutions are of 5 x 5, 3 x 3 and 3 x 3, each with ReLU and 2 x 2 max pooling.
 
     With the defaults it has 177,218 parameters and is the network of Dohare et al. (2024, "Loss of plasticity in deep
     continual learning", appendix; ``lop/nets/conv_net.py`` of their code), with torch's default initialisation.

@@ -1,4 +1,7 @@
-"""Models by name (torchvision, timm, your own function), and checkpoints, loaded strictly as plain tensors."""
+"""Load models by name, and checkpoints, strictly as plain tensors.
+
+The models are torchvision's, timm's or those of your own function.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +212,9 @@ def _from_function(name: str, arguments: dict[str, Any]) -> nn.Module:
 
 
 def call_factory(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
-    """Import ``package.module:function``, the current folder included, and return what the function returns.
+    """Import ``package.module:function`` and return what the function returns.
+
+    Modules in the current folder are found, too.
 
     Raises:
         InputError: The module or the function does not exist, or the call fails; the original error is its cause.

@@ -1,4 +1,7 @@
-"""PatchTST: the transformer over patches of a time series that the paper forecasts with (section 4.2, appendix A.2)."""
+"""PatchTST: the transformer over patches of a time series that the paper forecasts with.
+
+Source: paper, section 4.2 and appendix A.2.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ _HUGGING_FACE = {
 
 
 class PatchTST(nn.Module):
-    """PatchTST (Nie et al. 2023, arXiv:2211.14730) as Hugging Face's ``PatchTSTForPrediction`` computes it by default.
+    """PatchTST as Hugging Face's ``PatchTSTForPrediction`` computes it by default.
+
+    Source: Nie et al. 2023, arXiv:2211.14730.
 
     Each channel of each window is a sequence of its own: it is brought to mean 0 and variance 1 over the context, cut
     into patches, and each patch becomes a token by one linear layer and a sine-cosine table of positions. Then
@@ -166,7 +171,9 @@ class PatchTST(nn.Module):
 
     @classmethod
     def from_hugging_face(cls, model: nn.Module) -> PatchTST:
-        """Return a copy of a ``transformers.PatchTSTForPrediction``: the same function, with copied weights.
+        """Return a copy of a ``transformers.PatchTSTForPrediction`` with copied weights.
+
+        It computes the same function.
 
         Raises:
             InputError: It is none, or has an option that this network lacks, named.
@@ -222,7 +229,10 @@ class EncoderLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor, patches: int) -> Tensor:  # [sequences x patches, width]
-        """Return the tokens after attention within each sequence of ``patches`` and the feed-forward part."""
+        """Return the tokens after self-attention and the feed-forward part.
+
+        Attention is within each sequence of ``patches`` tokens.
+        """
         width = h.shape[1]
         qkv = self.qkv(self.norm1(h)).view(-1, patches, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -233,7 +243,9 @@ class EncoderLayer(nn.Module):
 
 
 def hugging_face(dropout: float = 0.1, **sizes: int) -> nn.Module:
-    """Return Hugging Face's ``PatchTSTForPrediction`` with the settings of `PatchTST`, and its own defaults otherwise.
+    """Return Hugging Face's ``PatchTSTForPrediction`` with the settings of `PatchTST`.
+
+    What `PatchTST` does not set has Hugging Face's default.
 
     Args:
         dropout: As in `PatchTST`.
@@ -258,7 +270,9 @@ def hugging_face(dropout: float = 0.1, **sizes: int) -> nn.Module:
 
 
 def size_beside_the_papers(parameters: int) -> list[str]:
-    """Return the number of parameters beside that of the paper's transfer experiment (appendix A.2) if they differ.
+    """Return the number of parameters beside the paper's, in a list that is empty if they agree.
+
+    The paper's is that of its transfer experiment (appendix A.2).
 
     Example:
         >>> size_beside_the_papers(2137440), size_beside_the_papers(2261234)
@@ -269,7 +283,10 @@ def size_beside_the_papers(parameters: int) -> list[str]:
 
 
 def _sine_cosine(patches: int, width: int) -> Tensor:  # [patches, width]
-    """Hugging Face's table of positions: sines and cosines, centred, at a standard deviation of 0.1."""
+    """Return Hugging Face's table of positions, ``[patches, width]``.
+
+    It has sines and cosines, centred, at a standard deviation of 0.1.
+    """
     position = torch.arange(patches)[:, None]
     rate = torch.exp(torch.arange(0, width, 2) * -(math.log(10000.0) / width))
     table = torch.stack([torch.sin(position * rate), torch.cos(position * rate)], 2).flatten(1)

@@ -1,4 +1,4 @@
-"""The ablation from checkpoints: local redundancy on synthetic and on real inputs, checkpoint by checkpoint.
+"""The ablation from checkpoints: local redundancy on synthetic and on real inputs at each of them.
 
 Source: paper, appendix A.4.
 """
@@ -125,7 +125,9 @@ def measure_checkpoints(
     dtype: torch.dtype | None = None,
     progress: Progress = no_progress,
 ) -> list[dict[str, Estimate]]:
-    """Measure local redundancy on synthetic and on real inputs at each checkpoint, on the same inputs each time.
+    """Measure local redundancy on synthetic and on real inputs at each of a list of checkpoints.
+
+    The inputs are the same at every checkpoint.
 
     Args:
         model: The checkpoints are loaded into it, strictly; it is left with the last.
@@ -155,8 +157,11 @@ def measure_checkpoints(
     return measure_each(model, paths, sources, progress=progress, **options)
 
 
-def as_run(measured: Sequence[Mapping[str, Estimate]]) -> ContinualRun:
-    """Return the measurements as a run's records, one "task" a checkpoint, as `agreement` takes them."""
+def as_run(measured: Sequence[Mapping[str, Estimate]]) -> Run:
+    """Return the measurements as a run's records, one "task" for each checkpoint.
+
+    This is the form that `agreement` takes.
+    """
     tasks = {}
     for i, estimates in enumerate(measured):
         tasks[i] = {

@@ -1,4 +1,7 @@
-"""The tables of the ablation: how local redundancy on synthetic inputs follows that on real ones (paper, Table 4)."""
+"""Tables of the ablation: how local redundancy on synthetic inputs follows that on real ones.
+
+Source: paper, Table 4.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def few_checkpoints(n: int) -> str:
 
 
 def checkpoints_sheet(names: Sequence[str], measured: Sequence[Mapping[str, Estimate]], notes: Sequence[str]) -> Sheet:
-    """Local redundancy with its standard error at each checkpoint, a column for each kind of inputs."""
+    """Return the table of local redundancy at each checkpoint, a column for each kind of inputs.
+
+    Every value has its standard error.
+    """
     columns = ("checkpoint", *(f"{INPUTS[kind]} (n = {estimate.n})" for kind, estimate in measured[0].items()))
     rows = tuple(
         (name, *(pm(estimate.value, estimate.stderr) for estimate in estimates.values()))

@@ -24,7 +24,9 @@ def no_progress(label: str, total: int) -> AbstractContextManager[Any]:
 
 
 def existing(checkpoints: Sequence[str | Path], fewest: int, why: str) -> list[Path]:
-    """Return the files, each there once, at least ``fewest``; ``why`` says what so many are needed for.
+    """Return the checkpoints' paths: each file exists, is given once; there are ``fewest`` or more.
+
+    ``why`` tells the user what so many are needed for.
 
     Raises:
         InputError: Fewer, one named twice, or missing.
@@ -49,7 +51,9 @@ def measure_each(
     progress: Progress = no_progress,
     **options: Any,
 ) -> list[dict[str, Estimate]]:
-    """Measure local redundancy at each checkpoint, on the same inputs each time; plans are made and proven once.
+    """Measure local redundancy at each checkpoint, on the same inputs each time.
+
+    The estimators are kept from one checkpoint to the next, so that plans are made and proven once.
 
     Args:
         model: The checkpoints are loaded into it, strictly; it is left with the last.

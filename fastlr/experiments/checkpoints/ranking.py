@@ -1,4 +1,4 @@
-"""Ranking checkpoints by local redundancy: which is best, and whether the numbers can tell it from the next.
+"""Rank checkpoints by local redundancy, with a test of whether the best differs from the others.
 
 All estimates are on the same inputs, so two checkpoints are compared by the differences input by input, in which what
 inputs have in common cancels.
@@ -66,7 +66,7 @@ class Ranking:
 
     @property
     def ties(self) -> list[str]:
-        """The checkpoints that cannot be told from the best: the adjusted p is at least the level."""
+        """The checkpoints that tie with the best: the adjusted p is at least ``level``."""
         pairs = [pair for name in self.estimates if (pair := self.against_best(name))]
         return [pair.second for pair in pairs if pair.adjusted >= self.level]
 

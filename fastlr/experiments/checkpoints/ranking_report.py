@@ -70,7 +70,10 @@ def ranking_record(ranked: Ranking) -> dict[str, Any]:
 
 
 def ranking_chart(ranked: Ranking, path: str | os.PathLike[str]) -> bool:
-    """Draw local redundancy of each checkpoint, best first, and the paired difference from the best; 95 % intervals."""
+    """Draw each checkpoint's local redundancy, best first, and its paired difference from the best.
+
+    The intervals are of 95 %.
+    """
     names = list(ranked.estimates)
     figure, (left, right) = new_figure((9, 1.5 + 0.32 * len(names)), 1, 2, sharey=True)
     for y, (name, estimate) in enumerate(ranked.estimates.items()):

@@ -1,4 +1,7 @@
-"""The paper's other strategies of selecting a checkpoint (its Table 3), for a user's checkpoints, images or series."""
+"""The paper's other strategies of checkpoint selection (its Table 3), for a user's checkpoints.
+
+The data are images or time series.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ Make = Callable[[int | None], nn.Module]
 
 
 class StoreImages:
-    """The images of one split of a store with their labels, the numbers of their classes; read when they are in a batch."""
+    """The images of one split of an image store with their labels, the numbers of their classes.
+
+    Images are read when they are in a batch.
+    """
 
     def __init__(self, store: ImageStore, split: str) -> None:
         self.images, (self.rows, classes) = store.images, store.rows(split)
@@ -44,7 +50,10 @@ class StoreImages:
         return len(self.rows)
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the images ``index``, normalised, ``[B, 3, H, W]``, and their labels ``[B]``, on its device."""
+        """Return the images ``index``, normalised, ``[B, 3, H, W]``, and their labels ``[B]``.
+
+        Both are on the device of ``index``.
+        """
         chosen = index.cpu()
         images = torch.from_numpy(self.images[self.rows[chosen.numpy()]]).permute(0, 3, 1, 2)
         return normalise(images.to(index.device)), self.labels[chosen].to(index.device)
@@ -128,7 +137,9 @@ def wanted(names: str, data: Mapping[str, str | None]) -> list[str]:
 
 
 class Strategies:
-    """Measures checkpoints by the paper's strategies other than local redundancy, as ``fastlr transfer`` does.
+    """Measures checkpoints by the paper's strategies other than local redundancy.
+
+    The measures are computed as ``fastlr transfer`` computes them.
 
     Args:
         model: The checkpoints are loaded into it, strictly.
@@ -189,7 +200,7 @@ class Strategies:
             self.probe = Probe(spare, of_probe, options)  # type: ignore[arg-type]
 
     def measure(self, path: Path) -> dict[str, dict[str, Any]]:
-        """Return the values of a checkpoint by the name of the strategy, each with its definition."""
+        """Return a checkpoint's measures by the name of the strategy, each with its definition."""
         net, source = self.net, self._source
         load_state_dict(net.model, read_checkpoint(path), source=str(path))
         found: dict[str, dict[str, Any]] = {}
@@ -247,7 +258,7 @@ def picks(
 
 
 def strategies_sheet(found: Mapping[str, Mapping[str, Any]]) -> Sheet:
-    """The values of each checkpoint by every strategy, side by side; what a strategy picks is marked."""
+    """Return the table of checkpoints by strategies; the pick of each strategy is marked."""
 
     def cell(name: str) -> Callable[[str], str]:
         one = found[name]

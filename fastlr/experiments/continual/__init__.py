@@ -1,4 +1,6 @@
-"""Analysis of continual runs (paper, section 4.1 and appendices A.1, A.4, A.5): what `fastlr report` computes.
+"""Analysis of continual runs, which `fastlr report` shows.
+
+Source: paper, section 4.1 and appendices A.1, A.4, A.5.
 
 - `read_runs`: the records of run folders as series over tasks.
 - `correlations`: of each measure with the accuracy of the tasks to come (Table 1) or with forgetting, errors by block

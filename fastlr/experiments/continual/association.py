@@ -78,7 +78,10 @@ class Correlation:
 
 @dataclass(frozen=True)
 class TooShort:
-    """Runs with too few tasks for a correlation with an honest error; ``str`` of it is a sentence."""
+    """Says that runs have too few tasks for a correlation with a valid standard error.
+
+    ``str`` of it is a sentence for the user.
+    """
 
     target: str
     counts: dict[str, int]
@@ -104,7 +107,7 @@ def correlations(
     length: int | None = None,
     fewest: int = FEWEST,
 ) -> list[Correlation] | TooShort:
-    """Correlate measures at the boundary after task t with what follows it, task number regressed out.
+    """Correlate measures at the boundary after task t with what follows, task number regressed out.
 
     For "future accuracy" the target is the mean accuracy of tasks t + 1 .. t + horizon; for "forgetting" it is what task
     t's accuracy loses by training on task t + 1. Trends are linear in task number, removed by least squares; in the
@@ -218,7 +221,10 @@ def _one_run(
 
 
 def _why_none(raw: Array, x: Array, task: Array, transform: str, partial: bool, fewest: int) -> str:
-    """Say why a measure ``raw``, which is ``x`` after its transform, has no correlation; empty if it has one."""
+    """Say why a measure has no correlation; return the empty string if it has one.
+
+    ``raw`` are the measure's values, ``x`` the same after its transform.
+    """
     if len(raw) < fewest:
         return f"recorded at {len(raw)} usable tasks only, fewer than {fewest}"
     if transform == "log" and (raw <= 0).any():

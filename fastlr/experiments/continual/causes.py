@@ -1,4 +1,7 @@
-"""Does it cause? Measures against accuracy over runs that differ by intervention and seed, and as predictors of what comes."""
+"""Whether measures are causes of accuracy: runs compared by intervention and by seed.
+
+Measures are also tried as predictors of later accuracy.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ _LR = "local_redundancy"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The late fifth of runs by intervention and seed, arrays ``[interventions, seeds]``; NaN: no such run.
+    """Late accuracy and late measures (means over the last fifth) of runs by intervention and seed.
+
+    Arrays are ``[interventions, seeds]``, NaN where there is no such run.
 
     Attributes:
         groups: The runs of each intervention that are compared; the first, with the fewest options, is the control.
@@ -57,14 +62,20 @@ class Comparison:
         return tuple(self.groups)
 
     def change(self, values: Array, intervention: int) -> Mean:
-        """The mean over seeds of what an intervention changes against the control of the same seed."""
+        """Return the mean over seeds of an intervention's effect on ``values``.
+
+        The effect is the difference from the control of the same seed.
+        """
         pairs = finite(values[intervention] - values[0])
         return mean_over_seeds(pairs.tolist()) if len(pairs) else Mean(math.nan, math.nan, math.nan, math.nan, 0)
 
 
-def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun]]:
-    """Group runs by the options of their interventions, those with the fewest first; named by their folders if these differ."""
-    groups: dict[str, list[ContinualRun]] = {}
+def by_intervention(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Group runs by the options of their interventions, those with the fewest options first.
+
+    The groups are named by their folders if these differ.
+    """
+    groups: dict[str, list[Run]] = {}
     told = [{**_OFF, **{k: v for k, v in run.options.items() if k in _OFF}} for run in runs]
     varying = [k for k in _OFF if any(options[k] != told[0][k] for options in told)]
     changed = [{k: options[k] for k in varying if options[k] != _OFF[k]} for options in told]
@@ -76,8 +87,11 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
     return {", ".join(f"{k}={v}" for k, v in json.loads(key).items()) or "none": g for key, g in groups.items()}
 
 
-def compare(runs: Sequence[ContinualRun]) -> Comparison:
-    """Take the late values of runs of several interventions; one with less than 9/10 of the longest's tasks is left out."""
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Take the late accuracy and measures of runs of several interventions.
+
+    A run with less than 9/10 of the longest run's tasks is left out, with a warning.
+    """
     longest = max(map(len, runs))
     used = [run for run in runs if 10 * len(run) >= 9 * longest]
     if len(used) < len(runs):
@@ -101,7 +115,9 @@ def compare(runs: Sequence[ContinualRun]) -> Comparison:
 
 @dataclass(frozen=True)
 class Together:
-    """How a late measure goes with late accuracy: Pearson's r; 95 % intervals are percentiles of a bootstrap, widened.
+    """Pearson's correlation of a late measure with late accuracy, three ways, with 95 % intervals.
+
+    The intervals are percentiles of a bootstrap, widened for few units.
 
     between: over interventions, of means over seeds (interventions and seeds are resampled); within: over the seeds of each
     intervention, of deviations from its means (seeds are); change: of differences to the control of the same seed, not
@@ -115,7 +131,7 @@ class Together:
 
 
 def together(found: Comparison, *, resamples: int = 1000, seed: int = 0) -> list[Together]:
-    """Correlate each measure with accuracy, between interventions, within them, and by what they change."""
+    """Correlate measures with accuracy: between and within interventions, and by their effects."""
     rows, columns = found.accuracy.shape
     if rows < 2:
         return []
@@ -138,7 +154,10 @@ def together(found: Comparison, *, resamples: int = 1000, seed: int = 0) -> list
 
 
 def _percentiles(value: float, again: Array, units: int) -> tuple[float, float]:
-    """The 95 % interval of a correlation, widened on Fisher's scale as Student's is for so few units."""
+    """Return the 95 % interval of a correlation from its bootstrap replicates ``again``.
+
+    The percentiles are widened on Fisher's scale, as Student's quantile is for so few units.
+    """
     known = finite(again)
     if units < FEWEST or not math.isfinite(value) or not len(known):
         return math.nan, math.nan
@@ -169,7 +188,7 @@ def _r(kind: str, x: Array, y: Array) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a measure adds, out of sample, to the prediction of the mean accuracy of the next 10 tasks.
+    """What a measure adds to predictions, out of sample, of the mean accuracy of the next 10 tasks.
 
     Attributes:
         base: R^2 of task number (a line for each run) and current accuracy, against each run's mean.
@@ -186,8 +205,10 @@ class Prediction:
     n: int
 
 
-def predictions(runs: Sequence[ContinualRun], *, resamples: int = 1000, seed: int = 0) -> list[Prediction]:
-    """Nested least squares, with slopes shared by all runs: each of 5 blocks of tasks is predicted from the others.
+def predictions(runs: Sequence[Run], *, resamples: int = 1000, seed: int = 0) -> list[Prediction]:
+    """Predict future accuracy by nested least squares with and without each measure.
+
+    The slopes are shared by all runs, and each of 5 blocks of tasks is predicted from the others.
 
     Tasks within 10 of the block are not learned from, as their targets overlap with it.
     """
@@ -291,8 +312,11 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
     ]
 
 
-def course_sheets(groups: dict[str, list[ContinualRun]]) -> list[Sheet]:
-    """How local redundancy on each kind of input went, with accuracy: untrained, in the first and in the last fifth."""
+def course_sheets(groups: dict[str, list[Run]]) -> list[Sheet]:
+    """Return tables of how local redundancy on each kind of inputs, and accuracy, changed.
+
+    The columns are: untrained, in the first and in the last fifth.
+    """
     runs = (run for group in groups.values() for run in group)
     measured = order(name for run in runs for name in run.measures if name.startswith(_LR))
     return [_course(groups, name) for name in measured]
@@ -324,8 +348,11 @@ def _course(groups: dict[str, list[ContinualRun]], measure: str) -> Sheet:
     return Sheet.of(f"course{measure.removeprefix(_LR)}", f"Over the run: {label(measure)}", groups, columns, [note])
 
 
-def _logs(run: ContinualRun, measure: str) -> list[float]:
-    """Mean logarithms of a measure: untrained, in the first and in the last fifth; NaN where it was not measured."""
+def _logs(run: Run, measure: str) -> list[float]:
+    """Return the mean logarithms of a measure: untrained, in the first and in the last fifth.
+
+    They are NaN where it was not measured.
+    """
     start = np.array([number(as_dict(run.start, measure).get("value"))])
     return [_mean(np.log(part[part > 0])) for part in (start, *ends(run.measure(measure)))]
 
@@ -352,7 +379,11 @@ def _change(mean: Mean) -> str:
 
 
 def cause_findings(found: Comparison, pairs: Sequence[Together], predicted: Sequence[Prediction]) -> list[str]:
-    """Say how local redundancy goes with accuracy between interventions, whether what moves it moves accuracy, what it adds."""
+    """Say in sentences whether local redundancy goes with accuracy, over interventions and seeds.
+
+    They also say whether the interventions that move the one move the other, and what local
+    redundancy adds to predictions.
+    """
     sentences = []
     for c in (c for c in pairs if c.measure == _LR):
         words = (f"between {len(found.names)} interventions", "within them", f"by change against {found.names[0]}")
@@ -393,7 +424,10 @@ def _sign(mean: Mean) -> int:
 
 
 def cause_scatter(found: Comparison, path: str | os.PathLike[str]) -> bool:
-    """Draw late accuracy over late local redundancy: small each run, large the mean of an intervention; False without it."""
+    """Draw late accuracy over late local redundancy; return False if there is nothing to draw.
+
+    Small markers are runs, large ones the mean of an intervention.
+    """
     if _LR not in found.logs:
         return False
     figure, axes = new_figure((8, 5.4), 1)

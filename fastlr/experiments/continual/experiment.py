@@ -1,4 +1,6 @@
-"""The continual-learning driver: a sequence of tasks, measured at every boundary (section 4.1 of the paper).
+"""The continual-learning driver: a sequence of tasks, measured at every boundary.
+
+Source: paper, section 4.1.
 
 One step of a run is one task: train, test on its held-out images and again on those of the task before, measure, commit.
 What is random in a task is a pure function of the run's seed and the task's number, so a run that was killed and resumed
@@ -119,7 +121,7 @@ def _carry_on(run: Run, options: ContinualOptions, tasks: TaskSequence, device: 
 
 
 def _learn(trainer: Trainer, task: Task, number: int, previous: Task | None, report: Report) -> dict[str, Any]:
-    """Train on a task, test on it and on the one before; return what is recorded of it, without measures."""
+    """Train on a task, test on it and on the one before, and return the record without measures."""
     options = trainer.options
     began = time.perf_counter()
 
@@ -153,7 +155,10 @@ def _intervention_records(trainer: Trainer) -> dict[str, Any]:
 
 
 def _initial_state(run: Run, trainer: Trainer) -> dict[str, Any]:
-    """The parameters at initialisation: from the run's file, which is written at the first start."""
+    """Return the parameters at initialisation, from the run's file.
+
+    The file is written at the first start.
+    """
     initial = run.read_checkpoint(INITIAL)
     if initial is None:
         initial = copy.deepcopy(trainer.model.state_dict())

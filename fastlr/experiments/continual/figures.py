@@ -1,4 +1,4 @@
-"""Figures of continual runs: curves over tasks, the correlations, local redundancy by layer and task."""
+"""Figures of continual runs: curves over tasks, correlations, and a map of layers over tasks."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ _CORRELATIONS = {  # above or below the row's middle, colour, marker, name
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # of a number on a line
 
 
-def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
-    """Draw local redundancy above accuracy over tasks, bands of two standard errors; False if neither was recorded.
+def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
+    """Draw local redundancy above accuracy over tasks, with bands of two standard errors.
+
+    Returns False if neither was recorded.
 
     Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local redundancy).
     """
@@ -86,8 +88,11 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLik
     return save_figure(figure, path)
 
 
-def group_curves(groups: Mapping[str, Sequence[ContinualRun]], path: str | os.PathLike[str]) -> bool:
-    """Draw local redundancy above accuracy over tasks, means over the runs of each group, as `redundancy_and_accuracy` does."""
+def group_curves(groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]) -> bool:
+    """Draw local redundancy above accuracy over tasks, as means over the runs of each group.
+
+    The panels are those of `redundancy_and_accuracy`.
+    """
     figure, (top, bottom) = new_figure((9, 6.8), 2, sharex=True)
     for index, (name, runs) in enumerate(groups.items()):
         colour, line = _look(index)
@@ -134,7 +139,9 @@ def _thick(runs: Sequence[ContinualRun]) -> str:
 def ablation_curves(
     runs: Sequence[ContinualRun], path: str | os.PathLike[str], at: str = "task", names_at: Sequence[str] = ()
 ) -> bool:
-    """Draw local redundancy on synthetic and on real inputs over tasks; False with fewer than two kinds of inputs.
+    """Draw local redundancy on synthetic and on real inputs over tasks.
+
+    Returns False with fewer than two kinds of inputs.
 
     Args:
         runs: A panel each.
@@ -167,8 +174,10 @@ def ablation_curves(
     return save_figure(figure, path)
 
 
-def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -> bool:
-    """Draw local redundancy by module (network order, top to bottom) and task, colours logarithmic; False without it.
+def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
+    """Draw local redundancy as a map of modules over tasks, with logarithmic colours.
+
+    Modules are in network order, top to bottom. Returns False if no values by module were recorded.
 
     Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks are averaged.
     """
@@ -225,7 +234,10 @@ def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -
 
 
 def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLike[str]) -> bool:
-    """Draw the semi-partial correlations of the raw measures with their 95 % intervals; False if there are none."""
+    """Draw the semi-partial correlations of the raw measures with their 95 % intervals.
+
+    Returns False if there are none.
+    """
     chosen = [c for c in correlations if c.kind == "semi-partial" and c.transform == "raw" and not c.note]
     names = order(c.measure for c in chosen)
     if not names:
@@ -256,8 +268,10 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
     return save_figure(figure, path)
 
 
-def measure_curves(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
-    """Draw every measure but local redundancy over tasks, a small panel each; False if there are none.
+def measure_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
+    """Draw every measure but local redundancy over tasks, in a small panel each.
+
+    Returns False if there are none.
 
     The axes begin at zero, so that small changes look small.
     """
@@ -297,7 +311,10 @@ def _curve(
     marked: bool = False,
     line: str = "-",
 ) -> None:
-    """Each task thin and, from 150 tasks on, the running mean thick; of logarithms that are shown as numbers, if asked."""
+    """Draw one curve over tasks: each value thin and, from 150 tasks on, the running mean thick.
+
+    With ``exponential``, ``values`` are logarithms and are shown as the numbers themselves.
+    """
     known = np.isfinite(values)
     if not known.any():
         return

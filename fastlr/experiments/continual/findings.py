@@ -24,7 +24,9 @@ _TOLD = 4  # runs of which each has a verdict
 
 @dataclass(frozen=True)
 class RankCorrelation:
-    """Spearman's correlation of local redundancy after task t with the accuracy of task t + ``ahead``, no trend removed.
+    """Spearman's correlation of local redundancy after task t with accuracy on task t + ``ahead``.
+
+    No trend is removed.
 
     Mean over runs, weighted by tasks; the interval (95 %) is by moving-block bootstrap, NaN with fewer than 91 tasks in a
     single run, or 61 in each of several.
@@ -37,10 +39,11 @@ class RankCorrelation:
     n: int = 0
 
 
-def rank_correlation(
-    runs: Sequence[ContinualRun], ahead: int, *, resamples: int = 1000, seed: int = 0
-) -> RankCorrelation:
-    """Correlate local redundancy with the accuracy of the task just learned (``ahead`` 0), or of the next (1)."""
+def rank_correlation(runs: Sequence[Run], ahead: int, *, resamples: int = 1000, seed: int = 0) -> RankCorrelation:
+    """Correlate local redundancy with accuracy on the task just learned, or on the next.
+
+    ``ahead`` is 0 for the task just learned, 1 for the next.
+    """
     rng = np.random.default_rng(seed)
     parts: list[tuple[int, int, float, Array]] = []  # tasks, blocks, value, replicates
     for run in runs:
@@ -85,8 +88,11 @@ def findings(
     return sentences
 
 
-def verdicts(runs: Sequence[ContinualRun]) -> list[str]:
-    """Say of each run, or of how many of more than four, how local redundancy ended: `fastlr.display.verdict.verdict`."""
+def verdicts(runs: Sequence[Run]) -> list[str]:
+    """Say how local redundancy ended, of each run, or of how many where there are more than four.
+
+    The sentences are those of `fastlr.display.verdict.verdict`.
+    """
     told, fallen = [], 0
     for run in runs:
         measured_at = [t for t in sorted(run.tasks) if measured(run.tasks[t], _LEADER).get("value") is not None]

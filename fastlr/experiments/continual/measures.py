@@ -1,4 +1,4 @@
-"""The measures at a task boundary: all that were asked for, each with its definition and its time."""
+"""Take the measures at a task boundary: those asked for, each with its definition and its time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ _LR = "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y 
 
 
 class CurrentImages(Inputs):
-    """The first images of a task, as the inputs of an estimator that outlives the task: set ``images`` to change them."""
+    """The first images of a task, as the inputs of an estimator that outlives the task.
+
+    Set ``images`` to change them.
+    """
 
     def __init__(self, channels_last: bool = True) -> None:
         self.channels_last, self.images = channels_last, torch.empty(0, 3, 1, 1, dtype=torch.uint8)
@@ -56,7 +59,9 @@ class CurrentImages(Inputs):
 
 
 class Measurer:
-    """Takes the measures of a run; keeps the estimators of local redundancy, so that their plans are made once.
+    """Takes the measures of a run.
+
+    The estimators of local redundancy are kept, so that their plans are made once.
 
     Attributes:
         chunks: Inputs at a time of each estimator, by name: chosen by the free memory when it is first used, and then kept
@@ -111,7 +116,10 @@ class Measurer:
         return {name: records[name] for name in self.options.measures}, seconds
 
     def _taken(self, names: list[str], compute: _Compute, number: int) -> dict[str, dict[str, Any]]:
-        """Take the measures of a pass; where it fails, each by itself, so that only those are missing that cannot be taken."""
+        """Take the measures that share a pass; where the pass fails, take each by itself.
+
+        So only those are missing that cannot be taken.
+        """
         try:
             return compute(names)
         except ModelError as error:
@@ -124,7 +132,10 @@ class Measurer:
             return {names[0]: {"value": None, "stderr": None, "definition": "", "error": str(error)}}
 
     def _passes(self, task: Task, following: Task | None, number: int) -> Iterator[tuple[list[str], _Compute]]:
-        """Yield the measures that are asked for, those together that share a pass: (names, names -> records)."""
+        """Yield the measures that are asked for, those that share a pass together.
+
+        Each item is ``(names, names -> records)``.
+        """
         wanted, model = self.options.measures, self.trainer.model
         for name in REDUNDANCIES:
             if name in wanted:

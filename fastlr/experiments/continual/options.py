@@ -40,7 +40,9 @@ WITHOUT_ABLATION = tuple(name for name in MEASURES if name not in OF_THE_ABLATIO
 
 @dataclasses.dataclass(frozen=True)
 class ContinualOptions(TrainingOptions):
-    """Options of ``fastlr continual``; the defaults are the preset ``paper``. Those of all drivers: `TrainingOptions`.
+    """Options of ``fastlr continual``; the defaults are the preset ``paper``.
+
+    The options that all drivers share are in `TrainingOptions`.
 
     Attributes:
         model: Name for `fastlr.models.load_model`: torchvision's, timm's, or ``package.module:function``. It is made with

@@ -1,4 +1,4 @@
-"""Continual runs read back: the "start", "task" and "resume" lines of their records as series over tasks."""
+"""Read continual runs: the "start", "task" and "resume" lines of their records as series."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ HORIZON = 10  # tasks whose mean accuracy a measure is set against (paper, Table
 
 
 @dataclass
-class ContinualRun(RunFolder):
-    """The records of a continual run. All series have one entry a task, 0 to the last, NaN where nothing was recorded.
+class Run(RunFolder):
+    """The records of a continual run as series over tasks.
+
+    All series have one entry a task, 0 to the last, NaN where nothing was recorded.
 
     Attributes:
         tasks: Task number to its record.
@@ -54,7 +56,10 @@ class ContinualRun(RunFolder):
     resumed: list[int] = field(default_factory=list)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take a line of the records; of several for one task (a run that was killed and resumed) the last counts."""
+        """Take a line of the records; of several lines for one task the last counts.
+
+        A run that was killed and resumed has several.
+        """
         kind = record["kind"]
         if kind == "task":
             self.tasks[_task(record)] = record
@@ -88,7 +93,7 @@ class ContinualRun(RunFolder):
 
     @property
     def measures(self) -> list[str]:
-        """Names of the measures that were recorded at any boundary, in the order of their first appearance."""
+        """The names of the measures recorded at any boundary, by their first appearance."""
         return list(dict.fromkeys(name for record in self.tasks.values() for name in as_dict(record, "measures")))
 
     def _series(self, value_of: Callable[[dict[str, Any]], Any]) -> Array:
@@ -103,12 +108,18 @@ class ContinualRun(RunFolder):
 
     @property
     def accuracy(self) -> Array:
-        """Accuracy (of what: `tested_on`) on task t right after training on it, 0 to 1; NaN for skipped tasks."""
+        """The accuracy (0 to 1) on each task right after training on it.
+
+        It is NaN for skipped tasks; `tested_on` says on which images it is taken.
+        """
         return self._accuracies("accuracy")
 
     @property
     def accuracy_stderr(self) -> Array:
-        """Standard error of `accuracy` as a share of so many held-out images; NaN where it is of all the task's images."""
+        """The standard error of `accuracy`, that of a share of so many held-out images.
+
+        It is NaN where the accuracy is of all the task's images.
+        """
         if self.options.get("data") in MEMORISED:
             return np.full(len(self), np.nan)
         images = np.where(self.test_images > 0, self.test_images, np.nan)
@@ -121,7 +132,7 @@ class ContinualRun(RunFolder):
 
     @property
     def chance(self) -> float:
-        """The accuracy of guessing, 1 over the classes of a task; NaN where the run does not say."""
+        """The accuracy of guessing, 1 over the number of classes; NaN if it is not known."""
         told = (record.get("classes") for record in self.tasks.values())
         classes = next((len(names) for names in told if isinstance(names, list) and names), 0)
         if self.options.get("data") in MEMORISED:
@@ -130,12 +141,17 @@ class ContinualRun(RunFolder):
 
     @property
     def forgetting(self) -> Array:
-        """``accuracy[t] - previous_accuracy[t + 1]``: what task t's accuracy loses by training on task t + 1."""
+        """What task t's accuracy loses by training on task t + 1.
+
+        This is ``accuracy[t] - previous_accuracy[t + 1]``.
+        """
         previous = self._accuracies("previous_accuracy")
         return self.accuracy - np.append(previous[1:], np.nan)[: len(self)]
 
     def future_accuracy(self, horizon: int = HORIZON) -> Array:
-        """Mean accuracy of tasks t + 1 .. t + horizon; NaN where fewer than ``horizon`` tasks follow.
+        """Return the mean accuracy of tasks t + 1 .. t + horizon, for each t.
+
+        It is NaN where fewer than ``horizon`` tasks follow.
 
         Skipped or missing tasks among them are left out of the mean; with less than half of them there it is NaN.
         """
@@ -147,7 +163,10 @@ class ContinualRun(RunFolder):
         return result
 
     def measure(self, name: str, key: str = "value") -> Array:
-        """A measure at the boundary after each task: its "value", or another number of its record ("stderr")."""
+        """Return the series of a measure at the boundaries after each task.
+
+        ``key`` names the number of its record: "value", or another ("stderr").
+        """
         return self._series(lambda record: measured(record, name).get(key))
 
     def definition(self, name: str) -> str:
@@ -179,8 +198,10 @@ def read_run(path: str | Path) -> ContinualRun:
     return ContinualRun.read(path)
 
 
-def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collection[str] = ()) -> list[ContinualRun]:
-    """Read run folders; a folder of several runs (``seed-0``, ``seed-1``, ...) stands for all of them, in order.
+def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collection[str] = ()) -> list[Run]:
+    """Read run folders; a folder of several runs stands for all of them, in order.
+
+    Its runs are in folders ``seed-0``, ``seed-1``, and so on.
 
     Args:
         paths: Run folders, or folders of them.

@@ -1,4 +1,7 @@
-"""The report of continual runs: terminal tables, CSV, Markdown, PNG figures and one self-contained HTML page."""
+"""The report of continual runs: tables for the terminal, CSV, Markdown, PNG figures, a web page.
+
+The page is one self-contained HTML file.
+"""
 
 from __future__ import annotations
 
@@ -200,8 +203,11 @@ def _drawings(runs: Sequence[ContinualRun], known: dict[str, list[Correlation]])
     return [*drawings, Drawing("inputs.png", partial(_draw_inputs, runs[0], size, seed), caption)]
 
 
-def _draw_inputs(run: ContinualRun, size: Any, seed: Any, path: Path) -> bool:
-    """Draw the first synthetic images of a run's measurements, if its configuration says their size."""
+def _draw_inputs(run: Run, size: Any, seed: Any, path: Path) -> bool:
+    """Draw the first synthetic images on which a run was measured.
+
+    Returns False if the run did not measure on them or its configuration does not say their size.
+    """
     from fastlr.inputs import ShapeImages
 
     if "local_redundancy" not in run.measures or not isinstance(size, int) or not isinstance(seed, int):

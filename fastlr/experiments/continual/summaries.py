@@ -1,4 +1,4 @@
-"""The tables beside Table 1: forgetting by blocks of tasks, what each measure costs, how estimates agree."""
+"""Tables beside the paper's Table 1: forgetting by blocks, costs, agreement of estimates."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ class ForgettingBlock:
     stderr: float
 
 
-def forgetting_by_blocks(runs: Sequence[ContinualRun], blocks: int = 10) -> list[ForgettingBlock]:
-    """Return the forgetting of all tasks, then of at most ``blocks`` stretches of equal length of at least 10 tasks.
+def forgetting_by_blocks(runs: Sequence[Run], blocks: int = 10) -> list[ForgettingBlock]:
+    """Return the mean forgetting over all tasks, then over stretches of tasks of equal length.
+
+    There are at most ``blocks`` stretches, each of at least 10 tasks.
 
     Forgetting of task t is its accuracy right after training on it minus its accuracy after task t + 1.
     """
@@ -93,8 +95,10 @@ class Cost:
     share: float
 
 
-def costs(runs: Sequence[ContinualRun]) -> list[Cost]:
-    """Return what was timed: "train", then the measures from the dearest to the cheapest, "evaluate" among them.
+def costs(runs: Sequence[Run]) -> list[Cost]:
+    """Return the costs of what was timed: "train", then the measures, the most expensive first.
+
+    "evaluate" is among the measures.
 
     Source: paper, appendix A.5, Table 5.
     """

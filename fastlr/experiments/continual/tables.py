@@ -1,4 +1,4 @@
-"""The tables of a continual run, from the analysis: text cells, with every definition stated below its table."""
+"""The tables of a continual run: text cells, with every definition stated below its table."""
 
 from __future__ import annotations
 
@@ -50,8 +50,11 @@ NOT_RECORDED = (
 )
 
 
-def setting(runs: Sequence[ContinualRun]) -> tuple[str, ...]:
-    """The options in which runs are not as in the paper, a sentence for those that have the same."""
+def setting(runs: Sequence[Run]) -> tuple[str, ...]:
+    """Return sentences on the options in which runs differ from the paper.
+
+    Runs with the same options share a sentence.
+    """
     alike: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         if run.options:
@@ -100,7 +103,10 @@ def slug(target: str, suffix: str) -> str:
 
 
 def correlation_sheets(correlations: list[Correlation] | TooShort, target: str) -> list[Sheet]:
-    """The four tables of a target, the paper's first; one with a sentence where the runs are too short."""
+    """Return the four tables of correlations with a target, the paper's first.
+
+    Where the runs are too short, return one table that says so in a sentence.
+    """
     tables: list[Sheet] = []
     for kind, transform in product(KINDS, TRANSFORMS):
         name = slug(target, f"{kind}-{transform}")

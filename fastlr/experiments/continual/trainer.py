@@ -1,4 +1,4 @@
-"""Training on one task that lies on the device: order of the images, steps, learning curves of the loss, accuracy."""
+"""Training on one task whose data lie on the device: order of images, steps, losses, accuracy."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Trainer(TrainingLoop):
         return heads[-1]
 
     def learn(self, task: Task, number: int, report: Callable[[int], None] = lambda epoch: None) -> float | None:
-        """Train on a task; first the resets and interventions of the options that come before a task.
+        """Train on a task, after the resets and interventions that come before a task.
 
         Args:
             task: On the device.
@@ -187,7 +187,10 @@ class Trainer(TrainingLoop):
 
     @torch.no_grad()
     def _outputs_are_finite(self, task: Task) -> bool:
-        """Return True if the outputs for some of the task's images are finite in eval mode, on every rank."""
+        """Return True if the model's outputs are finite in eval mode, on every rank.
+
+        Some of the task's images are tried.
+        """
         self.model.eval()
         with self.autocast():
             z = self.model(self.normalised(task.test_x[:EVALUATED], self.dtype))
@@ -195,7 +198,7 @@ class Trainer(TrainingLoop):
         return all(self.parallel.ranks.share(bool(z.isfinite().all())))
 
     def _epoch(self, task: Task, n: int, generator: torch.Generator) -> Tensor:
-        """Go once over the first n images, those of the task itself, with the replayed ones mixed in.
+        """Train for one epoch: once over the task's first ``n`` images, replayed ones mixed in.
 
         Returns:
             What this rank's images contribute to the mean loss, on the device.
@@ -242,7 +245,7 @@ class Trainer(TrainingLoop):
 
     @torch.no_grad()
     def accuracy(self, x: Tensor, y: Tensor) -> float:
-        """Return the share of images ``x`` whose larger logit is their label ``y``, in eval mode."""
+        """Return the share of images ``x`` whose largest logit is their label ``y`` (eval mode)."""
         self.model.eval()
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         for images, labels in zip(x.split(EVALUATED), y.split(EVALUATED)):

@@ -1,4 +1,4 @@
-"""Decode the images of one class and write them into the store: the work of one process of ``fastlr data prepare``.
+"""Decode the images of one class into the store: a worker process of ``fastlr data prepare``.
 
 This file imports nothing of fastlr, because a worker process loads it by itself: it then starts in a tenth of a second
 and holds no copy of torch. See `main`.
@@ -38,7 +38,7 @@ Job = dict[str, Any]
 
 
 class SourceError(Exception):
-    """The source cannot be read or is not what it was when it was listed; the message names the file."""
+    """The source cannot be read or has changed since it was listed; the message names the file."""
 
 
 def to_pixels(image: Image.Image, size: int, resize: str) -> np.ndarray:
@@ -62,7 +62,10 @@ def to_pixels(image: Image.Image, size: int, resize: str) -> np.ndarray:
 
 
 def decode(data: bytes, size: int, resize: str) -> np.ndarray:
-    """Decode the bytes of an image file to uint8 ``[size, size, 3]``; any exception means that the file is corrupt."""
+    """Decode the bytes of an image file to uint8 ``[size, size, 3]``.
+
+    Any exception means that the file is corrupt.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # odd metadata, palettes with transparency, very large images
         with Image.open(io.BytesIO(data)) as image:
@@ -71,7 +74,11 @@ def decode(data: bytes, size: int, resize: str) -> np.ndarray:
 
 
 def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
-    """Return the bytes of a file, for an archive as it declares them; SourceError if they are more than the limit."""
+    """Return a file's size in bytes, for a member of an archive as the archive declares it.
+
+    Raises:
+        SourceError: The size is above ``limit_mb``.
+    """
     size = open_zip(root).getinfo(name).file_size if zipped else os.stat(os.path.join(root, name)).st_size
     if size > limit_mb * 1e6:
         raise SourceError(
@@ -109,7 +116,10 @@ def open_file(root: str, zipped: bool, name: str) -> BinaryIO:
 
 
 def open_zip(path: str) -> zipfile.ZipFile:
-    """Return the opened archive; it stays open for the next image, and is opened again when the file has changed."""
+    """Return the opened archive, opened anew only when the file has changed.
+
+    It stays open for the next image.
+    """
     status = os.stat(path)
     return _open_zip(path, status.st_mtime_ns, status.st_size)
 
@@ -124,7 +134,10 @@ def _read(job: Job, name: str) -> bytes:
 
 
 def npy_images(job: Job, name: str) -> np.ndarray:
-    """Return the ``[n, 3, H, W]`` uint8 array of a class, checked against what its header said when it was listed."""
+    """Return the ``[n, 3, H, W]`` uint8 array of a class.
+
+    It is checked against what its header said when it was listed.
+    """
     try:
         array = np.load(io.BytesIO(_read(job, name)), allow_pickle=False)
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -137,7 +150,10 @@ def npy_images(job: Job, name: str) -> np.ndarray:
 
 
 def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
-    """Yield (split, name of the image, pixels or the reason why it is corrupt) for every image of a class."""
+    """Yield every image of a class: its split, its name, and its pixels.
+
+    In place of the pixels of a corrupt image comes the reason.
+    """
     size, resize = job["size"], job["resize"]
     if job["npy"] is not None:
         array = npy_images(job, job["npy"])
@@ -161,7 +177,9 @@ def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
 
 
 def write_class(job: Job, report: Callable[[int], None] = lambda images: None) -> dict[str, Any]:
-    """Write the images of one class into their block of the store, the training images first, and flush it to disk.
+    """Write the images of one class into their block of the store, and flush it to disk.
+
+    The training images come first.
 
     The same job gives the same bytes whenever it is done, so that a block that was interrupted is done again in place.
     Rows that corrupt images leave free are at the end of the block, and are zero.
@@ -220,12 +238,19 @@ def block_digest(path: str, first: int, rows: int, row_bytes: int) -> str:
 
 
 def do(job: Job, report: Callable[[int], None]) -> Any:
-    """Do a job: one of `write_class`, or ``{"check": arguments of `block_digest`}``; return what it returns."""
+    """Do a job of `write_class` or `block_digest`, and return its result.
+
+    The latter is ``{"check": arguments of `block_digest`}``.
+    """
     return block_digest(*job["check"]) if "check" in job else write_class(job, report)
 
 
 def failure(error: BaseException) -> tuple[str, str, int | None]:
-    """Return what failed ("source", "store" or "memory"), a text, and the number of an error of the store's disk."""
+    """Return what an error says to the parent process: what failed, a text, and an error number.
+
+    What failed is "source", "store" or "memory"; the number is that of an error of the store's
+    disk, else None.
+    """
     if isinstance(error, SourceError):
         return "source", str(error), None
     if isinstance(error, OSError):
@@ -237,7 +262,9 @@ FAILURES = (SourceError, OSError, MemoryError)
 
 
 def main(processes: str) -> None:
-    """Do the jobs of a line on stdin, JSON pairs of a key and a job, as a process of `fastlr.experiments.runs.processes`.
+    """Do the jobs that a line on stdin lists, as a process of `fastlr.experiments.runs.processes`.
+
+    The line holds JSON pairs of a key and a job.
 
     Messages: ``{"done": images}`` on the way, ``{"key": key, "result": result}`` for each job; at a failure
     ``{"failure": as `failure` returns it}``, and exit code 1.

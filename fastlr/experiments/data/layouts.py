@@ -89,7 +89,10 @@ class Source:
         return open_file(str(self.path), self.zipped, self.prefix + name)
 
     def fingerprint(self, classes: Sequence[ClassFiles]) -> str:
-        """SHA-256 over the classes and names of files (in archives with their checksums) that a store is made of."""
+        """Return the SHA-256 over the classes and file names that a store is made of.
+
+        Files in archives count with their checksums.
+        """
         digest = hashlib.sha256()
         for entry in classes:
             names = [entry.npy] if entry.npy else [*entry.train, "", *entry.test]
@@ -255,7 +258,10 @@ def _detect(source: Source) -> str:
 
 
 def _by_class(source: Source, base: str, ignored: Counter[str]) -> dict[str, ClassFiles]:
-    """Return the classes under ``base``: its folders, with the images at any depth below each, as torchvision does."""
+    """Return the classes under ``base``: its folders, with the images at any depth below each.
+
+    This is torchvision's layout (``ImageFolder``).
+    """
     classes: dict[str, ClassFiles] = {}
     cut = len(base)
     for folder in sorted(source.folders):

@@ -1,4 +1,6 @@
-"""Random data to memorise (paper, section 4.3 and appendix A.3): every sample a pure function of seed and index.
+"""Random data to memorise: every sample is a pure function of seed and index.
+
+Source: paper, section 4.3 and appendix A.3.
 
 Targets are drawn apart from the inputs, so that nothing but memory lowers a network's loss on them below that of the best
 constant prediction, and the bits that it has memorised follow from the loss (`LabelledShapes.bits`, `GaussianPairs.bits`).
@@ -27,7 +29,9 @@ def random_labels(
     classes: int,
     seed: int = 0,
 ) -> Tensor:
-    """Return the labels of the samples ``index``: uniform over the classes, independent of each other and of the inputs.
+    """Return the labels of the samples ``index``, uniform over the classes.
+
+    They are independent of each other and of the inputs.
 
     Args:
         index: Of the samples.
@@ -43,7 +47,9 @@ def random_labels(
 
 @dataclass(frozen=True)
 class LabelledShapes:
-    """Shape images with random labels. Images and labels are made at every look, from their indices alone.
+    """Shape images with random labels.
+
+    Images and labels are made whenever they are asked for, from their indices alone.
 
     Args:
         n: Samples.
@@ -68,11 +74,16 @@ class LabelledShapes:
         return ShapeImages(size=(3, self.size, self.size), channels_last=True)
 
     def batch(self, index: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return images ``[B, 3, size, size]`` (channels_last) and labels ``[B]`` of samples, on the device of ``index``."""
+        """Return images ``[B, 3, size, size]`` and labels ``[B]`` of the samples ``index``.
+
+        The images are channels_last; both are on the device of ``index``.
+        """
         return self.inputs.at(index, seed=self.seed, dtype=dtype), random_labels(index, self.classes, self.seed)
 
     def losses(self, z: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy of each sample in nats, ``[B]`` float32, from logits ``[B, classes]``.
+        """Return each sample's cross-entropy in nats from its logits.
+
+        The logits are ``[B, classes]``, the cross-entropies ``[B]`` float32.
 
         Raises:
             InputError: The model's output has another shape.
@@ -89,7 +100,9 @@ class LabelledShapes:
         return z.argmax(1) == y
 
     def bits(self, loss: float) -> float:
-        """Return the bits memorised at a mean cross-entropy: ``n log2 C - n loss / ln 2`` (`fastlr.memorization_gain`).
+        """Return the bits memorised at a mean cross-entropy: ``n log2 C - n loss / ln 2``.
+
+        See `fastlr.memorization_gain`.
 
         Negative (nothing) where the loss is above that of guessing.
 
@@ -137,7 +150,9 @@ class GaussianPairs:
         return GaussianSeries(length=self.context, features=self.features)
 
     def batch(self, index: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return float32 windows ``[B, context, features]`` and targets ``[B, horizon, features]`` of samples.
+        """Return float32 windows ``[B, context, features]`` and targets of the samples ``index``.
+
+        Targets are ``[B, horizon, features]``.
 
         Networks scale windows by their own deviation, so they stay float32 whatever ``dtype`` is.
         """
@@ -166,7 +181,9 @@ class GaussianPairs:
         return None
 
     def bits(self, loss: float) -> float:
-        """Return the bits memorised at a mean squared error D: ``(n m / 2) log2(1 / D)`` for m elements a target.
+        """Return the bits memorised at a mean squared error D: ``(n m / 2) log2(1 / D)``.
+
+        Here m is the number of elements of a target.
 
         This is `fastlr.regression_memorization_bound`; negative (nothing) where D is above the variance.
 
@@ -178,7 +195,10 @@ class GaussianPairs:
 
     @property
     def ceiling(self) -> float | None:
-        """Return None: the error has no least value, so the bits have no end (but that targets take 65,536 values)."""
+        """None: the squared error can fall to zero, so the bits have no upper bound.
+
+        (Strictly they have one, as targets take 65,536 values.)
+        """
         return None
 
 

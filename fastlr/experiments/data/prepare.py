@@ -1,4 +1,4 @@
-"""Turn a source of images into an :class:`fastlr.experiments.data.ImageStore`: ``fastlr data prepare``.
+"""Turn a source of images into an `ImageStore`: the work of ``fastlr data prepare``.
 
 The work survives a kill at any moment. What the store is to be is written first (``plan.json``), the file of pixels is
 allocated whole (so a disk that is too small is found out at once), and every class whose block has been written and
@@ -131,7 +131,10 @@ def prepare(
 
 
 def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float) -> None:
-    """Refuse files that are too large before anything is read, where that takes no look at every file of a folder."""
+    """Refuse files that are too large, before anything is read.
+
+    Only files whose size the listing gives are looked at: those of an archive, and .npy files.
+    """
     if not max_file_mb > 0:
         raise InputError(f"--max-file-mb {max_file_mb:g}: give a number above 0, such as {MAX_FILE_MB}")
     for entry in classes:
@@ -198,7 +201,10 @@ def _make(
 
 
 def counter(progress: Progress, what: str, total: int, done: int = 0) -> Callable[[int], None]:
-    """Return a function that adds to the number of images that are done, and reports it; it is reported at once too."""
+    """Return a function that adds to the number of finished images and reports it.
+
+    The number ``done`` is reported at once, too.
+    """
     progress(what, done, total)
 
     def add(images: int) -> None:
@@ -226,7 +232,9 @@ def _check_not_empty(entry: ClassFiles, result: dict[str, Any], listing: Source)
 
 
 def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
-    """Return the blocks that an earlier run has written, by class; refuse a folder of something else.
+    """Return the blocks that an earlier run wrote into the folder, by class.
+
+    Refuses a folder that holds something else.
 
     A plan that leaves ``resize`` open takes that of the earlier run.
     """
@@ -292,7 +300,10 @@ def _intact(
 
 
 def _allocate(path: Path, size: int) -> None:
-    """Give the file its full size and its place on the disk, so that a disk that is too small is found out now."""
+    """Give the file its full size and reserve its place on the disk.
+
+    So a disk that is too small is found out now.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         before = os.fstat(descriptor).st_size

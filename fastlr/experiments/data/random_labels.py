@@ -1,4 +1,4 @@
-"""Tasks on images of 8 x 8: the same images with labels that are drawn anew, and digits whose pixels change places."""
+"""Tasks on images of 8 x 8: images whose labels are drawn anew, and digits with permuted pixels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _TASK_BITS = 32  # label of image i in task t: that of sample t * 2**32 + i
 
 
 class RandomLabels:
-    """A sequence of tasks (`fastlr.experiments.data.tasks.TaskSequence`) in which nothing but memory helps.
+    """A sequence of tasks, the same images with other random labels: only memory helps.
+
+    It is a `fastlr.experiments.data.tasks.TaskSequence`.
 
     A network that can still learn memorises the labels of task 1,000 as well as those of task 0, so accuracy on a task's
     own training images is a direct measure of plasticity (Lyle et al. 2023, "Understanding plasticity in neural networks",
@@ -58,7 +60,10 @@ class RandomLabels:
         return random_labels(indices(first, first + self.fewest), self.classes, self.seed)
 
     def load(self, number: int, device: torch.device | str | None = None) -> Task:
-        """Return a task; it is tested on its training images, as there are no others with these labels."""
+        """Return a task, whose test images are its training images.
+
+        There are no other images with these labels.
+        """
         x, y = self.images.to(device or "cpu"), self.labels(number).to(device or "cpu")
         return Task(x, y, x, y)
 
@@ -68,7 +73,7 @@ class RandomLabels:
 
 
 class PermutedDigits:
-    """A sequence of tasks (`TaskSequence`): handwritten digits, their pixels in another order in each task.
+    """A sequence of tasks (`TaskSequence`): handwritten digits, their pixels permuted anew in each.
 
     Source: Goodfellow et al. 2013, "An empirical investigation of catastrophic forgetting" (arXiv:1312.6211), with MNIST.
 
@@ -99,7 +104,9 @@ class PermutedDigits:
 
 
 def load_digits(fewest: int = 1) -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's 1,797 handwritten digits, uint8 ``[n, 3, 8, 8]`` with channels_last strides, and their labels.
+    """Return scikit-learn's 1,797 handwritten digits and their labels.
+
+    The digits are uint8 ``[n, 3, 8, 8]`` with channels_last strides.
 
     Raises:
         InputError: scikit-learn is missing, or there are fewer than ``fewest``.

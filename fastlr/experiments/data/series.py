@@ -1,4 +1,7 @@
-"""Multivariate time series: CSV files such as ETT's, or generated; split in time, normalised, cut into windows by index."""
+"""Multivariate time series, split in time, normalised, and cut into windows by index.
+
+They are read from CSV files such as ETT's, or generated.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,9 @@ def open_series(name: str, rows: int = 4000) -> Table:
 
 
 def read_series(path: str | Path) -> Table:
-    """Read a CSV file: a header, a column of dates, and any number of numeric columns, which are the features.
+    """Read a CSV file: a header, a column of dates, and any number of numeric columns.
+
+    The numeric columns are the features.
 
     Dates (column "date", "datetime", "timestamp" or "time") are in ISO 8601 or as 2016/7/1 0:00, and rows must follow each
     other in even steps: a step more than half as long again as the median is a gap (so months are even).
@@ -137,7 +142,7 @@ def _read(path: Path, reader: Iterator[list[str]]) -> Table:
 
 
 def _warn_of_outliers(path: Path, columns: tuple[str, ...], values: NDArray[np.float64], lines: list[int]) -> None:
-    """Warn of a cell that would flatten its column, in the unit of its standard deviation, to a line."""
+    """Warn of a cell so far out that normalising flattens the rest of its column to a line."""
     for column, cells in zip(columns, values.T):
         with np.errstate(over="ignore"):
             distance = np.abs(cells - np.median(cells))
@@ -237,7 +242,9 @@ def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> T
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a part of a series that lies on a device; a window is a copy of rows only while it is in a batch.
+    """Windows of a part of a series that lies on a device.
+
+    A window is a copy of rows only while it is in a batch.
 
     Attributes:
         values: ``[rows, features]``, normalised.
@@ -256,7 +263,10 @@ class Windows:
         self,
         index: Tensor,  # [B] int64
     ) -> tuple[Tensor, Tensor]:
-        """Return the windows that begin at rows ``index``: ``[B, context, features]`` and ``[B, horizon, features]``."""
+        """Return the windows that begin at rows ``index``, and what follows each of them.
+
+        Shapes: ``[B, context, features]`` and ``[B, horizon, features]``.
+        """
         rows = index[:, None] + torch.arange(self.context + self.horizon, device=index.device)
         windows = self.values[rows]
         return windows[:, : self.context], windows[:, self.context :]
@@ -268,7 +278,9 @@ class Windows:
 
 @dataclass(frozen=True)
 class SplitSeries:
-    """A series split in time, both parts normalised by the mean and standard deviation of each feature in the first.
+    """A series split in time into a training and a validation part.
+
+    Both are normalised by the mean and standard deviation of each feature in the first.
 
     Attributes:
         table: What it was made of.

@@ -113,7 +113,9 @@ def _check_index(index: dict[str, Any]) -> None:
 
 
 class ImageStore:
-    """Images by class and split; open one by :meth:`open`, or make one in memory by :func:`synthetic_store`.
+    """Images by class and split.
+
+    Open a store by :meth:`open`, or make one in memory by :func:`synthetic_store`.
 
     Attributes:
         index: The content of ``index.json``: source, rule of resizing, versions, what was left out and why.
@@ -133,7 +135,9 @@ class ImageStore:
 
     @classmethod
     def open(cls, path: str | Path) -> ImageStore:
-        """Open a finished store; its index and its size are checked now, a class's checksum when it is first loaded.
+        """Open a finished store, and check its index and its size.
+
+        A class's checksum is checked when the class is first loaded.
 
         Raises:
             InputError: It is not there, unfinished, damaged, or of another version.
@@ -151,7 +155,10 @@ class ImageStore:
 
     @property
     def resize(self) -> str | None:
-        """How images were brought to the size: ``squash`` or ``crop``; None where there was nothing to resize."""
+        """How images were brought to the size: ``squash`` or ``crop``.
+
+        None where there was nothing to resize.
+        """
         plan = self.index["plan"]
         return plan.get("resize", "crop") if "rule" in plan else None
 
@@ -179,14 +186,19 @@ class ImageStore:
         return position
 
     def range(self, item: int | str, split: str) -> tuple[int, int]:
-        """Return the first row of a class's images of a split ("train" or "test") and one past the last."""
+        """Return the first row, and one past the last, of a class's images of a split.
+
+        The split is "train" or "test".
+        """
         if split not in SPLITS:
             raise InputError(f"split {split!r}: choose train or test")
         start, stop = self.index["classes"][self.class_index(item)][split]
         return start, stop
 
     def rows(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of all images of a split, class after class, and the index of each one's class; checked.
+        """Return the rows of all images of a split, and the index of each one's class; checked.
+
+        The rows are class after class.
 
         Raises:
             InputError: The images of a class are not what was written.
@@ -241,7 +253,10 @@ class ImageStore:
         return pixels.permute(0, 3, 1, 2), labels
 
     def _read(self, start: int, out: np.ndarray) -> None:
-        """Fill ``out`` with rows from ``start`` on; a read call, where a map would end the process on a short file."""
+        """Fill ``out`` with rows of the store from ``start`` on.
+
+        The file is read, not mapped: a map of a file that has become shorter would end the process.
+        """
         if self.path is None:
             np.copyto(out, self.images[start : start + len(out)])
             return
@@ -274,7 +289,10 @@ class ImageStore:
         return digest == entry["sha256"]
 
     def damaged(self, progress: Callable[[int], None] = lambda images: None) -> list[str]:
-        """Return the names of the classes whose checksum fails; ``progress`` is called with the rows of each class."""
+        """Return the names of the classes whose checksum fails.
+
+        ``progress`` is called with the number of rows of each class.
+        """
         names = []
         for entry in self.index["classes"]:
             if not self._is_whole(entry):

@@ -1,4 +1,6 @@
-"""Classes of images made from the counter-based generator: data for the demo and the tests, without a download.
+"""Make images by class with the counter-based generator, without a download.
+
+They are data for the demo and the tests.
 
 A class is a random texture. Each image shows it shifted cyclically by a random amount, at a random contrast, over
 another random texture that belongs to no class, with noise on every pixel. The mean of a texture is grey (within a grey
@@ -86,7 +88,10 @@ def synthetic_store(
 def texture_images(
     texture_class: int, start: int, stop: int, *, size: int = 32, seed: int = 0, noise: int = 64
 ) -> Tensor:
-    """Return the images ``start .. stop-1`` of a class, uint8 ``[n, 3, size, size]``; see :func:`synthetic_store`."""
+    """Return the images ``start .. stop-1`` of a class, uint8 ``[n, 3, size, size]``.
+
+    See :func:`synthetic_store`.
+    """
     cells, stream = CHANNELS * GRID * GRID, STREAMS["textures"]
     prototype = _texture(random_words(seed, torch.tensor([texture_class]), stream, cells), size)[0]
     origin = (texture_class + 1) << _CLASS_BITS
@@ -110,7 +115,9 @@ def _texture(
     words: Tensor,  # [n, 3 * GRID**2] int64
     size: int,
 ) -> Tensor:
-    """Return cyclic textures ``[n, 3, size, size]`` in 0..255: grids of the words, interpolated bilinearly.
+    """Return cyclic textures ``[n, 3, size, size]`` in 0..255.
+
+    They are grids of the words, interpolated bilinearly.
 
     In 256ths of a cell, in integers. The mean of each is then moved to 127 or 128.
     """

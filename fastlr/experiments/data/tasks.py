@@ -1,4 +1,4 @@
-"""Tasks: what a sequence of them is, binary ones from an image store, loading to the device, the next one ahead.
+"""Tasks: their sequence, binary tasks from an image store, loading the next one ahead.
 
 A task's images stay on the device as uint8, as long as the task lasts; batches are gathered by index and normalised
 there::
@@ -30,7 +30,10 @@ _ROUND_BITS = 40  # a round uses the words of the indices round * 2**40 and foll
 
 
 class Pair(NamedTuple):
-    """Two classes, the first of which has label 0, and the round (0, 1, ...) in which the pair was drawn."""
+    """Two classes, of which the first has label 0, and the round in which they were drawn.
+
+    Rounds are counted from 0.
+    """
 
     first: Any
     second: Any
@@ -75,7 +78,9 @@ class TaskSequence(Protocol):
 
 
 class ClassPairs:
-    """The binary tasks of a store (`TaskSequence`): the pairs of its classes in random order, round after round.
+    """The binary tasks of a store: the pairs of its classes in random order, round after round.
+
+    It is a `TaskSequence`.
 
     Args:
         store: Where the images come from.
@@ -105,7 +110,9 @@ class ClassPairs:
 
 
 def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 0) -> list[Pair]:
-    """Draw pairs of classes uniformly without replacement; begin a new round when all n (n - 1) / 2 are used up.
+    """Draw pairs of classes uniformly without replacement, in rounds.
+
+    A new round begins when all n (n - 1) / 2 pairs are used up.
 
     Within a round, ordered pairs of two different classes are drawn independently and uniformly, and one whose two
     classes were together before in this round is passed over. So each round is a uniformly random permutation of the
@@ -186,7 +193,9 @@ def load_task(store: ImageStore, pair: Sequence[int | str], device: torch.device
 
 
 class Prefetcher:
-    """Iterate over tasks; while one is in use, a background thread loads the next, and only that one.
+    """Iterate over tasks; while one is in use, a background thread loads the next one.
+
+    It loads only that one.
 
     So two tasks are on the device at most, while the caller holds one. To a GPU the images are read into pinned memory
     and copied on a stream of their own; a task that is handed out is complete for the stream that is current there and
@@ -278,7 +287,9 @@ def take(
     images: Tensor,  # [n, 3, H, W]
     index: Tensor,  # [k] int64
 ) -> Tensor:
-    """Gather images ``[k, 3, H, W]`` by index with channels_last strides: ``images[index]``, whole rows at a time.
+    """Gather images ``[k, 3, H, W]`` by index: ``images[index]``, with channels_last strides.
+
+    Whole rows are copied at a time.
 
     Args:
         images: With channels_last strides, as a task's are, nothing else is copied.

@@ -17,7 +17,9 @@ ENDINGS = (".pt", ".pth", ".npy", ".safetensors")
 
 
 def read_tensor(path: str | Path) -> Tensor:
-    """Read the tensor that a file holds, on the CPU, without running code that the file may contain.
+    """Read the one tensor that a file holds onto the CPU.
+
+    Code that the file may contain is not run.
 
     Args:
         path: ``.pt`` or ``.pth`` (``torch.save``), ``.npy`` (``numpy.save``) or ``.safetensors``; a file of named tensors

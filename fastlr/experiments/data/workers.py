@@ -1,4 +1,7 @@
-"""Do the jobs of `fastlr.experiments.data.decode`, here or in processes, and turn what goes wrong into fastlr's errors."""
+"""Run the jobs of `fastlr.experiments.data.decode`, in this process or in others.
+
+Their failures become fastlr's errors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The memorization driver: how many bits of random targets a network takes up, over training (paper, section 4.3).
+"""The memorization driver: how many bits of random targets a network takes up over training.
+
+Source: paper, section 4.3.
 
 A step of a run is one epoch. After every ``evaluate_every``-th the loss over all samples in eval mode says how many bits are
 memorised; record and checkpoint are written there. What is random in an epoch is a pure function of the run's seed and the
@@ -94,7 +96,10 @@ class Memorizer(TrainingLoop):
         return _finite(self.parallel.sum(total).item() / self.data.n, f"in epoch {number}")
 
     def outputs(self, model: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-        """Return the outputs for inputs ``x`` of the network, or of what training calls in its place."""
+        """Return a model's outputs for inputs ``x``.
+
+        The model is the network, or what training calls in its place.
+        """
         with self.autocast():
             return select_output(model(self.as_input(x)), None)
 
@@ -105,7 +110,9 @@ class Memorizer(TrainingLoop):
 
     @torch.no_grad()
     def evaluate(self, when: str) -> Record:
-        """Return the mean loss over all samples in eval mode, and the bits that are memorised at it.
+        """Return the record of an evaluation: mean loss over all samples and bits memorised.
+
+        The network is in eval mode.
 
         Args:
             when: For errors, such as "after epoch 3".

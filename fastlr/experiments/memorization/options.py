@@ -13,9 +13,11 @@ from fastlr.experiments.training.steps import StepMode
 
 @dataclasses.dataclass(frozen=True)
 class MemorizeOptions(TrainingOptions):
-    """Options of ``fastlr memorize``; the defaults are the preset ``vision`` (paper, section 4.3 and appendix A.3).
+    """Options of ``fastlr memorize``; the defaults are the preset ``vision``.
 
-    Those of all drivers: `TrainingOptions`.
+    Source: paper, section 4.3 and appendix A.3.
+
+    The options that all drivers share are in `TrainingOptions`.
 
     Attributes:
         kind: ``vision``: shape images with random labels; ``series``: windows of Gaussian noise with targets of Gaussian

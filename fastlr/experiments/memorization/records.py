@@ -1,4 +1,7 @@
-"""Memorization runs read back (paper, section 4.3): losses, bits and local redundancy over the epochs."""
+"""Read memorization runs: losses, bits and local redundancy over the epochs.
+
+Source: paper, section 4.3.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,10 @@ class MemorizationRun(RunFolder):
         return np.arange(1.0, len(losses) + 1), np.array([number(loss) for loss in losses])
 
     def late_gain(self) -> float:
-        """Bits a parameter gained over the last tenth of the epochs (between records); NaN with fewer than three."""
+        """Return the bits gained per parameter over the last tenth of the epochs.
+
+        It is taken between two records, and NaN with fewer than three records.
+        """
         if len(self.records) < 3:
             return math.nan
         epochs, bits = self.epochs, self.series("bits_per_parameter")

@@ -1,4 +1,7 @@
-"""The report of memorization runs: terminal tables, CSV, Markdown, PNG figures and one self-contained HTML page."""
+"""The report of memorization runs: tables for the terminal, CSV, Markdown, PNG figures, a web page.
+
+The page is one self-contained HTML file.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,10 @@ def write_memorization_report(
 
 
 def findings(runs: Sequence[MemorizationRun]) -> list[str]:
-    """Say how many bits a parameter has taken up, beside the paper's, and whether the networks could take up more."""
+    """Say how many bits per parameter the runs have memorised, beside the paper's figure.
+
+    Say also how much they gained in the last tenth of the epochs: whether they could take up more.
+    """
     sentences = []
     for group in alike(runs):
         mean = mean_over_seeds([run.last["bits_per_parameter"] for run in group])
@@ -122,7 +128,10 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
 
 
 def training_sheet(run: MemorizationRun, slug: str) -> Sheet:
-    """One run over its epochs: the first, the last and some in between, those with local redundancy if it was measured."""
+    """Return the table of one run over its epochs: the first, the last and some in between.
+
+    The epochs are those with local redundancy if it was measured.
+    """
     epochs, values, errors = run.redundancy()
     measured = {int(e): pm(v, s) if math.isfinite(s) else f"{v:.4g}" for e, v, s in zip(epochs, values, errors)}
     recorded = sorted({*measured, max(run.records)} if len(measured) > 1 else run.records)
@@ -186,7 +195,10 @@ def _drawings(runs: Sequence[MemorizationRun]) -> list[Drawing]:
 
 
 def bits_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
-    """Draw bits a parameter over epochs (the paper's figure), a panel a kind of data; False before the first epoch."""
+    """Draw bits per parameter over epochs (the paper's figure), a panel for each kind of data.
+
+    Returns False before the first epoch.
+    """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
         axes.plot(run.epochs, run.series("bits_per_parameter"), color=colour, linewidth=1.6, label=run.name)
@@ -213,7 +225,10 @@ def loss_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
 
 
 def redundancy_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
-    """Draw local redundancy over epochs, a logarithmic axis; False where it was measured less than twice."""
+    """Draw local redundancy over epochs, on a logarithmic axis.
+
+    Returns False where it was measured less than twice.
+    """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
         epochs, values, errors = run.redundancy()

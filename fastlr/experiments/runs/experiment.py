@@ -1,4 +1,4 @@
-"""How every driver begins a run and goes on with one: options, device, data, ``config.json``, the checks of a resumed run.
+"""Begin and resume the run of a driver: options, device, data, ``config.json``, checks.
 
 Several ranks do a run together within `fastlr.distributed.sharded`, as the commands do where torchrun has started them.
 
@@ -31,7 +31,9 @@ from fastlr.ghost.runtime import versions
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a run is. A step is what its checkpoints lie between: a task, a pretraining, so many epochs.
+    """The progress of a run, in steps and epochs.
+
+    A step is what its checkpoints lie between: a task, a pretraining, so many epochs.
 
     Attributes:
         done: Steps done.
@@ -193,7 +195,10 @@ class Driver:
         return run.path
 
     def options_of(self, record: Mapping[str, Any]) -> Any:
-        """Return the options of a run as ``config.json`` has them; those that it does not have mean what they meant then.
+        """Return the options of a run as its ``config.json`` records them.
+
+        Options that it lacks, because they came later, have the value that was implied at that
+        time.
 
         Raises:
             InputError: An option that this version of fastlr does not have.
@@ -261,7 +266,9 @@ def _on_all_ranks(path: str | Path, options: RunOptions, description: Mapping[st
 
 
 def choose_device(options: RunOptions) -> torch.device:
-    """Return the device of a run (of several ranks that shall have GPUs, one for each), and set the number of threads.
+    """Return the device of a run, and set the number of threads.
+
+    Of several ranks that shall have GPUs, each gets one.
 
     Raises:
         InputError: There is no such device, or it cannot be used.

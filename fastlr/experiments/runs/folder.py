@@ -1,4 +1,4 @@
-"""A run folder: one writer, records that are only ever appended, checkpoints that are whole, resumption after a crash.
+"""A run folder: one writer, append-only records, atomic checkpoints, resumption after a crash.
 
 =====================  ================================================================================================
 ``config.json``        What runs: resolved options, versions, commit, command, data; written when the run begins.
@@ -37,9 +37,11 @@ _OUTSIDE = "resume"  # the kind of record that belongs to no step
 
 
 def stream_seed(seed: int, *use: int | str) -> int:
-    """Return a seed in ``[0, 2**63)`` for one use of randomness, a pure function of the run's seed and the use.
+    """Return a seed in ``[0, 2**63)`` for one use of randomness.
 
-    The first 63 bits of a SHA-256, so that streams of different uses, tasks and seeds are unrelated.
+    It is a pure function of the run's seed and the use.
+
+    It is the first 63 bits of a SHA-256, so that streams of different uses, tasks and seeds are unrelated.
 
     Example:
         >>> stream_seed(0, "task", 3) == stream_seed(0, "task", 3) != stream_seed(0, "task", 4)
@@ -57,7 +59,10 @@ def seed_everything(seed: int) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators, as tensors and numbers that a checkpoint can hold."""
+    """Return the states of the global random generators, in a form that a checkpoint can hold.
+
+    They are tensors and numbers.
+    """
     generator: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, gauss = generator
     version, internal, following = random.getstate()
@@ -81,7 +86,9 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 class Run:
-    """The folder of one run, locked by this process. Make one by :meth:`create` or :meth:`resume`, in a ``with`` block.
+    """The folder of one run, locked by this process.
+
+    Make one by :meth:`create` or :meth:`resume`, in a ``with`` block.
 
     Attributes:
         path: Of the folder.
@@ -147,7 +154,10 @@ class Run:
         replace_file(self.path / CONFIG, json.dumps(self.config, indent=2, allow_nan=False) + "\n")
 
     def abandon(self) -> None:
-        """Leave the folder as it was before `create`, if no step was done: for a run whose options turned out not to work."""
+        """Leave the folder as it was before `create`, if no step was done.
+
+        This is for a run whose options turned out not to work.
+        """
         if not self._steps:
             for file in [*(self.path / CHECKPOINTS).iterdir(), self.path / CONFIG]:
                 file.unlink(missing_ok=True)
@@ -294,7 +304,10 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, int]:
 
 
 def commit_of_source() -> str | None:
-    """Return the git commit that fastlr runs from, marked "+changes" if files differ from it; None if unknown."""
+    """Return the git commit that fastlr runs from; None if it is not known.
+
+    It is marked "+changes" if files differ from it.
+    """
     folder = Path(__file__).resolve().parent
 
     def git(*arguments: str) -> str:

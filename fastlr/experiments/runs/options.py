@@ -1,4 +1,4 @@
-"""Options of a driver: a dataclass whose fields carry their limits, presets, and ``key=value`` settings."""
+"""Options of a driver: a dataclass with limits on its fields, presets, ``key=value`` settings."""
 
 from __future__ import annotations
 
@@ -131,7 +131,9 @@ def parse_settings(kind: type, settings: Iterable[str], option: str = "--set") -
 
 
 def from_record(kind: type[Options], record: Mapping[str, Any]) -> Options:
-    """Return the options that ``dataclasses.asdict`` and JSON made a record of; missing ones have their defaults.
+    """Return the options from their record: what ``dataclasses.asdict`` and JSON made of them.
+
+    Missing options have their defaults.
 
     Raises:
         InputError: An option that this version of fastlr does not have.
@@ -149,7 +151,10 @@ def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Return "NAME is unknown: did you mean ...?", or with all that are known where none is near."""
+    """Return "NAME is unknown: did you mean ...?" for a misspelt name.
+
+    Where no known name is near, it lists them all.
+    """
     names = list(known)
     return f"{name} is unknown: {did_you_mean(name, names) or 'choose from ' + ', '.join(names)}"
 
@@ -167,7 +172,7 @@ def differences(values: Mapping[str, Any], paper: Mapping[str, Any], left_out: C
 
 
 def not_as_in_the_paper(changes: Sequence[str], runs: str = "") -> str:
-    """Return the sentence of every report that names the options in which runs differ from the paper's.
+    """Return the sentence of a report on the options in which runs differ from the paper's.
 
     Args:
         changes: As `differences` returns them.

@@ -1,4 +1,6 @@
-"""A queue of processes on this machine: so many at a time, each with a log, its messages heard; none outlives this process.
+"""Run a queue of processes on this machine, each with a log and a channel for messages.
+
+So many run at a time, and none outlives this process.
 
 Both ends are here: `run_jobs` for the parent, `attach` for the process. Only the standard library is imported, so that a
 process that needs no torch loads this file by itself and starts in a tenth of a second.
@@ -68,7 +70,9 @@ def run_jobs(jobs: Iterable[Job], slots: Sequence[Mapping[str, str]], listen: Li
 
 
 def job_messages(jobs: Iterable[Job], slots: Sequence[Mapping[str, str]]) -> Generator[tuple[str, Message], None, None]:
-    """Run jobs as `run_jobs` does, and yield (name of the job, message); closing the generator ends all jobs.
+    """Run jobs as `run_jobs` does, and yield ``(name of the job, message)``.
+
+    Closing the generator ends all jobs.
 
     The messages of a job are ``{"event": "started"}``, what its process sends, and at last ``{"event": "ended", "error": a
     line or None, "code": exit code, "killed": True if a signal ended it}``. The line is what the process sent as "error",
@@ -178,7 +182,9 @@ class _Process:
 
 
 def attach() -> Callable[[Message], None]:
-    """Tie this process to the one that has started it by `run_jobs`; return a function that sends that one a message.
+    """Tie this process to the parent that started it by `run_jobs`.
+
+    Returns a function that sends the parent a message.
 
     Stdin is a pipe that the parent holds open: its end is the parent's, also after kill -9. Then this process and those
     that it has started (its process group) are killed. Stdin is empty from here on.

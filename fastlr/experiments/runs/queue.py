@@ -1,4 +1,4 @@
-"""Many runs of a driver in one folder: seeds, configurations or both, as a local queue or on a Ray cluster.
+"""Run a driver many times in one folder: seeds, configurations or both, on this machine or on Ray.
 
 =====================  ================================================================================================
 ``many.json``          The driver, the preset, and the settings of every run by name, such as "seed-3".
@@ -111,7 +111,7 @@ class Queue:
             return self._run(runs, {})
 
     def resume(self, changed: Mapping[str, Any], count: int | None = None, grids: Grids | None = None) -> Outcome:
-        """Go on with the runs of the folder that are not finished, and begin those that never began.
+        """Resume the runs of the folder that are not finished, and begin those that never began.
 
         Args:
             changed: Settings for all; only those of ``driver.changeable``, or as they are.
@@ -156,7 +156,10 @@ class Queue:
                 opened.add(texts)
 
     def _changes(self, begun: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of options that may change, the others being as they were; a seed is that of the first."""
+        """Return the settings among ``settings`` that change; only those that may change can.
+
+        The others must be as they were; a seed is that of the first run.
+        """
         options = [self._options(settings) for settings in begun.values()]
         changed = {}
         for key, value in settings.items():
@@ -174,7 +177,10 @@ class Queue:
     def _with_more(
         self, runs: dict[str, dict[str, Any]], settings: Mapping[str, Any], grids: Grids, count: int
     ) -> dict[str, dict[str, Any]]:
-        """Return the runs that there are and those that grids and seeds add, made of the settings of the first."""
+        """Return the runs that there are and those that grids and seeds add.
+
+        The added ones have the settings of the first.
+        """
         if not grids and count < len(runs):
             raise InputError(f"--seeds {count}: {self.path} has {len(runs)} runs already; leave it out")
         wanted = product(self.driver, self.preset, settings, grids, count)
@@ -241,7 +247,10 @@ def _on_gpu(options: RunOptions) -> bool:
 
 
 def _threads(on_gpu: bool) -> int:
-    """Return the threads of a run whose options leave them open: 0, which leaves them open, on a GPU."""
+    """Return the number of threads of a run whose options leave it open.
+
+    It is 0, torch's own choice, on a GPU.
+    """
     if on_gpu:
         return 0
     number = os.environ.get("OMP_NUM_THREADS", "")
@@ -249,7 +258,10 @@ def _threads(on_gpu: bool) -> int:
 
 
 def _slots(options: RunOptions, at_once: int | None) -> list[dict[str, str]]:
-    """Return the environment of each place where a run can be: GPUs in turn, unless the options name one."""
+    """Return the environment of each place where a run can be.
+
+    GPUs are taken in turn, unless the options name one.
+    """
     if not _on_gpu(options):
         cores = len(os.sched_getaffinity(0))
         return [{}] * (at_once or max(1, cores // max(1, options.threads)))

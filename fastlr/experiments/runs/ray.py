@@ -1,4 +1,6 @@
-"""Runs on a Ray cluster, one started here or an existing one: each a Ray task that starts the process of the local queue.
+"""Run a queue's jobs on a Ray cluster, one started here or an existing one.
+
+Each is a Ray task that starts the process of the local queue.
 
 Ray chooses the node, and the GPU or the fraction of one. The task runs the command that a local queue would run, so the
 results are the same; it passes on what the process reports. A run whose worker, node or process was killed is begun again
@@ -288,7 +290,10 @@ class Node:
 
 
 def _sent_whole() -> Any:
-    """Return `run_on_node` as a function that Ray sends whole: a worker may import another fastlr until its path is set."""
+    """Return `run_on_node` as a function that Ray sends whole, not by its name.
+
+    A worker may import another fastlr until its path is set.
+    """
 
     def run_on_node(path: list[str], packed: bytes) -> Iterator[dict[str, Any]]:
         import os
@@ -309,7 +314,10 @@ def _sent_whole() -> Any:
 
 
 def run_on_node(job: Job, node: Node, again: bool) -> Iterator[Message]:
-    """Run a job from this process, a Ray worker, and yield its messages, or ``{"unfit": why this node cannot}``."""
+    """Run a job from this process, a Ray worker, and yield its messages.
+
+    Where this node cannot run it, yield ``{"unfit": why}``.
+    """
     until = time.monotonic() + node.patience
     name, folder = socket.gethostname(), node.shared_file.parent
     if versions() != node.versions:

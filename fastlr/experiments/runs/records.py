@@ -1,4 +1,6 @@
-"""Run folders of any experiment, read back: ``config.json`` and ``records.jsonl``, one JSON object a line.
+"""Read run folders of any experiment: ``config.json`` and ``records.jsonl``.
+
+The latter has one JSON object a line.
 
 Measures may be missing, further keys are ignored, and a last line that a crash cut short is dropped.
 """
@@ -90,7 +92,10 @@ class RunFolder(ABC):
         return run
 
     def odd(self) -> list[str]:
-        """Say what of the records cannot be used though their lines can be read, such as "no record of task 3"."""
+        """Return sentences on records that are readable but not usable.
+
+        An example is "no record of task 3".
+        """
         return []
 
     @abstractmethod
@@ -103,7 +108,10 @@ class RunFolder(ABC):
 
     @property
     def machine(self) -> str:
-        """The machine as the configuration names it: its "machine", "gpu" or "device", at most one level down."""
+        """The machine's name in the configuration: its "machine", "gpu" or "device".
+
+        They are looked for at most one level down.
+        """
         places = [self.config, *(value for value in self.config.values() if isinstance(value, dict))]
         for key in ("machine", "gpu", "device"):
             for place in places:
@@ -113,7 +121,9 @@ class RunFolder(ABC):
 
 
 def run_folders(paths: Iterable[str | Path]) -> list[Path]:
-    """Return run folders; a folder of several runs (``seed-0``, ``seed-1``, ...) stands for all of them, in order.
+    """Return run folders; a folder of several runs stands for all of them, in order.
+
+    Its runs are in folders ``seed-0``, ``seed-1``, and so on.
 
     Raises:
         InputError: A path is no run folder and holds none; or one run is named twice.
@@ -140,7 +150,9 @@ def run_folders(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def refuse_copies(runs: Sequence[RunFolder], driver: str) -> None:
-    """Check that no two runs have the same seed, options and data: such runs are one, however long and wherever they are.
+    """Check that no two runs have the same seed, options and data.
+
+    Such runs are one, however long and wherever they are.
 
     Options that may change when a run is resumed, such as the number of tasks, do not tell runs apart, nor does the number
     of threads. Runs that do not say their seed are not compared.
@@ -176,7 +188,9 @@ def _longer(first: RunFolder, second: RunFolder) -> RunFolder:
 
 
 def driver_of(paths: Iterable[str | Path]) -> str:
-    """Return the name of the experiment whose runs the folders hold; "continual" where no configuration says.
+    """Return the name of the experiment whose runs the folders hold.
+
+    It is "continual" where no configuration says.
 
     Raises:
         InputError: They are of several drivers, or as `run_folders`.
@@ -232,13 +246,13 @@ def finite(values: ArrayLike) -> Array:
 
 
 def measured(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a measure's entry of a record: its "value", "stderr", "definition" and what else it has."""
+    """Return a measure's entry of a record: its "value", "stderr", "definition" and other keys."""
     entry = as_dict(record, "measures").get(name)
     return entry if isinstance(entry, dict) else {"value": entry}
 
 
 def seconds(record: Mapping[str, Any], name: str) -> float:
-    """Return the seconds that a record says were spent on something, such as "train"; NaN if it does not say."""
+    """Return the seconds that a record gives for something, such as "train"; NaN if it does not."""
     return number(as_dict(record, "seconds").get(name))
 
 

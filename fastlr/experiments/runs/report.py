@@ -1,4 +1,4 @@
-"""Reports of runs: one HTML page, Markdown, CSV files and JSON in a folder, tables in the terminal."""
+"""Write reports of runs: an HTML page, Markdown, CSV and JSON files, tables in the terminal."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ class Report:
 
 
 def make_folder(paths: Sequence[str | Path], out: str | Path | None, figures: str) -> Path:
-    """Make the folder of a report: ``out``, or ``report`` in the one path given, ``fastlr-report`` for several.
+    """Make the folder of a report: ``out`` or a default.
+
+    The default is ``report`` in the one path given, and ``fastlr-report`` for several paths.
 
     Raises:
         InputError: It cannot be made, or ``figures`` is neither "png" nor "none".
@@ -186,7 +188,10 @@ def write_files(
 
 
 def provenance(run: RunFolder) -> str:
-    """Say what ran, where: the command, the versions and the commit, as far as the configuration tells."""
+    """Say what ran and where: the command, the versions and the commit.
+
+    What the configuration does not hold is left out.
+    """
     config, command, versions = run.config, run.config.get("command"), run.config.get("versions")
     entries = {
         "preset": config.get("preset"),

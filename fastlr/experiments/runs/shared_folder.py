@@ -1,4 +1,7 @@
-"""A run folder that several ranks work on: rank 0 alone reads and writes it, the others get what it finds there."""
+"""A run folder that several ranks work on.
+
+Rank 0 alone reads and writes it; the others get what it finds there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Configurations by seeds: from ``key=v1,v2`` texts to the settings of runs by name, such as ``learning_rate=0.001,seed-0``."""
+"""Make the settings of many runs from ``key=v1,v2`` texts and a number of seeds.
+
+The runs have names such as ``learning_rate=0.001,seed-0``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of a run as scalars for a logger, while the run goes on: a mirror of ``records.jsonl``."""
+"""Log the records of a run as scalars while the run goes on: a mirror of ``records.jsonl``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Record = Mapping[str, Any]
 
 
 class Mirror:
-    """Logs each record of a run after it was committed, first of all those that are in the run's folder; a ``with`` block.
+    """Logs each record of a run after it was committed; use it in a ``with`` block.
+
+    First of all it logs the records that are in the run's folder already.
 
     So a resumed run makes the log whole again, whatever was lost with the process before. A logger that fails is given
     up with a warning: the run goes on, and its records are whole.
@@ -57,7 +59,10 @@ class Mirror:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        """Log the folder's records if no update came, as for a run that was complete; then close the logger."""
+        """Close the logger; first log the folder's records if no update came.
+
+        None comes for a run that was complete.
+        """
         if kind is None and self._logger is None:
             self._carefully(self._catch_up)
         if self._logger is not None:
@@ -96,7 +101,7 @@ class Mirror:
 
 @contextmanager
 def mirrored(path: str | Path, tensorboard: bool, report: Report) -> Iterator[Report]:
-    """Yield a report that, if ``tensorboard`` says so, also logs what is committed to the folder of a run."""
+    """Yield a report callback that also logs committed records, if ``tensorboard`` is true."""
     if not tensorboard:
         yield report
         return

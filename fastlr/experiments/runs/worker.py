@@ -1,4 +1,7 @@
-"""One run as a process of `fastlr.experiments.runs.queue`: begins it or goes on with it, and reports to the queue."""
+"""Begin or resume one run in a process of `fastlr.experiments.runs.queue`.
+
+The process reports to the queue.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ _EVERY = 0.2  # seconds between two reports within a step
 def command(
     driver: Driver, path: Path, preset: str, settings: dict[str, Any], changed: dict[str, Any], tensorboard: bool
 ) -> list[str]:
-    """Return the command of a process that begins a run with ``settings``, or goes on with it with ``changed`` ones."""
+    """Return the command of a process that begins or resumes a run.
+
+    It begins one with ``settings``, and resumes one with the ``changed`` settings.
+    """
     work = {
         "driver": driver.module,
         "path": str(path),
@@ -47,7 +53,10 @@ def here(command: Sequence[str]) -> list[str]:
 
 
 def main(text: str) -> None:
-    """Do the work that `command` describes; exit code 1 after an error, whose line is reported and traceback printed."""
+    """Do the work that `command` describes.
+
+    After an error the exit code is 1, the error's line is reported and its traceback printed.
+    """
     send = attach()
     work = json.loads(text)
     sys.argv = work["command"]  # what made this run, for its config.json

@@ -35,7 +35,9 @@ def block_length(tasks: int, horizon: int = 10) -> int:
 
 
 def block_weights(tasks: int, length: int, resamples: int, rng: np.random.Generator) -> Array:
-    """Draw resamples: ``[resamples, tasks]``, how often each task occurs; each row sums to ``tasks``.
+    """Draw bootstrap resamples as numbers of times that each task occurs: ``[resamples, tasks]``.
+
+    Each row sums to ``tasks``.
 
     Raises:
         InputError: A block longer than the run, or fewer than 2 resamples.
@@ -58,7 +60,10 @@ def block_weights(tasks: int, length: int, resamples: int, rng: np.random.Genera
 
 @dataclass(frozen=True)
 class Interval:
-    """A correlation's standard error, 95 % confidence interval, and the smallest effect that would have been seen."""
+    """A correlation's standard error and 95 % confidence interval.
+
+    ``smallest`` is the smallest effect that would have been seen.
+    """
 
     stderr: float = math.nan
     low: float = math.nan
@@ -94,7 +99,9 @@ def interval(value: float, replicates: Array, blocks: int, runs: int = 1) -> Int
 
 
 def deviation(replicates: Array, blocks: int, runs: int = 1) -> float:
-    """Standard deviation of replicates, times sqrt(blocks / (blocks - 2 runs)); see :func:`interval`.
+    """Return the standard deviation of replicates, times sqrt(blocks / (blocks - 2 runs)).
+
+    See :func:`interval`.
 
     NaN if more than a tenth of them do not exist, or with fewer than two blocks a run.
     """
@@ -105,7 +112,9 @@ def deviation(replicates: Array, blocks: int, runs: int = 1) -> float:
 
 
 def mean_error(values: Array, length: int = SHORTEST_BLOCK) -> float:
-    """Standard error of the mean of a series: of circular blocks from two blocks on, else sd / sqrt(n); NaN for one value.
+    """Return the standard error of the mean of a series, by circular blocks.
+
+    With fewer than two blocks it is sd / sqrt(n); NaN for one value.
 
     The block bootstrap of a mean needs no drawing: its variance is that of the means of all blocks, over their number.
     """

@@ -1,4 +1,6 @@
-"""Correlations after a linear trend is removed: of one series, and of many weighted copies of it at once.
+"""Correlations after a linear trend is removed.
+
+They are of one series, or of many weighted copies of it at once.
 
 Semi-partial: only the target's trend is removed; the measure is taken as it is. Partial: both trends are removed.
 The paper (section 4.1) regresses out task number and measures "correlation with the residuals", its Table 1 "correlations
@@ -16,7 +18,9 @@ Array = NDArray[np.float64]
 
 
 def residuals(values: ArrayLike, task: ArrayLike | None = None) -> Array:
-    """Return the residuals of ``values`` [n] after least squares on 1 and ``task`` [n] (default 0, 1, ...).
+    """Return the residuals of ``values`` [n] after least squares on 1 and ``task`` [n].
+
+    ``task`` is 0, 1, ... by default.
 
     >>> residuals([1.0, 3.0, 5.0, 8.0]).round(2).tolist()
     [0.2, -0.1, -0.4, 0.3]
@@ -72,7 +76,10 @@ class Resampled:
         return (w @ (t * y) / n - mean_t * mean_y) / (w @ (t * t) / n - mean_t**2)
 
     def pearson(self, x: Array, *, partial: bool) -> Array:
-        """Pearson's correlation of measure ``x`` [n] with the target's residuals in each resample [b]."""
+        """Return Pearson's correlation, in each resample, of a measure with the residuals.
+
+        Shapes: the measure ``x`` [n], the result [b]. The residuals are the target's.
+        """
         x, t, y, w, n = _standard(x), self.task, self.target, self.weights, self.count
         columns = np.stack([t, x, y, t * t, t * x, t * y, x * x, x * y, y * y], axis=1)
         mt, mx, my, tt, tx, ty, xx, xy, yy = (w @ columns).T / n
@@ -82,7 +89,10 @@ class Resampled:
             return np.clip((xy - tx * ty / tt) / np.sqrt(variance * (yy - ty**2 / tt)), -1.0, 1.0)
 
     def spearman(self, x: Array, *, partial: bool) -> Array:
-        """Spearman's correlation of measure ``x`` [n] with the target's residuals in each resample [b]."""
+        """Return Spearman's correlation, in each resample, of a measure with the residuals.
+
+        Shapes: the measure ``x`` [n], the result [b]. The residuals are the target's.
+        """
         x, w = _standard(x), self.weights
         a = _row_ranks(w, x - self._slope(x)[:, None] * self.task) if partial else _fixed_ranks(w, x)
         return _of_ranks(w, a, self.target_ranks)
@@ -93,12 +103,18 @@ def resampled_spearman(
     x: Array,  # [n]
     y: Array,  # [n]
 ) -> Array:  # [b]
-    """Spearman's correlation of two series in each resample, no trend removed; weights as in `Resampled`."""
+    """Return Spearman's correlation of two series in each resample, no trend removed.
+
+    The weights are as in `Resampled`.
+    """
     return _of_ranks(weights, _fixed_ranks(weights, x), _fixed_ranks(weights, y))
 
 
 def _of_ranks(weights: Array, a: Array, b: Array) -> Array:
-    """Pearson's correlation [b] of ranks [b, n] under each row of multiplicities; NaN where they are constant."""
+    """Return Pearson's correlation [b] of ranks [b, n] under each row of multiplicities.
+
+    It is NaN where the ranks are constant.
+    """
     middle = (weights.sum(1)[:, None] + 1) / 2
     a, b = a - middle, b - middle
     weighted = weights * a
@@ -112,7 +128,10 @@ def constant(x: Array) -> bool:
 
 
 def straight(x: Array, task: Array) -> bool:
-    """Return True if ``x`` is a straight line in ``task`` but for rounding: it then has no partial correlation."""
+    """Return True if ``x`` is a straight line in ``task`` but for rounding.
+
+    It then has no partial correlation.
+    """
     return constant(x) or bool(np.std(residuals(x, task)) <= 1e-10 * np.std(x))
 
 
@@ -132,7 +151,10 @@ def _fixed_ranks(weights: Array, x: Array) -> Array:
 
 
 def _row_ranks(weights: Array, values: Array) -> Array:
-    """Ranks of each row of values [b, n] under its multiplicities; equal values at different tasks are not joined."""
+    """Return the ranks of each row of values [b, n] under the row's multiplicities.
+
+    Equal values at different tasks are not joined.
+    """
     result = np.empty_like(weights)
     for w, row, out in zip(weights, values, result):
         order = np.argsort(row)

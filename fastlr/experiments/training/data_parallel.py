@@ -1,4 +1,6 @@
-"""Data parallel training: the ranks of a run share each batch, and train together as one process does.
+"""Data parallel training: the ranks of a run share each batch.
+
+They train together as one process does.
 
 A batch is done in parts, each one forward and backward pass (``norm_batch`` samples: what batch norm takes its statistics
 of). The ranks share the parts, in order; their gradients are added in float32 in the order of the ranks (with
@@ -142,7 +144,11 @@ class Parallel:
         return [sizes[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
     def stream_seed(self, seed: int, *use: int | str) -> int:
-        """Return `fastlr.experiments.runs.folder.stream_seed` for random numbers that differ between the ranks."""
+        """Return a seed for random numbers that differ between the ranks.
+
+        It is `fastlr.experiments.runs.folder.stream_seed` with the rank among the uses; rank 0
+        draws as one process does.
+        """
         return stream_seed(seed, *use, *(("rank", self.ranks.rank) if self.ranks.rank else ()))
 
     def sum(self, t: Tensor) -> Tensor:
@@ -175,7 +181,7 @@ class Parallel:
         self.ranks.agree("the model after training", fingerprint(self.model), "start one process")
 
     def take_gradients(self) -> list[bool]:
-        """Move ``.grad`` into tensors kept here; return, by trainable parameter, whether there was one.
+        """Move ``.grad`` into tensors kept here; say which trainable parameters had one.
 
         (A capture's own would be held for each size of a batch.)
         """
@@ -223,7 +229,11 @@ class Parallel:
     def _exchange(
         self, size: int, buffers: dict[nn.Parameter, Tensor], reached: list[bool], usage: _Usage, before: Tensor
     ) -> None:
-        """Add up the gradients that the ranks have reached, and their changes of the running statistics ``before``."""
+        """Add up over the ranks the gradients and the changes of the running statistics.
+
+        The gradients are those that a rank has reached; ``before`` are the statistics before the
+        step.
+        """
         flags = self._reached_flags(buffers, reached, usage, before.device)
         for (p, buffer), here, expected in zip(buffers.items(), reached, usage.reached):
             if expected and not here:
@@ -277,7 +287,9 @@ class Parallel:
         )
 
     def _factor(self, size: int, norm_uses: list[int], like: Tensor) -> Tensor:
-        """How much of this rank's change of each running statistic is left after the parts of the ranks that follow.
+        """Return the share of this rank's change of each running statistic that is left.
+
+        It is what is left after the parts of the ranks that follow.
 
         A part takes a statistic r to ``(1 - m) r + m s``; parts of several ranks, all from the same r, change it together by
         the sum over ranks of their own change times ``(1 - m)`` to the power of the uses that come after them.
@@ -308,7 +320,11 @@ class _Observer:
         self._counts = [_passes(m) for m in norms]
 
     def observed(self, updates: int) -> tuple[list[int], str | None]:
-        """Return, after a step with so many updating parts: how often each used each norm, why processes cannot share it."""
+        """Return how often each updating part used each norm, and why processes cannot share it.
+
+        This is asked after a step with ``updates`` updating parts; the second is None where they
+        can.
+        """
         failure, uses = None, []
         for m, count in zip(self._norms, self._counts, strict=True):
             more = _passes(m) - count
@@ -322,7 +338,10 @@ class _Observer:
 
 
 def _passes(norm: Any) -> int:
-    """Passes that a layer has seen in training; 0 for one that does not count (it updates once a pass)."""
+    """Return the number of passes that a norm layer has seen in training.
+
+    It is 0 for a layer that does not count them (it updates once a pass).
+    """
     return 0 if norm.num_batches_tracked is None else int(norm.num_batches_tracked)
 
 

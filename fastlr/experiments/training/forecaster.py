@@ -1,4 +1,4 @@
-"""Training a network to forecast windows of a series that lie on the device: batches, steps, validation."""
+"""Train a network to forecast windows of a series on the device: batches, steps, validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from fastlr.ghost.model_io import select_output
 
 
 class Forecaster(TrainingLoop):
-    """A network that forecasts: mean squared error over windows, time steps and features, in the normalised unit.
+    """A network that forecasts, trained by the mean squared error in the normalised unit.
+
+    The mean is over windows, time steps and features.
 
     Args:
         model: The network; moved to the device.
@@ -79,7 +81,7 @@ class Forecaster(TrainingLoop):
         after: Callable[[int], bool] = lambda step: False,
         frozen: bool = False,
     ) -> float:
-        """Take one step of the `optimiser` a batch, and return the mean of their losses over windows.
+        """Take one step of the `optimiser` a batch, and return the mean loss over windows.
 
         Args:
             windows: Of the series.
@@ -115,7 +117,9 @@ def _finite(which: str, loss: float) -> float:
 
 
 def batches(n: int, size: int, steps: int, seed: int) -> list[Tensor]:
-    """Return the batches of an epoch, indices into n windows: one pass in random order, or a number of steps.
+    """Return the batches of an epoch, indices into n windows.
+
+    They are one pass in random order, or a number of steps.
 
     Args:
         n: Windows.
@@ -137,7 +141,9 @@ def batches(n: int, size: int, steps: int, seed: int) -> list[Tensor]:
 
 
 def cosine(learning_rate: float, total: int) -> Callable[[int], float]:
-    """Return step -> learning rate that falls from ``learning_rate`` at step 0 to zero at step ``total``.
+    """Return the cosine schedule: a function step -> learning rate.
+
+    It falls from ``learning_rate`` at step 0 to zero at step ``total``.
 
     Example:
         >>> [round(cosine(2.0, 4)(step), 3) for step in range(5)]
@@ -147,7 +153,9 @@ def cosine(learning_rate: float, total: int) -> Callable[[int], float]:
 
 
 def evenly(total: int, points: int) -> list[int]:
-    """Return ``points`` evenly spaced whole numbers up to ``total``, fewer where they coincide; none is 0.
+    """Return ``points`` evenly spaced whole numbers up to ``total``, none of them 0.
+
+    There are fewer where they coincide.
 
     Example:
         >>> evenly(54, 4), evenly(2, 4)

@@ -1,4 +1,7 @@
-"""The training loop of every experiment: a model, its optimiser, how a step runs, how ranks share it, its state."""
+"""The training loop of every experiment: model, optimiser, steps, ranks, state.
+
+It says how a step runs and how ranks share it.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,17 @@ class TrainingLoop:
         self.steps = TrainingSteps(self.work, model, self.changed_tensors, device, graph, strict=step == "graph")
 
     def loss(self, *part: Tensor) -> Tensor:
-        """Return the sum of the losses of a part's samples, given as the ``samples`` of `train_batch` are."""
+        """Return the sum of the losses of the samples of a part.
+
+        The samples are given as the ``samples`` of `train_batch` are.
+        """
         raise NotImplementedError
 
     def adamw(self, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-        """Return AdamW for the trainable parameters, in the form that suits the device and the steps."""
+        """Return AdamW for the trainable parameters, fused or capturable where these apply.
+
+        Both depend on the device and on how steps run.
+        """
         return torch.optim.AdamW(
             trainable_parameters(self.model),
             lr=learning_rate,
@@ -105,7 +114,9 @@ class TrainingLoop:
         return total
 
     def work(self, size: int, *batch: Tensor) -> Any:
-        """Do the part of a step that may be captured: all of it, or, with several ranks, until they exchange gradients.
+        """Do the part of a training step that may be captured.
+
+        It is all of it, or, with several ranks, what comes before they exchange gradients.
 
         Args:
             size: Samples of the whole batch, over which the mean of the losses is taken.

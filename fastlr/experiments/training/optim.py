@@ -21,7 +21,10 @@ def optimiser_tensors(optimiser: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def load_optimiser(optimiser: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load a state dict, keeping how this optimiser takes its steps, which depends on the device."""
+    """Load an optimiser's state dict, but for the way in which it takes its steps.
+
+    That way (fused, foreach, capturable) depends on the device, and stays this optimiser's.
+    """
     groups = [dict(group) for group in saved["param_groups"]]
     for group, current in zip(groups, optimiser.param_groups, strict=True):
         group.update({key: current[key] for key in ("fused", "foreach", "capturable") if key in current})
@@ -50,7 +53,9 @@ def split(size: int, parts: int) -> list[int]:
 
 
 def spans(n: int, size: int) -> Iterator[tuple[int, int]]:
-    """Split ``range(n)`` into batches; the last may be smaller, but a single sample joins the batch before it.
+    """Split ``range(n)`` into batches of ``size``, and yield their bounds.
+
+    The last may be smaller, but a single sample joins the batch before it.
 
     (BatchNorm has no statistics of one value.)
 

@@ -1,4 +1,4 @@
-"""Options of every driver that trains: precision, batches and their parts, what several processes exchange."""
+"""Options of every driver that trains: precision, batches and their parts, data parallelism."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ _UPDATES = {
 
 
 def training_text(run: RunFolder) -> str:
-    """Say in a sentence how a run was trained; options that its version of fastlr did not have mean what it did."""
+    """Say in a sentence how a run was trained.
+
+    Options that its version of fastlr did not have mean what that version did.
+    """
     options, processes = {**BEFORE, **run.options}, run.config.get("processes", 1)
     size, part = options.get("batch_size", 0), options.get("norm_batch", 0)
     texts = [f"Trained {_PRECISION.get(options.get('dtype', ''), 'in an unknown precision')}"]

@@ -40,8 +40,10 @@ def resolve_mode(mode: str, device: torch.device) -> str:
     return mode
 
 
-class TrainingSteps:
-    """Calls a training step, or replays it where it has been captured; one capture for each shape of the inputs.
+class Steps:
+    """Calls a training step, or replays it where it has been captured.
+
+    There is one capture for each shape of the inputs.
 
     A shape is captured when it occurs for the second time. The last `HELD` are kept; they share their memory. They are
     dropped by `check` if the model or what a step changes is not where it was.
@@ -102,12 +104,18 @@ class TrainingSteps:
         return capture.result
 
     def check(self) -> None:
-        """Drop the captures if the model or the tensors that a step changes are others than when they were made."""
+        """Drop the captures if what they refer to has been replaced since they were made.
+
+        This is the model and the tensors that a step changes.
+        """
         if self._captures and self._program != self._current_program():
             self.discard()
 
     def discard(self) -> None:
-        """Drop the captures: steps are captured anew, in memory of their own (that of no capture cannot be gone on with)."""
+        """Drop the captures, so that steps are captured anew, in a new memory pool.
+
+        (The pool of no capture cannot be gone on with.)
+        """
         self._captures.clear()
         self._pool = torch.cuda.graph_pool_handle() if self._pool is not None else None
 
@@ -141,7 +149,10 @@ class _Capture(NamedTuple):
 
 @contextmanager
 def unchanged(changed: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-    """Put tensors and the global random states back afterwards; tensors that are new then are filled with zeros."""
+    """Restore tensors and the global random states afterwards.
+
+    Tensors that are new then are filled with zeros.
+    """
     before = [(t, t.detach().clone()) for t in changed()]
     states = random_states()
     try:
@@ -158,7 +169,9 @@ def unchanged(changed: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
 
 
 class Compiled:
-    """A model whose forward pass is compiled for some batch sizes by `torch.compile`; other sizes run as they are.
+    """A model whose forward pass is compiled by `torch.compile` for some batch sizes.
+
+    Other sizes run as they are.
 
     So what is compiled is a function of the size alone, not of the sizes that came before.
 

@@ -1,4 +1,6 @@
-"""The transfer driver: pretrain, measure, select checkpoints by several strategies, fine-tune each (paper, section 4.2).
+"""The transfer driver: pretrain, measure, select checkpoints by several strategies, fine-tune.
+
+Source: paper, section 4.2.
 
 The steps of a run, each committed with its record: every epoch of pretraining (record "pretrain"), the selection, and
 every fine-tuning run. What is random in a step is a pure function of the run's seed and the step, so a run that was killed
@@ -50,7 +52,10 @@ class TransferData:
 
 
 def checkpoint_name(epoch: int) -> str:
-    """Return the file of a checkpoint in ``checkpoints/``: a state dict; epoch 0 is the network before training."""
+    """Return the file name, in ``checkpoints/``, of the state dict after an epoch.
+
+    Epoch 0 is the network before training.
+    """
     return f"epoch-{epoch:02d}.pt" if epoch else "initial.pt"
 
 
@@ -77,7 +82,10 @@ def pick(strategy: str, epochs: Sequence[Mapping[str, Any]]) -> Record:
 
 
 def saturated(losses: Sequence[float], patience: int, tolerance: float) -> bool:
-    """Return True if the last ``patience`` losses are no fall by the share ``tolerance`` below the least before; 0: never.
+    """Return True if the losses have not fallen enough for ``patience`` validations.
+
+    That is, if none of the last ``patience`` is below the least before by the share ``tolerance``;
+    ``patience`` 0: never.
 
     >>> saturated([1.0, 0.9, 0.895, 0.894], 2, 0.01), saturated([1.0, 0.9, 0.895, 0.894], 2, 0.0)
     (True, False)
@@ -219,13 +227,19 @@ class Study:
         }
 
     def state(self, position: int) -> dict[str, Any]:
-        """Return what a checkpoint holds after so many steps: the network only while it is pretrained."""
+        """Return what a checkpoint holds after ``position`` steps.
+
+        It holds the network only while that is pretrained.
+        """
         training = self.net.state() if position < self.options.epochs else {}
         return {"position": position, "chunk": self.redundancy.chunk, **training}
 
 
 def tunings(options: TransferOptions, picks: Mapping[str, Mapping[str, Any]]) -> list[tuple[int, int, list[str]]]:
-    """Return the fine-tuning runs in order: (epoch of the checkpoint, number, the strategies that picked it)."""
+    """Return the fine-tuning runs in their order.
+
+    Each is (epoch of the checkpoint, number, the strategies that picked it).
+    """
     strategies: dict[int, list[str]] = {}
     for name, picked in picks.items():
         strategies.setdefault(picked["epoch"], []).append(name)

@@ -1,4 +1,4 @@
-"""The measures of a network while it is pretrained: the numbers that checkpoints are selected by."""
+"""Measure a network while it is pretrained: the numbers that checkpoints are selected by."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ class Redundancy:
         self.points.append({"step": step, "value": estimate.value, "stderr": _or_none(estimate.stderr)})
 
     def record(self) -> dict[str, Any]:
-        """Return the mean over the measurements; its standard error is that over inputs, which all of them share."""
+        """Return the record of the mean local redundancy over the measurements.
+
+        Its standard error is that over inputs, which all measurements share.
+        """
         moments = Moments()
         moments.add(self._sums / len(self.points))
         definition = self._definition
@@ -79,7 +82,10 @@ class Redundancy:
 
 
 def weights_and_units(net: Forecaster, source: SplitSeries, options: TransferOptions) -> dict[str, dict[str, Any]]:
-    """Measure the weight norm, and the dormant ratio of the activations on training windows of the source."""
+    """Measure the weight norm and the dormant ratio of the activations.
+
+    The activations are those on training windows of the source.
+    """
     windows = source.train
     generator = torch.Generator().manual_seed(stream_seed(options.seed, "dormant windows"))
     index = torch.randperm(len(windows), generator=generator)[: options.dormant_windows].to(net.device)
@@ -91,7 +97,9 @@ def weights_and_units(net: Forecaster, source: SplitSeries, options: TransferOpt
 
 
 class Probe:
-    """Linear probes: the encoder frozen in eval mode, the head drawn anew and trained for one epoch on the target.
+    """Linear probes: a new head on the frozen encoder, trained for one epoch on the target.
+
+    The encoder is in eval mode.
 
     The head's first weights and the order of the windows are the same for every checkpoint.
 
@@ -140,7 +148,10 @@ class Probe:
 
 @contextmanager
 def trainable_only(model: nn.Module, part: nn.Module) -> Iterator[None]:
-    """Within this context, only the parameters of one part of a model require grad; afterwards none has a gradient."""
+    """Within this context, only the parameters of one part of a model require grad.
+
+    Afterwards ``requires_grad`` is as before, and no parameter has a gradient.
+    """
     flags = [(p, p.requires_grad) for p in model.parameters()]
     inside = set(part.parameters())
     try:

@@ -25,9 +25,11 @@ FURTHER = {"local_redundancy_at_end": ("local_redundancy_at_end", "greatest")}
 
 @dataclasses.dataclass(frozen=True)
 class TransferOptions(training.TrainingOptions):
-    """Options of ``fastlr transfer``; the defaults are the preset ``paper`` (section 4.2, appendix A.2).
+    """Options of ``fastlr transfer``; the defaults are the preset ``paper``.
 
-    Those of all drivers: `TrainingOptions`.
+    Source: paper, section 4.2 and appendix A.2.
+
+    The options that all drivers share are in `TrainingOptions`.
 
     Attributes:
         model: As for `fastlr.models.load_model`: ``package.module:function``. It is made with ``channels``, ``context`` and

@@ -1,4 +1,7 @@
-"""Transfer runs read back and compared (paper, section 4.2): each strategy's loss after fine-tuning, paired by seed."""
+"""Read and compare transfer runs: each strategy's loss after fine-tuning, paired by seed.
+
+Source: paper, section 4.2.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,10 @@ class TransferRun(RunFolder):
 
     @property
     def saturated(self) -> int:
-        """The number of fine-tuning runs that ended before their epochs, as their validation loss had saturated."""
+        """The number of fine-tuning runs that were stopped early.
+
+        They ended before their epochs, as their validation loss had saturated.
+        """
         steps = self.options.get("finetune_epochs", 0) * self.start.get("finetune_steps_per_epoch", 0)
         return sum(record["steps"][-1] < steps for record in self.tunings.values())
 
@@ -89,14 +95,20 @@ class TransferRun(RunFolder):
         return float(np.mean([record["validation_loss"] for record in self.of_pick(strategy)]))
 
     def curve(self, strategy: str) -> tuple[Array, Array]:
-        """Steps, and validation loss averaged over the fine-tuning runs; one that ended early goes on at its last."""
+        """Return a strategy's steps and its validation loss, averaged over the fine-tuning runs.
+
+        A run that ended early goes on at its last loss.
+        """
         records = self.of_pick(strategy)
         steps = max((record["steps"] for record in records), key=len)
         rows = [record["validation"] + [record["validation"][-1]] * len(steps) for record in records]
         return np.array(steps, dtype=float), np.array([row[: len(steps)] for row in rows]).mean(0)
 
     def numbers(self, name: str) -> Array:
-        """A loss or measure by epoch, 0 (before training) to the last; NaN where it was not recorded."""
+        """Return a loss or measure by epoch, 0 (before training) to the last.
+
+        It is NaN where it was not recorded.
+        """
         values = np.full(max(self.epochs, default=0) + 1, np.nan)
         for epoch, record in {0: self.start, **self.epochs}.items():
             values[epoch] = number(value_of(record, name))
@@ -110,7 +122,10 @@ class TransferRun(RunFolder):
         return np.array([point["step"] / steps for point in points]), np.array([point["value"] for point in points])
 
     def seconds(self, name: str = "") -> float:
-        """Seconds of all steps, or those spent on one thing, such as "train" (pretraining, without measuring)."""
+        """Return the seconds of all steps, or those spent on one thing.
+
+        An example is "train" (pretraining, without measuring).
+        """
         records = (self.start, *self.epochs.values(), *self.tunings.values())
         entries = [entry for record in records for entry in as_dict(record, "seconds").items()]
         return sum(number(value) for key, value in entries if name in ("", key))

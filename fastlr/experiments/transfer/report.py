@@ -1,4 +1,7 @@
-"""The report of transfer runs: terminal tables, CSV, Markdown, PNG figures and one self-contained HTML page."""
+"""The report of transfer runs: tables for the terminal, CSV, Markdown, PNG figures, a web page.
+
+The page is one self-contained HTML file.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,9 @@ def write_transfer_report(
 
 
 def findings(runs: Sequence[TransferRun]) -> list[str]:
-    """Say which strategy ended lowest, and whether local redundancy can be told from each other one.
+    """Say which strategy ended lowest, and how local redundancy compares with each other one.
+
+    A comparison says whether the difference can be told from zero.
 
     Args:
         runs: Finished ones.
@@ -129,7 +134,10 @@ def _drawings(runs: Sequence[TransferRun]) -> list[Drawing]:
 
 
 def pretraining_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]) -> bool:
-    """Draw the losses and local redundancy over the epochs of pretraining (the paper's Figure 4); False before epoch 1."""
+    """Draw losses and local redundancy over the epochs of pretraining (the paper's Figure 4).
+
+    Returns False before epoch 1.
+    """
     last = tables.last_epoch(runs)
     if not last:
         return False
@@ -156,7 +164,9 @@ def pretraining_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]
 
 
 def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]) -> bool:
-    """Draw the validation loss over the steps of fine-tuning (the paper's Figure 5); False without strategies to draw.
+    """Draw the validation loss over the steps of fine-tuning (the paper's Figure 5).
+
+    Returns False without strategies to draw.
 
     The two strategies of the paper's figure have bands, the others thin lines.
     """

@@ -56,7 +56,10 @@ def short(strategy: str) -> str:
 
 
 def setting(runs: Sequence[TransferRun]) -> tuple[str, ...]:
-    """The training in a sentence, the ways in which it is not as in the paper, and the runs that are not finished."""
+    """Return sentences on the training of the runs.
+
+    They say how it was done, in what it differs from the paper, and which runs are not finished.
+    """
     run, finished = runs[0], _finished(runs)
     data, options = as_dict(run.config, "data"), run.options
     actual = {key: as_dict(data, key).get("name", "?") for key in ("source", "target")}
@@ -105,7 +108,10 @@ def last_epoch(runs: Sequence[TransferRun]) -> int:
 
 
 def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
-    """Table 3: the loss after fine-tuning by strategy, and its paired difference from the lowest validation loss's."""
+    """Return Table 3: the loss after fine-tuning by strategy, and its paired differences.
+
+    They are differences from the strategy of the lowest validation loss.
+    """
     title = "Table 3: validation loss after fine-tuning, by strategy of selection"
     finished = _finished(runs)
     if not finished:

@@ -1,4 +1,4 @@
-"""Interventions against loss of plasticity and against forgetting, options of the continual-learning driver.
+"""Interventions against loss of plasticity and against forgetting, options of ``fastlr continual``.
 
 =======================  ======================================  ========================================================
 option                   intervention                            source

@@ -1,4 +1,4 @@
-"""The interface of interventions that act during training, and that of the trainer which they use."""
+"""The interfaces of interventions that act during training and of the trainer that they use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ class Intervention:
         return nullcontext()
 
     def written(self) -> Iterable[Tensor]:
-        """Return the tensors that `add_gradients` and the hooks of `watching` write to, the gradients apart."""
+        """Return the tensors other than gradients to which this intervention writes.
+
+        It writes to them in `add_gradients` and in the hooks of `watching`.
+        """
         return ()
 
     def add_gradients(self) -> None:

@@ -17,7 +17,9 @@ from fastlr.experiments.runs.folder import stream_seed
 
 
 class _InputSums:
-    """Sums over the inputs of a layer that reads units, in the passes of a step: tensors that stay where they are.
+    """Sums over the inputs of a layer that reads units, taken in the forward passes of a step.
+
+    The tensors are updated in place, and so keep their memory.
 
     Attributes:
         absolute: Sum of ``|h|`` of each feature over samples and positions.
@@ -67,7 +69,9 @@ class _Layer:
 
 
 class ContinualBackprop(Intervention):
-    """Continual backprop's generate-and-test, after each step of the optimiser, in each layer whose units can be replaced.
+    """Continual backprop: generate-and-test of units after each step of the optimiser.
+
+    It acts on each layer whose units can be replaced.
 
     - Utility of unit i, the contribution utility: ``u <- decay u + (1 - decay) sum_k |h_i| |w_ik|``, with h the values that go
       into the layers that read it, |h| the mean over the step's images (and positions), and the sum over all its outgoing
@@ -236,7 +240,7 @@ class ContinualBackprop(Intervention):
         self._clear()
 
     def about(self) -> dict[str, Any]:
-        """Return the numbers of units by layer, and the layers that are left alone, with reasons."""
+        """Return the number of units of each layer, and the layers left alone with the reasons."""
         return {"units": {layer.units.name: layer.units.count for layer in self.layers}, "left_alone": self.left_alone}
 
     def record(self) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from fastlr.ghost.runtime import as_it_was
 
 
 def diagonal_fisher(model: nn.Module, parameters: Sequence[nn.Parameter], x: Tensor) -> list[Tensor]:
-    """Diagonal of the Fisher information of a classifier: ``F_i = mean over x of E_{y ~ P(.|x)} (d log P(y|x) / d theta_i)^2``.
+    """Return the diagonal of a classifier's Fisher information.
+
+    ``F_i = mean over x of E_{y ~ P(.|x)} (d log P(y|x) / d theta_i)^2``.
 
     The labels are the model's own, not the true ones (with those it would be the empirical Fisher). For two classes the
     expectation over them is exact, ``p0 p1 (d(z0 - z1) / d theta_i)^2``; for more it is one random probe an image with that
@@ -53,7 +55,9 @@ def diagonal_fisher(model: nn.Module, parameters: Sequence[nn.Parameter], x: Ten
 
 
 class EWC(Intervention):
-    """Online elastic weight consolidation: adds the gradient of ``strength / 2 * sum_i F_i (theta_i - theta*_i)^2``.
+    """Online elastic weight consolidation: a quadratic penalty around the parameters of past tasks.
+
+    It adds the gradient of ``strength / 2 * sum_i F_i (theta_i - theta*_i)^2``.
 
     After each task, ``F <- decay F + F_task``, with `diagonal_fisher` on some of the task's training images, and ``theta*`` is
     where the parameters are then. So there is one quadratic penalty, whatever the number of tasks (Kirkpatrick et al. keep
@@ -84,7 +88,10 @@ class EWC(Intervention):
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Add the penalty's gradient ``strength * F (theta - theta*)`` to ``.grad`` of what the loss has reached."""
+        """Add the penalty's gradient ``strength * F (theta - theta*)`` to ``.grad``.
+
+        Parameters that the loss has not reached have no ``.grad`` and are left out.
+        """
         for p, fisher, anchor in zip(self.parameters, self.fisher, self.anchor, strict=True):
             if p.grad is not None:
                 p.grad.addcmul_(fisher, p - anchor, value=self.trainer.options.ewc)
@@ -97,7 +104,7 @@ class EWC(Intervention):
         return self.trainer.options.ewc / 2 * torch.stack(sums).sum().item()
 
     def after_task(self, task: Task, number: int) -> None:
-        """Take the task's Fisher information into the sum, and the parameters as they are as the centre."""
+        """Add the task's Fisher information to the sum; centre the penalty on the parameters."""
         options = self.trainer.options
         self.last_penalty = self.penalty()
         generator = torch.Generator().manual_seed(stream_seed(options.seed, self.name, number))

@@ -1,4 +1,7 @@
-"""The simple interventions: shrink-and-perturb, resets, L2 towards initialisation, layer norm in place of batch norm."""
+"""The simple interventions: shrink-and-perturb, resets, L2 towards initialisation, layer norm.
+
+Layer norm takes the place of batch norm.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @torch.no_grad()
 def shrink_and_perturb(model: nn.Module, shrink: float, perturb: float, seed: int) -> None:
-    """Replace every trainable parameter: ``theta <- shrink * theta + perturb * noise``, noise independent standard normal.
+    """Replace every trainable parameter: ``theta <- shrink * theta + perturb * noise``.
 
-    The noise is a pure function of the seed, drawn on the CPU.
+    The noise is independent standard normal.
+
+    It is a pure function of the seed, drawn on the CPU.
 
     Source: Ash and Adams 2020, "On warm-starting neural network training" (arXiv:1910.08475), section 4:
     ``theta_t <- lambda theta_{t-1} + p_t`` with ``p_t ~ N(0, sigma^2)``, at the start of each round of training.
@@ -34,7 +39,10 @@ def shrink_and_perturb(model: nn.Module, shrink: float, perturb: float, seed: in
 
 
 class ShrinkAndPerturb(Intervention):
-    """`shrink_and_perturb` before every task but the first, by the trainer's options ``shrink`` and ``perturb``."""
+    """Applies `shrink_and_perturb` before every task but the first.
+
+    The trainer's options ``shrink`` and ``perturb`` are the factors.
+    """
 
     name = "shrink_and_perturb"
 
@@ -47,7 +55,9 @@ class ShrinkAndPerturb(Intervention):
 
 
 class PeriodicReset(Intervention):
-    """Before every ``reset_every``-th task, the network's last ``reset_layers`` layers begin anew, the others go on.
+    """Resets the network's last ``reset_layers`` layers before every ``reset_every``-th task.
+
+    The layers before them go on as they are.
 
     A layer is a module with a weight matrix (0: all of them); what is defined after the first of them begins anew with it:
     each parameter by values drawn with replacement from those that it had at initialisation, a pure function of the run's
@@ -104,7 +114,9 @@ class PeriodicReset(Intervention):
 
 
 class TowardsInit(Intervention):
-    """L2 regularisation towards initialisation: adds the gradient of ``strength * ||theta - theta_init||^2``.
+    """L2 regularisation towards the parameters at initialisation.
+
+    It adds the gradient of ``strength * ||theta - theta_init||^2``.
 
     The gradient is added to ``.grad`` before the optimiser's step, which is the same as adding the penalty to the loss.
 

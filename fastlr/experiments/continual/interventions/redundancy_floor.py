@@ -16,7 +16,9 @@ DECAY = 0.99  # of the running mean, a step
 
 
 class RedundancyFloor(Intervention):
-    """Adds the gradient of ``strength * log(floor / running)`` while the running mean of local redundancy is below the floor.
+    """Raises local redundancy by a penalty while its running mean is below a floor.
+
+    It adds the gradient of ``strength * log(floor / running)``.
 
     In every step `fastlr.redundancy_loss` R is taken on new synthetic shapes; the running mean M is that of the steps so far
     with weights that fall by `DECAY` a step, and ``-strength * grad R / M`` is added to ``.grad``: the same whatever the
@@ -46,7 +48,10 @@ class RedundancyFloor(Intervention):
         return self.total / self.weight if self.weight else 0.0
 
     def add_gradients(self) -> None:
-        """Measure, and add the penalty's gradient to ``.grad`` of every parameter that the loss has reached."""
+        """Measure local redundancy, and add the penalty's gradient to ``.grad`` if it is too low.
+
+        Parameters that the loss has not reached have no ``.grad`` and are left out.
+        """
         options, n = self.trainer.options, self.trainer.options.floor_images
         seed = stream_seed(options.seed, self.name)
         x = self.images.batch(self.steps * n, (self.steps + 1) * n, seed=seed, device=self.trainer.device)

@@ -1,4 +1,7 @@
-"""AdamW that counts the steps of each weight by itself, so that a new unit's weights begin like those of a new network."""
+"""AdamW with a step counter for each weight.
+
+A new unit's weights then begin like those of a new network.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch import Tensor
 
 
 class UnitAdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW` with a step counter for each element; the same updates as long as no counter is set back.
+    """`torch.optim.AdamW` with a step counter for each element of a parameter.
+
+    The updates are the same as torch's as long as no counter is set back.
 
     Adam divides its running means by ``1 - beta^t``. With one ``t`` for a whole tensor, a weight whose means were set to zero
     late in training would take first steps of up to ``(1 - beta1) / sqrt(1 - beta2)``, about 3.2, times the learning rate.

@@ -1,4 +1,6 @@
-"""Which units of a network can be replaced by new ones: found by following one forward pass, then proven.
+"""Find the units of a network that can be replaced by new ones.
+
+They are found by following one forward pass, then proven.
 
 A *unit* is a channel of a convolution or a feature of a linear layer, with all that acts on this channel alone: its row of
 the weight, its bias, its scale, shift and statistics in a batch norm, its filter of a depthwise convolution that follows,
@@ -51,8 +53,10 @@ _SUMS = _named("add sub subtract rsub __add__ __radd__ __iadd__ __sub__ __rsub__
 
 
 @dataclasses.dataclass(eq=False)
-class ReadingLayer:
-    """A layer that reads units: unit i is its input features ``repeat * i`` to ``repeat * i + repeat - 1``.
+class Reader:
+    """A layer that reads units.
+
+    Unit i is its input features ``repeat * i`` to ``repeat * i + repeat - 1``.
 
     Attributes:
         name: Of the module.
@@ -72,12 +76,18 @@ class ReadingLayer:
         return getattr(self.layer, "groups", 1)
 
     def columns(self, t: Tensor, features: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return a view of the weight (or a tensor of its shape) and the index there of some features' outgoing weights."""
+        """Return a view of ``t`` and the index there of some features' outgoing weights.
+
+        ``t`` is the layer's weight or a tensor of its shape.
+        """
         width = t.shape[1]
         return t.unflatten(0, (self.groups, -1)), (features // width, slice(None), features % width)
 
     def by_feature(self, t: Tensor) -> Tensor:
-        """Sum a tensor of the weight's shape over positions: ``[groups, outputs of a group, features of a group]``."""
+        """Sum a tensor of the weight's shape over positions, and part it by the layer's groups.
+
+        The shape is ``[groups, outputs of a group, features of a group]``.
+        """
         return t.reshape(*t.shape[:2], -1).sum(2).unflatten(0, (self.groups, -1))
 
     def features(self, units: Tensor) -> Tensor:
@@ -126,7 +136,10 @@ class Units:
 
 @dataclasses.dataclass(frozen=True)
 class _Tag:
-    """Marks a tensor that holds units along ``axis``, each ``repeat`` long; ``raw``: the layer that returned the tensor."""
+    """Marks a tensor that holds units along ``axis``, ``repeat`` elements for each unit.
+
+    ``raw`` is the name of the layer that returned the tensor.
+    """
 
     units: Units
     axis: int
@@ -135,7 +148,7 @@ class _Tag:
 
 
 class _Trace(Watch):
-    """Follows the units through a forward pass; those that meet an unknown operation are left alone."""
+    """Follows units through a forward pass; those that meet an unknown operation are left alone."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -253,7 +266,11 @@ class _Trace(Watch):
         return plain
 
     def _combined(self, func: Any, operands: list[Tensor], tags: list[_Tag], plain: _Tag) -> _Tag | None:
-        """A product or sum with a number, of units with themselves, or of units with factors of their own."""
+        """Return the tag of an elementwise product or sum, or leave its units alone.
+
+        Units are followed through an operation with a number, with themselves, or with factors of
+        their own.
+        """
         groups = {tag.units.root() for tag in tags}
         alike = len({(t.ndim, tag.axis, tag.repeat) for t, tag in zip(operands, tags, strict=False)}) == 1
         if len(operands) == 1 or (len(groups) == 1 and len(operands) == len(tags) and alike):
@@ -270,7 +287,7 @@ class _Trace(Watch):
         return plain
 
     def finish(self, result: Any) -> list[Units]:
-        """Return all units, those of joined layers once, after what can be decided only at the end of the pass."""
+        """Return all units, those of joined layers once, after checks that need the whole pass."""
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t in self.tags:
                 self.tags[t].units.exclude("makes the model's output")
@@ -306,7 +323,10 @@ def _reduced(args: tuple, kwargs: dict, source: Tensor, tag: _Tag) -> _Tag | Non
 
 
 def _reshaped(source: Tensor, tag: _Tag, result: Tensor) -> _Tag | None:
-    """Units after a change of shape that leaves their axis as it is, or flattens all axes behind it into it."""
+    """Return the tag of units after a change of shape; None if they cannot be followed.
+
+    They can where the change leaves their axis as it is, or flattens all axes behind it into it.
+    """
     ahead, size, behind = source.shape[: tag.axis].numel(), source.shape[tag.axis], source.shape[tag.axis + 1 :].numel()
     before = 1
     for axis, length in enumerate(result.shape):
@@ -348,7 +368,10 @@ def find_units(model: nn.Module, example: Tensor) -> tuple[list[Units], dict[str
 
 
 def _isolated(model: nn.Module, units: Sequence[Units], example: Tensor) -> bool:
-    """Return True if units without outgoing weights have no influence, tried on every other unit of each layer."""
+    """Return True if units whose outgoing weights are zero have no influence on the output.
+
+    This is tried on every other unit of each layer.
+    """
     subject = next(subjects(model, adapt.trainable(model), 1.0, seed=0))
     tensors = subject.tensors
     assert tensors is not None  # the first subject is a functional copy
