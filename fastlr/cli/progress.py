@@ -42,7 +42,7 @@ def progress(driver: Driver) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-class Board:
+class RunBoard:
     """Shows the progress of a queue: a line for all its runs and one for each under way.
 
     Without a terminal, it prints what is done in a line a minute.

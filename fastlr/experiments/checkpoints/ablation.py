@@ -157,7 +157,7 @@ def measure_checkpoints(
     return measure_each(model, paths, sources, progress=progress, **options)
 
 
-def as_run(measured: Sequence[Mapping[str, Estimate]]) -> Run:
+def as_run(measured: Sequence[Mapping[str, Estimate]]) -> ContinualRun:
     """Return the measurements as a run's records, one "task" for each checkpoint.
 
     This is the form that `agreement` takes.

@@ -70,12 +70,12 @@ class Comparison:
         return mean_over_seeds(pairs.tolist()) if len(pairs) else Mean(math.nan, math.nan, math.nan, math.nan, 0)
 
 
-def by_intervention(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun]]:
     """Group runs by the options of their interventions, those with the fewest options first.
 
     The groups are named by their folders if these differ.
     """
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[ContinualRun]] = {}
     told = [{**_OFF, **{k: v for k, v in run.options.items() if k in _OFF}} for run in runs]
     varying = [k for k in _OFF if any(options[k] != told[0][k] for options in told)]
     changed = [{k: options[k] for k in varying if options[k] != _OFF[k]} for options in told]
@@ -87,7 +87,7 @@ def by_intervention(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return {", ".join(f"{k}={v}" for k, v in json.loads(key).items()) or "none": g for key, g in groups.items()}
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare(runs: Sequence[ContinualRun]) -> Comparison:
     """Take the late accuracy and measures of runs of several interventions.
 
     A run with less than 9/10 of the longest run's tasks is left out, with a warning.
@@ -205,7 +205,7 @@ class Prediction:
     n: int
 
 
-def predictions(runs: Sequence[Run], *, resamples: int = 1000, seed: int = 0) -> list[Prediction]:
+def predictions(runs: Sequence[ContinualRun], *, resamples: int = 1000, seed: int = 0) -> list[Prediction]:
     """Predict future accuracy by nested least squares with and without each measure.
 
     The slopes are shared by all runs, and each of 5 blocks of tasks is predicted from the others.
@@ -312,7 +312,7 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
     ]
 
 
-def course_sheets(groups: dict[str, list[Run]]) -> list[Sheet]:
+def course_sheets(groups: dict[str, list[ContinualRun]]) -> list[Sheet]:
     """Return tables of how local redundancy on each kind of inputs, and accuracy, changed.
 
     The columns are: untrained, in the first and in the last fifth.
@@ -348,7 +348,7 @@ def _course(groups: dict[str, list[ContinualRun]], measure: str) -> Sheet:
     return Sheet.of(f"course{measure.removeprefix(_LR)}", f"Over the run: {label(measure)}", groups, columns, [note])
 
 
-def _logs(run: Run, measure: str) -> list[float]:
+def _logs(run: ContinualRun, measure: str) -> list[float]:
     """Return the mean logarithms of a measure: untrained, in the first and in the last fifth.
 
     They are NaN where it was not measured.

@@ -55,7 +55,7 @@ _CORRELATIONS = {  # above or below the row's middle, colour, marker, name
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # of a number on a line
 
 
-def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
+def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
     """Draw local redundancy above accuracy over tasks, with bands of two standard errors.
 
     Returns False if neither was recorded.
@@ -88,7 +88,7 @@ def redundancy_and_accuracy(runs: Sequence[Run], path: str | os.PathLike[str]) -
     return save_figure(figure, path)
 
 
-def group_curves(groups: Mapping[str, Sequence[Run]], path: str | os.PathLike[str]) -> bool:
+def group_curves(groups: Mapping[str, Sequence[ContinualRun]], path: str | os.PathLike[str]) -> bool:
     """Draw local redundancy above accuracy over tasks, as means over the runs of each group.
 
     The panels are those of `redundancy_and_accuracy`.
@@ -174,7 +174,7 @@ def ablation_curves(
     return save_figure(figure, path)
 
 
-def layer_map(run: Run, path: str | os.PathLike[str], most: int = 40) -> bool:
+def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -> bool:
     """Draw local redundancy as a map of modules over tasks, with logarithmic colours.
 
     Modules are in network order, top to bottom. Returns False if no values by module were recorded.
@@ -268,7 +268,7 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
     return save_figure(figure, path)
 
 
-def measure_curves(runs: Sequence[Run], path: str | os.PathLike[str]) -> bool:
+def measure_curves(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
     """Draw every measure but local redundancy over tasks, in a small panel each.
 
     Returns False if there are none.

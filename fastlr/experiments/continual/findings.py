@@ -39,7 +39,9 @@ class RankCorrelation:
     n: int = 0
 
 
-def rank_correlation(runs: Sequence[Run], ahead: int, *, resamples: int = 1000, seed: int = 0) -> RankCorrelation:
+def rank_correlation(
+    runs: Sequence[ContinualRun], ahead: int, *, resamples: int = 1000, seed: int = 0
+) -> RankCorrelation:
     """Correlate local redundancy with accuracy on the task just learned, or on the next.
 
     ``ahead`` is 0 for the task just learned, 1 for the next.
@@ -88,7 +90,7 @@ def findings(
     return sentences
 
 
-def verdicts(runs: Sequence[Run]) -> list[str]:
+def verdicts(runs: Sequence[ContinualRun]) -> list[str]:
     """Say how local redundancy ended, of each run, or of how many where there are more than four.
 
     The sentences are those of `fastlr.display.verdict.verdict`.

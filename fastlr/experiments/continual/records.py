@@ -39,7 +39,7 @@ HORIZON = 10  # tasks whose mean accuracy a measure is set against (paper, Table
 
 
 @dataclass
-class Run(RunFolder):
+class ContinualRun(RunFolder):
     """The records of a continual run as series over tasks.
 
     All series have one entry a task, 0 to the last, NaN where nothing was recorded.
@@ -198,7 +198,7 @@ def read_run(path: str | Path) -> ContinualRun:
     return ContinualRun.read(path)
 
 
-def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collection[str] = ()) -> list[Run]:
+def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collection[str] = ()) -> list[ContinualRun]:
     """Read run folders; a folder of several runs stands for all of them, in order.
 
     Its runs are in folders ``seed-0``, ``seed-1``, and so on.

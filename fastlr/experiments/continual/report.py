@@ -203,7 +203,7 @@ def _drawings(runs: Sequence[ContinualRun], known: dict[str, list[Correlation]])
     return [*drawings, Drawing("inputs.png", partial(_draw_inputs, runs[0], size, seed), caption)]
 
 
-def _draw_inputs(run: Run, size: Any, seed: Any, path: Path) -> bool:
+def _draw_inputs(run: ContinualRun, size: Any, seed: Any, path: Path) -> bool:
     """Draw the first synthetic images on which a run was measured.
 
     Returns False if the run did not measure on them or its configuration does not say their size.

@@ -48,7 +48,7 @@ class ForgettingBlock:
     stderr: float
 
 
-def forgetting_by_blocks(runs: Sequence[Run], blocks: int = 10) -> list[ForgettingBlock]:
+def forgetting_by_blocks(runs: Sequence[ContinualRun], blocks: int = 10) -> list[ForgettingBlock]:
     """Return the mean forgetting over all tasks, then over stretches of tasks of equal length.
 
     There are at most ``blocks`` stretches, each of at least 10 tasks.
@@ -95,7 +95,7 @@ class Cost:
     share: float
 
 
-def costs(runs: Sequence[Run]) -> list[Cost]:
+def costs(runs: Sequence[ContinualRun]) -> list[Cost]:
     """Return the costs of what was timed: "train", then the measures, the most expensive first.
 
     "evaluate" is among the measures.

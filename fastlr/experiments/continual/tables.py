@@ -50,7 +50,7 @@ NOT_RECORDED = (
 )
 
 
-def setting(runs: Sequence[Run]) -> tuple[str, ...]:
+def setting(runs: Sequence[ContinualRun]) -> tuple[str, ...]:
     """Return sentences on the options in which runs differ from the paper.
 
     Runs with the same options share a sentence.

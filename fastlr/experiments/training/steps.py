@@ -40,7 +40,7 @@ def resolve_mode(mode: str, device: torch.device) -> str:
     return mode
 
 
-class Steps:
+class TrainingSteps:
     """Calls a training step, or replays it where it has been captured.
 
     There is one capture for each shape of the inputs.

@@ -53,7 +53,7 @@ _SUMS = _named("add sub subtract rsub __add__ __radd__ __iadd__ __sub__ __rsub__
 
 
 @dataclasses.dataclass(eq=False)
-class Reader:
+class ReadingLayer:
     """A layer that reads units.
 
     Unit i is its input features ``repeat * i`` to ``repeat * i + repeat - 1``.
