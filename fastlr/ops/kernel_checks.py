@@ -10,8 +10,7 @@ the dtype given, and rounding in float32 of the terms where they cancel.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from fastlr.errors import FastlrWarning
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.torch_private import tree_flatten
+from fastlr.ops.torch_private import full_products, tree_flatten
 
 MOST = 8  # samples compared
 ELEMENTS = 1 << 24  # of their largest argument
@@ -64,22 +63,6 @@ def _layout(t: Tensor, by_sample: bool) -> str:
     axes = ",".join(f"{n.bit_length()}{d}@{divisor(s)}" for n, d, s in zip(t.shape, known, t.stride(), strict=True))
     aligned = "" if t.data_ptr() % 16 == 0 else " unaligned"
     return f"{str(t.dtype).removeprefix('torch.')}[{axes}]{''.join(map(str, order))}{joins}{aligned}"
-
-
-@contextmanager
-def full_products() -> Iterator[None]:
-    """Products of float32 numbers with all their digits (no TF32), sums of 16-bit ones in float32: what kernels are held to."""
-    matmul = torch.backends.cuda.matmul
-    flags: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32"), (matmul, "allow_tf32")]
-    flags += [(matmul, f"allow_{dtype}_reduced_precision_reduction") for dtype in ("fp16", "bf16")]
-    before = [getattr(of, name) for of, name in flags]
-    try:
-        for of, name in flags:
-            setattr(of, name, False)
-        yield
-    finally:
-        for (of, name), value in zip(flags, before, strict=True):
-            setattr(of, name, value)
 
 
 class Deviation(NamedTuple):
