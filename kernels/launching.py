@@ -38,20 +38,26 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         args: its arguments but for constants.
         constants: its constants, and the compiler's options (``num_warps``, ...).
     """
-    noted = getattr(_noted, "variants", None)
+    noted = _noted.variants
     if noted is None:
         kernel[(programs,)](*args, **constants, **FUSED)
     else:
         noted.append(variant(kernel, args, constants))
 
 
-_noted = threading.local()  # variants: the list of `asked` in this thread
+class _Noted(threading.local):
+    """The list of `asked` in this thread."""
+
+    variants: list[str] | None = None
+
+
+_noted = _Noted()
 
 
 @contextmanager
 def asked() -> Iterator[list[str]]:
     """Within it nothing is launched in this thread; the list is of the compiled variants that launches would need."""
-    before = getattr(_noted, "variants", None)
+    before = _noted.variants
     _noted.variants = variants = list[str]()
     try:
         yield variants

@@ -163,6 +163,8 @@ def _draw_and_paint(
     circle_radii: tuple[float, float] = CIRCLE_RADII,
 ) -> Tensor:
     device = index.device
+    if index.data_ptr() % 16:
+        index = index.clone()  # compared was the variant for aligned memory
     size = channels, height, width = check_images(size, rectangles, circles)
     bounds = shape_bounds(height, width, rectangle_sides, circle_radii)
     table = resolve_table(table, channels, dtype, device)
