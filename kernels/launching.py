@@ -1,6 +1,7 @@
 """Shared by all launches: dtypes, the device, workspaces, strides, and what the compiler may know of sizes.
 
-Every kernel is launched by `launch`, the one place that knows which compiled variant a launch needs (`asked`).
+Every kernel is launched by `launch`, the one place that knows which compiled variant a launch needs
+(`asked`).
 """
 
 from __future__ import annotations
@@ -98,8 +99,9 @@ def _declared(kernel: Any, option: str) -> tuple[str, ...]:
 def variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> str:
     """Return the compiled variant that a launch needs, the same text in every process.
 
-    Triton compiles a kernel anew for other types of arguments, other constants and options, for numbers that are 1 or
-    multiples of 16, for numbers that need 64 bits, and for memory that is not aligned to 16 bytes.
+    Triton compiles a kernel anew for other types of arguments, other constants and options, for
+    numbers that are 1 or multiples of 16, for numbers that need 64 bits, and for memory that is not
+    aligned to 16 bytes.
     """
     options, values = dict(constants), list(args)
     told = []

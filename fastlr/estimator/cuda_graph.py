@@ -92,8 +92,9 @@ class CudaRecorder:
 def _capture_with_own_generator(graph: Any) -> None:
     """Let a capture take a new generator of random numbers in place of the device's default one.
 
-    torch makes the default generator part of every capture, and until its end a draw from it in any other thread raises.
-    What is captured here draws nothing. So another one stands in its place while the capture begins, and no longer.
+    torch makes the default generator part of every capture, and until its end a draw from it in any
+    other thread raises. What is captured here draws nothing. So another one stands in its place
+    while the capture begins, and no longer.
     """
     begin = getattr(graph, "capture_begin", None)
     if begin is None:
@@ -201,8 +202,8 @@ class Replay:
     def _explained(self) -> bool:
         """Return True if the last outputs are the model's own but for what its precision explains.
 
-        How much that is takes a run in float64: it is measured once and holds until the next audit, and anew where it does not
-        explain the difference. Its time counts as that of audits.
+        How much that is takes a run in float64: it is measured once and holds until the next audit,
+        and anew where it does not explain the difference. Its time counts as that of audits.
         """
         module, few, captured, output, out_dim = self._few()
         own = forward(module, few, output).detach()

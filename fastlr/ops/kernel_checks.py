@@ -1,8 +1,9 @@
 """Kernels held to plain torch: the first call of each kind in a process is compared with its twin on a few samples.
 
-The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain torch here. Two calls are
-of one kind if they run the same compiled variants of the same kernels (`variants`) and are alike (`signature`): dtypes, memory
-formats, the order of magnitude of every size, and what divides every size and stride. The truth is plain torch on
+The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain
+torch here. Two calls are of one kind if they run the same compiled variants of the same kernels
+(`variants`) and are alike (`signature`): dtypes, memory formats, the order of magnitude of every
+size, and what divides every size and stride. The truth is plain torch on
 the same arguments raised to float64. A kernel may be off by its dtype's tolerance, a few times as much as plain torch in
 the dtype given, and rounding in float32 of the terms where they cancel.
 """
@@ -45,7 +46,8 @@ def kind_of_call(launcher: Callable[..., Any] | None, args: Sequence[Any], sampl
 def variants(launcher: Callable[..., Any] | None, args: Sequence[Any]) -> list[str]:
     """The compiled variants of kernels that a launcher runs for these arguments, found without running them.
 
-    Launchers choose block sizes, splits and forms by thresholds of their own: they are asked, and launch nothing meanwhile.
+    Launchers choose block sizes, splits and forms by thresholds of their own: they are asked, and
+    launch nothing meanwhile.
     """
     if launcher is None:
         return []

@@ -272,7 +272,8 @@ def _narrow(device: str) -> bool:
 def _narrow_settings() -> Iterator[_Setting]:
     """The settings by which products have fewer digits, each read once those before it were set to all digits.
 
-    Precisions of all operations come first: then one that still reads as narrow is an operation's own.
+    Precisions of all operations come first: then one that still reads as narrow is an operation's
+    own.
     """
     for backend, operation in _ROOTS:
         yield from _narrow_precision(backend, operation)
