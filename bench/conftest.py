@@ -18,6 +18,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.paired import CannotRun, Child, Work, Wrong, ratios
+from fastlr.ops.torch_private import narrow_products
 
 PACKAGES = ("torch", "torchvision", "triton", "numpy", "transformers", "opacus", "backpack-for-pytorch")
 FEW, LONG = 3, 8.0  # so many rounds where one, with its plain round, takes longer than so many seconds
@@ -64,7 +65,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
         machine_info |= {"compute_capability": f"{gpu.major}.{gpu.minor}", "cuda": torch.version.cuda}
         machine_info |= {
             "cudnn": torch.backends.cudnn.version(),
-            "tf32": torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32,
+            "tf32": narrow_products("cuda"),
         }
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_gradient, activated
-from fastlr.kernels.launching import FUSED, covered, multiple, on_device, tuned
+from fastlr.kernels.launching import covered, launch, multiple, on_device, tuned
 from fastlr.kernels.moments import alignment, channels_last, finish_norms, like, moments_space
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
@@ -299,12 +299,13 @@ def depthwise_backward(
     moments = moments_space(x, segments * strips, prod(kernel), channels, channel_tiles, 1)
     strides = [s for t in (x, gx, grad, kept) for s in t.stride()]
     with on_device(x):
-        depthwise_backward_kernel[(count * segments * strips * channel_tiles,)](
+        launch(
+            depthwise_backward_kernel, count * segments * strips * channel_tiles,
             x, grad, kept, folded, weight, statistics, more, of_mean, gx, *moments, *strides,
             channels, height, width, out_height, out_width, channel_tiles, strips, segments, steps,
             ACT=act, WANT_INPUT=want_input, SPLIT=segments * strips > 1, LAST=last, ALIGN=align, BEFORE=before, SETTLED=settled,
             MORE=more is not x, MEAN=of_mean is not None, **constants(kernel, geometry), WINDOW=window_rows(kernel, geometry),
-            COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS, **FUSED,
+            COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
         )  # fmt: skip
     return gx if want_input else None, *finish_norms(*moments, weight, statistics)
 

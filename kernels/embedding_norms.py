@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import FUSED, INT32, covered, on_device
+from fastlr.kernels.launching import INT32, covered, launch, on_device
 
 IDS = {torch.int64: "i64", torch.int32: "i32"}
 ROWS = (16, 32)
@@ -73,7 +73,8 @@ def embedding_sq_norms(
         return NotImplemented
     parts = g.new_empty(count, tiles, dtype=torch.float64)
     with on_device(g):
-        embedding_kernel[(count * tiles,)](
-            parts, ids, g, rows, width, *ids.stride(), *g.stride(), ROWS=size, WIDTH=WIDTH, num_warps=WARPS, **FUSED
-        )
+        launch(
+            embedding_kernel, count * tiles,
+            parts, ids, g, rows, width, *ids.stride(), *g.stride(), ROWS=size, WIDTH=WIDTH, num_warps=WARPS,
+        )  # fmt: skip
     return parts.sum(1)

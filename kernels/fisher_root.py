@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastlr.kernels import launching
 from fastlr.kernels.counter import halves, philox4x32
-from fastlr.kernels.launching import on_device
+from fastlr.kernels.launching import launch, on_device
 from fastlr.ops.philox import STREAMS, check_seed
 
 _STREAM = tl.constexpr(STREAMS["cotangent"])
@@ -73,8 +73,9 @@ def categorical_root_cotangent(
         z = z.contiguous()
     out = z.new_empty(z.shape, dtype=torch.float64)
     with on_device(z):
-        fisher_root_kernel[(count * positions,)](
+        launch(
+            fisher_root_kernel, count * positions,
             out, z, index, positions, classes, *z.stride(), *index.stride(), *halves(check_seed(seed)),
-            BLOCK=block, num_warps=BLOCKS[block], **launching.FUSED,
+            BLOCK=block, num_warps=BLOCKS[block],
         )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, FUSED, INT32, on_device
+from fastlr.kernels.launching import DTYPES, INT32, launch, on_device
 
 BLOCK, WARPS = 256, 4
 ROLES = ("weight", "bias", "gamma", "beta", "mean", "var")
@@ -129,8 +129,9 @@ def fold_weights(
         bits = torch.tensor([entry[-1:] for entry in entries], dtype=torch.float64).view(torch.int64)
         _tables[key] = torch.cat([whole, bits], 1).T.contiguous().to(device)
     with on_device(folded):
-        fold_weights_kernel[(programs[-1],)](
+        launch(
+            fold_weights_kernel, programs[-1],
             _tables[key], folded, numbers, len(calls), COUNT=triton.next_power_of_2(len(calls)), BLOCK=BLOCK,
-            **{role.upper(): KINDS[min(k, key=str)] for role, k in zip(ROLES, kinds, strict=True)}, num_warps=WARPS, **FUSED,
+            **{role.upper(): KINDS[min(k, key=str)] for role, k in zip(ROLES, kinds, strict=True)}, num_warps=WARPS,
         )  # fmt: skip
     return results

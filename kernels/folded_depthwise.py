@@ -29,7 +29,7 @@ from fastlr.kernels.depthwise import (
     window_rows,
     zeros,
 )
-from fastlr.kernels.launching import FUSED, INT32, covered, multiple, on_device, tuned, workspace
+from fastlr.kernels.launching import INT32, covered, launch, multiple, on_device, tuned, workspace
 from fastlr.kernels.moments import alignment, channels_last, empty_output, like
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
@@ -138,12 +138,13 @@ def folded_conv(
     align = alignment(x.dtype, True, x, out) if last else 1
     means = workspace(count, tiles[1] * tiles[2] if mean else 0, channels, device=x.device)
     with on_device(x):
-        folded_depthwise_kernel[(count * tiles[0] * tiles[1] * tiles[2],)](
+        launch(
+            folded_depthwise_kernel, count * tiles[0] * tiles[1] * tiles[2],
             x, taps_first(weight), bias.contiguous(), out if residual is None else residual, out, kept, means,
             *x.stride(), *out.stride(), channels, height, width, *size, *tiles,
             ACT=act, KEEP=kept is not out, ADD=residual is not None, LAST=last, ALIGN=align,
             **constants(kernel, geometry), BEFORE=before, OF_RESIDUAL=residual_before, MEAN=mean,
             ROWS=ROWS, COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
-            maxnreg=most_registers(x.dtype, kernel, geometry, last), **FUSED,
+            maxnreg=most_registers(x.dtype, kernel, geometry, last),
         )  # fmt: skip
     return out, means.sum(1).to(x.dtype)[:, :, None, None] if mean else kept

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_forward, act_gradient, activated
-from fastlr.kernels.launching import FUSED, INT32, covered, merged, multiple, on_device, tuned
+from fastlr.kernels.launching import INT32, covered, launch, merged, multiple, on_device, tuned
 from fastlr.kernels.moments import alignment, channels_last, empty_output, finish_norms, like, moments_space
 from fastlr.ops.folded import activation_grad
 from fastlr.ops.geometry import ConvGeometry
@@ -384,7 +384,8 @@ def folded_conv(
     tile = forward_tile(x.dtype, outputs, inputs, align, changed=before != "none" or gate is not None)
     tiles = triton.cdiv(positions, tile.positions), triton.cdiv(outputs, tile.outputs)
     with on_device(x):
-        folded_pointwise_kernel[(samples * tiles[0] * tiles[1],)](
+        launch(
+            folded_pointwise_kernel, samples * tiles[0] * tiles[1],
             x, weight, bias, residual, gate, out, kept, x_sample, x.stride(1), x.stride(2),
             x.stride(3) if column is None else column,
             out.stride(0), out.stride(1), outputs if last else 1,
@@ -392,7 +393,7 @@ def folded_conv(
             ACT=act, KEEP=kept is not out, ADD=residual is not None, PLAIN=column is not None, LAST=last,
             BEFORE=before, GATE=gate is not None, OF_RESIDUAL=residual_before, ALIGN=align,
             POSITIONS=tile.positions, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **FUSED,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out, kept
 
@@ -451,13 +452,14 @@ def folded_conv_backward(
     splits = triton.cdiv(positions, steps * tile.positions)
     moments = moments_space(x, splits, inputs, outputs, input_tiles, input_tiles)
     with on_device(x):
-        folded_pointwise_backward_kernel[(count * splits * input_tiles,)](
+        launch(
+            folded_pointwise_backward_kernel, count * splits * input_tiles,
             x, grad, kept, folded, weight, statistics, gate, more, gx, of_gate, *moments, *strides,
             positions, size[1], inputs, outputs, input_tiles, splits, *stride, steps,
             **flags, ACT=act, SPLIT=splits > 1, FEW=few, PLAIN=plain,
             POSITIONS=tile.positions, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
-            maxnreg=most_registers(tile, few, plain, changed["more"]), **FUSED,
+            maxnreg=most_registers(tile, few, plain, changed["more"]),
         )  # fmt: skip
     norms = finish_norms(*moments, weight, statistics)
     return gx if want_input else None, *norms, *(() if gate is None else (of_gate,))

@@ -1,8 +1,16 @@
-"""Shared by all launches: dtypes, the device, workspaces, strides, and what the compiler may know of sizes."""
+"""Shared by all launches: dtypes, the device, workspaces, strides, and what the compiler may know of sizes.
+
+Every kernel is launched by `launch`, the one place that knows which compiled variant a launch needs
+(`asked`).
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +28,102 @@ FUSED = {"enable_fp_fusion": True}  # a product and a sum in one instruction; fr
 def multiple(n, ALIGN: tl.constexpr):
     """``n``, known to the compiler to be a multiple of ALIGN (of multiples of 16 Triton takes note itself)."""
     return n // ALIGN * ALIGN
+
+
+def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
+    """Launch so many programs of a kernel on the current device; within `asked` note the compiled variant instead.
+
+    Args:
+        kernel: of `triton.jit`.
+        programs: how many.
+        args: its arguments but for constants.
+        constants: its constants, and the compiler's options (``num_warps``, ...).
+    """
+    noted = _noted.variants
+    if noted is None:
+        kernel[(programs,)](*args, **constants, **FUSED)
+    else:
+        noted.append(variant(kernel, args, constants))
+
+
+class _Noted(threading.local):
+    """The list of `asked` in this thread."""
+
+    variants: list[str] | None = None
+
+
+_noted = _Noted()
+
+
+@contextmanager
+def asked() -> Iterator[list[str]]:
+    """Within it nothing is launched in this thread; the list is of the compiled variants that launches would need."""
+    before = _noted.variants
+    _noted.variants = variants = list[str]()
+    try:
+        yield variants
+    finally:
+        _noted.variants = before
+
+
+class Parameter(NamedTuple):
+    """What the compiler may know of an argument of a kernel."""
+
+    name: str
+    constant: bool
+    specialised: bool  # a number: whether it is 1 or a multiple of 16
+    aligned: bool  # if so, whether it is a multiple of 16
+
+
+_parameters: dict[Any, list[Parameter]] = {}  # function -> its parameters
+
+
+def parameters(kernel: Any) -> list[Parameter]:
+    """Return the parameters of a kernel, compiled or interpreted."""
+    function = kernel.fn
+    if function not in _parameters:
+        numbers, units = (_declared(kernel, f"do_not_specialize{end}") for end in ("", "_on_alignment"))
+        _parameters[function] = [
+            Parameter(name, "constexpr" in str(given.annotation), name not in numbers, name not in units)
+            for name, given in inspect.signature(function).parameters.items()
+        ]
+    return _parameters[function]
+
+
+def _declared(kernel: Any, option: str) -> tuple[str, ...]:
+    """The names given for an option of `triton.jit`; none where an interpreter's version does not tell: variants are finer."""
+    given = getattr(kernel, option, None) or getattr(kernel, "kwargs", {}).get(option)
+    return tuple(given or ())
+
+
+def variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> str:
+    """Return the compiled variant that a launch needs, the same text in every process.
+
+    Triton compiles a kernel anew for other types of arguments, other constants and options, for
+    numbers that are 1 or multiples of 16, for numbers that need 64 bits, and for memory that is not
+    aligned to 16 bytes.
+    """
+    options, values = dict(constants), list(args)
+    told = []
+    for parameter in parameters(kernel):
+        value = options.pop(parameter.name) if parameter.name in options else values.pop(0)
+        told.append(f"{parameter.name}={repr(value) if parameter.constant else _seen_of(value, parameter)}")
+    told += [f"{name}={value!r}" for name, value in sorted(options.items())]
+    return f"{kernel.fn.__name__}({', '.join(told)})"
+
+
+def _seen_of(value: Any, parameter: Parameter) -> str:
+    """All that the compiler sees of an argument that is no constant."""
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"*{kind}" if value.data_ptr() % 16 == 0 else f"*{kind} unaligned"
+    if isinstance(value, int) and not isinstance(value, bool):
+        width = "i32" if -INT32 <= value < INT32 else "i64" if value < 1 << 63 else "u64"
+        if parameter.specialised and value == 1:
+            return f"{width} 1"
+        aligned = parameter.specialised and parameter.aligned and value % 16 == 0
+        return f"{width}%16" if aligned else width
+    return repr(value) if value is None else type(value).__name__
 
 
 def workspace(*shape: int, device: torch.device) -> Tensor:

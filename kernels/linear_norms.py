@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import FUSED, covered, multiple, on_device, workspace
+from fastlr.kernels.launching import covered, launch, multiple, on_device, workspace
 from fastlr.kernels.product_norms import Operand, Sizes, alignment, choose_tile, product_norms
 from fastlr.kernels.row_norms import row_norms
 
@@ -143,10 +143,11 @@ def linear_sq_norms(
     centred = CENTRED[a.dtype]
     means = (a.mean(2).contiguous(), g.mean(2).contiguous()) if centred else (squares, squares)
     with on_device(a):
-        gram_norms_kernel[(len(squares),)](
+        launch(
+            gram_norms_kernel, len(squares),
             a, g, *means, squares, *a.stride(), *g.stride(), groups, rows, inputs, outputs, blocks,
             A_LAST=a.stride(3) == 1, G_LAST=g.stride(3) == 1, ALIGN=align, CENTRED=centred, BLOCK=block, CHUNK=chunk,
-            num_warps=num_warps, num_stages=num_stages, **FUSED,
+            num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     total = squares.view(count, -1).sum(1, dtype=torch.float64)
     if centred:

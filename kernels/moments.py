@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import FUSED, on_device, workspace
+from fastlr.kernels.launching import launch, on_device, workspace
 
 CHANNELS_A_PROGRAM, WEIGHTS_A_STEP = 32, 32
 NORMS_BLOCK = 256  # channels that the norms are made of at a time
@@ -114,15 +114,17 @@ def finish_norms(
         if parts is not sums:
             tiles, splits, weights = triton.cdiv(outputs, CHANNELS_A_PROGRAM), *parts.shape[1:3]
             squares, inner, added = (workspace(count, n, device=device) for n in (tiles, outputs, outputs))
-            finish_moments_kernel[(count * tiles,)](
+            launch(
+                finish_moments_kernel, count * tiles,
                 parts, weight, statistics, squares, inner, sums, added, splits, outputs, weights,
-                CHANNELS=CHANNELS_A_PROGRAM, WEIGHTS=WEIGHTS_A_STEP, num_warps=4, **FUSED,
+                CHANNELS=CHANNELS_A_PROGRAM, WEIGHTS=WEIGHTS_A_STEP, num_warps=4,
             )  # fmt: skip
             inner, sums = inner[:, None], added
         norms = torch.empty(4, count, dtype=torch.float64, device=device)
-        finish_norms_kernel[(count,)](
+        launch(
+            finish_norms_kernel, count,
             norms, squares, inner, sums, statistics, count, squares.shape[1], inner.shape[1], outputs,
-            BLOCK=NORMS_BLOCK, num_warps=4, **FUSED,
+            BLOCK=NORMS_BLOCK, num_warps=4,
         )  # fmt: skip
     return norms.unbind(0)
 

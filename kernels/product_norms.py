@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import FUSED, merged, multiple, on_device, workspace
+from fastlr.kernels.launching import launch, merged, multiple, on_device, workspace
 
 
 class Tile(NamedTuple):
@@ -252,11 +252,12 @@ def product_norms(
         inner = workspace(sizes.count, column_tiles, sizes.groups * sizes.outputs, device=device)
         sums = workspace(sizes.count, sizes.groups * sizes.outputs, device=device)
     with on_device(x.tensor):
-        product_norms_kernel[(programs,)](
+        launch(
+            product_norms_kernel, programs,
             x.tensor, g.tensor, weight, scale, squares, inner, sums, *x[1:], *g[1:],
             *sizes[1:], output_tiles, column_tiles, *shape, *steps,
             X_PLAIN=window is None, G_PLAIN=g_plain, X_LAST=x.channel == 1, G_LAST=g.channel == 1, PACKED=packed,
             FOLDED=folded is not None, ALIGN=align, OUTPUTS=tile.outputs, COLUMNS=tile.columns, ROWS=tile.rows,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **FUSED,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return squares.view(sizes.count, -1), inner, sums

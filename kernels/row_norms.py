@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import FUSED, covered, on_device
+from fastlr.kernels.launching import covered, launch, on_device
 
 BLOCK, WARPS = 1024, 4
 LONGEST = 1 << 16  # elements of a sample
@@ -53,9 +53,10 @@ def row_norms(a: Tensor, g: Tensor | None) -> Tensor:
         return NotImplemented
     norms = torch.empty(count, dtype=torch.float64, device=a.device)
     with on_device(a):
-        row_norms_kernel[(count,)](
-            norms, a, g, *a.stride(), *strides, groups, inputs, outputs, BLOCK=BLOCK, num_warps=WARPS, **FUSED
-        )
+        launch(
+            row_norms_kernel, count,
+            norms, a, g, *a.stride(), *strides, groups, inputs, outputs, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return norms
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastlr.kernels.counter import halves, philox4x32
-from fastlr.kernels.launching import FUSED, on_device
+from fastlr.kernels.launching import launch, on_device
 from fastlr.ops.philox import STREAMS, check_index, check_range, check_seed, signed64
 from fastlr.ops.shape_images import CIRCLE_RADII, RECTANGLE_SIDES, check_images, resolve_table, shape_bounds
 
@@ -163,6 +163,8 @@ def _draw_and_paint(
     circle_radii: tuple[float, float] = CIRCLE_RADII,
 ) -> Tensor:
     device = index.device
+    if index.data_ptr() % 16:
+        index = index.clone()  # compared was the variant for aligned memory
     size = channels, height, width = check_images(size, rectangles, circles)
     bounds = shape_bounds(height, width, rectangle_sides, circle_radii)
     table = resolve_table(table, channels, dtype, device)
@@ -172,12 +174,14 @@ def _draw_and_paint(
     shapes = torch.empty(n, 1 + count, _FIELDS.value, dtype=torch.int32, device=device)
     tiles = triton.cdiv(height, TILE_ROWS) * triton.cdiv(width, TILE_COLUMNS)
     with on_device(out):
-        draw_shapes_kernel[(triton.cdiv(n, IMAGES_PER_PROGRAM),)](
+        launch(
+            draw_shapes_kernel, triton.cdiv(n, IMAGES_PER_PROGRAM),
             shapes, index.view(torch.int32), n, *halves(check_seed(seed)), height, width, *bounds,
-            EACH=each, RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM, **FUSED,
+            EACH=each, RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM,
         )  # fmt: skip
-        paint_kernel[(n * tiles,)](
+        launch(
+            paint_kernel, n * tiles,
             out, shapes, table, height, width,
-            COUNT=count, CHANNELS=channels, CHANNELS_LAST=channels_last, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS, **FUSED,
+            COUNT=count, CHANNELS=channels, CHANNELS_LAST=channels_last, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
         )  # fmt: skip
     return out

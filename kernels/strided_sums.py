@@ -14,6 +14,7 @@ in bf16).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastlr.kernels.launching import DTYPES, FUSED, on_device
+from fastlr.kernels.launching import DTYPES, launch, on_device
 
 STEPS = 16  # tiles that a program adds up
 TILES = {"kept": ((64, 32), (16, 128)), "summed": ((4, 512), (4, 256), (16, 64))}  # by the side contiguous in memory
@@ -117,6 +118,13 @@ def tile_sizes(kept: Axis, summed: Axis) -> tuple[int, int]:
     return TILES["summed"][0 if summed.size > 256 else 1 if summed.size > 64 else 2]
 
 
+def aligned_space(like: Tensor, count: int, *shape: int) -> Tensor:
+    """Space [count, *shape] for float32 results, each aligned: else the number of samples would decide the compiled variant."""
+    elements = prod(shape)
+    rows = like.new_empty(count, triton.cdiv(elements, 4) * 4, dtype=torch.float32)
+    return rows[:, :elements].unflatten(1, shape)
+
+
 def strided_sums(
     g: Tensor,
     x: Tensor | None,
@@ -164,16 +172,17 @@ def strided_sums(
     if programs >= 1 << 31:
         return NotImplemented
     wanted = [x is not None, plain or x is None]
-    buffers = g.new_empty(sum(wanted), splits, *shape, dtype=torch.float32)
+    buffers = aligned_space(g, sum(wanted), splits, *shape)
     results = iter(buffers)
     sum_gx, sum_g = (next(results) if want else None for want in wanted)
     with on_device(g):
-        sums_kernel[(programs,)](
+        launch(
+            sums_kernel, programs,
             sum_g, sum_gx, g, x, centre, shift, factor,
             len(g), k0.size, k1.size, s0.size, s1.size, triton.cdiv(total, splits), splits,
             strides[0][0], k0.g, k1.g, s0.g, s1.g,
             strides[1][0], k0.x, k1.x, s0.x, s1.x,
             strides[2][0], s0.row, s1.row, k0.out, k1.out,
-            KEPT=tile, SUMMED=along, num_warps=WARPS, **FUSED,
+            KEPT=tile, SUMMED=along, num_warps=WARPS,
         )  # fmt: skip
     return tuple(buffers[:, 0] if splits == 1 else buffers.sum(1))

@@ -22,15 +22,16 @@ from fastlr.distributed import on_demand
 from fastlr.estimator.passes import Passes
 from fastlr.ghost import program
 from fastlr.ghost.backward import Rerouted
-from fastlr.ghost.model_io import OutputSelector, as_inputs
+from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
 from fastlr.ghost.planner import Plan
-from fastlr.ghost.verification.agreement import output_differs, same_output
+from fastlr.ghost.verification.agreement import agree, low_precision, measured_noise, output_differs, rounding
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.torch_private import stop_allocating_from, tree_flatten, tree_map
 
 WARM_UP = 2  # runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces
 CHANGED = "the model's modules or memory changed"
 COMPARED = 4  # samples whose outputs are held to the model's own
+AUDITED = 8  # samples of a chunk that are audited at once, at most
 
 
 class Recorder(Protocol):
@@ -70,6 +71,7 @@ class CudaRecorder:
                     function()
             torch.cuda.current_stream().wait_stream(side)
             before = torch.cuda.current_stream()
+            _capture_with_own_generator(self.graph)
             try:
                 # thread_local: a thread that loads the next task may allocate meanwhile
                 with torch.cuda.graph(self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"):
@@ -85,6 +87,29 @@ class CudaRecorder:
         """Launch the graph on the device's current stream."""
         with torch.cuda.device(self.device):
             self.graph.replay()
+
+
+def _capture_with_own_generator(graph: Any) -> None:
+    """Let a capture take a new generator of random numbers in place of the device's default one.
+
+    torch makes the default generator part of every capture, and until its end a draw from it in any
+    other thread raises. What is captured here draws nothing. So another one stands in its place
+    while the capture begins, and no longer.
+    """
+    begin = getattr(graph, "capture_begin", None)
+    if begin is None:
+        return
+
+    def capture_begin(*args: Any, **options: Any) -> None:
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        own = default.graphsafe_get_state()
+        default.graphsafe_set_state(torch.Generator(default.device))
+        try:
+            begin(*args, **options)
+        finally:
+            default.graphsafe_set_state(own)
+
+    graph.capture_begin = capture_begin
 
 
 def fingerprint(model: nn.Module) -> tuple:
@@ -134,6 +159,7 @@ class Replay:
         self.table, self.output, self.x, self.bad = recorder.capture(chunk)
         self.cotangent = lambda: passes.cotangent(offsets + self.first, self.x)
         self.seen_bad = torch.zeros((), dtype=torch.bool, device=device)
+        self.noise: Noise | None = None  # of the outputs, as last measured
 
     def in_place(self) -> bool:
         """Return True if the model's parameters and buffers are where they were: replaying reads no memory of others."""
@@ -167,12 +193,38 @@ class Replay:
         return asked
 
     def clean(self, bad: bool, differs: bool) -> bool:
-        """Return True if every value since the last question was finite, and the last outputs are the model's own."""
+        """Return True if all values since the last question were finite, the last outputs are the model's, and audits pass."""
         with self.passes.autocast():
-            if bad or (differs and not same_output(*self._few())):
+            if bad or (differs and not self._explained()):
                 return False
-            if self.engine.audits.due(fresh=False):
-                return self.engine.audit(self.x, self.output, self.table, self.cotangent())
+            return self._audited()
+
+    def _explained(self) -> bool:
+        """Return True if the last outputs are the model's own but for what its precision explains.
+
+        How much that is takes a run in float64: it is measured once and holds until the next audit,
+        and anew where it does not explain the difference. Its time counts as that of audits.
+        """
+        module, few, captured, output, out_dim = self._few()
+        own = forward(module, few, output).detach()
+        relative = rounding(own.dtype, low=low_precision(own.device, {p.dtype for p in module.parameters()}))
+        known = self.noise
+        if known is not None and agree(captured, own, relative, lambda: known.of(captured, out_dim), out_dim):
+            return True
+        with self.engine.audits.timed():
+            now = self.noise = Noise(measured_noise(module, few, output), captured, out_dim)
+        return agree(captured, own, relative, lambda: now.of(captured, out_dim), out_dim)
+
+    def _audited(self) -> bool:
+        """Audit samples of the last chunk as long as they are due; True if all are right."""
+        audits = self.engine.audits
+        for _ in range(AUDITED):
+            if not audits.due(fresh=False):
+                break
+            self.noise = None
+            if not self.engine.audit(self.x, self.output, self.table, self.cotangent()):
+                audits.owe()
+                return False
         return True
 
     def _few(self) -> tuple[nn.Module, Any, Tensor, OutputSelector, int]:
@@ -181,6 +233,33 @@ class Replay:
         few = view.batch(self.x, self.size).pick(samples)
         captured = self.output.narrow(view.out_dim, 0, len(samples))
         return view.module, few, captured, view.output, view.out_dim
+
+
+class Noise:
+    """How far outputs are off by rounding, as a share of the size of each of their columns.
+
+    Args:
+        measured: for some samples, along ``out_dim``; None if nobody can tell.
+        outputs: for these.
+        out_dim: the samples' axis.
+    """
+
+    def __init__(self, measured: Tensor | None, outputs: Tensor, out_dim: int) -> None:
+        self.share: Tensor | None = None
+        if measured is not None:
+            sizes = _largest(outputs, out_dim)
+            self.share = torch.where(sizes > 0, _largest(measured, out_dim) / sizes, 0.0)
+
+    def of(self, outputs: Tensor, out_dim: int) -> Tensor | None:
+        """How far these outputs are off by it, the same for all samples; None if nobody can tell."""
+        if self.share is None:
+            return None
+        return (self.share * _largest(outputs, out_dim)).expand(outputs.shape)
+
+
+def _largest(t: Tensor, dim: int) -> Tensor:
+    """The largest size along an axis, of what is finite."""
+    return torch.where(t.isfinite(), t.double().abs(), 0.0).amax(dim, keepdim=True)
 
 
 class ShapeChanged(Exception):
@@ -214,10 +293,12 @@ class Replays:
         self.failures = 0
         self.note: str | None = None
         self.paused = False
+        self.clock: tuple[float, float] | None = None  # of the first replay since `clean`
 
     def begin(self) -> None:
         """Begin a measurement: the model may be another program since the one before."""
         self.used.clear()
+        self.clock = None
 
     def ran(self, size: int) -> None:
         """A chunk of this size has been run as it is: what the engine knows of it serves a capture."""
@@ -227,8 +308,13 @@ class Replays:
             self.planned[size] = plan, self.engine._last, fingerprint(self.engine.model)
 
     def _wanted(self) -> bool:
-        """Return True unless chunks are to run as they are; a graph reads parameters where they stay."""
-        return self.recorder is not None and not self.paused and not on_demand.active()
+        """Return True unless chunks are to run as they are; a graph reads parameters where they stay.
+
+        Once an audit has failed, every batch is looked at and audited.
+        """
+        if self.recorder is None or self.paused or self.engine.audits.failed:
+            return False
+        return not on_demand.active()
 
     def _capture(self, size: int) -> Replay | None:
         """Capture a chunk; None where none of this size has been run, or the model is another program since."""
@@ -263,6 +349,8 @@ class Replays:
                 if replay is None:
                     return None
                 self.held[size] = replay
+            if self.clock is None:
+                self.clock = self.engine.audits.clock()
             table = replay.run(stop - size)[:, size - count :]
         except (RuntimeError, Rerouted, ShapeChanged) as error:  # a capture that fails leaves the model as it was
             self.drop(f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'other shapes'}")
@@ -285,6 +373,9 @@ class Replays:
 
     def clean(self, doubts: Tensor | None) -> bool:
         """Return True if what `doubts` asked of holds, given its answers on the host; otherwise the graphs are dropped."""
+        if self.clock is not None:  # the device has done all that was replayed
+            self.engine.audits.measured_since(self.clock)
+            self.clock = None
         asked, self.asked = self.asked, []
         if doubts is None:
             return not asked

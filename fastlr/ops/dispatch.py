@@ -3,7 +3,7 @@
 Backends: ``reference`` (fastlr.ops.reference, the definition), ``torch`` (fast plain torch, fastlr.ops), ``triton``
 (kernels/). Functions are imported on first use, so that importing fastlr never imports triton. A kernel may return
 NotImplemented for a case that it does not cover: then plain torch serves. So it does where a kernel disagrees with it at
-its first call of a kind (fastlr.ops.kernel_checks).
+its first call of a kind, as which every new compiled variant counts (fastlr.ops.kernel_checks).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
     call = _call(name, args)
     if call in _serves:
         return _launched(name, args, call) if _serves[call] else NotImplemented
-    kind = kernel_checks.signature(args, SAMPLES[name])
+    kind = kernel_checks.kind_of_call(_launcher(name), args, SAMPLES[name])
     if _comparisons.off(name, kind):
         return _note(call, False)
     known = _comparisons.known(name, kind, args)
@@ -136,6 +136,11 @@ def _launched(name: str, args: tuple[Any, ...], call: tuple) -> Any:
             raise
         _warn_uncompiled(name, error)
         return _note(call, False)
+
+
+def _launcher(name: str) -> Callable[..., Any] | None:
+    """The function that launches the kernel of an op; None without Triton."""
+    return getattr(import_module(TABLE[name]["triton"]), name) if find_spec("triton") else None
 
 
 def images_agree(device: torch.device, options: dict[str, Any]) -> bool:

@@ -1,8 +1,9 @@
 """Kernels held to plain torch: the first call of each kind in a process is compared with its twin on a few samples.
 
-The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain torch here. A kind of call
-is what a kernel is chosen and compiled by: dtypes, memory formats, the order of magnitude of every size, and what divides
-every size and stride (Triton takes note of 1 and 16, the kernels themselves of 4 and 8). The truth is plain torch on
+The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain
+torch here. Two calls are of one kind if they run the same compiled variants of the same kernels
+(`variants`) and are alike (`signature`): dtypes, memory formats, the order of magnitude of every
+size, and what divides every size and stride. The truth is plain torch on
 the same arguments raised to float64. A kernel may be off by its dtype's tolerance, a few times as much as plain torch in
 the dtype given, and rounding in float32 of the terms where they cancel.
 """
@@ -10,8 +11,8 @@ the dtype given, and rounding in float32 of the terms where they cancel.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from fastlr.errors import FastlrWarning
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.torch_private import tree_flatten
+from fastlr.ops.torch_private import full_products, tree_flatten
 
 MOST = 8  # samples compared
 ELEMENTS = 1 << 24  # of their largest argument
@@ -36,8 +37,27 @@ def divisor(n: int) -> int:
     return n if 0 <= n <= 1 else min(n & -n, 16)
 
 
+def kind_of_call(launcher: Callable[..., Any] | None, args: Sequence[Any], samples: Sequence[int]) -> str:
+    """The kind of a call, the same in every process: its `signature`, and the `variants` that its launcher runs."""
+    alike, launched = signature(args, samples), variants(launcher, args)
+    return f"{alike} by {' and '.join(launched)}" if launched else alike
+
+
+def variants(launcher: Callable[..., Any] | None, args: Sequence[Any]) -> list[str]:
+    """The compiled variants of kernels that a launcher runs for these arguments, found without running them.
+
+    Launchers choose block sizes, splits and forms by thresholds of their own: they are asked, and
+    launch nothing meanwhile.
+    """
+    if launcher is None:
+        return []
+    with import_module("fastlr.kernels.launching").asked() as found:
+        launcher(*args)
+    return list(dict.fromkeys(found))
+
+
 def signature(args: Sequence[Any], samples: Sequence[int]) -> str:
-    """The kind of a call: what a kernel is chosen and compiled by; the same in every process. See `compared`."""
+    """How a call looks: what is alike in calls that are compared once; the same in every process. See `compared`."""
     parts = []
     for i, a in enumerate(args):
         if isinstance(a, Tensor):
@@ -64,22 +84,6 @@ def _layout(t: Tensor, by_sample: bool) -> str:
     axes = ",".join(f"{n.bit_length()}{d}@{divisor(s)}" for n, d, s in zip(t.shape, known, t.stride(), strict=True))
     aligned = "" if t.data_ptr() % 16 == 0 else " unaligned"
     return f"{str(t.dtype).removeprefix('torch.')}[{axes}]{''.join(map(str, order))}{joins}{aligned}"
-
-
-@contextmanager
-def full_products() -> Iterator[None]:
-    """Products of float32 numbers with all their digits (no TF32), sums of 16-bit ones in float32: what kernels are held to."""
-    matmul = torch.backends.cuda.matmul
-    flags: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32"), (matmul, "allow_tf32")]
-    flags += [(matmul, f"allow_{dtype}_reduced_precision_reduction") for dtype in ("fp16", "bf16")]
-    before = [getattr(of, name) for of, name in flags]
-    try:
-        for of, name in flags:
-            setattr(of, name, False)
-        yield
-    finally:
-        for (of, name), value in zip(flags, before, strict=True):
-            setattr(of, name, value)
 
 
 class Deviation(NamedTuple):
@@ -121,10 +125,12 @@ def compared(
         results = [_of(t, chosen) for t in _leaves(result)]
         deviation, empty = _deviation(results, picked, twin, by_sample)
         if empty:  # zero or not finite: nothing was learnt
-            drawn = [_drawn(a[:few] if _has_samples(args, samples, i) else a) for i, a in enumerate(args)]
-            again = kernel(*drawn)
+            drawn = [_drawn(a, few if _has_samples(args, samples, i) else None) for i, a in enumerate(args)]
+            again = kernel(*drawn)  # on as many samples: on fewer it might be another compiled variant
             if again is not NotImplemented:
-                deviation = max(deviation, _deviation(_leaves(again), drawn, twin, by_sample)[0])
+                results = [_of(t, chosen) for t in _leaves(again)]
+                picked = _picked(drawn, samples, chosen)
+                deviation = max(deviation, _deviation(results, picked, twin, by_sample)[0])
     return deviation
 
 
@@ -192,12 +198,23 @@ def _of(t: Tensor, chosen: Tensor | None) -> Tensor:
     return t if chosen is None or len(chosen) == len(t) else t[chosen.to(t.device)]
 
 
-def _drawn(a: Any) -> Any:
-    """Numbers from 0.5 to 1.5 with the strides of a tensor of floating-point numbers; anything else as it is."""
+def _drawn(a: Any, few: int | None) -> Any:
+    """Numbers from 0.5 to 1.5 with the strides of a tensor of floating-point numbers; anything else as it is.
+
+    Args:
+        a: an argument of a call.
+        few: so many samples are drawn, and repeated along axis 0; None: there are no samples.
+    """
     if not isinstance(a, Tensor) or not a.is_floating_point():
         return a
-    values = torch.rand(without_repeats(a).shape, generator=torch.Generator().manual_seed(a.ndim)) + 0.5
-    return with_strides(values.to(a.device, a.dtype), a)
+    shape = without_repeats(a).shape
+    count = shape[0] if few is not None else 0
+    part = shape if few is None else (min(few, count), *shape[1:])
+    values = torch.rand(part, generator=torch.Generator().manual_seed(a.ndim)) + 0.5
+    values = values.to(a.device, a.dtype)
+    if count > len(values):
+        values = values[torch.arange(count, device=a.device) % len(values)]
+    return with_strides(values, a)
 
 
 def without_repeats(t: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ its hooks).
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pkgutil import resolve_name
-from typing import Any
+from threading import RLock
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +169,184 @@ def anything_compiled() -> bool:
 def compile_errors() -> tuple[type[Exception], ...]:
     """The errors of a model that torch.compile cannot compile."""
     return _get("_dynamo.exc.TorchDynamoException"), _get("_inductor.exc.InductorError")
+
+
+# -- digits of products ------------------------------------------------------------------------------------------------
+
+# Settings of the process, in two ways: flags, and from 2.9 on precisions by backend and operation. A precision that is not
+# set reads as that of all operations of its backend, or else of all backends. Where flag and precision of one thing differ,
+# reading the flag raises. The properties of torch.backends may be frozen; the functions below them are not.
+_ROOTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+_OPERATIONS = ("matmul", "conv", "rnn")
+_BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}  # of a device's type
+_NARROW = ("tf32", "bf16")
+
+
+def narrow_products(device: str) -> bool:
+    """Return True if products of float32 numbers on this type of device have fewer digits, as the user has set it.
+
+    What `full_products` sets meanwhile, in another thread perhaps, does not count.
+    """
+    return _products.narrow(device)
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Products of float32 numbers with all their digits (no TF32), sums of 16-bit ones in float32: in all threads meanwhile."""
+    _products.enter()
+    try:
+        yield
+    finally:
+        _products.leave()
+
+
+class _Products:
+    """The digits of products: the first that asks for all of them sets it, the last that needs them puts back what was."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._inside = 0
+        self._raised: list[_Setting] = []
+        self._before: dict[str, bool] = {}  # device -> whether its products were narrow
+
+    def narrow(self, device: str) -> bool:
+        with self._lock:
+            if self._inside:
+                return self._before.get(device, False)
+            return _narrow(device)
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = {device: _narrow(device) for device in _BACKENDS}
+                self._raise()
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._put_back()
+
+    def _raise(self) -> None:
+        self._raised = []
+        try:
+            for setting in _narrow_settings():
+                self._raised.append(setting)
+                setting.write(setting.full)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        while self._raised:
+            setting = self._raised.pop()
+            if _read(setting.read) == setting.full:  # else it was set by someone else meanwhile
+                setting.write(setting.before)
+
+
+class _Setting(NamedTuple):
+    """A setting by which products have fewer digits: how it is read and written, what it was, what all digits are."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    before: Any
+    full: Any
+
+
+_products = _Products()
+
+
+def _narrow(device: str) -> bool:
+    """Return True if products of float32 numbers on this type of device have fewer digits now."""
+    backend = _BACKENDS.get(device)
+    if backend is None or (backend == "mkldnn" and not _cpu_multiplies_bf16()):
+        return False
+    if _has_precisions():
+        return any(_precision(backend, operation) in _NARROW for operation in _OPERATIONS)
+    if backend == "mkldnn":
+        return _get("_C._get_float32_matmul_precision")() == "medium"
+    return _get("_C._get_cudnn_allow_tf32")() or _get("_C._get_cublas_allow_tf32")()
+
+
+def _narrow_settings() -> Iterator[_Setting]:
+    """The settings by which products have fewer digits, each read once those before it were set to all digits.
+
+    Precisions of all operations come first: then one that still reads as narrow is an operation's
+    own.
+    """
+    for backend, operation in _ROOTS:
+        yield from _narrow_precision(backend, operation)
+    if _read(_get("_C._get_cudnn_allow_tf32")):
+        yield _Setting(_get("_C._get_cudnn_allow_tf32"), _get("_C._set_cudnn_allow_tf32"), True, False)
+    if _read(_get("_C._get_cublas_allow_tf32")):
+        before = _read(_get("_C._get_float32_matmul_precision"))
+        yield _Setting(_get("_C._get_cublas_allow_tf32"), _allow_tf32_of_matmul, before, False)
+    for backend in _BACKENDS.values():
+        for operation in _OPERATIONS:
+            yield from _narrow_precision(backend, operation)
+    for kind in ("fp16", "bf16"):
+        name = f"cublas_allow_{kind}_reduced_precision_reduction"
+        read, write = _get(f"_C._get_{name}"), _get(f"_C._set_{name}")
+        before = read()
+        if isinstance(before, tuple):  # after 2.7.1: and whether sums may be split
+            yield _Setting(read, _unpacking(write), before, (False, *before[1:]))
+        else:
+            yield _Setting(read, write, before, False)
+    if _has("_C._get_cublas_allow_fp16_accumulation"):
+        read, write = _get("_C._get_cublas_allow_fp16_accumulation"), _get("_C._set_cublas_allow_fp16_accumulation")
+        yield _Setting(read, write, read(), False)
+
+
+def _narrow_precision(backend: str, operation: str) -> Iterator[_Setting]:
+    """The precision of an operation, if there are such settings and it is narrow."""
+    before = _precision(backend, operation) if _has_precisions() else "none"
+    if before in _NARROW:
+        write = _get("_C._set_fp32_precision_setter")
+        yield _Setting(
+            lambda: _precision(backend, operation),
+            lambda value: write(backend, operation, value),
+            before,
+            "ieee",
+        )
+
+
+def _allow_tf32_of_matmul(precision: str | bool | None) -> None:
+    """Set the flag of matmul, from ``torch.get_float32_matmul_precision``; False: none, None: what it was is not known."""
+    if precision != "medium":
+        _get("_C._set_cublas_allow_tf32")(precision is not False)
+        return
+    of_cpu = _precision("mkldnn", "matmul") if _has_precisions() else None
+    _get("_C._set_float32_matmul_precision")("medium")  # sets the CPU's precision as well
+    if of_cpu is not None and _precision("mkldnn", "matmul") != of_cpu:
+        _get("_C._set_fp32_precision_setter")("mkldnn", "matmul", of_cpu)
+
+
+def _unpacking(write: Callable[..., Any]) -> Callable[[Any], Any]:
+    """The function that takes in one tuple what ``write`` takes one by one."""
+    return lambda values: write(*values)
+
+
+def _has_precisions() -> bool:
+    return _has("_C._get_fp32_precision_getter")
+
+
+def _precision(backend: str, operation: str) -> str:
+    return _get("_C._get_fp32_precision_getter")(backend, operation)
+
+
+@cache
+def _cpu_multiplies_bf16() -> bool:
+    """Return True if this CPU can take float32 numbers as bf16 ones, if told to."""
+    return _has("ops.mkldnn") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _read(read: Callable[[], Any]) -> Any:
+    """What a setting is; None where a flag cannot be read, as a precision says otherwise."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 # -- torch.distributed -------------------------------------------------------------------------------------------------

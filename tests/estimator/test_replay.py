@@ -17,7 +17,8 @@ from single_samples import Written
 from torch import Tensor, nn
 
 import fastlr
-from fastlr.estimator.cuda_graph import CudaRecorder, Replay, fingerprint
+from fastlr.estimator.cuda_graph import AUDITED, CudaRecorder, Replay, fingerprint
+from fastlr.ghost.verification import agreement, audit
 from fastlr.ghost.verification.agreement import output_differs
 from fastlr.ghost.verification.audit import Audits
 
@@ -281,6 +282,171 @@ def test_values_that_are_not_finite_raise_as_without(device: str) -> None:
     with torch.no_grad():
         model.head.weight[0, 0] = 0.0
     agree(graphs.measure(), estimator(model, graphs=False).measure())
+
+
+def test_replayed_time_counts_for_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have their share of it, as where chunks run as they are."""
+    monkeypatch.setattr(audit, "SHARE", 2.0)
+    graphs = estimator(net("cpu"))
+    graphs.measure()
+    audits = graphs.engine.audits
+    audits._measured = audits._spent = audits._last = 0.0
+    counts = [graphs.measure().audits for _ in range(12)]
+    assert graphs.chunks.replays.held and not graphs.chunks.replays.note
+    assert sum(counts[2:]) >= 5, counts
+    assert audits._spent <= 2.0 * audits._measured + audits._last
+    monkeypatch.setattr(audit, "SHARE", 1e9)
+    assert graphs.measure().audits == AUDITED, "not without end"
+    monkeypatch.setattr(audit, "SHARE", 0.0)
+    assert graphs.measure().audits == 0
+
+
+def test_time_that_ran_apart_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(audit.time, "perf_counter", lambda: now)
+    audits = Audits()
+    clock = audits.clock()
+    now = 5.0
+    audits.measured(2.0)
+    audits.measured_since(clock)
+    assert audits._measured == 5.0
+
+
+def test_idle_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a measurement that was interrupted between its replays and their checks."""
+    graphs = estimator(net("cpu"))
+    graphs.measure()
+    monkeypatch.setattr(type(graphs.chunks.replays), "doubts", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        graphs.measure()
+    assert graphs.chunks.replays.clock is not None
+    graphs.chunks.begin()
+    assert graphs.chunks.replays.clock is None
+
+
+def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = estimator(net("cpu"))
+    graphs.measure()
+    monkeypatch.setattr(audit, "SHARE", 0.0)
+    audits = graphs.engine.audits
+    audits.owe()
+    monkeypatch.setattr(type(graphs.engine), "audit", lambda self, *given: False)
+    result = graphs.measure()
+    assert any("dropped" in note for note in result.notes) and result.audits == 1
+    assert not audits.due(fresh=False)
+
+
+def test_after_a_failed_audit_nothing_is_replayed() -> None:
+    graphs = estimator(net("cpu"))
+    graphs.measure()
+    recorder = graphs.chunks.replays.held[8].recorder
+    before = recorder.replays
+    graphs.engine.audits.failed = 1
+    result = graphs.measure()
+    assert recorder.replays == before and result.audits == 5, "every batch is audited"
+
+
+def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where folded and unfolded outputs differ by more than goes unexplained, as logits in bf16 may."""
+    runs: list[torch.dtype] = []
+    plain = agreement.output_in
+
+    def output_in(dtype: torch.dtype, *given: Any, **how: Any) -> Tensor | None:
+        runs.append(dtype)
+        return plain(dtype, *given, **how)
+
+    model = net("cpu")
+    graphs = estimator(model)
+    graphs.measure()
+    monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
+    monkeypatch.setattr(agreement, "output_in", output_in)
+    monkeypatch.setattr(agreement, "rounding", lambda dtype, *, low: 1e-12)
+    monkeypatch.setattr("fastlr.estimator.cuda_graph.rounding", lambda dtype, *, low: 1e-12, raising=False)
+    replay = graphs.chunks.replays.held[8]
+    plain_replay = replay.recorder.replay
+
+    def off_by_rounding() -> None:
+        plain_replay()
+        replay.output.mul_(1 + 2e-7)
+
+    replay.recorder.replay = off_by_rounding
+    for step in range(12):
+        with torch.no_grad():
+            model.head.weight.mul_(1.3 if step % 2 else 0.7)
+        graphs.measure()
+    assert graphs.chunks.replays.held and runs == [torch.float64]
+    monkeypatch.undo()
+
+
+def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known(device: str) -> None:
+    model = net(device)
+    graphs = estimator(model, dtype=torch.bfloat16)
+    graphs.measure()
+    replay = graphs.chunks.replays.held[8]
+    model.eval()
+    assert replay.clean(False, True) and replay.clean(False, True)
+    replay.output[1, 2] += 0.5 * replay.output.abs().amax()
+    assert not replay.clean(False, True)
+
+
+def test_other_threads_draw_random_numbers_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in of torch's generators: the one that a capture makes its own is not the device's."""
+
+    class Generator:
+        def __init__(self, device: Any = None, state: dict | None = None) -> None:
+            self.device, self.state = device, {"capturing": False} if state is None else state
+
+        def graphsafe_get_state(self) -> Generator:
+            return Generator(self.device, self.state)
+
+        def graphsafe_set_state(self, other: Generator) -> None:
+            self.state = other.state
+
+        def draw(self) -> None:
+            if self.state["capturing"]:
+                raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+    class Graph:
+        def capture_begin(self, *given: Any, **how: Any) -> None:
+            self.state = default.state
+            self.state["capturing"] = True
+
+        def capture_end(self) -> None:
+            self.state["capturing"] = False
+
+    class Capture:
+        def __init__(self, graph: Graph, **how: Any) -> None:
+            self.graph = graph
+
+        def __enter__(self) -> None:
+            self.graph.capture_begin()
+
+        def __exit__(self, *error: Any) -> None:
+            self.graph.capture_end()
+
+    @contextmanager
+    def on(place: Any) -> Iterator[None]:
+        yield
+
+    default = Generator("cuda:0")
+    before = default.state
+    stream = type("Stream", (), {"__init__": lambda self, *given: None, "wait_stream": lambda self, other: None})
+    fakes = {
+        "Stream": stream,
+        "current_stream": stream,
+        "device": on,
+        "stream": on,
+        "graph": Capture,
+        "CUDAGraph": Graph,
+    }
+    fakes |= {"graph_pool_handle": lambda: (0, 1), "current_device": lambda: 0, "default_generators": (default,)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch, "Generator", Generator)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    recorder.capture(default.draw)  # as another thread would, meanwhile
+    assert default.state is before and not before["capturing"]
+    assert recorder.graph.state is not before
 
 
 def test_inputs_without_a_kernel_are_copied(device: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
+from fastlr.ops.torch_private import narrow_products
 
 _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
@@ -24,8 +25,7 @@ def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool
     """Return True if products have fewer digits than float32: autocast, narrow parameters, TF32 (cuDNN's default)."""
     if torch.is_autocast_enabled(device.type) or any(d.itemsize < 4 for d in dtypes):
         return True
-    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
-    return device.type == "cuda" and tf32 and torch.float32 in dtypes
+    return torch.float32 in dtypes and narrow_products(device.type)
 
 
 def rounding(dtype: torch.dtype, *, low: bool) -> float:

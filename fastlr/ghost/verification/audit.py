@@ -32,13 +32,19 @@ class Audits:
         self._measured = self._spent = self._last = 0.0
         self._drawn = 0
         self._again: int | None = None
+        self._owed = False
 
     def due(self, *, fresh: bool) -> bool:
         """Return True for the first batch of every shape, for more within their share of the time, and after a failure."""
-        return fresh or self.failed > 0 or self._spent + self._last <= SHARE * self._measured
+        return fresh or self._owed or self.failed > 0 or self._spent + self._last <= SHARE * self._measured
+
+    def owe(self) -> None:
+        """Make the next batch that runs as it is due, whatever the time: a sample of what was replayed was not right."""
+        self._owed = True
 
     def draw(self, count: int) -> int:
         """The sample to audit among ``count``: random, another at every call; once more the one that failed."""
+        self._owed = False
         again, self._again = self._again, None
         if again is not None and again < count:
             return again
@@ -53,6 +59,16 @@ class Audits:
     def measured(self, seconds: float) -> None:
         """Add to the time that measuring took."""
         self._measured += seconds
+
+    def clock(self) -> tuple[float, float]:
+        """Return the time, for `measured_since`."""
+        return time.perf_counter(), self._measured
+
+    def measured_since(self, clock: tuple[float, float]) -> None:
+        """Add the time since then, but for what was added meanwhile."""
+        begun, measured = clock
+        elapsed = time.perf_counter() - begun
+        self.measured(max(0.0, elapsed - (self._measured - measured)))
 
     @contextmanager
     def timed(self) -> Iterator[None]:

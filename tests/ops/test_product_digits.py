@@ -1,0 +1,221 @@
+"""Products with all their digits, whatever the user has set in either of torch's two ways, and as set afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import backends, nn
+
+import fastlr
+from fastlr.ghost.verification.agreement import low_precision
+from fastlr.ops import kernel_checks, torch_private
+from fastlr.ops.torch_private import full_products, narrow_products
+
+NEWER = hasattr(torch._C, "_get_fp32_precision_getter")
+needs_newer = pytest.mark.skipif(not NEWER, reason="needs the precisions by operation, from torch 2.9 on")
+KEYS = [
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("mkldnn", "all"),
+    *(("cuda", name) for name in ("matmul", "conv", "rnn")),
+    *(("mkldnn", name) for name in ("matmul", "conv", "rnn")),
+]
+
+
+def said(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return "cannot be read"
+
+
+def settings() -> dict[str, Any]:
+    """All settings of products, as they read."""
+    found = {
+        "cudnn": said(torch._C._get_cudnn_allow_tf32),
+        "cublas": said(torch._C._get_cublas_allow_tf32),
+        "matmul": said(torch.get_float32_matmul_precision),
+        "fp16": torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        "bf16": torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        "accumulation": torch._C._get_cublas_allow_fp16_accumulation(),
+    }
+    if NEWER:
+        for key in KEYS:
+            found["/".join(key)] = torch._C._get_fp32_precision_getter(*key)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def as_they_were() -> Iterator[None]:
+    """The settings of a new process, and afterwards those of the tests."""
+    kept = backends.cudnn.allow_tf32
+    fresh()
+    yield
+    fresh()
+    backends.cudnn.allow_tf32 = kept
+
+
+def fresh() -> None:
+    for key in KEYS if NEWER else []:
+        torch._C._set_fp32_precision_setter(*key, "none")
+    torch.set_float32_matmul_precision("highest")
+    backends.cudnn.allow_tf32 = True
+    for key in KEYS if NEWER else []:
+        if key not in (("cuda", "conv"), ("cuda", "rnn")):
+            torch._C._set_fp32_precision_setter(*key, "none")
+    for kind in ("fp16", "bf16"):
+        setattr(backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction", True)
+    backends.cuda.matmul.allow_fp16_accumulation = False
+
+
+OLD = {
+    "as they are": "pass",
+    "cudnn off": "backends.cudnn.allow_tf32 = False",
+    "matmul": "backends.cuda.matmul.allow_tf32 = True",
+    "high": "torch.set_float32_matmul_precision('high')",
+    "medium": "torch.set_float32_matmul_precision('medium')",
+    "sums": "backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False",
+    "accumulation": "backends.cuda.matmul.allow_fp16_accumulation = True",
+}
+NEW = {
+    "all ieee": "backends.fp32_precision = 'ieee'",
+    "all tf32": "backends.fp32_precision = 'tf32'",
+    "all bf16": "backends.fp32_precision = 'bf16'",
+    "cudnn tf32": "backends.cudnn.fp32_precision = 'tf32'",
+    "cudnn ieee": "backends.cudnn.fp32_precision = 'ieee'",
+    "conv ieee": "backends.cudnn.conv.fp32_precision = 'ieee'",
+    "conv not set": "backends.cudnn.conv.fp32_precision = 'none'",
+    "rnn ieee": "backends.cudnn.rnn.fp32_precision = 'ieee'",
+    "matmul tf32": "backends.cuda.matmul.fp32_precision = 'tf32'",
+    "matmul ieee": "backends.cuda.matmul.fp32_precision = 'ieee'",
+    "of the CPU": "backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    "convolutions of the CPU": "backends.mkldnn.conv.fp32_precision = 'bf16'",
+    "all tf32, matmul ieee": "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'ieee'",
+    "all tf32, matmul tf32": "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'tf32'",
+    "mixed": "torch.set_float32_matmul_precision('high'); backends.cuda.matmul.fp32_precision = 'ieee'",
+    "mixed, other way": "backends.cudnn.allow_tf32 = False; backends.cudnn.conv.fp32_precision = 'tf32'",
+    "medium, all tf32": "torch.set_float32_matmul_precision('medium'); backends.fp32_precision = 'tf32'",
+}
+CASES = [*OLD.items(), *(pytest.param(*case, marks=needs_newer) for case in NEW.items())]
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_all_digits_and_as_set_afterwards(name: str, setting: str) -> None:
+    exec(setting)
+    before = settings()
+    for _ in range(2):
+        with full_products(), full_products():
+            during = settings()
+        assert settings() == before
+    assert not any(value in ("tf32", "bf16") for value in during.values())
+    for flag in ("cudnn", "cublas"):
+        if isinstance(before[flag], bool):
+            assert during[flag] is False, "who reads a flag meanwhile gets an answer"
+    for flag in ("fp16", "bf16"):
+        assert during[flag] in (False, (False, True))
+    assert not during["accumulation"]
+
+
+@needs_newer
+def test_what_was_not_set_is_not_set_afterwards() -> None:
+    """Else a precision of all backends that is set later would not reach it."""
+    backends.fp32_precision = "tf32"
+    with full_products():
+        pass
+    backends.fp32_precision = "ieee"
+    assert backends.cuda.matmul.fp32_precision == "ieee" and backends.cudnn.fp32_precision == "ieee"
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_estimates_do_not_mind(name: str, setting: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+    exec(setting)
+    before = settings()
+    assert fastlr.estimate(model, fastlr.ShapeImages((3, 8, 8)), 8).value > 0
+    assert settings() == before
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_low_precision_is_that_of_either_way(name: str, setting: str) -> None:
+    exec(setting)
+    gpu = torch.device("cuda")
+    if NEWER:
+        operations = ("matmul", "conv", "rnn")
+        narrow = any(torch._C._get_fp32_precision_getter("cuda", name) == "tf32" for name in operations)
+    else:
+        narrow = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
+    assert low_precision(gpu, {torch.float32}) == narrow
+    assert not low_precision(gpu, {torch.float64})
+    with full_products():
+        assert low_precision(gpu, {torch.float32}) == narrow, "a comparison elsewhere is not the user's setting"
+
+
+def test_low_precision_of_a_cpu_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_float32_matmul_precision("medium")
+    for able in (True, False):
+        monkeypatch.setattr(torch_private, "_cpu_multiplies_bf16", lambda able=able: able)
+        assert low_precision(torch.device("cpu"), {torch.float32}) is able
+
+
+@pytest.mark.parametrize("setting", ["backends.cuda.matmul.allow_tf32 = True", "backends.fp32_precision = 'tf32'"])
+def test_threads_do_not_meet_the_settings_of_others(setting: str) -> None:
+    """As in the doctor: the first to leave must not switch TF32 on within another's comparison."""
+    if "fp32_precision" in setting and not NEWER:
+        pytest.skip("needs the precisions by operation")
+    exec(setting)
+    before, narrow, start = settings(), list[dict[str, Any]](), threading.Barrier(8)
+
+    def twin(x: torch.Tensor) -> torch.Tensor:
+        found = settings()
+        if found["cublas"] is True or "tf32" in found.values():
+            narrow.append(found)
+        return x.sum(1)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(40):
+            kernel_checks.compared(lambda x: x.sum(1), twin, (torch.ones(3, 4),), (0,))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not narrow and settings() == before
+
+
+def test_what_a_user_sets_meanwhile_stays() -> None:
+    with full_products():
+        backends.cuda.matmul.allow_tf32 = True
+        backends.cudnn.allow_tf32 = True
+    assert backends.cuda.matmul.allow_tf32 and backends.cudnn.allow_tf32
+
+
+def test_an_error_puts_back_what_was() -> None:
+    before = settings()
+    with suppress(ValueError), full_products():
+        raise ValueError
+    assert settings() == before
+
+
+def test_without_the_newer_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on torch 2.7."""
+    has = torch_private._has
+    monkeypatch.setattr(torch_private, "_has", lambda name: "fp32_precision" not in name and has(name))
+    torch.set_float32_matmul_precision("medium")
+    before = settings()
+    assert narrow_products("cuda") and not narrow_products("mps")
+    with full_products():
+        during = settings()
+    assert during["cudnn"] is False and during["cublas"] is False
+    assert settings() == before
+    backends.cudnn.allow_tf32 = False
+    assert narrow_products("cuda")
+    torch.set_float32_matmul_precision("highest")
+    assert not narrow_products("cuda")
