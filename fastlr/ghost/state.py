@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost.program import INTERNAL, all_modules
+from fastlr.ghost.program import INTERNAL
 from fastlr.ghost.tokens import version
+from fastlr.ops.model_lock import all_modules
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _CONTAINERS = _DICTS | {list, set, deque}
