@@ -97,6 +97,11 @@ def emptied(caches: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
         _emptied.reset(token)
 
 
+def caches_are_emptied() -> bool:
+    """Return True within `emptied`, if there is a dict to be emptied."""
+    return bool(_emptied.get())
+
+
 @contextmanager
 def attributes_kept(model: Callable, *, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Put back the attributes of all modules, what is in those that are containers, their hooks, and which buffers they have.

@@ -21,7 +21,6 @@ from torch import nn
 
 from fastlr.errors import FastlrError
 
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
