@@ -27,8 +27,8 @@ from fastlr.ghost.fusion.mode import uncompiled, unfolded
 from fastlr.ghost.graph import exact_grads, walk
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import KEPT, Chunk, Plan, ShapePlan, State
+from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import quiet_rng
 from fastlr.ghost.state import BufferKeeper
 from fastlr.ghost.verification.audit import Disproved
 from fastlr.ghost.verification.prover import generic_cotangent

@@ -21,8 +21,9 @@ from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import memorization_gain, regression_memorization_bound
 from fastlr.ghost.cotangents import scaled
 from fastlr.ghost.model_io import ModelView, OutputSelector, require_graph
+from fastlr.ghost.process_state import seeded
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import as_it_was, quiet_rng
+from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
 from fastlr.ops.model_lock import locked, locks_model
@@ -218,8 +219,7 @@ def _fit(
         original = ModelView.of(model, output)
         x, device = original.inputs(x), original.device
         learner = copy.deepcopy(original.module).train()
-    with quiet_rng(device), torch.inference_mode(False), torch.enable_grad():
-        torch.manual_seed(seed % (1 << 63))
+    with seeded(device, seed % (1 << 63)), torch.inference_mode(False), torch.enable_grad():
         view = ModelView.of(learner, output)
         n, losses, labels, predictive, z = _learn(view, x, steps, rate, predictive, labels)
         end = losses[-1]
