@@ -123,7 +123,7 @@ class StandIn:
         calls = _Calls(self._own.ids)
         try:
             with attributes_kept(self.model):
-                result = adapt.call_with(self.clone, tensors, x, dtype=dtype, within=_both(within, calls))
+                result = adapt.call_with(self.running, tensors, x, dtype=dtype, within=_both(within, calls))
         except FoldRefuted:
             raise
         except Exception as error:
