@@ -1,7 +1,8 @@
-"""What all threads of a process share and a measurement changes: random generators, and the filters of warnings.
+"""What all threads of a process share and a measurement changes: generators, filters of warnings.
 
-The CPU's generator, and that of a GPU, is one for all threads. The first of the threads that measure at the same time keeps its
-state, the last puts it back: none turns it back while another, which may have seeded it, still draws.
+The CPU's generator, and that of a GPU, is one for all threads. The first of the threads that
+measure at the same time keeps its state, the last puts it back: none turns it back while another,
+which may have seeded it, still draws.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def quiet_rng(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def warnings_ignored() -> Iterator[None]:
-    """Ignore warnings, one thread at a time: the filters are the process's, and two that put them back mix them up."""
+    """Ignore warnings, one thread at a time.
+
+    The filters are the process's: two threads that put them back would mix them up.
+    """
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,10 +1,12 @@
 """One thread at a time measures a model.
 
-In: a model. Out: a context that no other thread is in with the same model, or with one that shares a module, a parameter or a
-buffer with it (`locked`). A measurement moves flags, buffers and for a while tensors of the model, and reads what another
-has moved. Threads with models of their own do not wait for each other.
+In: a model. Out: a context that no other thread is in with the same model, or with one that shares
+a module, a parameter or a buffer with it (`locked`). A measurement moves flags, buffers and for a
+while tensors of the model, and reads what another has moved. Threads with models of their own do
+not wait for each other.
 
-Nothing is kept of a model: what is held is known by identity while it is held, so a copied or pickled model has no lock.
+Nothing is kept of a model: what is held is known by identity while it is held, so a copied or
+pickled model has no lock.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _waiting: dict[int, _Hold] = {}  # thread -> what it waits for
 
 @contextmanager
 def locked(model: Any) -> Iterator[None]:
-    """Let no other thread into this context with this model, or one that shares modules or tensors with it.
+    """Let no other thread in with this model, or one that shares modules or tensors with it.
 
     A thread may enter it again. What is no module is left to whoever refuses it.
 
@@ -62,7 +64,7 @@ def locked(model: Any) -> Iterator[None]:
 
 
 def locks_model(function: _Function) -> _Function:
-    """Have a function hold the lock of its first argument, a model, while it runs (see `locked`)."""
+    """Have a function hold the lock of its first argument, a model (see `locked`)."""
 
     @wraps(function)
     def alone(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +75,10 @@ def locks_model(function: _Function) -> _Function:
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
-    """The model and the modules in it, each once; found by identity, several times as fast as ``model.modules()``."""
+    """The model and the modules in it, each once.
+
+    They are found by identity, several times as fast as by ``model.modules()``.
+    """
     modules: dict[int, nn.Module] = {}
     todo = [model]
     while todo:
@@ -107,9 +112,9 @@ def _take(hold: _Hold) -> None:
         while blockers := _blockers(hold):
             if _would_wait_for(hold.thread, blockers):
                 raise FastlrError(
-                    f"this thread would wait for ever to measure a {type(hold.model).__name__}: another thread measures it, "
-                    "and waits for a model that this one is measuring. Measure models that share modules one after "
-                    "another, not one within the measurement of the other"
+                    f"this thread would wait for ever to measure a {type(hold.model).__name__}: "
+                    "another thread measures it, and waits for a model that this one is measuring. "
+                    "Measure one after the other, not one within the measurement of the other"
                 )
             _waiting[hold.thread] = hold
             try:
@@ -126,7 +131,7 @@ def _blockers(hold: _Hold) -> set[int]:
 
 
 def _would_wait_for(thread: int, blockers: set[int]) -> bool:
-    """Return True if one of the blockers waits for what the thread holds, by itself or through others."""
+    """Return True if a blocker waits for what the thread holds, itself or through others."""
     seen: set[int] = set()
     todo = list(blockers)
     while todo:

@@ -1,14 +1,17 @@
 """Forward passes with other parameters and buffers, which no other thread is to meet in the model.
 
-In: a model. Out: a `StandIn`, which runs it with other tensors: on a clone, modules of the same classes that hold the same
-tensors, if that is sure to compute what the model would, else on the model itself. A clone costs no memory to speak of.
+In: a model. Out: a `StandIn`, which runs it with other tensors: on a clone, modules of the same
+classes that hold the same tensors, if that is sure to compute what the model would, else on the
+model itself. A clone costs no memory to speak of.
 
-A clone is another object than the model. What holds on to the model (a closure, a hook, a patched forward, a registry) goes
-on reading the model's own tensors, so that a parameter could seem to have no effect. A clone stands in only where
+A clone is another object than the model. What holds on to the model (a closure, a hook, a patched
+forward, a registry) goes on reading the model's own tensors, so that a parameter could seem to have
+no effect. A clone stands in only where
 
 - with the model's own tensors it gives the model's output to the bit, by the same graph;
-- with other tensors no operation of a forward pass is given one of the model's parameters or buffers, or memory of theirs,
-  and none is a leaf of the graph: seen in a first pass by every operation, in all others by all calls from Python.
+- with other tensors no operation of a forward pass is given one of the model's parameters or
+  buffers, or memory of theirs, and none is a leaf of the graph: seen in a first pass by every
+  operation, in all others by all calls from Python.
 """
 
 from __future__ import annotations
@@ -39,15 +42,15 @@ _SEQUENCES = (list, tuple, set, deque)
 _LARGE = 256  # entries of a container that are not looked through: modules in it stay the model's
 _DEEP = 5  # containers within each other that are copied
 _Result = TypeVar("_Result")
-_right = WeakIdKeyDictionary()  # model -> the program (see `fingerprint`) of which a clone was found to be right
+_right = WeakIdKeyDictionary()  # model -> fingerprint of the program whose clone was right
 
 
 class ReadsModel(Exception):
-    """A forward pass of a clone has read the model itself, or has failed: it must be made by the model."""
+    """A forward pass of a clone has read the model, or has failed: the model must make it."""
 
 
 class StandIn:
-    """Runs a model with other parameters and buffers: the model itself, or a clone once one was found.
+    """Runs a model with other parameters and buffers: itself, or a clone once one was found.
 
     Args:
         model: the model; while it runs itself, other threads see it with these tensors.
@@ -133,7 +136,7 @@ class StandIn:
         return result
 
     def trusted(self, work: Callable[[], _Result]) -> _Result:
-        """Do work that calls `call_with`: again in place, from its beginning, where the clone is not to be trusted."""
+        """Do work that calls `call_with`; all of it in place where the clone is not to be trusted."""
         try:
             return work()
         except ReadsModel:
@@ -141,7 +144,7 @@ class StandIn:
         return work()
 
     def _gives_the_same(self) -> bool:
-        """Return True if the clone gives what the model gives, with the model's tensors, by the same graph."""
+        """Return True if the clone, with the model's tensors, gives the same by the same graph."""
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         outputs, graphs = [], []
         for module in (self.model, self.running):
@@ -155,8 +158,8 @@ class StandIn:
     def _reads_nothing(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
         """Return True if the clone reads none of the model's tensors where it is given others.
 
-        Every parameter in its graph must have been seen to be read: what happens where nothing is seen (in threads of the
-        model's own) is not to be trusted either.
+        Every parameter in its graph must have been seen to be read: what happens where nothing is
+        seen (in threads of the model's own) is not to be trusted either.
         """
         operations = _Operations(self._own.storages)
         x = adapt.copied(adapt.cast(self.x, dtype))
@@ -235,14 +238,14 @@ class _Operations(TorchDispatchMode):
 
 
 def _may_have_clone(model: nn.Module) -> bool:
-    """Return False where a clone would not be what the model is: compiled, scripted, with state beside its attributes."""
+    """Return False where a clone would not be what the model is, as where parts are compiled."""
     if on_demand.active() or caches_are_emptied() or any(hooks_of_all_modules()):
         return False
     return all(map(_is_plain, all_modules(model)))
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return True for a module whose attributes are all that it holds, and whose calls are not compiled."""
+    """Return True if its attributes are all that a module holds, and its calls not compiled."""
     kind, held = type(module), vars(module)
     if isinstance(module, torch.jit.ScriptModule) or held.get("_compiled_call_impl") is not None:
         return False
@@ -254,9 +257,10 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _clone(model: nn.Module) -> nn.Module:
-    """Return modules of the same classes with copies of the model's containers, which hold the same tensors and objects.
+    """Return modules of the same classes, with copies of containers that hold the same objects.
 
-    Modules of the model, and their methods, become those of the clone wherever an attribute or container has them.
+    Modules of the model, and their methods, become those of the clone wherever an attribute or
+    container has them.
     """
     modules = all_modules(model)
     clones: dict[int, Any] = {id(module): object.__new__(type(module)) for module in modules}
@@ -269,7 +273,7 @@ def _clone(model: nn.Module) -> nn.Module:
 
 
 class _Copies:
-    """Copies of the containers among modules' attributes, each made once, in which clones stand for their modules."""
+    """Copies of containers, each made once, in which clones stand for their modules."""
 
     def __init__(self, clones: Mapping[int, nn.Module]) -> None:
         self.clones = clones
