@@ -26,6 +26,7 @@ from fastlr.distributed.shared_file import SUPPORTED, SharedFile, host
 from fastlr.errors import DistributedError, InputError, ModelError, one_line
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
+from fastlr.ops.model_lock import locked
 from fastlr.ops.torch_private import Unit, cast_floating, fully_shard_state, fully_sharded, holds_fully_sharded
 
 _REMEDY = (
@@ -87,12 +88,21 @@ def full_params(model: nn.Module, *, whole: bool | None = None, timeout: float =
             raise InputError(
                 "the ranks that share this estimate are not those of the sharded model: enter sharded(its group)"
             )
-        parameters, mode = _gathered(units, members, whole)
-        stack.callback(_release, parameters)
-        stack.enter_context(_plain(units, parameters))
+        plain = stack.enter_context(ExitStack())
+        with locked(model):
+            parameters, mode = _gathered(units, members, whole)
+            plain.callback(_release, parameters)
+            plain.enter_context(_plain(units, parameters))
+        stack.callback(_shard_again, model, plain)
         if mode is not None:
             stack.enter_context(mode.active())
         yield members
+
+
+def _shard_again(model: nn.Module, plain: ExitStack) -> None:
+    """Put the shards back, once no other thread measures the whole parameters."""
+    with locked(model):
+        plain.close()
 
 
 def _units(model: nn.Module) -> list[Unit]:

@@ -26,6 +26,7 @@ from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
 from fastlr.ghost.planner import Plan
 from fastlr.ghost.verification.agreement import agree, low_precision, measured_noise, output_differs, rounding
 from fastlr.ops.deferred_checks import gathered
+from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import stop_allocating_from, tree_flatten, tree_map
 
 WARM_UP = 2  # runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces
@@ -118,7 +119,7 @@ def fingerprint(model: nn.Module) -> tuple:
     A graph reads tensors where they are, so their values may change.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    modules = tuple(map(id, program.all_modules(model)))
+    modules = tuple(map(id, all_modules(model)))
     return modules, addresses(model), program.fingerprint(model, free=[id(t) for t in tensors], versions=False)
 
 

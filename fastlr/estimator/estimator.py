@@ -21,6 +21,7 @@ from fastlr.estimator.result import Estimate, paired_difference
 from fastlr.estimator.statistics import Moments, Stopping, memorization_gain, regression_memorization_bound
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import as_it_was, describe, digest, read_together, reporter, same_device, versions
+from fastlr.ops.model_lock import locked
 
 __all__ = [
     "Estimate",
@@ -50,21 +51,31 @@ class LocalRedundancy:
         self.progress = options.progress
         self.model = options.model
         self.view = ModelView.of(options.model, options.output, options.in_dim, options.out_dim)
-        on = self.view.device
-        if on.type == "meta":
-            raise ModelError("the model's parameters are on the meta device, without values: load its weights first")
-        if options.device is not None and not same_device(torch.device(options.device), on):
-            raise InputError(f"device={options.device} but the model is on {on}: move the model, or leave device out")
-        self.passes = Passes(options, self.view)
+        with locked(self.model):
+            self.passes = self._passes()
         self.engine = self.passes.engine
         self.chunks = Chunks(self.passes)
         self._digests: dict[int, str] = {}
+
+    def _passes(self) -> Passes:
+        """The passes over the inputs; refuses a model that is not where it is said to be, or nowhere."""
+        wanted, on = self.options.device, self.view.device
+        if on.type == "meta":
+            raise ModelError("the model's parameters are on the meta device, without values: load its weights first")
+        if wanted is not None and not same_device(torch.device(wanted), on):
+            raise InputError(f"device={wanted} but the model is on {on}: move the model, or leave device out")
+        return Passes(self.options, self.view)
 
     def measure(self) -> Estimate:
         """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
         start = time.perf_counter()
         options, chunks, audits = self.options, self.chunks, self.engine.audits
-        with full_params(self.model) as members, members.guard(), as_it_was(self.model, self.view.device):
+        with (
+            locked(self.model),
+            full_params(self.model) as members,
+            members.guard(),
+            as_it_was(self.model, self.view.device),
+        ):
             if members.size > 1:
                 agree(members, options, self._digest(options.total))
             chunks.begin()

@@ -23,6 +23,7 @@ from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.ops.fisher import power_of_two, signs
+from fastlr.ops.model_lock import locks_model
 from fastlr.ops.philox import check_seed
 from fastlr.ops.torch_private import tree_flatten
 
@@ -38,6 +39,7 @@ _looked_at = (
 )  # model -> shapes of inputs -> the engine and the program by which its samples are apart
 
 
+@locks_model
 def redundancy_loss(
     model: torch.nn.Module,
     x: Any,

@@ -12,6 +12,7 @@ from fastlr.ghost import program
 from fastlr.ghost.engine import Cotangent, Engine
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.support_report import SupportReport
+from fastlr.ops.model_lock import locks_model
 
 _ENGINES = WeakIdKeyDictionary()  # model -> options -> engine; found by identity: models may compare equal
 
@@ -36,6 +37,7 @@ def engine_for(model: nn.Module, output: OutputSelector = None, in_dim: int = 0,
     return engine_of(ModelView.of(model, output, in_dim, out_dim))
 
 
+@locks_model
 def per_sample_grad_sq_norms(
     model: nn.Module,
     x: Any,
@@ -88,6 +90,7 @@ def per_sample_grad_sq_norms(
     return result.per_parameter if per_parameter else result.total
 
 
+@locks_model
 def support_report(
     model: nn.Module, x: Any, *, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0
 ) -> SupportReport:

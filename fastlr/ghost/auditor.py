@@ -19,6 +19,7 @@ from fastlr.ghost.planner import Chunk, Planner
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import low_precision, norms_agree
 from fastlr.ghost.verification.audit import Audits, Disproved
+from fastlr.ghost.verification.stand_in import StandIn
 
 Spot = tuple[int, dict[str, Tensor]]  # an audited sample and its exact squared norms
 
@@ -160,6 +161,8 @@ class Auditor(Planner):
         held = (*self.model.named_parameters(), *self.model.named_buffers())
         wide = {n: on_demand.cast(t, torch.float64) for n, t in held}
         wide |= {n: wide[n].requires_grad_() for n in self.parameters}
+        stand_in = StandIn(self.model, batch.pick([j, j]), self.view.output)
+        stand_in.take_known_clone()
         for n, p in self.parameters.items():  # what they do to gradients is no rounding
             for hook in (p._backward_hooks or {}).values():
                 wide[n].register_hook(hook)
@@ -167,12 +170,12 @@ class Auditor(Planner):
         def forward(samples: Sequence[int]) -> Tensor:
             given = adapt.cast(batch.pick(samples), torch.float64)
             with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
-                result = adapt.call_with(self.model, wide, given, dtype=torch.float64)
+                result = stand_in.call_with(wide, given, dtype=torch.float64)
                 return adapt.select_output(result, self.view.output)
 
+        row, chosen = self.view.row(v, j).double(), {n: wide[n] for n in self.parameters}
         try:
-            row = self.view.row(v, j).double()
-            _, truth = beside_copy(forward, j, row, self.view.out_dim, {n: wide[n] for n in self.parameters})
+            _, truth = stand_in.trusted(lambda: beside_copy(forward, j, row, self.view.out_dim, chosen))
         except adapt.FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it

@@ -11,7 +11,6 @@ whose norms are taken at once, or which wait for the other uses of the same para
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from fastlr.ghost.fusion.conv_bn import NODE as FOLDED
 from fastlr.ghost.fusion.conv_bn import refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS
 from fastlr.ghost.graph import CASTS, Graph, Place, Use, full_precision, position_map
+from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ghost.recurrent import NODE as SCAN
 from fastlr.ghost.rules import RULES, Site
 from fastlr.ghost.sample_axis import Layout, Unsupported
@@ -327,8 +327,7 @@ def _pull_back(graph: Graph, grads: dict[Place, Tensor], variables: list[Tensor]
     edges = [GradientEdge(graph.nodes[node], output) for node, output in grads]
     options = {"retain_graph": True, "allow_unused": True}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # vmap's remarks on slow operators
+        with warnings_ignored():  # vmap's remarks on slow operators
             return list(torch.autograd.grad(edges, variables, list(grads.values()), is_grads_batched=True, **options))
     except RuntimeError:
         rows = [

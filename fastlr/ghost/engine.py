@@ -27,13 +27,14 @@ from fastlr.ghost.fusion.mode import uncompiled, unfolded
 from fastlr.ghost.graph import exact_grads, walk
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import KEPT, Chunk, Plan, ShapePlan, State
+from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import quiet_rng
 from fastlr.ghost.state import BufferKeeper
 from fastlr.ghost.verification.audit import Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
+from fastlr.ops.model_lock import all_modules
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ class Engine(Auditor):
         device = self.view.device
         x = self.view.inputs(x)
         literal = self.folding.literal
-        modules = program.all_modules(self.model)
+        modules = all_modules(self.model)
         kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
         with torch.inference_mode(False), quiet_rng(device), kept:
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -227,8 +228,9 @@ def call_with(
     x: Any,
     *,
     dtype: torch.dtype | None = None,
+    within: AbstractContextManager[Any] | None = None,
 ) -> Any:
-    """`call` with other parameters and buffers, wherever the model holds them.
+    """`call` with other parameters and buffers, wherever the model holds them; ``within`` a context, nothing else in it.
 
     Each module is named once: of two names of one module, torch would put back the tensors of this call, not the model's.
     """
@@ -240,7 +242,7 @@ def call_with(
         for key, tensor in entries.items()
         if tensor is not None and id(tensor) in held
     }
-    with attributes_kept(model, dtype=dtype):
+    with attributes_kept(model, dtype=dtype), within or nullcontext():
         return functional_call(model, places, *_arguments(x), tie_weights=False)
 
 

@@ -28,6 +28,7 @@ from fastlr.ghost.verification.batch_checks import every_layout, explained, like
 from fastlr.ghost.verification.prover import SAMPLES, Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.model_lock import all_modules
 
 ALONE = 32  # samples run alone where a batch is looked at that may well interact
 KEPT = 256  # plans of shapes kept for one structure
@@ -128,7 +129,7 @@ class Planner:
     def _flags(self) -> tuple:
         model, kind = self.model, self.view.device.type
         return (
-            tuple([m.training for m in program.all_modules(model)]),
+            tuple([m.training for m in all_modules(model)]),
             tuple((n, p.dtype) for n, p in self.parameters.items()),
             torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
             program.hook_programs(model),

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fastlr.ghost.fusion.batch_norm import norm_arguments
 from fastlr.ghost.fusion.pending import METADATA
 from fastlr.ghost.tokens import PLAIN, TENSORS, Reader, code, digest, dtype_name, number, of_tensor, of_values, own
+from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import (
     BatchNorm,
     InstanceNorm,
@@ -34,19 +35,6 @@ _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 _NORM_FORWARDS = frozenset((BatchNorm.forward, nn.SyncBatchNorm.forward, InstanceNorm.forward))
-
-
-def all_modules(model: nn.Module) -> list[nn.Module]:
-    """The model and the modules in it, each once; found by identity, several times as fast as ``model.modules()``."""
-    modules: dict[int, nn.Module] = {}
-    todo = [model]
-    while todo:
-        module = todo.pop()
-        if id(module) not in modules:
-            modules[id(module)] = module
-            if module._modules:
-                todo.extend([m for m in module._modules.values() if m is not None])
-    return list(modules.values())
 
 
 def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool = True) -> bytes:

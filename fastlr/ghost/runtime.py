@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fastlr.distributed import on_demand
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.program import own_attributes
 from fastlr.ghost.tokens import version as tensor_version
 from fastlr.ops.deferred_checks import out_of_memory
@@ -80,14 +81,6 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
                     tensor.copy_(copy)
             if name not in place or place[name] is not tensor:
                 place[name] = tensor
-
-
-@contextmanager
-def quiet_rng(device: torch.device) -> Iterator[None]:
-    """Leave the random states of the CPU and of ``device`` as they were."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost.program import INTERNAL, all_modules
+from fastlr.ghost.program import INTERNAL
 from fastlr.ghost.tokens import version
+from fastlr.ops.model_lock import all_modules
 
 _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _CONTAINERS = _DICTS | {list, set, deque}
@@ -94,6 +95,11 @@ def emptied(caches: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
         yield
     finally:
         _emptied.reset(token)
+
+
+def caches_are_emptied() -> bool:
+    """Return True within `emptied`, if there is a dict to be emptied."""
+    return bool(_emptied.get())
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fastlr.distributed.sharding import ALONE, team
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import unwrap
+from fastlr.ops.model_lock import locked
 
 Weights = nn.Module | Mapping[str, Tensor] | Callable[[], "nn.Module | Mapping[str, Tensor]"]
 _PREFIXES = ("", "module.", "_orig_mod.", "module.module.", "module._orig_mod.", "_orig_mod.module.", "shadow.")
@@ -39,7 +40,14 @@ def with_weights(model: nn.Module, weights: Weights | None) -> Iterator[None]:
         yield
         return
     module = unwrap(model)
-    values = _values(module, weights)
+    with locked(module):
+        with _exchanged(module, _values(module, weights)):
+            yield
+
+
+@contextmanager
+def _exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let the parameters and buffers of these names have these values."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     before: list[tuple[Tensor, Tensor]] = []
     try:
@@ -74,7 +82,8 @@ def _values(module: nn.Module, weights: Any) -> Mapping[str, Tensor]:
     if isinstance(weights, nn.Module):
         if weights is module:
             raise InputError("weights is the model itself: pass its average, or leave weights out")
-        weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
+        with locked(weights):  # another thread may be measuring it
+            weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
     if not isinstance(weights, Mapping):
         raise InputError(f"weights must be a module, a state dict or a function of none, not {type(weights).__name__}")
     names = [name for name, _ in module.named_parameters()]

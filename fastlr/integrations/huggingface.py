@@ -10,6 +10,7 @@ import torch
 
 from fastlr.errors import InputError, MissingExtraError, install
 from fastlr.integrations.measurement import NAME, Integration, Reading, on_main
+from fastlr.ops.model_lock import locked
 
 try:
     import accelerate  # noqa: F401  (the Trainer does not run without it)
@@ -98,7 +99,7 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         model = self.trainer.model
 
         def measure() -> Reading | None:
-            with _original_forward(model, self.meter.dtype is None):
+            with locked(model), _original_forward(model, self.meter.dtype is None):
                 return self.meter.measure(lambda: model, state.global_step, int(state.epoch or 0), dtype=dtype)
 
         several = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -28,6 +28,7 @@ from fastlr.ghost.model_io import ModelView, unwrap
 from fastlr.integrations.averaged_weights import Weights, with_weights
 from fastlr.metrics import Measure
 from fastlr.metrics.compute import check_names, measures
+from fastlr.ops.model_lock import locked
 from fastlr.ops.torch_private import holds_fully_sharded, tree_map
 
 NAME = "local_redundancy"
@@ -152,7 +153,7 @@ class Meter:
         assert not isinstance(precision, str)
         try:
             module = unwrap(model())
-            with with_weights(module, self.weights):
+            with locked(module), with_weights(module, self.weights):
                 estimate = self._estimator_of(module, precision).measure()
                 self.batch_size = estimate.batch_size
                 values = self._measures(module, precision) if self.measures else {}
@@ -320,7 +321,7 @@ def on_main(
         model: the whole of what is measured, or what holds it.
     """
     if broadcast is None or holds_fully_sharded(model):
-        with full_params(model):
+        with locked(model), full_params(model):
             reading = measure()
         return reading if broadcast is None else broadcast(reading)
     reading, failure, text = None, None, None

@@ -14,6 +14,7 @@ from fastlr.errors import InputError
 from fastlr.ghost.model_io import trainable, unwrap
 from fastlr.integrations.loggers import CallbackLogger, Logger
 from fastlr.integrations.measurement import Integration, Keep, Reading, rank
+from fastlr.ops.model_lock import locked
 from fastlr.ops.torch_private import holds_fully_sharded
 
 
@@ -115,7 +116,7 @@ class Monitor(Integration):
         main = rank() == 0
         if not main and team() is ALONE and not holds_fully_sharded(self.model):
             return None
-        with full_params(self.model):
+        with locked(self.model), full_params(self.model):
             reading = self.meter.measure(
                 lambda: self.model, self.steps, self.epochs, keep=self.keeper.see if main else None
             )

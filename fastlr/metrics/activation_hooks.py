@@ -9,6 +9,7 @@ Two things are followed from tensor to tensor, in weak tables: which axis holds 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class Origin:
 
 
 class Watch(TorchFunctionMode):
-    """Sees the activations and the origins of a model's forward passes; used through `watching`.
+    """Sees the activations and the origins of a model's forward passes in its thread; used through `watching`.
 
     Args:
         model: the model, unwrapped.
@@ -93,6 +94,9 @@ class Watch(TorchFunctionMode):
         self.layer_input: Tensor | None = None
         self.layer_input_axis: int | None = None
         self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()} - {0}
+        self.thread = threading.get_ident()
+        self.here: set[str] = set()  # names of the modules that ran in this thread, in all passes
+        self.elsewhere: set[str] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -125,6 +129,18 @@ class Watch(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
+        unseen = sorted(self.elsewhere - self.here)
+        if unseen:
+            raise ModelError(
+                f"module {unseen[0]} runs in another thread than the forward pass, where its activations are not seen: "
+                "let it run in this one, and no other thread use the model meanwhile"
+            )
+
+    def _ours(self, name: str) -> bool:
+        """Note a call of a module; True unless another thread makes it, whose forward pass is not the one that is watched."""
+        ours = threading.get_ident() == self.thread
+        (self.here if ours else self.elsewhere).add(name)
+        return ours
 
     def _is_activation(self, module: nn.Module) -> bool:
         if self.classes and isinstance(module, self.classes):
@@ -134,6 +150,8 @@ class Watch(TorchFunctionMode):
 
     def _enter(self, name: str, active: bool) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if not self._ours(name):
+                return
             self.path.append(name)
             self.inside += active
             if name == self.layer:
@@ -150,6 +168,8 @@ class Watch(TorchFunctionMode):
 
     def _leave(self, active: bool) -> Callable:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
+            if threading.get_ident() != self.thread:
+                return
             if active:
                 self.inside -= 1
                 if self.inside == 0 and isinstance(result, Tensor):

@@ -17,6 +17,7 @@ from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.activation_hooks import RELU, Activation, Watch
 from fastlr.metrics.rank import Spectrum
 from fastlr.metrics.value import Measure, check_known
+from fastlr.ops.model_lock import locks_model
 
 MEASURES = ("dormant_ratio", "dormant_ratio_tau", "effective_rank", "effective_rank_entropy", "feature_rank")
 _RANKS = MEASURES[2:]
@@ -230,6 +231,7 @@ def _checked(**options: float) -> None:
             raise InputError(f"{name} must be a finite number {wanted}, not {value!r}")
 
 
+@locks_model
 def _observe(
     model: nn.Module,
     x: Any,

@@ -15,6 +15,7 @@ from fastlr.metrics.gradients import BATCH, Loss, batch_gradient_norm, gradient_
 from fastlr.metrics.gradients import MEASURES as GRADIENTS
 from fastlr.metrics.value import Measure, check_known
 from fastlr.metrics.weights import distance_from_init, weight_norm
+from fastlr.ops.model_lock import locks_model
 
 PARAMETERS: dict[str, Callable[[nn.Module, Any], Measure]] = {  # of the model and its initial state
     "weight_norm": lambda model, _: weight_norm(model),
@@ -23,6 +24,7 @@ PARAMETERS: dict[str, Callable[[nn.Module, Any], Measure]] = {  # of the model a
 MEASURES = (*PARAMETERS, *ACTIVATIONS, *GRADIENTS)
 
 
+@locks_model
 def measures(
     model: nn.Module,
     names: Collection[str],

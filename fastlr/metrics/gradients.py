@@ -20,6 +20,7 @@ from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.value import Measure, check_known
+from fastlr.ops.model_lock import locks_model
 from fastlr.ops.torch_private import tree_flatten, tree_map
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -82,6 +83,7 @@ def train_grad_norm(
     return gradient_measures(model, x, y, loss, measures=(_PER_SAMPLE,), **options)[_PER_SAMPLE]
 
 
+@locks_model
 def gradient_measures(
     model: nn.Module,
     x: Any,
@@ -144,6 +146,7 @@ def _batch_measure(sums: list[Tensor], n: int) -> Measure:  # of the samples' gr
     return Measure(total, _DEFINITIONS[BATCH], {"n": n})
 
 
+@locks_model
 def gradient_noise_scale(
     model: nn.Module,
     x: Any,

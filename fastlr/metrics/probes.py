@@ -21,10 +21,12 @@ from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import memorization_gain, regression_memorization_bound
 from fastlr.ghost.cotangents import scaled
 from fastlr.ghost.model_io import ModelView, OutputSelector, require_graph
+from fastlr.ghost.process_state import seeded
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.runtime import as_it_was, quiet_rng
+from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.rank import effective_rank
 from fastlr.metrics.value import Measure
+from fastlr.ops.model_lock import locked, locks_model
 from fastlr.ops.philox import check_seed
 
 _APART = 20  # the seeds of repeats are 2^20 apart, so that neighbouring seeds share no labels
@@ -148,8 +150,10 @@ def memorization_capacity(
     """
     checked_count("repeats", repeats)
     view, seed = ModelView.of(model, output), check_seed(seed)
+    with locked(model):
+        device, parameters = view.device, sum(p.numel() for p in view.parameters.values())
     if hasattr(inputs, "batch"):
-        inputs = inputs.batch(0, checked_count("n", n), seed=seed, device=view.device)
+        inputs = inputs.batch(0, checked_count("n", n), seed=seed, device=device)
     fit = partial(_fit, model, inputs, steps, learning_rate, predictive=predictive, output=output)
     fits = [fit(seed)]
     labels, classes = fits[0].labels, fits[0].classes
@@ -170,7 +174,7 @@ def memorization_capacity(
         bound = partial(regression_memorization_bound, labels.numel(), 1, 1.0, unit="bits")
         bits = [bound(float(e)) for e in errors]
     gains = torch.tensor(bits, dtype=torch.float64)
-    value, parameters = float(gains.mean()), sum(p.numel() for p in view.parameters.values())
+    value = float(gains.mean())
     details = {
         "n": fits[0].n,
         "parameters": parameters,
@@ -211,11 +215,11 @@ def _fit(
     checked_count("steps", steps)
     if not (math.isfinite(rate) and rate > 0):
         raise InputError(f"learning_rate={rate}: give a positive number")
-    original = ModelView.of(model, output)
-    x = original.inputs(x)
-    with quiet_rng(original.device), torch.inference_mode(False), torch.enable_grad():
-        torch.manual_seed(seed % (1 << 63))
+    with locked(model), torch.inference_mode(False):
+        original = ModelView.of(model, output)
+        x, device = original.inputs(x), original.device
         learner = copy.deepcopy(original.module).train()
+    with seeded(device, seed % (1 << 63)), torch.inference_mode(False), torch.enable_grad():
         view = ModelView.of(learner, output)
         n, losses, labels, predictive, z = _learn(view, x, steps, rate, predictive, labels)
         end = losses[-1]
@@ -284,6 +288,7 @@ def _loss(z: Tensor, labels: Tensor, predictive: Any) -> Tensor:
     return F.mse_loss(z, labels.to(z.dtype)) / (2 * predictive.sigma**2)
 
 
+@locks_model
 def curvature_rank(
     model: nn.Module,
     x: Any,

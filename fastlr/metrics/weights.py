@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost.model_io import ModelView, unwrap
 from fastlr.metrics.value import Measure
+from fastlr.ops.model_lock import locks_model
 
 _WRAPPERS = ("module.", "_orig_mod.")
 
 
+@locks_model
 def weight_norm(model: nn.Module) -> Measure:
     """l2 norm of all trainable parameters together: ``||theta|| = sqrt(sum over parameters p of sum of p^2)``.
 
@@ -44,6 +46,7 @@ def weight_norm(model: nn.Module) -> Measure:
     return _norm(definition, {name: p.detach() for name, p in ModelView.of(model).parameters.items()}, "parameter {}")
 
 
+@locks_model
 def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.Module) -> Measure:
     """l2 distance of the trainable parameters from where they started: ``||theta - theta_init||``.
 

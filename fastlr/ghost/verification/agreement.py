@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
+from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ops.torch_private import narrow_products
 
 _PART = 1 << 22  # elements compared at once
@@ -104,20 +105,18 @@ def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
 
 def output_in(
     dtype: torch.dtype,
-    model: nn.Module,
+    stand_in: StandIn,
     x: object,
     output: adapt.OutputSelector,
-    tensors: Mapping[str, Tensor] | None = None,
+    state: Mapping[str, Tensor],
 ) -> Tensor | None:
-    """The model's output, with its own or with other parameters and buffers, in a precision; None if it does not run in it."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())} if tensors is None else tensors
-    tensors = {n: on_demand.cast(t, dtype) for n, t in held.items()}
+    """The output of a model with these parameters and buffers in a precision; None if it does not run in it."""
+    tensors = {n: on_demand.cast(t, dtype) for n, t in state.items()}
     device = next(iter(tensors.values())).device.type
     try:
         with torch.autocast(device, enabled=False), torch.enable_grad():
-            return adapt.select_output(
-                adapt.call_with(model, tensors, adapt.cast(x, dtype), dtype=dtype), output
-            ).detach()
+            result = stand_in.call_with(tensors, adapt.cast(x, dtype), dtype=dtype)
+            return adapt.select_output(result, output).detach()
     except adapt.FAILURES:
         return None
 
@@ -125,7 +124,13 @@ def output_in(
 def measured_noise(model: nn.Module, x: object, output: adapt.OutputSelector) -> Tensor | None:
     """How far the model's own outputs for ``x`` are off by rounding, by another precision; None if it runs in no other."""
     own = adapt.forward(model, x, output).detach()
-    return noise_between(own, output_in(other_precision(own), model, x, output))
+    dtype = other_precision(own)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {n: on_demand.cast(t, dtype) for n, t in state.items()}
+    stand_in = StandIn(model, x, output)
+    stand_in.take_known_clone()
+    other = stand_in.trusted(lambda: output_in(dtype, stand_in, x, output, tensors))
+    return noise_between(own, other)
 
 
 def other_precision(own: Tensor) -> torch.dtype:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
+from fastlr.ghost.verification.stand_in import StandIn
 
 
 @dataclass
@@ -23,10 +24,11 @@ class Subject:
 
     Attributes:
         name: for the report.
-        model: the module that is run.
+        model: the module that is run, or that a stand-in runs for.
         tensors: parameters and buffers to run it with; None: its own.
         parameters: those that are measured.
         dtype: of the copy; None: the model's own.
+        stand_in: runs it with the tensors; None: the model itself.
     """
 
     name: str
@@ -34,6 +36,12 @@ class Subject:
     tensors: dict[str, Tensor] | None
     parameters: dict[str, Tensor]
     dtype: torch.dtype | None
+    stand_in: StandIn | None = None
+
+    @property
+    def running(self) -> nn.Module:
+        """The module that runs."""
+        return self.model if self.stand_in is None else self.stand_in.running
 
     @property
     def named(self) -> dict[str, Tensor]:
@@ -50,7 +58,9 @@ class Subject:
         x = adapt.cast(x, self.dtype)
         if self.tensors is None:
             return adapt.call(self.model, x, dtype=self.dtype)
-        return adapt.call_with(self.model, self.tensors, x, dtype=self.dtype)
+        if self.stand_in is None:
+            return adapt.call_with(self.model, self.tensors, x, dtype=self.dtype)
+        return self.stand_in.call_with(self.tensors, x, dtype=self.dtype)
 
 
 def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
@@ -94,7 +104,7 @@ def _perturbed_anew(name: str, scale: float, seed: int, trainable: bool, t: Tens
 
 
 def with_buffers_moved(
-    model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int
+    model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int, stand_in: StandIn | None = None
 ) -> Subject | None:
     """A perturbed float64 copy in which buffers that are all zero have additive noise; None where no buffer is all zero.
 
@@ -114,14 +124,18 @@ def with_buffers_moved(
     tensors = _perturbed_state(model, parameters, scale, generator)
     tensors |= {n: _noise(t, generator).abs() + 0.1 for n, t in zero.items()}
     chosen = {n: tensors[n] for n in parameters}
-    return Subject("float64 copy with zero buffers moved", model, tensors, chosen, torch.float64)
+    return Subject("float64 copy with zero buffers moved", model, tensors, chosen, torch.float64, stand_in)
 
 
-def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int) -> Iterator[Subject]:
-    """Copies to prove on, the strictest first."""
+def subjects(
+    model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int, stand_in: StandIn | None = None
+) -> Iterator[Subject]:
+    """Copies to prove on, the strictest first; the functional one is run by the stand-in, else by the model."""
     tensors = _perturbed_state(model, parameters, scale, torch.Generator().manual_seed(seed))
     chosen = {n: tensors[n] for n in parameters}
-    yield Subject("perturbed float64 copy", model, tensors, chosen, torch.float64)
+    if stand_in is not None:
+        stand_in.find_clone(tensors, torch.float64)
+    yield Subject("perturbed float64 copy", model, tensors, chosen, torch.float64, stand_in)
     clone = None
     if not any(map(on_demand.is_on_demand, model.parameters())):  # else there is no room for one
         with suppress(*adapt.FAILURES):

@@ -25,6 +25,7 @@ from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import agree, noise_between, output_in
 from fastlr.ghost.verification.copies import Subject, with_buffers_moved
 from fastlr.ghost.verification.record import Ledger, ParameterProof
+from fastlr.ghost.verification.stand_in import StandIn
 
 SAMPLES = 3
 ALL = tuple(range(SAMPLES))
@@ -79,13 +80,15 @@ class ForwardChecks:
             )
         return z
 
-    def _otherwise(self, subject: Subject, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger) -> None:
+    def _otherwise(
+        self, subject: Subject, stand_in: StandIn, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger
+    ) -> None:
         """Where samples would interact if something were otherwise, the model is looked at in every batch.
 
         Tried are buffers that are zero, moved; samples whose values are far apart; and several copies of one sample, which
         go the same way and may be too many for it.
         """
-        moved = with_buffers_moved(self.model, self.parameters, scale, seed)
+        moved = with_buffers_moved(self.model, self.parameters, scale, seed, stand_in)
         if moved is not None and not self._separate(moved, batch, on_error=False):
             ledger.by_data = "a buffer that is zero now"
         elif subject.dtype is not None and not all(
@@ -146,7 +149,9 @@ class ForwardChecks:
         if subject.dtype != torch.float64:
             return None
         own = self._forward(subject, batch, ALL).detach()
-        return noise_between(own, output_in(torch.float32, subject.model, batch.pick(ALL), self.output, subject.state))
+        x = batch.pick(ALL)
+        stand_in = subject.stand_in or StandIn(subject.model, x, self.output)
+        return noise_between(own, output_in(torch.float32, stand_in, x, self.output, subject.state))
 
     def _interaction_message(self, subject: Subject, batch: adapt.Batch, close: float) -> str:
         """Name the first module whose output for sample 0 changes when the other samples do."""
@@ -159,7 +164,7 @@ class ForwardChecks:
 
             return hook
 
-        modules = dict(subject.model.named_modules())
+        modules = dict(subject.running.named_modules())
         handles = [module.register_forward_hook(hook_for(name)) for name, module in modules.items() if name]
         try:
             for samples in (ALL, [0] * SAMPLES):

@@ -42,6 +42,7 @@ from fastlr.ghost.verification.batch_checks import every_layout, explained
 from fastlr.ghost.verification.copies import Subject, subjects
 from fastlr.ghost.verification.forward_checks import ALL, SAMPLES, ForwardChecks
 from fastlr.ghost.verification.record import Ledger, ParameterProof, UseProof
+from fastlr.ghost.verification.stand_in import StandIn
 
 SCALES = (-20, 20)  # powers of two of cotangents that gradients must follow
 
@@ -67,12 +68,17 @@ class Prover(ForwardChecks):
     ) -> None:
         """Take a step on the strictest of the copies that can, then see if samples would interact otherwise."""
         failure: Exception | None = None
+        stand_in = StandIn(self.model, batch.pick(ALL[:2]), self.output)
+
+        def both(subject: Subject, scale: float) -> None:
+            with self._precision(subject):
+                step(subject, batch, ledger)
+                self._otherwise(subject, stand_in, batch, scale, seed, ledger)
+
         for scale in (1.0, 0.1, 0.0):
-            for subject in subjects(self.model, self.parameters, scale, seed):
+            for subject in subjects(self.model, self.parameters, scale, seed, stand_in):
                 try:
-                    with self._precision(subject):
-                        step(subject, batch, ledger)
-                        self._otherwise(subject, batch, scale, seed, ledger)
+                    stand_in.trusted(partial(both, subject, scale))
                     return
                 except (InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError):
                     raise

@@ -1,0 +1,442 @@
+"""Several threads measure models, or run one while another is measured."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+import warnings
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from threads import meanwhile, small_models, together
+from torch import nn
+from untouched import untouched
+
+import fastlr
+from fastlr.errors import FastlrError
+from fastlr.ghost.verification.stand_in import StandIn
+from fastlr.integrations import Monitor
+from fastlr.ops.model_lock import locked
+
+MODELS = list(small_models())
+
+
+def samples(shape, count=8):
+    return torch.randn(count, *shape, generator=torch.Generator().manual_seed(1))
+
+
+def redundancy(model, inputs):
+    return fastlr.estimate(model, inputs, 8).value
+
+
+# -- one model ---------------------------------------------------------------------------------------------------------
+
+
+def three_threads(tries, chosen):
+    """Three threads estimate one model: each gets what one thread gets alone, and the model is as before."""
+    for name in chosen:
+        model, shape = small_models()[name]
+        inputs = fastlr.TensorInputs(samples(shape))
+        model(samples(shape)).sum().backward()
+        alone = redundancy(copy.deepcopy(model), inputs)
+        for _ in range(tries):
+            fresh = copy.deepcopy(model)
+            with untouched(fresh):
+                assert together(*[partial(redundancy, fresh, inputs)] * 3) == [alone] * 3, name
+
+
+def test_three_threads_measure_one_model():
+    three_threads(10, ["mlp"])
+
+
+@pytest.mark.long
+def test_three_threads_measure_one_model_often():
+    three_threads(40, MODELS)
+
+
+def test_kinds_of_measures_of_one_model():
+    model, shape = small_models()["mlp"]
+    x, y, start = samples(shape), torch.arange(8) % 3, small_models()["mlp"][0]
+    measured = {
+        "estimate": lambda m: redundancy(m, fastlr.TensorInputs(x)),
+        "norms": lambda m: fastlr.per_sample_grad_sq_norms(m.eval(), x, torch.ones(8, 3)).sum().item(),
+        "report": lambda m: fastlr.support_report(m.eval(), x).routes,
+        "loss": lambda m: fastlr.redundancy_loss(m, x, seed=0).item(),
+        "gradients": lambda m: float(fastlr.metrics.train_grad_norm(m, x, y, F.cross_entropy)),
+        "noise": lambda m: float(fastlr.gradient_noise_scale(m, x, y, F.cross_entropy, groups=2)),
+        "activations": lambda m: float(fastlr.metrics.dormant_ratio(m, x)),
+        "weights": lambda m: float(fastlr.metrics.weight_norm(m)),
+        "distance": lambda m: float(fastlr.metrics.distance_from_init(m, start)),
+        "curvature": lambda m: float(fastlr.metrics.curvature_rank(m, x)),
+        "trainability": lambda m: float(fastlr.metrics.trainability(m, x, steps=3, repeats=2)),
+    }
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = {name: measure(copy.deepcopy(model)) for name, measure in measured.items()}
+        fresh = copy.deepcopy(model)
+        with untouched(fresh):
+            got = together(*[partial(measure, fresh) for measure in measured.values()])
+    assert dict(zip(measured, got, strict=True)) == alone
+
+
+def test_monitors_of_one_model():
+    """One of them measures an average of the weights, which is in the model meanwhile."""
+    model, shape = small_models()["mlp"]
+    average = {name: value * 1.5 for name, value in model.state_dict().items() if value.is_floating_point()}
+    inputs = fastlr.TensorInputs(samples(shape))
+
+    def value(of, weights):
+        monitor = Monitor(of, inputs, 8, weights=weights, keep_best=lambda reading: None)
+        return monitor.measure().value
+
+    alone = [value(copy.deepcopy(model), weights) for weights in (None, average)]
+    with untouched(model):
+        assert together(*[partial(value, model, weights) for weights in (None, average)] * 2) == alone * 2
+
+
+def test_a_wrapper_and_its_module_share_a_lock():
+    model, shape = small_models()["mlp"]
+    inputs = fastlr.TensorInputs(samples(shape))
+    alone = redundancy(copy.deepcopy(model), inputs)
+    wrapped = nn.DataParallel(model)
+    compiled = torch.compile(model, backend="eager")
+    with untouched(model):
+        got = together(*[partial(redundancy, one, inputs) for one in (model, wrapped, compiled)])
+    assert got == [alone] * 3
+
+
+def test_models_that_share_a_module():
+    shared = nn.Linear(4, 5)
+    models = [nn.Sequential(shared, nn.Tanh(), nn.Linear(5, 2)) for _ in range(3)]
+    inputs = fastlr.TensorInputs(samples((4,)))
+    alone = [redundancy(copy.deepcopy(model), inputs) for model in models]
+    for _ in range(3):
+        fresh = copy.deepcopy(models)
+        assert fresh[0][0] is fresh[2][0]
+        with untouched(fresh[0]), untouched(fresh[1]), untouched(fresh[2]):
+            assert together(*[partial(redundancy, model, inputs) for model in fresh]) == alone
+
+
+# -- several models ----------------------------------------------------------------------------------------------------
+
+
+def test_models_of_their_own_in_threads():
+    models = small_models()
+    work, alone = [], []
+    for model, shape in models.values():
+        inputs = fastlr.TensorInputs(samples(shape))
+        alone.append(redundancy(copy.deepcopy(model), inputs))
+        work.append(partial(redundancy, model, inputs))
+    assert together(*work) == alone
+
+
+def test_models_of_their_own_do_not_wait_for_each_other():
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    meet = threading.Barrier(2)
+
+    def hold(model):
+        with locked(model):
+            meet.wait(30)
+
+    together(partial(hold, one), partial(hold, other))
+
+
+def test_random_labels_do_not_depend_on_other_threads():
+    """Dropout and labels are drawn from the generator of the process, which others seed and put back."""
+    model, shape = small_models()["mlp"]
+    x = samples(shape)
+
+    def learned(seed):
+        return float(fastlr.metrics.trainability(copy.deepcopy(model), x, steps=5, repeats=2, seed=seed))
+
+    alone = [learned(seed) for seed in range(3)]
+    other = small_models()["convolution"][0]
+    inputs = fastlr.TensorInputs(samples((3, 6, 6)))
+    before = torch.get_rng_state()
+    got = together(*[partial(learned, seed) for seed in range(3)], *[partial(redundancy, other, inputs)] * 2)
+    assert got[:3] == alone
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- the lock ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_holds_a_model_again():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with locked(model), locked(model), locked(model[0]), locked(nn.DataParallel(model)):
+        pass
+
+    def free():
+        with locked(model):
+            return True
+
+    assert together(free) == [True]
+
+
+def test_threads_that_wait_for_each_other_are_told():
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    meet = threading.Barrier(2)
+
+    def both(first, second):
+        with locked(first):
+            meet.wait(30)
+            with locked(second):
+                return True
+
+    with pytest.raises(FastlrError, match="wait for ever"):
+        together(partial(both, one, other), partial(both, other, one))
+    with locked(one), locked(other):  # all are free again
+        pass
+
+
+def test_copies_know_nothing_of_a_lock():
+    model = nn.Linear(2, 2)
+    with locked(model):
+        before = dict(vars(model))
+        copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        assert vars(model) == before and list(vars(copied)) == list(vars(loaded)) == list(before)
+
+        def free():
+            with locked(copied), locked(loaded):
+                return True
+
+        assert together(free) == [True]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    model = nn.Linear(2, 2)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with locked(model):
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks of processes with threads
+        child = os.fork()
+    if child == 0:
+        with locked(model):
+            os._exit(0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# -- forward passes meanwhile ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forward_pass_meanwhile(name):
+    """It meets the model's own parameters, in eval mode."""
+    model, shape = small_models()[name]
+    model.eval()
+    x = samples(shape)
+    want = model(x).detach()
+    differing = []
+
+    def run():
+        got = model(x).detach()
+        if got.dtype != want.dtype or not torch.allclose(got, want, atol=1e-5):
+            differing.append(got)
+
+    alone = redundancy(copy.deepcopy(model), fastlr.TensorInputs(x))
+    with untouched(model), meanwhile(run) as errors:
+        for _ in range(3):
+            estimator = fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 8)
+            estimator.engine._ledgers.clear()
+            estimator.engine._states.clear()
+            assert estimator.measure().value == alone
+    assert not errors and not differing
+
+
+def test_activations_of_a_forward_pass_meanwhile_are_not_counted():
+    model, shape = small_models()["convolution"]
+    model.eval()
+    alone = float(fastlr.metrics.dormant_ratio(model, samples(shape)))
+    other = samples(shape, 3) * 100
+    with meanwhile(lambda: model(other)) as errors:
+        for _ in range(10):
+            measured = fastlr.metrics.dormant_ratio(model, samples(shape), threshold=0.0)
+            assert (float(measured), measured.details["units"]) == (alone, 6)
+    assert not errors
+
+
+# -- clones ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def clones(monkeypatch):
+    """What proofs run on: a list of whether each had a clone at its end."""
+    found = []
+    trusted = StandIn.trusted
+
+    def noted(stand_in, work):
+        try:
+            return trusted(stand_in, work)
+        finally:
+            found.append(stand_in.clone is not None)
+
+    monkeypatch.setattr(StandIn, "trusted", noted)
+    yield found
+
+
+class Reading(nn.Module):
+    """A model whose forward pass is a function of itself and what it holds."""
+
+    def __init__(self, function, **held):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.function = function
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.head(self.function(self, torch.tanh(self.layer(x))))
+
+
+def by_closure(make):
+    """A model of which something else than its modules reads a parameter."""
+    model = Reading(lambda module, h: h)
+    make(model)
+    return model
+
+
+def closure(model):
+    model.function = lambda _, h: h * model.layer.weight.mean()
+
+
+def closure_of_data(model):
+    model.function = lambda _, h: h + model.layer.bias.data
+
+
+def closure_of_number(model):
+    model.function = lambda _, h: h * model.layer.bias[0].item()
+
+
+def closure_of_list(model):
+    model.function = lambda _, h: h + sum(model.layer.bias.tolist())
+
+
+def hook(model):
+    model.layer.register_forward_hook(lambda module, args, result: result * model.head.bias.mean())
+
+
+def patched(model):
+    forward = model.head.forward
+    model.head.forward = lambda h: forward(h) + model.layer.weight.sum()
+
+
+def partly(model):
+    model.head.forward = partial(lambda module, h: F.linear(h, module.weight, module.bias), model.head)
+
+
+class Holder:
+    """An object that is no module."""
+
+    def __init__(self, module):
+        self.module = module
+
+
+def in_an_object(model):
+    model.held = Holder(model.layer)
+    model.function = lambda module, h: module.held.module(h)
+
+
+def registered(model):
+    places = {id(model): 2.0}
+    model.function = lambda module, h: h * places.get(id(module), 1.0)
+
+
+def in_a_thread(model):
+    def elsewhere(module, h):
+        results = []
+
+        def work():
+            with suppress(RuntimeError):
+                results.append(model.layer(h))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        return results[0]
+
+    model.function = elsewhere
+
+
+READERS = [closure, hook, patched, partly, in_an_object, registered, in_a_thread]
+
+
+@pytest.mark.parametrize("make", READERS)
+def test_what_reads_the_model_itself_is_proven_in_place(monkeypatch, make):
+    """Its norms are exact, and no parameter seems absent."""
+    torch.manual_seed(0)
+    model, x, v = by_closure(make).eval(), samples((4,)), samples((3,))
+    with clones(monkeypatch) as found, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert found and not any(found)
+    for name, want in exact(model, x, v).items():
+        assert torch.allclose(got[name], want, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("make", [closure_of_data, closure_of_number, closure_of_list])
+def test_a_parameter_that_is_read_without_a_graph_is_seen_to_move_the_output(monkeypatch, make):
+    model = by_closure(make).eval()
+    model.layer.forward = lambda x: F.linear(x, model.head.weight.new_ones(4, 4))  # its bias is read nowhere else
+    with clones(monkeypatch) as found, pytest.raises(fastlr.errors.HiddenParameterError, match=r"layer\.bias"):
+        fastlr.per_sample_grad_sq_norms(model, samples((4,)), samples((3,)))
+    assert not any(found)
+
+
+def bound(model):
+    model.head.forward = nn.Linear.forward.__get__(model.head)
+
+
+def listed(model):
+    model.layers = [model.layer, {"head": (model.head,)}]
+    model.function = lambda module, h: module.layers[0](h)
+
+
+def own_hook(model):
+    model.layer.register_forward_hook(lambda module, args, result: result * module.bias.mean())
+
+
+@pytest.mark.parametrize("make", [bound, listed, own_hook])
+def test_what_modules_hold_of_each_other_is_the_clones(monkeypatch, make):
+    torch.manual_seed(0)
+    model, x, v = by_closure(make).eval(), samples((4,)), samples((3,))
+    with clones(monkeypatch) as found:
+        got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    assert found and all(found)
+    for name, want in exact(model, x, v).items():
+        assert torch.allclose(got[name], want, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ordinary_models_have_a_clone(monkeypatch, name):
+    model, shape = small_models()[name]
+    with clones(monkeypatch) as found:
+        redundancy(model, fastlr.TensorInputs(samples(shape)))
+    assert found and all(found)
+
+
+def exact(model, x, v):
+    """Squared norms by one backward pass a sample, in float64, each beside a copy whose cotangent is zero."""
+    parameters = dict(model.named_parameters())
+    rows = []
+    for sample, cotangent in zip(x, v, strict=True):
+        z = model(torch.stack([sample, sample]))
+        grads = torch.autograd.grad(z[0], list(parameters.values()), cotangent, materialize_grads=True)
+        rows.append(torch.stack([g.double().square().sum() for g in grads]))
+    return dict(zip(parameters, torch.stack(rows, 1), strict=True))
