@@ -1,4 +1,6 @@
-"""Compile Triton kernels ahead of time, with no GPU: ``python compile_kernels.py [--table] [MODULE ...] [ARCH ...]``.
+"""Compile Triton kernels ahead of time, with no GPU.
+
+Usage: ``python compile_kernels.py [--table] [MODULE ...] [ARCH ...]``.
 
 `kernel_variants.py` has the cases of every module of kernels/: (name, kernel, signature, constexprs, options). Each is
 compiled to a cubin for each architecture (80, 90 and 100 by default), and the assembler's resource usage is read back
@@ -42,7 +44,9 @@ RESERVED = 1 << 10  # bytes of shared memory that a program takes beside its own
 
 
 def resident_warps(arch: int, warps: int, registers: int, shared: int) -> int:
-    """Warps, of WARPS, that a multiprocessor holds at a time of one kernel: its theoretical occupancy; 0 if it does not fit.
+    """Return the warps, of WARPS, that a multiprocessor holds of one kernel; 0 if none fits.
+
+    This is the kernel's theoretical occupancy.
 
     Args:
         arch: One of ARCHITECTURES.
@@ -73,7 +77,10 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
-    """Compile one case (see above) for ``arch``; ``options`` go before the case's own. Return its record."""
+    """Compile one case (see above) for ``arch``, and return its record.
+
+    ``options`` go before the case's own.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
