@@ -125,7 +125,10 @@ def rows(text: str) -> Iterator[tuple[str, str, int, list[list[int]]]]:
 
 
 def extreme_cases(module: str, record: Path = RECORD) -> list[tuple]:
-    """Of each kind of case those that took most registers and most shared memory on 90 when ``record`` was made."""
+    """Return, of each kind of case, those that took most registers and most shared memory.
+
+    Both are read in ``record``, of compute capability 9.0.
+    """
     from kernel_variants import VARIANTS
 
     text = record.read_text() if record.exists() else ""  # it is left out of source distributions
@@ -143,7 +146,7 @@ def kernel_modules() -> list[str]:
 
 
 def run_module(module: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, object]]:
-    """`compile_module` in a process of its own, without TRITON_INTERPRET; what it prints comes with the error."""
+    """Run `compile_module` in its own process without TRITON_INTERPRET; an error has its output."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, module, *map(str, architectures)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -159,7 +162,10 @@ def compile_all(architectures: tuple[int, ...] = ARCHITECTURES) -> dict[str, lis
 
 
 def problems(records: list[dict[str, object]]) -> list[str]:
-    """Say which records spill or do not fit their architecture: such a kernel would be slow, or would not start."""
+    """Say which records spill or do not fit their architecture.
+
+    Such a kernel would be slow, or would not start.
+    """
     found = []
     for record in records:
         where = f"{record['case']} on sm_{record['arch']}"
@@ -173,7 +179,11 @@ def problems(records: list[dict[str, object]]) -> list[str]:
 
 
 def table(found: dict[str, list[dict[str, object]]]) -> str:
-    """Markdown: for each case and architecture the registers a thread, bytes of shared memory and spilled, resident warps."""
+    """Return a Markdown table of what each case takes on each architecture.
+
+    The columns are registers a thread, bytes of shared memory and bytes spilled, and resident
+    warps.
+    """
     archs = list(dict.fromkeys(record["arch"] for records in found.values() for record in records))
     lines = []
     for module, records in found.items():
@@ -198,7 +208,10 @@ def numbers(record: dict[str, object]) -> tuple[int, int, int, int]:
 
 
 def comparison(before: str, after: str) -> str:
-    """Markdown: of each module in two tables the most registers and bytes spilled, on any architecture, and resident warps."""
+    """Return a Markdown table that compares the modules of two tables.
+
+    It has the most registers and bytes spilled, on any architecture, and the resident warps.
+    """
     lines = ["| module | before | after |", "| --- | --- | --- |"]
     modules = [summary(text) for text in (before, after)]
     for module in sorted({**modules[0], **modules[1]}):
@@ -223,7 +236,7 @@ def said(*command: str) -> str:
 
 
 def origin(modules: list[str]) -> str:
-    """Say in one line what made a table of these modules: the command, the versions and the commit."""
+    """Say in one line what made a table of modules: the command, the versions and the commit."""
     import torch
     import triton
 

@@ -1,4 +1,4 @@
-"""Synthetic inputs: the generator's known answers, purity in (seed, index), distributions, and errors."""
+"""Synthetic inputs: known answers, purity in (seed, index), distributions, and errors."""
 
 from __future__ import annotations
 
