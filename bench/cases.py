@@ -86,7 +86,7 @@ def call(model: nn.Module, x: Any) -> Any:
 
 
 def forward(model: nn.Module, x: Any, output: Callable[[Any], Tensor] | None = None) -> Tensor:
-    """Run the model and pick out its output tensor (the tensor itself, ``.logits``, ``.prediction_outputs``)."""
+    """Run the model and pick out its output: the tensor, ``.logits`` or ``.prediction_outputs``."""
     result = call(model, x)
     if output is not None:
         return output(result)
@@ -119,7 +119,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def cotangent_for(case: Case, seed: int = 1) -> Tensor:
-    """A fixed random cotangent shaped like the output, the same numbers in every dtype (drawn in float32)."""
+    """Draw a fixed cotangent shaped like the output: in float32, so the same in every dtype."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         z = forward(case.model, case.x, case.kwargs.get("output"))
     return torch.randn(z.shape, generator=torch.Generator().manual_seed(seed)).to(z)
@@ -131,7 +131,9 @@ def loop_norms(
     samples: list[int] | None = None,
     under: Callable[[], AbstractContextManager] = nullcontext,
 ) -> dict[str, Tensor]:
-    """Squared gradient norm of every parameter and sample, by one backward pass per sample on that sample alone.
+    """Return the squared gradient norm of every parameter and sample, by a backward pass a sample.
+
+    Each pass is on its sample alone.
 
     Args:
         case: used in the dtype it is in; give a float64 case to get the truth.
@@ -184,7 +186,9 @@ def calibrate(model: nn.Module, x: Any) -> nn.Module:
 
 
 def image_network(name: str, size: int = 224) -> nn.Module:
-    """Build a network of torchvision, two classes for the paper's and a thousand for others, its head drawn anew.
+    """Build a network of torchvision with its head drawn anew.
+
+    It has two classes for the paper's and a thousand for others.
 
     At initialisation the head's outputs are nearly 0, so that rounding is most of them, and the head of vit_b_16 is 0, and
     with it all gradients before it: biases are drawn from a normal distribution, weights that are zero from a narrow one.
@@ -205,7 +209,10 @@ def images(name: str, batch: int) -> Case:
 
 
 def patchtst(batch: int = 16) -> Case:
-    """PatchTST of the paper's size: context 512, horizon 96, 7 channels, patches of 16, stride 8, 4 layers of 256."""
+    """Build PatchTST of the paper's size.
+
+    Context 512, horizon 96, 7 channels, patches of 16, stride 8, 4 layers of 256.
+    """
     from transformers import PatchTSTConfig, PatchTSTForPrediction
 
     config = PatchTSTConfig(
@@ -218,7 +225,10 @@ def patchtst(batch: int = 16) -> Case:
 
 
 def gpt2(batch: int = 4) -> Case:
-    """GPT-2 (124 M parameters, random weights) on 64 tokens a sample, a quarter of the usual batch; logits of all positions."""
+    """Build GPT-2 (124 M parameters, random weights) on 64 tokens a sample.
+
+    The batch is a quarter of the usual; the output is the logits of all positions.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(use_cache=False)).eval()
@@ -226,7 +236,10 @@ def gpt2(batch: int = 4) -> Case:
 
 
 def lstm(batch: int = 16) -> Case:
-    """The last output of a two-layer LSTM of 128 units over 30 steps, eight times the usual batch."""
+    """Build a two-layer LSTM of 128 units over 30 steps, whose last output is measured.
+
+    The batch is eight times the usual.
+    """
     model = nn.LSTM(64, 128, 2, batch_first=True).eval()
     return Case(model, torch.randn(8 * batch, 30, 64), {"output": lambda result: result[0][:, -1]})
 

@@ -1,4 +1,6 @@
-"""Does local redundancy cause plasticity? Small networks with and without interventions: python -m bench.causes OUT.
+"""Does local redundancy cause plasticity? Small networks with and without interventions.
+
+Usage: ``python -m bench.causes OUT``.
 
 Problems of an MLP on scikit-learn's digits with every intervention, then those of a transformer and, with an image store, of
 a ConvNet with four; ``values`` is about what a value is like by itself. Each seed has all of them before the next; those that
@@ -77,7 +79,10 @@ PROBLEMS = {
 
 
 def cells(seeds: int, problems: Iterable[str]) -> list[tuple[str, str, int]]:
-    """Problem, variant and seed of each run in their order: the MLP's, the dear ones, the others."""
+    """Return problem, variant and seed of each run in their order.
+
+    First come those of the MLP, then the dear ones, then the others.
+    """
     found = []
     for name in problems:
         problem = PROBLEMS[name]

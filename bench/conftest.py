@@ -26,7 +26,10 @@ REFUSED: pytest.StashKey[list[dict[str, str]]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the benchmark; ``--benchmark-min-rounds`` is the number of rounds (5), OMP_NUM_THREADS that of threads."""
+    """Add the benchmark's options.
+
+    ``--benchmark-min-rounds`` is the number of rounds (5), OMP_NUM_THREADS that of threads.
+    """
     group = parser.getgroup("fastlr's benchmark")
     group.addoption("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
     group.addoption("--quick", action="store_true", help="small inputs, few cases: whether all of it runs")
@@ -40,14 +43,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """No limit but that of `paired.LIMIT` for each answer: the tools that are slowest take many minutes for a test."""
+    """Lift the time limit of tests, as the slowest tools take many minutes for one.
+
+    Each answer still has the limit `paired.LIMIT`.
+    """
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(0))
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Command, device and versions beside what pytest-benchmark knows of the machine, without the name of the host."""
+    """Add command, device and versions to pytest-benchmark's machine; drop the host's name."""
     del machine_info["node"]
     installed = {each.name: each.version for each in distributions()}
     machine_info |= {
@@ -96,7 +102,9 @@ def rounds(request: pytest.FixtureRequest, quick: bool) -> int:
 def beside_plain(
     benchmark: BenchmarkFixture, request: pytest.FixtureRequest, rounds: int
 ) -> Callable[..., dict[str, Any]]:
-    """Hold a contender to the truth, then time it in rounds, each after a plain round, in a process of its own.
+    """Hold a contender to the truth, then time it in rounds, each after a plain round.
+
+    The contender has a process of its own.
 
     Called as ``beside_plain(factory, *args, group=, name=, rival=False)``: see `paired.Work`. A rival that is not right or
     cannot run is an expected failure with the reason; fastlr's own are failures.

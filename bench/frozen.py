@@ -1,4 +1,4 @@
-"""What a change of structure must leave as it is: estimates to the bit, records and reports to the digit.
+"""What a change of structure must keep: estimates to the bit, records and reports to the digit.
 
 ``python -m bench.frozen make FOLDER`` computes all of it with the code at hand:
 
@@ -91,7 +91,7 @@ def make_estimates(folder: Path, _reported: Path) -> None:
 
 
 def estimate_in_hexadecimal(name: str, precision: str) -> dict[str, str]:
-    """Estimate the local redundancy of a network on its own inputs, twice: with the first call's plan, and with a kept one."""
+    """Estimate a network's local redundancy on its own inputs by the first and by a kept plan."""
     case = cases.build(name, SAMPLES)
     if precision == "float64":
         case = cases.as_double(case)
@@ -128,7 +128,7 @@ def make_runs(folder: Path, _reported: Path) -> None:
 
 
 def make_reports(folder: Path, reported: Path) -> None:
-    """Write the reports of the runs in ``reported`` and of the committed records; pictures are left out."""
+    """Write the reports of runs in ``reported`` and of committed records, pictures left out."""
     runs = {name: reported / "runs" / name for name in RUNS}
     runs |= {f"causes-{path.name}": path for path in sorted((reported / "runs" / "causes").iterdir())}
     runs |= COMMITTED
@@ -139,7 +139,10 @@ def make_reports(folder: Path, reported: Path) -> None:
 
 
 def keep_texts(folder: Path, suffixes: tuple[str, ...], names: dict[Path, str]) -> None:
-    """Remove all files of other kinds from a folder; in those that stay, replace paths of this machine by names."""
+    """Remove all files but texts from a folder, and replace this machine's paths by names in them.
+
+    Texts are the files of the given suffixes.
+    """
     for path in [path for path in sorted(folder.rglob("*")) if path.is_file()]:
         if path.suffix not in suffixes:
             path.unlink()

@@ -1,4 +1,4 @@
-"""The full benchmark on a GPU, in one command of at most eight minutes, the most telling part first.
+"""The full benchmark on a GPU, in one command of at most eight minutes, most telling part first.
 
     python -m bench.gpu [--quick] [--budget 480] [--device cuda]
 
@@ -36,7 +36,7 @@ LEAST_INTENSITY = 0.05  # where kernels without floating-point arithmetic are dr
 
 
 class Part(NamedTuple):
-    """A command of ``python -m``: its name, its words, and the seconds without which it is not begun."""
+    """A command of ``python -m``: its name, its words, and the least seconds to begin it with."""
 
     name: str
     words: tuple[str, ...]
@@ -57,7 +57,9 @@ FURTHER = (
 
 
 def compile_ahead(networks: Sequence[str], limit: float) -> None:
-    """Let processes launch the kernels of each network and precision, and the kernels' small calls, all at the same time.
+    """Compile the kernels of each network and precision, and those of small calls, all at once.
+
+    Processes launch the kernels at the same time.
 
     They leave what they compiled in Triton's cache on disk: one after the other, most of the budget would go into compiling.
     What is not done after ``limit`` seconds is compiled later.
@@ -92,7 +94,7 @@ def run(part: Part, out: Path, device: str, quick: bool, limit: float) -> str:
 
 
 def roofline(record: dict[str, Any], path: Path) -> None:
-    """Draw the bytes a second of every op over its arithmetic intensity, under the bandwidth of a large copy."""
+    """Draw each op's bytes a second over arithmetic intensity, under a large copy's bandwidth."""
     rows = [row["extra_info"] for row in record["benchmarks"] if "bytes_per_second" in row["extra_info"]]
     bandwidth = max(row["copy_bandwidth"] for row in rows) / 1e9
     figure, axes = new_figure((9.0, 6.0), 1, 1)

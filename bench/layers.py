@@ -1,4 +1,6 @@
-"""What every op is timed on: the large layers of MobileNetV3-Large, a few of ResNet-50 and ViT-B/16, all at 224x224.
+"""What every op is timed on: layers of MobileNetV3-Large, ResNet-50 and ViT-B/16, at 224x224.
+
+These are the large layers of the first and a few of the others.
 
 ``CASES``: op -> its cases by label; every op of fastlr.ops.TABLE that has a kernel is in it. A case draws the op's arguments
 and counts floating-point operations (of the cheaper of the known forms); the bytes that must move are those of all tensors
@@ -23,7 +25,7 @@ from fastlr.ops.reference.folded import ACTIVATIONS, KEEPS_OUTPUT
 
 @dataclass
 class Draw:
-    """Where and how arguments are made: activations in ``dtype``, weights and statistics in float32.
+    """Where and how arguments are made: activations in ``dtype``, weights, statistics in float32.
 
     ``shrink`` divides heights, widths and numbers of rows, to test and to time on a CPU.
     """
@@ -68,7 +70,7 @@ Cases = dict[str, Callable[[Draw], Call]]  # the label of a layer to what makes 
 
 # --------------------------------------------------------------------------------------------------------- convolutions
 class Layer:
-    """A convolution with what follows it, of a label such as ``1x1 16>64 @112 relu`` or ``dw 3x3/2 64 @112``.
+    """A convolution and what follows it, by label: ``1x1 16>64 @112 relu``, ``dw 3x3/2 64 @112``.
 
     That is: depthwise or not, window, stride, channels, side of its input, activation.
     """

@@ -1,4 +1,4 @@
-"""A contender beside plain rounds, in a process of its own: the ratio of the two within each round is what counts.
+"""A contender beside plain rounds, in its own process: the ratio within each round counts.
 
 Plain rounds vary by two within minutes on a shared machine, and what one contender leaves of its memory (pieces, pages
 given back) is another's page faults. So every contender has a process, in which plain and it take turns.
@@ -78,7 +78,9 @@ class Child:
             self._environment |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
     def ask(self, part: str) -> Any:
-        """Let the child do one part: "plain" or "run" (seconds), "peaks" (bytes of both) or "check" (facts).
+        """Let the child do one part, and return its answer.
+
+        The parts are "plain" or "run" (seconds), "peaks" (bytes of both) or "check" (facts).
 
         Raises:
             Wrong: the contender is not right. CannotRun: it failed, was killed, or took longer than LIMIT.
@@ -136,7 +138,10 @@ def _done(work: Work, part: str) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------- memory
 def resident(name: str = "VmRSS") -> int:
-    """Bytes of this process in memory: now ("VmRSS") or at most ("VmHWM"); off Linux the peak of its whole life."""
+    """Return the bytes of this process in memory: now ("VmRSS") or at most ("VmHWM").
+
+    Off Linux it is the peak of its whole life.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -145,7 +150,10 @@ def resident(name: str = "VmRSS") -> int:
 
 
 def in_use(device: torch.device) -> int:
-    """Bytes that are held now: allocated ones on a GPU, else resident ones once what is free went back to the system."""
+    """Return the bytes held now: allocated on a GPU, else resident.
+
+    Before resident bytes are read, what is free goes back to the system.
+    """
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)

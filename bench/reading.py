@@ -1,4 +1,6 @@
-"""How packed the code is, counted with ast and tokenize: python -m bench.reading [FOLDER ...] [--worst N].
+"""How packed the code is, counted with ast and tokenize.
+
+Usage: ``python -m bench.reading [FOLDER ...] [--worst N]``.
 
 Without folders, those of `LIMITS` are counted, and the command fails where a count is over its limit: ``make lint`` does.
 Limits are lowered as the code gets plainer, never raised.

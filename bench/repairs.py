@@ -1,4 +1,4 @@
-"""Exact rewrites of a model that other tools need before they accept it. Each keeps the function and its gradients.
+"""Exact rewrites of a model that other tools need; each keeps the function and its gradients.
 
 A rewrite may split a parameter (the stacked projection of an attention) or move it to another module, so every new
 parameter remembers the name of the one it came from; squared norms of the parts add up to that of the whole.
@@ -47,7 +47,10 @@ def replace(model: nn.Module, kind: type, make: Callable[[Any], nn.Module], what
 
 # -------------------------------------------------------------------------------------------------- in-place operations
 def out_of_place(model: nn.Module) -> list[str]:
-    """In-place activations and residual sums write to what backward hooks have wrapped: do them out of place."""
+    """Do in-place activations and residual sums out of place.
+
+    In place they write to what backward hooks have wrapped.
+    """
     from torchvision.models.mobilenetv3 import InvertedResidual
     from torchvision.models.resnet import BasicBlock
 
@@ -74,7 +77,9 @@ def _inverted_residual(self: nn.Module, x: Tensor) -> Tensor:
 
 # -------------------------------------------------------------------------------------------------------- normalisation
 class FrozenNorm(nn.Module):
-    """A batch norm in eval mode as what it is: gamma (x - mean) / sqrt(var + eps) + beta, its statistics constants.
+    """An eval-mode batch norm as it is: gamma (x - mean) / sqrt(var + eps) + beta.
+
+    Its statistics are constants.
 
     They are attributes, not buffers, since Opacus refuses every module with a buffer. ``axis`` counts from the end.
     """
@@ -103,7 +108,10 @@ frozen_batch_norm = partial(replace, kind=_BatchNorm, make=FrozenNorm, what="Bat
 
 
 class SplitLayerNorm(nn.Module):
-    """A layer norm without parameters, then an eval-mode batch norm of mean 0 and variance 1 as its affine part."""
+    """A layer norm without parameters, whose affine part is an eval-mode batch norm.
+
+    The batch norm has mean 0 and variance 1.
+    """
 
     def __init__(self, norm: nn.LayerNorm):
         super().__init__()
@@ -150,7 +158,7 @@ split_attention = partial(replace, kind=nn.MultiheadAttention, make=SplitAttenti
 
 
 class Rows(nn.Module):
-    """A raw parameter [1, T, D] as an embedding that is looked up with the ids 0 .. T-1 for every sample."""
+    """A raw parameter [1, T, D] as an embedding, looked up with ids 0 .. T-1 for every sample."""
 
     def __init__(self, table: nn.Parameter):
         super().__init__()
@@ -186,7 +194,10 @@ def tables_as_embeddings(model: nn.Module) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ channels in the batch
 class Unfolded(nn.Module):
-    """A layer that gets [B * channels, ...] (a linear one: also [B, channels, ...]), its sample axis given back."""
+    """A layer that gets [B * channels, ...], and is given back the sample axis.
+
+    A linear layer gets [B, channels, ...] as well.
+    """
 
     def __init__(self, layer: nn.Module, channels: int):
         super().__init__()
@@ -209,7 +220,7 @@ def _second(norm: nn.BatchNorm1d) -> nn.BatchNorm2d:
 
 
 def unfold_channels(model: nn.Module) -> list[str]:
-    """PatchTST runs its encoder layers on batch times channels rows: give their layers the sample axis back.
+    """Give layers of PatchTST's encoder, which run on batch times channels rows, the sample axis.
 
     Without this the tools give one norm per (sample, channel), and those do not add up to the norm of a sample.
     """

@@ -1,4 +1,6 @@
-"""README's table and figure from a record of ``pytest bench/ --benchmark-json FILE``; two records side by side.
+"""README's table and figure from a record of ``pytest bench/``, or two records side by side.
+
+The record is written by ``--benchmark-json FILE``.
 
     python -m bench.table FILE [OTHER] [--figure PICTURE.png]
 
@@ -55,7 +57,10 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def peers(record: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
-    """Return network -> contender -> its ``extra_info``, or why it has no time ("kind" and "reason")."""
+    """Return network -> contender -> its ``extra_info``, or why it has no time.
+
+    The latter has a "kind" and a "reason".
+    """
     rows: dict[str, dict[str, Row]] = {name: {} for name in NAMES}
     found = [(each["group"], each["extra_info"]) for each in record["benchmarks"] if "ratio" in each["extra_info"]]
     for group, row in [*found, *((refusal["group"], refusal) for refusal in record.get("refused", ()))]:
@@ -108,7 +113,7 @@ def further(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def draw(record: Mapping[str, Any], path: str | Path) -> None:
-    """Draw the times of all contenders as ratios to plain; those that are wrong have a word in their place.
+    """Draw the times of all contenders as ratios to plain, with a word in place of wrong ones.
 
     Raises:
         InputError: the file cannot be written.
@@ -139,7 +144,10 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
 
 
 def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each benchmark of either record: old and new ratio to plain (or seconds), and the verdict."""
+    """Yield a line for each benchmark of either record: old and new ratio, and the verdict.
+
+    Ratios are to plain; without one, seconds stand in their place.
+    """
     for key in ("cpu", "gpu", "threads", "versions"):
         before, now = old["machine_info"].get(key), new["machine_info"].get(key)
         if before != now:
@@ -159,7 +167,10 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _spread(row: Row) -> tuple[float, float, float]:
-    """20 % quantile, median and 80 % quantile of the ratio to plain; without one, quartiles and median of the seconds."""
+    """Return 20 % quantile, median and 80 % quantile of the ratio to plain.
+
+    Without a ratio they are quartiles and median of the seconds.
+    """
     info, stats = row["extra_info"], row["stats"]
     if "ratio" in info:
         return info["ratio_p20"], info["ratio"], info["ratio_p80"]

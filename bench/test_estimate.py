@@ -1,4 +1,7 @@
-"""The whole estimate over synthetic images, by network, precision and mode, beside plain passes over the same images."""
+"""The whole estimate over synthetic images beside plain passes, by network, precision and mode.
+
+Plain passes are over the same images.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ AS_TORCH = 2.0  # times the error of torch's own backward pass in the same preci
 
 
 class Mode(NamedTuple):
-    """A way of running the estimate: backend of ops (None: as usual), batch norms folded, chunks as a CUDA graph."""
+    """A way of running the estimate: backend of ops, folded batch norms, chunks as a CUDA graph.
+
+    Backend None: as usual.
+    """
 
     backend: str | None = None
     folded: bool = True
@@ -39,7 +45,7 @@ ON_CPU = ("default", "unfolded")
 
 
 class Network:
-    """A network in eval mode on its device, channels_last, its images, and the autocast of its precision."""
+    """A network in eval mode on its device, channels_last; its images; its precision's autocast."""
 
     def __init__(self, name: str, precision: str, size: int, device: torch.device, calibration: int = 64) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -54,7 +60,10 @@ class Network:
         self.dtype = torch.bfloat16 if precision == "bfloat16" else None
 
     def autocast(self) -> Any:
-        """The context of forward passes; one for each pass, as its cache of cast weights must not outlive it."""
+        """Return a new context for one forward pass.
+
+        Its cache of cast weights must not outlive the pass.
+        """
         return torch.autocast(self.device.type, dtype=self.dtype) if self.dtype else nullcontext()
 
     def batch(self, count: int) -> Tensor:
@@ -62,7 +71,10 @@ class Network:
         return self.images.batch(0, count, seed=0, device=self.device, dtype=self.weights)
 
     def plain(self, model: Any, images: Tensor, chunk: int) -> Callable[[], None]:
-        """Return what runs the network's model, or what stands for it, forward and backward over the images in chunks."""
+        """Return what runs a model forward and backward over the images in chunks.
+
+        It is the network's model, or what stands for it.
+        """
         parameters = [p for p in model.parameters() if p.requires_grad]
         with torch.no_grad(), self.autocast():
             v = torch.randn_like(model(images[:chunk]))
@@ -103,7 +115,10 @@ def check_mode(estimator: LocalRedundancy, mode: Mode) -> None:
 
 
 def check_norms(network: Network, mode: Mode, samples: int) -> dict[str, float]:
-    """Hold the mode's own per-sample values to float64 on the first images; see FULL, LOW and AS_TORCH."""
+    """Hold the mode's own per-sample values to float64 on the first images.
+
+    The tolerances are FULL, LOW and AS_TORCH.
+    """
     x = network.batch(samples)
     estimator = network.estimator(samples, samples)
     values = measure(estimator, mode).per_sample.to(x.device)
@@ -121,7 +136,10 @@ def check_norms(network: Network, mode: Mode, samples: int) -> dict[str, float]:
 
 
 def estimate_pair(name: str, precision: str, mode: str, n: int, size: int, samples: int, device: torch.device) -> Work:
-    """The estimate of a network in one mode beside an eager plain pass over as many images, in chunks that suit it."""
+    """Return a network's estimate in one mode beside an eager plain pass over as many images.
+
+    The plain pass runs in chunks that suit it.
+    """
     network = Network(name, precision, size, device, calibration=min(64, 4 * n))
     chunk = largest_divisor(n, network.estimator(n).chunks.first_size())
     estimator = network.estimator(n, chunk)
@@ -143,7 +161,10 @@ def largest_divisor(n: int, most: int) -> int:
 
 
 def plain_pair(kind: str, n: int, device: torch.device) -> Work:
-    """Another plain pass (compiled, folded by torch.fx, both) beside the eager one, in bfloat16 autocast."""
+    """Return another plain pass beside the eager one, in bfloat16 autocast.
+
+    It is compiled, folded by torch.fx, or both.
+    """
     from torch.fx.experimental.optimization import fuse
 
     network = Network(MAIN, "bfloat16", 224, device)
@@ -168,7 +189,10 @@ CASES = [  # network, precision, mode; the headline first
 def test_estimate(
     beside_plain: Callable, name: str, precision: str, mode: str, device: torch.device, quick: bool
 ) -> None:
-    """N = 5000 images of 224x224 on a GPU, whose headline is never made smaller; a few small ones on a CPU."""
+    """Time n = 5000 images of 224x224 on a GPU, and a few small ones on a CPU.
+
+    The headline is never made smaller.
+    """
     headline = (name, precision) == (MAIN, "bfloat16")
     if device.type == "cuda":
         n, size, samples = 5000 if headline else 2000, 224, 64

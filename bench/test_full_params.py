@@ -1,4 +1,6 @@
-"""A GPT-2 under fully_shard on two processes of this machine: an estimate beside a plain forward and backward pass.
+"""A GPT-2 under fully_shard on two processes: an estimate beside a forward and backward pass.
+
+The processes are of this machine, and the pass is plain.
 
 Time: an estimate that the ranks share, its proof made before, over a plain pass of as many inputs under the same sharding; they
 take turns. Memory: the most that a rank holds, beyond what it held before there was a model, in a training step with AdamW,
@@ -34,7 +36,10 @@ Made = tuple[nn.Module, Callable[[], Any], fastlr.LocalRedundancy]
 
 
 def made(rank: int, layers: int, width: int, batch: int, length: int) -> Made:
-    """A model sharded block by block, a forward and backward pass of this rank's inputs, and what measures those of all."""
+    """Return a model sharded block by block, a plain pass of this rank's inputs, and an estimator.
+
+    The plain pass is forward and backward; the estimator measures the inputs of all ranks.
+    """
     torch.manual_seed(0)
     sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 64, "n_positions": length}
     model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, use_cache=False, **sizes)).eval()
@@ -52,7 +57,10 @@ def made(rank: int, layers: int, width: int, batch: int, length: int) -> Made:
 
 
 def timed(rank: int, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
-    """Seconds and processor seconds of a plain pass and of an estimate in every round after the first, which has the proof."""
+    """Return seconds and processor seconds of a plain pass and of an estimate in every round.
+
+    The first round, which has the proof, is left out.
+    """
     model, plain, estimator = made(rank, *sizes)
     seconds: dict[str, list[float]] = {"plain": [], "estimate": [], "plain, processor": [], "estimate, processor": []}
     for _ in range(rounds + 1):
@@ -67,7 +75,7 @@ def timed(rank: int, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
 
 
 def held(rank: int, sizes: Sizes, whole: bool) -> dict[str, int]:
-    """Bytes of this rank: at rest, at most in each kind of work, and of its gradients and of the whole parameters.
+    """Return this rank's bytes: at rest, at most in each work, of gradients, of whole parameters.
 
     Pages of a file count where they are mapped into the process, as those of parameters on demand are while they are used.
     """
@@ -94,7 +102,10 @@ def held(rank: int, sizes: Sizes, whole: bool) -> dict[str, int]:
 
 @pytest.mark.benchmark(group="fully_shard")
 def test_time(benchmark: BenchmarkFixture, quick: bool, rounds: int) -> None:
-    """Six layers of width 512; the ratio is that of the slowest ranks of a round, the median of the rounds."""
+    """Time six layers of width 512.
+
+    The ratio is that of the slowest ranks of a round, the median of the rounds.
+    """
     sizes = (2, 64, 4, 16) if quick else (6, 512, 16, 128)
     results = benchmark.pedantic(lambda: good(run_ranks(RANKS, timed, sizes, rounds, limit=3000)), rounds=1)
     slowest = {name: [*map(max, zip(*(each[name] for each in results), strict=True))] for name in results[0]}
@@ -107,7 +118,10 @@ def test_time(benchmark: BenchmarkFixture, quick: bool, rounds: int) -> None:
 @pytest.mark.benchmark(group="fully_shard")
 @pytest.mark.parametrize("whole", [False, True])
 def test_memory(benchmark: BenchmarkFixture, quick: bool, whole: bool) -> None:
-    """200 million parameters, the most of the two ranks; on demand less than in training without its gradients."""
+    """Measure memory at 200 million parameters, as the most of the two ranks.
+
+    On demand it is less than in training without its gradients.
+    """
     sizes = (2, 64, 4, 16) if quick else (16, 1024, 4, 32)
     results = benchmark.pedantic(lambda: good(run_ranks(RANKS, held, sizes, whole, limit=3000)), rounds=1)
     most = {name: max(each[name] for each in results) for name in results[0]}

@@ -1,4 +1,4 @@
-"""What watching a training costs beyond the measurements themselves: a ResNet-18 on random 32x32 images."""
+"""What watching a training costs beyond measurements: a ResNet-18 on random 32x32 images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST = 0.01  # of the training itself
 
 @pytest.mark.benchmark(group="monitor")
 def test_monitor(benchmark: BenchmarkFixture, device: torch.device, quick: bool) -> None:
-    """The share of the loop that ``monitor.step()`` takes besides estimates, and the time of a step that is not due."""
+    """Time ``monitor.step()``: its share of the loop beside estimates, and a step not due."""
     torch.manual_seed(0)
     model = resnet18(num_classes=10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)

@@ -1,4 +1,7 @@
-"""Every op with a kernel on its cases: held to its definition and to the doctor's small calls, then against its traffic."""
+"""Every op with a kernel on its cases, held to its definition, then compared with its traffic.
+
+It is also held to the doctor's small calls.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def leaves(result: Any) -> list[Tensor]:
 
 
 def check(name: str, result: Any, call: Call, device: torch.device) -> float:
-    """Return how far a result is from its definition in float64, on some samples; fail where that is too far."""
+    """Return how far a result is from its definition in float64; fail where that is too far.
+
+    Some samples are compared.
+    """
     if name.startswith("shape_images"):
         define = partial(ops.get("shape_images", "reference"), **{**call.options, "device": device})
         same = [torch.equal(result[i : i + 1], define(i, i + 1)) for i in (0, len(result) - 1)]
@@ -44,7 +50,10 @@ def check(name: str, result: Any, call: Call, device: torch.device) -> float:
 
 
 def spoil(result: Any, call: Call) -> None:
-    """Overwrite results with NaN, so that memory that is handed out again shows what a kernel has not written."""
+    """Overwrite results with NaN.
+
+    Memory that is handed out again then shows what a kernel has not written.
+    """
     given = {t.untyped_storage().data_ptr() for t in leaves((call.args, call.options))}
     for t in leaves(result):
         if t.is_floating_point() and t.untyped_storage().data_ptr() not in given:
@@ -62,7 +71,7 @@ def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
 
 @cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a large copy: the ceiling that kernels are held against."""
+    """Return the bytes read and written a second by a large copy, the ceiling for kernels."""
     source = torch.randn((1 << 28 if device.type == "cuda" else 1 << 24), device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
@@ -70,7 +79,10 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @cache
 def small_calls(name: str, device: torch.device, dtype: torch.dtype) -> doctor.Finding:
-    """The op on the small calls of `fastlr doctor --kernels`: kernels against plain torch, that against the definition."""
+    """Run the op on the small calls of `fastlr doctor --kernels`.
+
+    Kernels are compared with plain torch, and that with the definition.
+    """
     backend, every = ("triton", 1) if device.type == "cuda" else ("torch", 10)
     return doctor.small_calls(name, device, dtype, backend, every)
 

@@ -1,4 +1,4 @@
-"""Everything a user would pick for per-sample gradient norms, on the same model, inputs and cotangent.
+"""What a user would pick for per-sample gradient norms, on one model, its inputs and cotangent.
 
 Model in eval mode, float32, one fixed cotangent at the output. Plain is one forward and backward pass of the batch with all
 weight gradients, and has no norms: the unit of the ratios. The truth: one backward pass a sample in float64, for a few
@@ -42,7 +42,10 @@ class Contender(NamedTuple):
 
 
 def fastlr(case: Case, cotangent: Tensor) -> Contender:
-    """This package, on the model as it is; the plan and its proof are made by the first call and kept."""
+    """Run this package on the model as it is.
+
+    The plan and its proof are made by the first call and kept.
+    """
     return Contender(lambda: per_sample_grad_sq_norms(case.model, case.x, cotangent, per_parameter=True, **case.kwargs))
 
 
@@ -75,7 +78,10 @@ def vmap(case: Case, cotangent: Tensor, chunk: int = 4) -> Contender:
 def left_by_backward(
     model: nn.Module, attribute: str, sq_norms: Callable[[Tensor], Tensor], case: Case, cotangent: Tensor
 ) -> Callable[[], Norms]:
-    """Run a backward pass that leaves something of every sample in an attribute of each parameter; its squared norms."""
+    """Return what runs backward and reads squared norms of what each parameter is left.
+
+    The backward pass leaves something of every sample in ``attribute``.
+    """
     owned = [(p, p.original) for p in model.parameters() if p.requires_grad]
 
     def run() -> Norms:
@@ -92,7 +98,10 @@ def left_by_backward(
 
 
 def opacus(case: Case, cotangent: Tensor, ghost: bool = False) -> Contender:
-    """GradSampleModule forms every sample's gradient, then squared; ``ghost``: norms without them where it has a rule."""
+    """Run Opacus: GradSampleModule forms every sample's gradient, which is then squared.
+
+    ``ghost``: norms without them where it has a rule.
+    """
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping, register_grad_sampler
 
     def frozen_norm(layer: repairs.FrozenNorm, activations: list[Tensor], grad: Tensor) -> dict[nn.Parameter, Tensor]:
@@ -115,7 +124,10 @@ def opacus(case: Case, cotangent: Tensor, ghost: bool = False) -> Contender:
 
 
 def backpack(case: Case, cotangent: Tensor) -> Contender:
-    """BatchL2Grad on the model in eval mode, with its in-place operations and unsupported layers rewritten."""
+    """Run BackPACK: BatchL2Grad on the model in eval mode.
+
+    Its in-place operations and unsupported layers are rewritten.
+    """
     from backpack import backpack, extend
     from backpack.extensions import BatchL2Grad
 
@@ -151,7 +163,9 @@ def checked_samples(batch: int) -> list[int]:
 
 
 def hold(norms: Norms, truth: Norms, samples: Sequence[int]) -> dict[str, float]:
-    """Return the largest deviations of norms [B] from the truth [samples]: of the sample's total, and of the norm itself.
+    """Return the largest deviations of norms [B] from the truth [samples].
+
+    They are relative to the sample's total and to the norm itself.
 
     Raises:
         Wrong: one is above its tolerance, or a parameter has no norm.
@@ -175,7 +189,10 @@ def hold(norms: Norms, truth: Norms, samples: Sequence[int]) -> dict[str, float]
 
 
 def pair(model: str, peer: str, batch: int, truth: Path, device: torch.device) -> Work:
-    """One peer beside plain on one network; ``truth``: the file of its float64 norms, made by the first that looks."""
+    """Return one peer beside plain on one network.
+
+    ``truth``: the file of its float64 norms, made by the first that looks.
+    """
     case = cases.build(model, batch).to(device)
     cotangent, params = cases.cotangent_for(case), list(cases.trainable(case.model).values())
     contender = PEERS[peer](case, cotangent)

@@ -1,4 +1,6 @@
-"""Relative variance of one draw of each probe, on small two-class networks before and after training.
+"""Relative variance of one draw of each probe, on small two-class networks.
+
+It is measured before and after training.
 
 Networks are trained on a sequence of two-class tasks (pairs of scikit-learn's digits, 16x16), weights carried over, and
 measured on synthetic shapes. "Relative variance" is Var(value of one image) / mean^2: over images and over draws. The
@@ -64,7 +66,7 @@ NETWORKS = {
 
 
 def tasks() -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (images [N, 3, 16, 16], labels in {0, 1}) of one random pair of digits after another."""
+    """Yield (images [N, 3, 16, 16], labels in {0, 1}) of random pairs of digits, one by one."""
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     images = torch.as_tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     images = nn.functional.interpolate(images, size=(16, 16), mode="bilinear").expand(-1, 3, -1, -1)

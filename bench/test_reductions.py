@@ -1,4 +1,6 @@
-"""Sums over ranks: fastlr's backends against the library's all-reduce, bfloat16, processes of this machine, 1 KB to 1 GB.
+"""Sums over ranks: fastlr's backends against the library's all-reduce, from 1 KB to 1 GB.
+
+The tensors are bfloat16; the ranks are processes of this machine.
 
 Every contender is first held to the definition (fastlr) or compared with float64 (the library's own sum, which rounds at
 every step). Then the gradients of a training that processes share, in float32 and in bfloat16. Seconds are those of the
@@ -93,7 +95,10 @@ def errors(rank: int, device: torch.device) -> dict[str, float]:
 
 
 def measure(rank: int, kind: str, largest: int, rounds: int) -> dict[str, Any]:
-    """Return what one rank measures: backend, errors, and seconds of a call by size and contender; or what is wrong."""
+    """Return what one rank measures: backend, errors, and seconds of a call, or what is wrong.
+
+    Seconds are by size and contender.
+    """
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -111,7 +116,10 @@ def measure(rank: int, kind: str, largest: int, rounds: int) -> dict[str, Any]:
 
 
 def times(made: dict[str, Callable[[Tensor], Any]], source: Tensor, size: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of one call of every contender in every round, all in turn; the first round is not counted."""
+    """Return the seconds of a call of every contender in every round, all in turn.
+
+    The first round is not counted.
+    """
     calls = next(count for most, count in CALLS if size <= most)
     seconds: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(rounds + 1):
@@ -162,7 +170,7 @@ def by_library(t: Tensor, group: Any = None) -> Tensor:
 
 
 class Noted:
-    """A way to add up gradients that notes the first sum, what went into it, and the bytes of all."""
+    """A way to add up gradients that notes the first sum, what went into it, and bytes in all."""
 
     def __init__(self, reduce: Callable[..., Tensor]) -> None:
         self.reduce, self.sent = reduce, 0
@@ -178,7 +186,10 @@ class Noted:
 
 
 def trained(rank: int, epochs: int, seeds: int, rounds: int) -> dict[str, Any]:
-    """Train together by each way to add up gradients: what each sends, its error in the first step, the loss at the end."""
+    """Train together by each way to add up gradients.
+
+    Returned are what each sends, its error in the first step, and the loss at the end.
+    """
     route = distributed.connect(torch.device("cpu"), timeout=120)
     rows, truth, steps = [], torch.empty(0), epochs * TRAINED["n"] // TRAINED["batch_size"]
     for name, reduce in (("fastlr", distributed.all_reduce), (dist.get_backend(), by_library)):
@@ -210,7 +221,10 @@ def trained(rank: int, epochs: int, seeds: int, rounds: int) -> dict[str, Any]:
 @pytest.mark.benchmark(group="gradients of a shared training")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_trained(benchmark: BenchmarkFixture, ranks: int, device: torch.device, quick: bool, rounds: int) -> None:
-    """Gradients in float32 and bfloat16, by fastlr and by the library; times only where each rank has a core."""
+    """Train with gradients in float32 and bfloat16, summed by fastlr and by the library.
+
+    Times are taken only where each rank has a core.
+    """
     if device.type != "cpu":
         pytest.skip("trained on the CPU")
 

@@ -1,4 +1,7 @@
-"""Steps of the continual-learning driver: launched (plain), as a CUDA graph, compiled; what each precision changes."""
+"""Steps of the continual-learning driver: launched (plain), as a CUDA graph, compiled.
+
+Also what each precision changes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ AGREE = 5e-2  # relative difference of the loss after some steps; compiled kerne
 
 
 class Preset(NamedTuple):
-    """What is trained on: random images of a preset's options; ``aim``: images a second that are aimed at on an H200."""
+    """What is trained on: random images of a preset's options.
+
+    ``aim``: images a second that are aimed at on an H200.
+    """
 
     name: str
     size: int
@@ -112,7 +118,11 @@ textures = cache(synthetic_store)
 
 
 def learned(dtype: str, seed: int, tasks: int, epochs: int) -> dict[str, float]:
-    """Learn a sequence of tasks: mean accuracy, weights that no longer move in the last task, local redundancy at its end."""
+    """Learn a sequence of tasks; return accuracy, still weights and local redundancy.
+
+    Accuracy is the mean over tasks; still weights no longer move in the last task, at whose end
+    redundancy is measured.
+    """
     settings: dict[str, Any] = {"epochs": epochs, "batch_size": 50, "norm_batch": 0, "seed": seed, "device": "cpu"}
     settings |= {"dtype": dtype, "model": "fastlr.models.convnet:ConvNet"}
     options = resolve(ContinualOptions, PRESETS, "paper", settings)

@@ -97,7 +97,10 @@ def _zeroed(t: Tensor) -> Tensor:
 
 @contextmanager
 def noted(note: Callable[[Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
-    """Call ``note(kernel, arguments, options)`` in place of every launch of a Triton kernel; new memory is zero."""
+    """Call ``note(kernel, arguments, options)`` in place of launching a Triton kernel.
+
+    New memory is zero.
+    """
     from triton.runtime.jit import JITFunction
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **given: Any) -> None:

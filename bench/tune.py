@@ -33,7 +33,10 @@ Calls = dict[str, list[tuple[str, tuple]]]  # shape -> calls of ops in which its
 
 
 def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
-    """Changes of the rule's block sizes, none first: each free field halved or doubled, then two of them in turn."""
+    """Return changes of the rule's block sizes to try, none first.
+
+    Then each free field is halved or doubled (num_stages changes by one), then two of them in turn.
+    """
     tile, found = asked.tile, [{}]
     for field in asked.free:
         value = getattr(tile, field)
@@ -47,7 +50,7 @@ def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
 
 
 def choose(asked: dict[str, tuning.Asked], clock: Callable[[str, dict[str, int]], float | None]) -> dict[str, dict]:
-    """Return, of each shape, the fields of the fastest block sizes where they save more than `GAIN`.
+    """Return, by shape, the fields of the fastest block sizes where they save more than `GAIN`.
 
     Args:
         asked: the rules' answers.
@@ -97,7 +100,10 @@ def results(op: str, args: tuple) -> list[Tensor]:
 
 
 def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float | None]:
-    """The clock of `choose`: median seconds of the calls of a shape, one after the other; not ``timed``: compiled only."""
+    """Return the clock of `choose`: median seconds of a shape's calls, one after the other.
+
+    Not ``timed``: they are compiled only.
+    """
     from triton.testing import do_bench
 
     def clock(key: str, fields: dict[str, int]) -> float | None:

@@ -1,4 +1,6 @@
-"""Hugging Face: watch a Trainer by a callback; the most plastic checkpoint is loaded at the end by the Trainer itself.
+"""Hugging Face: watch a Trainer by a callback that finds the most plastic checkpoint.
+
+The Trainer itself loads that checkpoint at the end.
 
 Install ``'.[huggingface]'`` and run ``python examples/huggingface_trainer.py``.
 

@@ -1,4 +1,6 @@
-"""Fine-tune a language model and watch its plasticity, on uniform tokens and on padded sentences of your own.
+"""Fine-tune a language model and watch its plasticity on uniform tokens and on sentences.
+
+The sentences are your own, padded.
 
 Install ``'.[huggingface]'`` and run ``python examples/language_model.py``.
 

@@ -1,4 +1,6 @@
-"""Lightning: watch a fit by a callback, keep the most plastic checkpoint by Lightning's own ModelCheckpoint.
+"""Lightning: watch a fit by a callback, and keep the most plastic checkpoint.
+
+Lightning's own ModelCheckpoint keeps it.
 
 Install ``'.[lightning]'`` and run ``python examples/lightning_trainer.py``.
 """

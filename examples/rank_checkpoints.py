@@ -1,4 +1,6 @@
-"""Rank the checkpoints of a run by local redundancy, from Python and by ``fastlr rank``, on the same images for all.
+"""Rank a run's checkpoints by local redundancy, from Python and by ``fastlr rank``.
+
+All are measured on the same images.
 
 Run ``python examples/rank_checkpoints.py``.
 """

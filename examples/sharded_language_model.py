@@ -1,4 +1,6 @@
-"""Train a language model that is sharded by fully_shard (FSDP2), and watch it: all of its processes measure together.
+"""Train a language model sharded by fully_shard (FSDP2), and watch it.
+
+All of its processes measure together.
 
 Run ``torchrun --nproc-per-node 2 examples/sharded_language_model.py``: two processes of the CPU, or one for each of two GPUs.
 

@@ -1,4 +1,6 @@
-"""A hand-written training loop, watched: local redundancy, its error and the weight norm every 20 steps, into a CSV file.
+"""A hand-written training loop, watched: local redundancy, its error and the weight norm.
+
+They are written into a CSV file every 20 steps.
 
 Run ``python examples/training_loop.py``.
 

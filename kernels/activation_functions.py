@@ -1,4 +1,6 @@
-"""The activations of the folded path and their derivatives, for kernels to call on fp32 tiles in registers.
+"""The activations of the folded path and their derivatives, for fp32 tiles in registers.
+
+Kernels call them.
 
 ACT is a key of ``fastlr.ops.reference.folded.ACTIVATIONS``, as a string constexpr. NaN stays NaN in the forward direction.
 Nothing is launched from here: no traffic of its own.
@@ -17,7 +19,7 @@ _TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _tanh_as_sigmoid(x):
-    """(1 + tanh(u)) / 2 for the u of the tanh form of gelu: a sigmoid, which needs no further function."""
+    """Return (1 + tanh(u)) / 2 for the u of gelu's tanh form, as a sigmoid: no further function."""
     return tl.sigmoid((x + x * _TANH_CUBIC * x * x) * (2.0 * _TANH_SCALE))
 
 
@@ -54,7 +56,10 @@ def activated(x, ACT: tl.constexpr):
 
 @triton.jit
 def act_gradient(g, kept, ACT: tl.constexpr):
-    """``g`` (fp32) times the derivative; an infinite gradient does not pass where the activation is flat."""
+    """Return ``g`` (fp32) times the derivative.
+
+    An infinite gradient does not pass where the activation is flat.
+    """
     if ACT == "none":
         return g
     else:
@@ -67,7 +72,9 @@ def act_gradient(g, kept, ACT: tl.constexpr):
 
 @triton.jit
 def act_derivative(kept, ACT: tl.constexpr):
-    """Derivative of the activation in fp32: ``kept`` (fp32) is its output for relu and relu6, its input for the others.
+    """Return the derivative of the activation in fp32.
+
+    ``kept`` (fp32) is the activation's output for relu and relu6, its input for the others.
 
     Call it for "none" neither: nothing need be loaded there (the derivative is 1).
     """

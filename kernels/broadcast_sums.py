@@ -1,4 +1,6 @@
-"""Per-sample gradients of broadcast parameters in Triton, as ``fastlr.ops.reference.norms.broadcast_sums``.
+"""Per-sample gradients of broadcast parameters in Triton.
+
+The definition is ``fastlr.ops.reference.norms.broadcast_sums``.
 
 The limit is reading g once (in bf16 2 bytes an element), and the other factor once where there is one; 4 bytes for each
 element of the parameter and sample are written. Sums over more than two axes that do not lie one inside the other in

@@ -1,4 +1,6 @@
-"""Sums of g x and of g for each sample and channel in Triton, as ``fastlr.ops.reference.norms.channel_sums``, in one pass.
+"""Sum g x and g for each sample and channel in one pass, in Triton.
+
+The definition is ``fastlr.ops.reference.norms.channel_sums``.
 
 The limit is reading x and g once (in bf16 4 bytes a position and channel); 8 bytes a channel are written.
 """

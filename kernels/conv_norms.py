@@ -1,4 +1,6 @@
-"""Per-sample norms of convolutions' weight gradients in Triton: conv_sq_norms, and folded_conv_sq_norms on the same tiles.
+"""Per-sample norms of convolutions' weight gradients in Triton.
+
+These are conv_sq_norms, and folded_conv_sq_norms on the same tiles.
 
 An implicit matrix product (product_norms): a tile of the weight gradient M[o, (c, tap)] = sum over the sample's images and
 output positions of g[o, t] x[c, t stride + tap dilation - padding] is added up in registers; patches are never written.
@@ -85,7 +87,10 @@ def folded_conv_sq_norms(
     geometry: ConvGeometry,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, ...]:  # four of [B]
-    """See fastlr.ops.reference.folded.folded_conv_sq_norms; sums over positions are float32, ``product`` is not needed."""
+    """See fastlr.ops.reference.folded.folded_conv_sq_norms.
+
+    Sums over positions are float32; ``product`` is not needed.
+    """
     if not 3 <= x.ndim <= 4 or not covered(x, g) or not weight.is_floating_point() or weight.dtype == torch.float64:
         return NotImplemented
     if x.ndim == 3:

@@ -1,4 +1,4 @@
-"""Philox4x32-10 in Triton: the same words as ``fastlr.ops.philox``. Functions that kernels share."""
+"""Philox4x32-10 in Triton, for kernels to share: the same words as ``fastlr.ops.philox``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ else:  # Triton 3.3
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Four random words for each counter (c0, c1, c2, c3) under the key (k0, k1); blocks of uint32, all of one shape."""
+    """Return four random words for each counter (c0, c1, c2, c3) under the key (k0, k1).
+
+    All are blocks of uint32 of one shape.
+    """
     for _ in tl.static_range(10):
         old_c0, old_c2 = c0, c2
         c0 = tl.umulhi(old_c2, tl.full(old_c2.shape, 0xCD9E8D57, tl.uint32)) ^ c1 ^ k0
@@ -35,6 +38,9 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 
 def halves(value: int) -> tuple[int, int]:
-    """The low and high 32 bits of an unsigned 64-bit integer as int32: a kernel then has one variant for all values."""
+    """Return the low and high 32 bits of an unsigned 64-bit integer as int32.
+
+    A kernel then has one variant for all values.
+    """
     low, high = value & 0xFFFFFFFF, value >> 32
     return low - ((low >> 31) << 32), high - ((high >> 31) << 32)

@@ -1,4 +1,4 @@
-"""Depthwise convolutions, channel by channel: weight gradients, their norms and the input gradient in one pass.
+"""Depthwise convolutions by channel: weight gradients, their norms, input gradient in one pass.
 
 A program takes one sample, a block of channels and a strip of columns, and walks down the rows of the output's gradient.
 In registers it holds a window of input rows, the same window of the input gradient, and the sums of the k x k taps. At
@@ -69,7 +69,10 @@ def zeros(COUNT: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def load_row(base, y, z, channel, first_row, end_row, width, row_stride, column_stride, channel_stride, has_channel):
-    """Row ``y`` at columns ``z`` of all channels of a tile; zero outside of the rows and columns given."""
+    """Load row ``y`` at columns ``z`` of all channels of a tile; zero outside the given bounds.
+
+    The bounds are those of rows and columns.
+    """
     mask = ((z >= 0) & (z < width) & (y >= first_row) & (y < end_row))[:, None] & has_channel[None, :]
     at = (y * row_stride + z * column_stride)[:, None] + (channel * channel_stride)[None, :]
     return tl.load(base + at, mask, other=0.0)
@@ -80,7 +83,10 @@ def _column_of_taps(
     taps, back, rows, g, folded, channel, has_channel, channels, WANT_INPUT: tl.constexpr, TAP: tl.constexpr,
     INPUT: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Taps and input gradients with column TAP of the kernel added, which meets the windows at INPUT, INPUT + STEP, ..."""
+    """Add column TAP of the kernel to taps and input gradients, and return both.
+
+    It meets the windows at INPUT, INPUT + STEP, ...
+    """
     for r in tl.static_range(KERNEL_H):
         taps = added(taps, r * KERNEL_W + TAP, rows[r * STEP + INPUT] * g)
         if WANT_INPUT:
@@ -94,7 +100,7 @@ def _gradient(
     grad, kept, spread, y, z, channel, has_channel, height, width,
     grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """act'(kept) grad of row ``y`` at columns ``z``, rounded to the dtype of the inputs; zero outside.
+    """Return act'(kept) grad of row ``y`` at columns ``z`` in the inputs' dtype, zero outside.
 
     MEAN: grad + act'(kept) spread, ``spread`` being a number a channel.
     """
@@ -234,13 +240,16 @@ def depthwise_backward_kernel(
 
 
 def lanes(dtype: torch.dtype, tiles: int, state: int) -> int:
-    """Elements of each of ``tiles`` tiles that a thread holds: as many as one load takes, if the registers allow it."""
+    """Return the elements of each of ``tiles`` tiles that a thread holds.
+
+    They are as many as one load takes, if the registers allow it.
+    """
     widest = 4 if dtype == torch.float32 else 8
     return next((n for n in (8, 4, 2) if n <= widest and n * tiles <= state), 1)
 
 
 def tile_of(elements: int, places: int, channels: int, last: bool) -> Tile:
-    """Share ``elements`` between columns and channels: whole sectors of memory first, then all columns."""
+    """Share ``elements`` between columns and channels: whole memory sectors, then all columns."""
     least = min(16 if last else 1, triton.next_power_of_2(channels), elements)
     columns = min(triton.next_power_of_2(places), elements // least)
     return Tile(columns, min(triton.next_power_of_2(channels), elements // columns))
@@ -256,7 +265,7 @@ def backward_tile(
     dtype: torch.dtype, kernel: Sequence[int], geometry: ConvGeometry, places: int, channels: int, want: bool, last: bool,
     bent: bool = False,
 ) -> Tile | None:  # fmt: skip
-    """Block sizes of the backward kernel; None where the windows and taps are too many for the registers.
+    """Return block sizes of the backward kernel; None if windows and taps overfill the registers.
 
     ``bent``: a smooth activation is applied as ``x`` is loaded, and columns are stepped over or the gradient of a mean added.
     """

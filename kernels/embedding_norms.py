@@ -1,4 +1,6 @@
-"""Squared norms of a table's gradient in Triton, as ``fastlr.ops.reference.norms.embedding_sq_norms``, without the table.
+"""Squared norms of a table's gradient in Triton, without the table.
+
+The definition is ``fastlr.ops.reference.norms.embedding_sq_norms``.
 
 With g_t the gradient of row t, the squared norm is the sum of <g_t, g_s> over all t, s of one id. One program takes one
 sample and a tile of rows t, and goes through the tiles of rows s up to its own: those without an equal id are left out, so

@@ -1,4 +1,6 @@
-"""Rademacher cotangents of softmax outputs in Triton, as ``fastlr.ops.reference.fisher.categorical_root_cotangent``.
+"""Rademacher cotangents of softmax outputs in Triton.
+
+The definition is ``fastlr.ops.reference.fisher.categorical_root_cotangent``.
 
 One launch from the logits: log-softmax, the signs (Philox, the same bits as the reference) and the Householder root of the
 outputs' Fisher matrix. One program takes the classes of one position; all arithmetic on values is in float64, as a logit

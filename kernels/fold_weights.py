@@ -1,4 +1,6 @@
-"""Folded weights in Triton: convolutions and the batch norms after them become one weight and one bias each, in one launch.
+"""Fold convolutions and their batch norms into one weight and one bias each, in one launch.
+
+The kernel is Triton's.
 
 See fastlr.ops.reference.folded.fold_weights. A program makes one output channel of one convolution, which it finds in a
 table of addresses. It reads the weight once and writes it once in the activations' dtype (MobileNetV3-Large: 12 MB in, 6
@@ -36,7 +38,7 @@ def fold_weights_kernel(
     table, folded, numbers, convolutions, COUNT: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, MEAN: tl.constexpr, VAR: tl.constexpr,
 ):  # fmt: skip
-    """Write one output channel to ``folded``, and its four numbers (bias, scale, rstd, shift) to ``numbers``.
+    """Write one output channel to ``folded``, and bias, scale, rstd and shift to ``numbers``.
 
     ``table`` [14, convolutions], COUNT of them at most: the first program, six addresses, outputs, places in ``folded``
     and how far apart there are output channels and the inner and outer elements of a channel, the number of inner ones, eps.
@@ -73,9 +75,12 @@ def fold_weights_kernel(
 
 
 def _laid_out(flat: Tensor, weight: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
-    """``flat`` in the shape of a weight, its channels last or (one input) its taps first; steps of an output channel, of the
-    inner and of the outer elements of one in the weight's memory; how many inner ones there are.
-    """  # noqa: D205
+    """Return ``flat`` in the shape of a weight, and the steps of the weight's memory.
+
+    The channels of ``flat`` are last or, for a weight of one input, its taps are first. The steps
+    are those of an output channel and of the inner and the outer elements of one; the last number
+    says how many inner elements there are.
+    """
     outputs, inputs, *kernel = weight.shape
     taps = weight[0, 0].numel()
     if inputs == 1:
@@ -93,9 +98,11 @@ def fold_weights(
     eps: tuple[float, ...],
     *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
 ) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
-    """See fastlr.ops.reference.folded.fold_weights; folded weights have channels last, or taps first where they have one
-    input; the numbers are float32. The tensors of one role must have one dtype.
-    """  # noqa: D205
+    """See fastlr.ops.reference.folded.fold_weights.
+
+    Folded weights have channels last, or taps first where they have one input; the numbers are
+    float32. The tensors of one role must have one dtype.
+    """
     calls = [tensors[i : i + 6] for i in range(0, len(tensors), 6)]
     kinds = [{t.dtype for t in role if t is not None} or {torch.float32} for role in zip(*calls, strict=True)]
     weights = [call[0] for call in calls]

@@ -105,14 +105,20 @@ def folded_depthwise_kernel(
 def forward_tile(
     dtype: torch.dtype, kernel: Sequence[int], columns: int, channels: int, last: bool, before: str = "none"
 ) -> Tile:
-    """Block sizes of the forward kernel; all taps are held in registers, and the unaligned loads of planes take many."""
+    """Return the forward kernel's block sizes.
+
+    All taps are held in registers, and the unaligned loads of planes take many.
+    """
     state = 70 if not last else 140 if before in ("none", "relu") else 128
     held = lanes(dtype, prod(kernel) + 2 * ROWS, state)
     return tile_of(32 * WARPS * held, columns, channels, last)
 
 
 def most_registers(dtype: torch.dtype, kernel: Sequence[int], geometry: ConvGeometry, last: bool) -> int | None:
-    """Registers of a thread of the forward kernel where ptxas, left to itself, would spill for occupancy's sake."""
+    """Return the forward kernel's registers a thread where ptxas alone would spill, or None.
+
+    It would spill for occupancy's sake.
+    """
     if dtype == torch.float32:
         return None
     return 255 if prod(kernel) == (25 if geometry.stride[1] > 1 else 49 if not last else 0) else None

@@ -1,4 +1,4 @@
-"""Pointwise (1x1) folded convolutions: a product with bias and activation at its end, and the whole backward pass in one.
+"""Pointwise (1x1) folded convolutions: forward with bias and activation, backward in one pass.
 
 Forward: a program makes one tile of positions x outputs. Traffic: x is read once and the output written once, and where
 the derivative needs it the activation's input too; outputs wider than a tile read x again, from L2.
@@ -50,7 +50,9 @@ def folded_pointwise_kernel(
     BEFORE: tl.constexpr, GATE: tl.constexpr, OF_RESIDUAL: tl.constexpr, ALIGN: tl.constexpr,
     POSITIONS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of positions x outputs. PLAIN: the inputs of position t are t columns further. LAST: channels_last.
+    """Make one tile of positions x outputs.
+
+    PLAIN: the inputs of position t are t columns further. LAST: channels_last.
 
     ``residual``, ``out`` and ``kept`` have the same strides.
     """
@@ -120,7 +122,10 @@ def _places(t, row, column, width, stride_h, stride_w, PLAIN: tl.constexpr):
 def _load_tile(
     base, strides, start, end, channel, has_channel, width, step_h, step_w, PLAIN: tl.constexpr, POSITIONS: tl.constexpr
 ):
-    """A tile of positions x channels, zero from position ``end`` on; strides of channels, rows and columns."""
+    """Load a tile of positions x channels, zero from position ``end`` on.
+
+    ``strides`` are those of channels, rows and columns.
+    """
     t = start + tl.arange(0, POSITIONS)
     at = _places(t, strides[1], strides[2], width, step_h, step_w, PLAIN)
     mask = (t < end)[:, None] & has_channel[None, :]
@@ -152,7 +157,9 @@ def folded_pointwise_backward_kernel(
     X_LAST: tl.constexpr, G_LAST: tl.constexpr, BEFORE: tl.constexpr, SETTLED: tl.constexpr, GATE: tl.constexpr,
     MORE: tl.constexpr, ALIGN: tl.constexpr, POSITIONS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """All positions of a sample, or ``steps`` tiles of them if SPLIT, for all outputs and one tile of the inputs.
+    """Go through all positions of a sample for all outputs and one tile of the inputs.
+
+    SPLIT: ``steps`` tiles of the positions only.
 
     FEW: all positions are one tile, and the outputs several; else the other way about.
     PLAIN: position t is t columns further in every tensor. X_LAST: x and gx are channels_last; G_LAST: grad and kept.
@@ -312,7 +319,9 @@ def backward_tile(
     dtype: torch.dtype, outputs: int, inputs: int, act: str, last: bool, align: int, more: bool = False,
     gated: bool = False,
 ) -> Tile | None:  # fmt: skip
-    """Block sizes of the backward kernel; None where it would spill or there are too many inputs: plain torch serves.
+    """Return block sizes of the backward kernel; None where it would spill or has too many inputs.
+
+    Plain torch serves there.
 
     ``last``: everything is channels_last. ``more``: the input is changed as it is loaded, or its gradient added to another.
     ``gated``: it is multiplied by factors. A stage only: Triton's own pipeline fails on three products in one loop for
@@ -337,7 +346,10 @@ def backward_tile(
 
 
 def most_registers(tile: Tile, few: bool, plain: bool, more: bool) -> int | None:
-    """Registers of a thread of the backward kernel where ptxas, left to itself, would spill for occupancy's sake."""
+    """Return the backward kernel's registers a thread where ptxas alone would spill, or None.
+
+    It would spill for occupancy's sake.
+    """
     if few and tile.outputs < 64:
         return {16: 128, 32: 192}.get(tile.positions)
     return 255 if few or not plain or more and tile.outputs == 128 else None
@@ -353,7 +365,10 @@ def few_tile(dtype: torch.dtype, positions: int, align: int) -> Tile | None:
 
 
 def splits_of(count: int, positions: int, inputs: int, outputs: int, programs: int, step: int) -> int:
-    """How many programs share a sample's positions: enough to fill a GPU, if the parts of M are small against the inputs."""
+    """Return how many programs share a sample's positions.
+
+    They are enough to fill a GPU, if the parts of M are small against the inputs.
+    """
     small = positions * (inputs + outputs) // (16 * inputs * outputs)
     return max(1, min(triton.cdiv(ENOUGH_PROGRAMS, programs), small, positions // (8 * step)))
 

@@ -1,7 +1,7 @@
-"""Shared by all launches: dtypes, the device, workspaces, strides, and what the compiler may know of sizes.
+"""Shared by all launches: dtypes, the device, workspaces, strides and hints on sizes.
 
-Every kernel is launched by `launch`, the one place that knows which compiled variant a launch needs
-(`asked`).
+Hints are what the compiler may know of sizes. Every kernel is launched by `launch`, the one place
+that knows which compiled variant a launch needs (`asked`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ FUSED = {"enable_fp_fusion": True}  # a product and a sum in one instruction; fr
 
 @triton.jit
 def multiple(n, ALIGN: tl.constexpr):
-    """``n``, known to the compiler to be a multiple of ALIGN (of multiples of 16 Triton takes note itself)."""
+    """Return ``n``, known to the compiler to be a multiple of ALIGN.
+
+    Of multiples of 16 Triton takes note itself.
+    """
     return n // ALIGN * ALIGN
 
 
@@ -137,7 +140,10 @@ def on_device(t: Tensor) -> AbstractContextManager:
 
 
 def covered(*tensors: Tensor) -> bool:
-    """Return True if the kernels take these inputs: one dtype of theirs, no empty ones, a sample within int32 offsets."""
+    """Return True if the kernels take these inputs.
+
+    That is: one dtype of theirs, no empty ones, a sample within int32 offsets.
+    """
     x = tensors[0]
     return x.dtype in DTYPES and all(
         t.dtype == x.dtype
@@ -148,7 +154,7 @@ def covered(*tensors: Tensor) -> bool:
 
 
 def merged(*axes: tuple[int, int]) -> int | None:
-    """The stride of the axis that these axes, given as (size, stride), form together, if they form one."""
+    """Return the stride of the axis that axes, given as (size, stride), form, or None."""
     axes = tuple((n, s) for n, s in axes if n != 1)
     if any(outer != n * inner for (_, outer), (n, inner) in zip(axes, axes[1:])):
         return None

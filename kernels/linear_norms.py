@@ -1,4 +1,6 @@
-"""Per-sample squared norms of matrix products in Triton: the op of ``fastlr.ops.reference.norms.linear_sq_norms``.
+"""Per-sample squared norms of matrix products in Triton.
+
+The op is ``fastlr.ops.reference.norms.linear_sq_norms``.
 
 Three forms, by shape alone. One row: the product of two squared lengths. Otherwise the weight gradient's tiles
 (product_norms) or, where rows are few, Gram matrices: <A A^T, G G^T> = ||G^T A||^2, one program for a pair of blocks of
@@ -29,7 +31,10 @@ def _inner_products(
     base, mean, row, column, first, second, rows, width,
     CENTRED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Inner products of two blocks of rows [BLOCK, BLOCK], and of the first with the mean of all rows [BLOCK]."""
+    """Return inner products of two blocks of rows [BLOCK, BLOCK], and with the mean [BLOCK].
+
+    Those with the mean of all rows are of the first block.
+    """
     t, s = first + tl.arange(0, BLOCK), second + tl.arange(0, BLOCK)
     products = tl.zeros([BLOCK, BLOCK], tl.float32)
     with_mean = tl.zeros([BLOCK], tl.float32)
@@ -54,7 +59,9 @@ def gram_norms_kernel(
     A_LAST: tl.constexpr, G_LAST: tl.constexpr, ALIGN: tl.constexpr, CENTRED: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One pair of blocks of one sample's rows; the pairs above the diagonal count twice, those below write zero.
+    """Take one pair of blocks of one sample's rows.
+
+    The pairs above the diagonal count twice, those below write zero.
 
     CENTRED: both sides less their means over rows. With s = sum_t g_t, M = sum_t g'_t a'_t^T + s mean(a)^T, so that
     ||M||^2 = <A'A'^T, G'G'^T> + 2 sum_t (g'_t . s)(a'_t . mean a) + |s|^2 |mean a|^2; the launcher adds the last term.
@@ -104,7 +111,9 @@ def gram_block(dtype: torch.dtype, rows: int, align: int) -> tuple[int, int, int
 
 
 def gram_pays(dtype: torch.dtype, rows: int, inputs: int, outputs: int, align: int) -> bool:
-    """Return True if the Gram form takes fewer products than the direct one, both filled up to whole tiles.
+    """Return True if the Gram form takes fewer products than the direct one.
+
+    Both are filled up to whole tiles.
 
     Activations after a ReLU have a large common part that the weight gradient hardly sees and that Gram matrices square.
     In float32 both sides are centred. bf16 inputs are not: with a ratio r of the common part's square to the rest's, the

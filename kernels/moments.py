@@ -1,4 +1,4 @@
-"""Shared by the kernels of the folded path: checks, memory formats, the end of sums that were split, and the norms.
+"""Shared by the folded path's kernels: checks, memory formats, ends of split sums, norms.
 
 Where a sample's weight gradient M is added up by several programs, each writes its part to a workspace [B, S, K, O]
 (fp32; K weights an output channel); ``finish_moments_kernel`` adds the parts in order and squares. Traffic: the parts are
@@ -26,7 +26,10 @@ def finish_moments_kernel(
     parts, weight, scale, squares, inner, parts_sums, sums, splits, outputs, weights,
     CHANNELS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Moments of CHANNELS channels of one sample from parts [B, S, K, O] of M and parts [B, S, O] of the sums of g."""
+    """Make moments of CHANNELS channels of one sample from parts of M and of the sums of g.
+
+    The parts are [B, S, K, O] and [B, S, O].
+    """
     tiles = tl.cdiv(outputs, CHANNELS)
     tile, sample = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     output = tile * CHANNELS + tl.arange(0, CHANNELS)
@@ -88,7 +91,10 @@ def finish_norms_kernel(
 def moments_space(
     x: Tensor, splits: int, weights: int, outputs: int, tiles: int, inner_tiles: int
 ) -> tuple[Tensor, ...]:
-    """Space for the (squares, inner, sums, parts) of `finish_norms`; the sums in place of what is not looked at."""
+    """Return space for the (squares, inner, sums, parts) of `finish_norms`.
+
+    The sums stand in place of what is not looked at.
+    """
     sums = workspace(len(x), splits, outputs, device=x.device)
     if splits > 1:
         return sums, sums, sums, workspace(len(x), splits, weights, outputs, device=x.device)
@@ -130,7 +136,7 @@ def finish_norms(
 
 
 def channels_last(t: Tensor) -> bool:
-    """Return True if the channels of [B, C, H, W] are next to each other in memory (and not the columns)."""
+    """Return True if the channels of [B, C, H, W] are adjacent in memory, and the columns not."""
     return t.stride(1) == 1 and t.shape[1] > 1
 
 
@@ -146,7 +152,10 @@ def like(t: Tensor, other: Tensor) -> Tensor:
 
 
 def alignment(dtype: torch.dtype, last: bool, *tensors: Tensor) -> int:
-    """Elements that a vector load may take: 16 bytes where sizes and strides allow it for all of [B, C, H, W], else 1."""
+    """Return the elements a vector load may take: 16 bytes where [B, C, H, W] allow it, else 1.
+
+    Sizes and strides of all tensors must allow it.
+    """
     wide = 4 if dtype == torch.float32 else 8
     for t in tensors:
         size = t.shape[1] if last else t.shape[2] * t.shape[3]

@@ -1,4 +1,4 @@
-"""Per-sample squared norms of weight gradients, tile by tile: what linear_norms and conv_norms launch.
+"""Per-sample squared norms of weight gradients by tile: what linear_norms and conv_norms launch.
 
 One program takes one sample, one group and one tile of the weight: it adds up M = sum_t g_t x_t^T over the sample's rows
 (positions) in fp32 registers and writes one number, the tile's squared norm. The folded form weighs the squares by s_c^2
@@ -45,7 +45,7 @@ class Operand(NamedTuple):
 
 
 class Window(NamedTuple):
-    """How an output position meets the inputs: sizes of the input and the output, the kernel and its steps."""
+    """How an output position meets the inputs: sizes of input and output, the kernel, its steps."""
 
     height: int
     width: int
@@ -58,7 +58,7 @@ class Window(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Samples, groups, rows of a sample (positions of all its images), inputs and outputs of a group."""
+    """Samples, groups, rows of a sample (its images' positions), inputs and outputs of a group."""
 
     count: int
     groups: int
@@ -191,7 +191,9 @@ def choose_tile(dtype: torch.dtype, outputs: int, columns: int, *, vector: bool,
 
 
 def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_plain: bool) -> int:
-    """Elements that can be loaded at once: as many as make 16 or 8 bytes, or 1. Without x: x is loaded one by one anyway.
+    """Return the elements that can be loaded at once: as many as make 16 or 8 bytes, or 1.
+
+    Without x: x is loaded one by one anyway.
 
     Where a contiguous run starts and how long it is must be multiples of it: along channels or along positions.
     """
@@ -216,7 +218,9 @@ def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_pl
 def product_norms(
     x: Operand, g: Operand, sizes: Sizes, window: Window | None = None, folded: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Parts [B, tiles] of the squared norms and, of the folded form (weight, scale), of <W, M> [B, tiles, O]; sums [B, O].
+    """Return parts [B, tiles] of the squared norms, parts of <W, M>, and sums [B, O].
+
+    Parts of <W, M> [B, tiles, O] are of the folded form (weight, scale) alone.
 
     Without a window, row t of both operands is ``t * column``; positions that form one axis in memory are best given so.
     """

@@ -1,4 +1,6 @@
-"""Squared norms of gradients that are there, and of products of one row, in Triton: one launch in place of three or six.
+"""Squared norms of given gradients and of one-row products in Triton, in one launch.
+
+Otherwise these take three launches or six.
 
 ``dense_sq_norms`` and the case of one row of ``linear_sq_norms`` (fastlr.ops.reference.norms). A program takes one sample
 and adds in float64, always in the same order; samples too long for that are left to plain torch. The limit is reading the
@@ -45,7 +47,10 @@ def row_norms_kernel(
 
 
 def row_norms(a: Tensor, g: Tensor | None) -> Tensor:
-    """Squared norms [B], float64, of g_n a_n^T, or of a_n, summed over N; a [B, N, I], g [B, N, O]."""
+    """Return squared norms [B], float64, of g_n a_n^T, or of a_n, summed over N.
+
+    Shapes: a [B, N, I], g [B, N, O].
+    """
     count, groups, inputs = a.shape
     strides = (0, 0, 0) if g is None else g.stride()
     outputs = 0 if g is None else g.shape[2]

@@ -1,4 +1,6 @@
-"""Shape images in Triton: the same bits as ``fastlr.ops.shape_images.shape_images``, written once and read never.
+"""Shape images in Triton, written once and read never.
+
+The bits are those of ``fastlr.ops.shape_images.shape_images``.
 
 Two launches. ``draw_shapes_kernel`` runs Philox once an image (a lane an image) and stores each shape as eight int32.
 ``paint_kernel`` takes one tile of one image: it paints packed 8-bit colours in registers, looks up the output value of
@@ -50,7 +52,9 @@ def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value f
     shapes, index, n, seed_low, seed_high, height, width, low_h, high_h, low_w, high_w, low_r, high_r,
     EACH: tl.constexpr, RECTANGLES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the canvas and the shapes of ``n`` images, in painting order, to ``shapes`` ``[n, 1 + S, 8]`` int32.
+    """Write the canvas and the shapes of ``n`` images to ``shapes`` ``[n, 1 + S, 8]`` int32.
+
+    Shapes are in painting order.
 
     ``index`` points to the low and the high 32 bits of each image's number; unless EACH, of the first one's, on from which
     they are counted. Being on the device, it may change when a CUDA graph is replayed.
@@ -131,19 +135,28 @@ def paint_kernel(
 
 
 def shape_images(start: int, stop: int, *, device: torch.device | str | None = "cuda", **options: Any) -> Tensor:
-    """Images ``start .. stop-1`` of overlapping random shapes; see :func:`fastlr.ops.shape_images.shape_images`."""
+    """Return images ``start .. stop-1`` of overlapping random shapes.
+
+    See :func:`fastlr.ops.shape_images.shape_images`.
+    """
     start, stop = check_range(start, stop)
     first = torch.full((1,), signed64(start), dtype=torch.int64, device=device)
     return shape_images_from(first, stop - start, **options)
 
 
 def shape_images_from(first: Tensor, n: int, **options: Any) -> Tensor:
-    """``n`` images from the number in ``first`` (``[1]`` int64, on the device) on, read when the kernel runs."""
+    """Return ``n`` images from the number in ``first`` on, which is read when the kernel runs.
+
+    ``first`` is ``[1]`` int64, on the device.
+    """
     return _draw_and_paint(first, n, each=False, **options)
 
 
 def shape_images_at(index: Tensor, **options: Any) -> Tensor:
-    """The images with the numbers ``index`` (``[n]`` int64, on the device); see the function of this name in the reference."""
+    """Return the images numbered ``index`` (``[n]`` int64, on the device).
+
+    See the function of this name in the reference.
+    """
     return _draw_and_paint(check_index(index), len(index), each=True, **options)
 
 

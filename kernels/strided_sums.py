@@ -1,4 +1,6 @@
-"""The reduction that channel_sums, layer_norm_sums, rms_norm_sums and broadcast_sums launch: sums of g and of g x.
+"""The reduction that channel_sums, broadcast_sums and the norms' sums launch: of g and of g x.
+
+The norms' sums are layer_norm_sums and rms_norm_sums.
 
 For each sample and each *kept* index the sums run over the *summed* indices, wherever the strides of the tensors put them:
 NCHW, channels_last, rows, broadcast factors (stride 0), without a copy. Adjacent axes are merged; up to two kept and two
@@ -37,7 +39,7 @@ def sums_kernel(
     row_sample, row_outer, row_summed, out_outer, out_kept,
     KEPT: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Write sums of g, and of g (x - centre - shift) factor, each of them where its pointer is not None."""
+    """Write sums of g, and of g (x - centre - shift) factor, where their pointers are not None."""
     tiles = tl.cdiv(kept, KEPT)
     program = tl.program_id(0)
     tile, program = program % tiles, program // tiles
@@ -85,7 +87,7 @@ def sums_kernel(
 
 
 class Axis(NamedTuple):
-    """One axis of a sample: its size and the strides of g, x, the row statistics and the result along it."""
+    """One axis of a sample: its size, and strides along it of g, x, row statistics and result."""
 
     size: int
     g: int = 0
@@ -95,7 +97,10 @@ class Axis(NamedTuple):
 
 
 def merged(axes: Iterable[Axis]) -> list[Axis]:
-    """Join axes that lie one inside the other in every tensor; leave out those of size 1. Order: largest stride first."""
+    """Join axes that lie one inside the other in every tensor; leave out those of size 1.
+
+    Order: largest stride first.
+    """
     joined: list[Axis] = []
     for axis in sorted((a for a in axes if a.size != 1), key=lambda a: (a.g, a.x), reverse=True):
         if joined and all(outer == inner * axis.size for outer, inner in zip(joined[-1][1:], axis[1:], strict=True)):
@@ -106,7 +111,10 @@ def merged(axes: Iterable[Axis]) -> list[Axis]:
 
 
 def inner_last(axes: list[Axis]) -> list[Axis]:
-    """Two axes, the one that tiles run along last: contiguous in memory if there is such a one, else the longer."""
+    """Return two axes, the one that tiles run along last.
+
+    That is the one contiguous in memory if there is such a one, else the longer.
+    """
     axes = sorted(axes, key=lambda a: (a.g == 1, a.size))
     return [Axis(1)] * (2 - len(axes)) + axes
 
@@ -135,7 +143,9 @@ def strided_sums(
     factor: Tensor | None = None,
     plain: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Sum over ``axes`` of g ``[B, ...]`` (if ``plain``, or x is None) and, if x is given, g (x - centre - shift) factor.
+    """Sum g ``[B, ...]`` and g (x - centre - shift) factor over ``axes``.
+
+    The first is summed if ``plain``, or x is None; the second if x is given.
 
     Args:
         g: gradients [B, ...] in one of DTYPES.

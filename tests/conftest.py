@@ -1,4 +1,7 @@
-"""Shared by all tests: few threads, so that parallel workers do not fight over cores, limits, and the data folder."""
+"""What all tests share: thread limits, time limits and the data folder.
+
+Few threads keep parallel workers from fighting over cores.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ torch.set_num_threads(int(os.environ.get("FASTLR_TEST_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each of the long tests half an hour, if it says nothing else; order them and the others by FIRST."""
+    """Give each long test half an hour unless it sets its own limit, and order tests by FIRST."""
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
@@ -48,7 +51,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Begin no test once FASTLR_TEST_SECONDS have passed: ``-rs`` lists those that were not reached."""
+    """Begin no test once FASTLR_TEST_SECONDS have passed; ``-rs`` lists those not reached."""
     if time.monotonic() > END:
         pytest.skip(f"not reached in FASTLR_TEST_SECONDS: {item.nodeid}")
 
@@ -83,7 +86,9 @@ def double():
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Return a function that runs a command (a line and further arguments), and returns what it printed: ``out``, ``err``.
+    """Return a function that runs a command line and returns what it printed: ``out``, ``err``.
+
+    The function takes a line and further arguments.
 
     It holds the exit code to ``code``, and requires ``says`` in what was printed: of an error, on stderr.
     """

@@ -1,4 +1,4 @@
-"""The documentation builds without a warning, is complete, and what its guides show runs as printed."""
+"""The documentation builds without a warning, is complete, and its guides' code runs as printed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_commands_that_take_long_exist(page, capsys):
 
 
 def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
-    """The script of the guide as Slurm starts it, with the command that it ends in noted, and then done in this process."""
+    """Slurm starts the guide's script, and its last command, noted, then runs in this process."""
     script = next(text for kind, text in blocks("guides/many-runs") if kind == "sh" and "SLURM_ARRAY_TASK_ID" in text)
     (tmp_path / "seeds.sh").write_text(script)
     (tmp_path / "fastlr").write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
@@ -104,7 +104,7 @@ def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
 
 
 def test_contributions_run_as_shown(tmp_path):
-    """The rule, op, metric, intervention and experiment of CONTRIBUTING.md, in a process of their own."""
+    """CONTRIBUTING.md's rule, op, metric, intervention and experiment run in their own process."""
     pytest.importorskip("triton")
     helpers = ROOT / "tests" / "helpers"
     path = os.pathsep.join([str(helpers), os.environ.get("PYTHONPATH", "")])
@@ -120,7 +120,10 @@ def test_contributions_run_as_shown(tmp_path):
 
 
 def test_what_the_architecture_names_is_there():
-    """Files and folders of architecture.md and CONTRIBUTING.md, and the functions that are said to be in a file."""
+    """Files, folders and functions that architecture.md and CONTRIBUTING.md name are there.
+
+    Functions are looked for in the file that they are said to be in.
+    """
     text = (DOCS / "architecture.md").read_text()
     tree = blocks("architecture")[0][1]
     folders = re.findall(r"^  (?:  )?(\w+)/", tree, re.MULTILINE)

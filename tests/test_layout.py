@@ -1,4 +1,4 @@
-"""Rooms of fastlr import in one order, modules not in circles, and ``import fastlr`` stays light."""
+"""Rooms of fastlr import in one order, modules in no circles, and ``import fastlr`` stays light."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports() -> dict[str, set[str]]:
-    """Name of each module -> the modules of fastlr that it imports, at its top, in functions and for type checkers."""
+    """Return, by module, the modules of fastlr that it imports.
+
+    Imports at its top, in functions and for type checkers count.
+    """
     targets: dict[str, set[str]] = {}
     for name, path in modules().items():
         nodes = list(ast.walk(ast.parse(path.read_text())))
@@ -74,7 +77,7 @@ def test_modules_import_in_no_circle():
 
 
 def test_import_stays_light():
-    """An estimate, too, needs none of the libraries of the experiments, the tables and the command line."""
+    """An estimate needs no library of the experiments, the tables or the command line either."""
     script = f"""
 import sys, torch, fastlr
 fastlr.estimate(torch.nn.Linear(4, 2), fastlr.TensorInputs(torch.ones(8, 4)), 8)

@@ -1,4 +1,4 @@
-"""The source distribution builds a wheel, the wheel holds what it should, and installs into an empty environment."""
+"""The source distribution builds a wheel that is complete and installs into a bare environment."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_wheel_holds_the_packages_and_nothing_stray(built):
 
 
 def test_installs_into_an_empty_environment(built, tmp_path):
-    """Without a second torch: what fastlr depends on comes from this environment, fastlr from the wheel alone."""
+    """The wheel alone gives fastlr; its dependencies, torch too, come from this environment."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
     bin_folder = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin")
     python = bin_folder / "python"

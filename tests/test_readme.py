@@ -1,4 +1,4 @@
-"""README.md and the pages it leads to: Python runs, commands exist, links lead somewhere, the table is the record."""
+"""README.md and its pages: Python runs, commands exist, links lead somewhere, table is record."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def blocks(language: str, page: str = README) -> list[str]:
 
 
 def test_the_python_runs_as_printed():
-    """One block after the other, with fewer and smaller images, and up to what torchrun would start."""
+    """README's blocks run one after the other, on fewer and smaller images.
+
+    They run up to what torchrun would start.
+    """
     first, plain = blocks("python")
     names: dict = {}
     for text in (first, plain):
@@ -39,7 +42,7 @@ def test_the_python_runs_as_printed():
 
 
 def test_the_plain_loop_is_the_same_quantity():
-    """With every label in turn, weighted by its probability, the printed loop gives the value of fastlr."""
+    """The printed loop gives fastlr's value over all labels, weighted by their probabilities."""
     text = blocks("python")[1].replace("n, total = 1000", "n, total = 3")
     text = text.replace("y = torch.multinomial(log_p.exp(), 1).item()", "y = label")
     assert "y = label" in text

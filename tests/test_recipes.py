@@ -1,4 +1,4 @@
-"""The commands by which the guide reproduces the paper, as they stand, on small data and with small networks."""
+"""The guide's commands that reproduce the paper run as they stand, on small data and networks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def recipe() -> list[str]:
 
 
 def small(line: str, seeds: int | None) -> list[str]:
-    """A command's arguments: small images, so many seeds (None: one run without a queue), and settings of SMALLER."""
+    """Return a command's arguments with small images, ``seeds`` seeds and settings of SMALLER.
+
+    ``seeds`` None: one run without a queue.
+    """
     line = re.sub(r" --seeds \d+", f" --seeds {seeds}" if seeds else "", line.replace("--size 224", "--size 24"))
     arguments = shlex.split(line)[1:]
     settings = next((text for start, text in SMALLER.items() if " ".join(arguments).startswith(start)), "")

@@ -1,4 +1,7 @@
-"""pytest bench/: right before timed, paired with plain, one record from which the table and the figure come."""
+"""pytest bench/: contenders are checked before they are timed, each time paired with plain.
+
+One record of a run gives both the table and the figure.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def of_no_worker(monkeypatch) -> None:
-    """A run of pytest that a test begins is no worker of this one's, which pytest-benchmark would refuse."""
+    """Hide pytest-xdist from a pytest that a test begins: pytest-benchmark refuses workers."""
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)
 
@@ -177,7 +180,7 @@ def test_contender(beside_plain, name, rival):
 
 @pytest.mark.long
 def test_a_contender_that_is_not_right_is_never_timed(tmp_path) -> None:
-    """A rival is an expected failure, fastlr a failure; either has its place in the record, and no times."""
+    """Record a wrong rival as an expected failure and a wrong fastlr as a failure, both untimed."""
     (tmp_path / "conftest.py").write_text("from bench.conftest import *\n")
     (tmp_path / "test_it.py").write_text(CONTENDERS)
     done = pytest_bench(tmp_path / "test_it.py", "-c", ROOT / "pyproject.toml", f"--benchmark-json={tmp_path}/a.json")
@@ -236,7 +239,7 @@ def test_the_gpu_benchmark_says_what_to_do_without_one(capsys) -> None:
 
 
 def test_the_gpu_benchmark_runs_its_parts_in_order_within_the_budget(tmp_path, monkeypatch, capsys) -> None:
-    """The headline is run whatever the budget; what does not fit is left out and said to be; failures count."""
+    """The headline runs whatever the budget; parts left out are named, and failures are counted."""
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")

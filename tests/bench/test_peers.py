@@ -17,7 +17,10 @@ MODELS = ["vit_thin", "patchtst", "resnet", "separable"]
 
 
 def build(name: str) -> cases.Case:
-    """Small relatives of the benchmark's models; ``separable`` has depthwise convolutions and in-place activations."""
+    """Build a small relative of a benchmark model by name.
+
+    ``separable`` has depthwise convolutions and in-place activations.
+    """
     if name in zoo.ZOO:
         return zoo.make(name)
     torch.manual_seed(0)

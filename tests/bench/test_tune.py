@@ -1,4 +1,4 @@
-"""Tuning: which block sizes are tried and taken, by a stand-in clock, and that kernels are launched with the table's."""
+"""Tuning tries and takes block sizes by a stand-in clock; kernels launch with the table's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The demo: two runs, curves, sentences and a page that agree with the records; at full size in the long tests."""
+"""The demo's two runs, curves, sentences and page agree with the records.
+
+The long tests run it at full size.
+"""
 
 from __future__ import annotations
 

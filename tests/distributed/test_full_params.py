@@ -1,4 +1,4 @@
-"""Models under fully_shard: what is measured is what the unsharded model gives, and a training goes on as it would have."""
+"""Models under fully_shard measure as the unsharded model does, and train on unaffected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The sources of fastlr._C: the protocol under sanitizers on the CPU, and nvcc for every architecture, without a GPU."""
+"""The sources of fastlr._C: sanitizers check the protocol on the CPU, nvcc compiles them.
+
+nvcc compiles for every architecture, with no GPU present.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def run(command, **options):
 @pytest.mark.long
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_sanitizers_find_nothing(sanitizer, tmp_path):
-    """Kernels in slow motion and their twins, against a plain sum; time-outs and disagreements included."""
+    """Sanitizers pass kernels in slow motion and their twins, which are compared with a plain sum.
+
+    Time-outs and disagreements between ranks are among the cases.
+    """
     program = str(tmp_path / "check")
     flags = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-pthread", "-Icsrc", "-Wall", "-Wextra", "-Werror"]
     flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
@@ -79,7 +85,10 @@ def test_without_torch_the_part_for_the_cpu_is_built(monkeypatch, setup_module_o
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_nvcc_compiles_and_links(every, tmp_path, setup_module_of_fastlr, monkeypatch):
-    """For every architecture or the newest: no spills, 16-byte loads and stores, and a library that loads."""
+    """nvcc gives kernels with no spills and 16-byte loads and stores, in a library that loads.
+
+    It compiles for every architecture, or for the newest alone.
+    """
     root = setup_module_of_fastlr.cuda_root()
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     wanted = setup_module_of_fastlr.architectures()

@@ -1,4 +1,7 @@
-"""Sums over ranks: bit for bit the float32 sum in the order of the ranks, rounded once, on every route, rank and run."""
+"""Sums over ranks are bit for bit the float32 sum in rank order, rounded once.
+
+This holds on every route, on every rank and in every run.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def nothing_else_is_added(refused):
 
 
 def errors_are_those_of_one_rounding(errors, ranks):
-    """One rounding to 8 bits leaves about 2^-9 / sqrt(3); adding in bfloat16 more with every rank."""
+    """Rounding once to 8 bits errs by about 2^-9 / sqrt(3); bfloat16 sums err more by rank."""
     assert errors["fastlr"] < 2.0**-9
     if ranks == 2:
         assert errors["bfloat16"] == pytest.approx(errors["fastlr"], rel=1e-6)  # one addition, one rounding
@@ -147,7 +150,7 @@ def test_fixed_order_sum_is_sequential():
 @built
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_gpus(ranks):
-    """The same checks through CUDA IPC; where there are fewer GPUs than ranks, processes share them."""
+    """The same checks pass through CUDA IPC; processes share GPUs that are fewer than the ranks."""
     results = good(run_ranks(ranks, work.all_checks, "extension", "cuda", limit=300))
     for each in results:
         assert each["route"][0] == "extension" and "CUDA IPC" in each["route"][1]

@@ -1,4 +1,4 @@
-"""Estimates shared by ranks: the result is that of one process; errors are everybody's; nobody waits for ever."""
+"""Estimates shared by ranks equal one process's; errors reach every rank; no rank hangs."""
 
 from __future__ import annotations
 

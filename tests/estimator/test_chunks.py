@@ -1,4 +1,7 @@
-"""How many inputs a chunk takes: on a GPU from the measured peak of one, the same on all ranks, and of no effect on results."""
+"""How many inputs a chunk takes: on a GPU, as many as the measured peak of one chunk allows.
+
+The number is the same on all ranks and has no effect on results.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ BYTES = 1000  # that an input takes at the peak, in these tests
 
 @pytest.fixture
 def peaks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Stand-ins of a GPU's memory, where a first guess of 8 inputs is far less than fits; the sizes that were measured."""
+    """Stand in for a GPU's memory, and return the list of chunk sizes that were measured.
+
+    The first guess, 8 inputs, is far below what fits.
+    """
     measured: list[int] = []
 
     def peak_bytes(device: Any, work: Any) -> int:

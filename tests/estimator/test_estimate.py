@@ -1,4 +1,4 @@
-"""estimate and LocalRedundancy: unbiased, invariant to chunks, and nothing of the model is touched."""
+"""estimate and LocalRedundancy are unbiased, invariant to chunks, and leave the model untouched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, ga
 
 
 class Normal:
-    """Inputs [n, width]: a function of (seed, index) that is cheap, as its own tensor is made at every call."""
+    """Inputs [n, width] as a function of (seed, index), cut from a tensor drawn at every call."""
 
     def __init__(self, width: int = 6, most: int = 4096) -> None:
         self.width, self.most = width, most
@@ -84,7 +84,7 @@ def test_exact_is_the_label_expectation(name):
 @pytest.mark.parametrize("probe", ["rademacher", "sampled"])
 @pytest.mark.parametrize("name", CASES)
 def test_probes_converge_to_exact(name, probe):
-    """The same 8 inputs, 500 draws of each: the mean of the differences is zero within its standard error."""
+    """Over 500 draws of each of 8 inputs a probe's mean error is zero within its standard error."""
     model, predictive, fisher = CASES[name]
     x = Normal().batch(0, 8, seed=0, device="cpu", dtype=torch.float64)
     want = loop(model, x, fisher).repeat(500)
@@ -120,7 +120,7 @@ def test_closed_form_of_softmax_regression():
 @pytest.mark.parametrize("gap", [20.0, 60.0, 95.0, 100.0])
 @pytest.mark.parametrize("probe", ["rademacher", "sampled"])
 def test_confident_low_precision_networks(dtype, gap, probe):
-    """A linear two-class model with a known gap: the norms are v^2 (||x||^2 + 1) summed, not zero, not off."""
+    """A two-class linear model of known logit gap has norms v^2 (||x||^2 + 1), not zero or off."""
     model = nn.Linear(4, 2).to(dtype)
     with torch.no_grad():
         model.weight.zero_()
@@ -559,7 +559,7 @@ def test_bad_arguments_of_the_bound(arguments):
 
 
 def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank tells of one that it does not trust: this one leaves it to plain torch too, and measures anew."""
+    """A rank leaves a kernel that another rank distrusts to plain torch too, and measures anew."""
     monkeypatch.setattr(ops, "_comparisons", kernel_checks.Comparisons())
     members, told, spans = Team(), [["gate_grad", "some kind"]], []
 

@@ -1,4 +1,7 @@
-"""The redundancy to train with: its mean, its gradient by finite differences of the exact value, and what it refuses."""
+"""The redundancy loss: its mean, its gradient by finite differences, and what it refuses.
+
+The finite differences are of the exact value.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +69,7 @@ def case(request, double):
 
 
 def test_its_value_and_its_gradient_are_those_of_the_mean_over_the_inputs(case):
-    """The exact value of each sample, whose mean is held to the definition and to finite differences."""
+    """The mean of the exact values is the definition's, its gradient that of finite differences."""
     model, x, predictive = case
     options = {"predictive": predictive, "probe": "exact", "seed": 3}
     each = fastlr.redundancy_loss(model, x, reduction="none", **options)
@@ -195,7 +198,10 @@ def test_what_is_refused(double):
 
 
 def test_nodes_without_a_second_derivative_are_named(double, monkeypatch):
-    """As on a GPU, where a recurrent layer is fused at any rate: here the step-by-step mode is taken away."""
+    """A node without a second derivative is named in the error.
+
+    On a GPU fused recurrent layers are such nodes; here the step-by-step mode is taken away.
+    """
     from fastlr.estimator import loss
 
     model, x = recurrent(), torch.randn(4, 3, 4)

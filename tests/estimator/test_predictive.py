@@ -1,4 +1,4 @@
-"""Cotangents: their second moment is the Fisher matrix, at any logit gap, dtype, chunk and layout."""
+"""Cotangents have the Fisher matrix as second moment, at any logit gap, dtype, chunk and layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def logits(classes: int, scale: float = 2.0) -> torch.Tensor:
 
 
 def check_second_moment(v: torch.Tensor, fisher: torch.Tensor, sigmas: float = 5.0) -> None:
-    """E (w.v)^2 must equal w^T F w for 60 random directions w, each within ``sigmas`` of its own standard errors."""
+    """Require E (w.v)^2 = w^T F w for 60 random w, each within ``sigmas`` standard errors."""
     w = torch.randn(v.shape[1], 60, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     w[:, :2] = 1.0 / w.shape[0]  # along the ones the softmax Fisher is zero; a wrong root is not
     w[0, 1] += 1.0
@@ -125,7 +125,7 @@ def test_logit_gaps_lose_nothing(dtype, gap):
 
 
 def test_scores_of_both_labels_have_full_precision():
-    """A label of probability 1e-5 is drawn at its rate, and the two scores are p_wrong and 1 - p_wrong."""
+    """A label of probability 1e-5 is drawn at its rate, with scores p_wrong and 1 - p_wrong."""
     gap, draws = 11.5, 200_000
     z = torch.tensor([[gap, 0.0]], dtype=torch.float64).expand(draws, -1)
     q = 1 / (1 + math.exp(gap))

@@ -1,4 +1,4 @@
-"""Replayed chunks: the same numbers as without, weights that change, programs that change, values that go wrong.
+"""Replayed chunks give the numbers of launched ones, as weights, programs and values change.
 
 CUDA graphs need a GPU. Here a recorder that runs the captured function again, into the memory of the first run, stands in
 for one: what is tested is everything around it. With a GPU the same tests run on real graphs too.
@@ -91,7 +91,10 @@ def test_same_numbers(device: str, n: int) -> None:
 
 
 def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device: str) -> None:
-    """Its other rows are inputs that there are, and neither values, sums nor checks take them in twice."""
+    """A shorter last chunk is filled up with earlier inputs, which nothing counts twice.
+
+    Values, sums and checks leave the repeated rows out.
+    """
     asked: list[tuple[int, int]] = []
 
     class Asked(fastlr.TensorInputs):
@@ -113,7 +116,10 @@ def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device: str) -> None:
 
 
 def test_a_measurement_reads_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After all launches and the look at the program; but for audits, which have their share of the time."""
+    """A measurement reads from the device once, after all launches and the look at the program.
+
+    Audits, which have their own share of the time, are switched off here.
+    """
     graphs = estimator(net("cpu"), inputs=Made((3, 16, 16)))
     graphs.measure()
     monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
@@ -487,7 +493,10 @@ def test_failed_capture_is_told_once_and_measured_without(device: str) -> None:
 
 
 def test_a_replay_that_writes_nothing_is_seen(device: str) -> None:
-    """As one of a graph that was captured on another device's stream: stale inputs, outputs and norms agree."""
+    """A replay that writes nothing is noticed, though its stale inputs, outputs and norms agree.
+
+    A graph captured on another device's stream does that.
+    """
 
     class Empty(Again if device == "cpu" else CudaRecorder):  # type: ignore[misc]
         def replay(self) -> None:

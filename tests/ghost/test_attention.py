@@ -1,4 +1,4 @@
-"""Self-attention of nn.MultiheadAttention: where it runs without torch's copies, and that norms are those of the model."""
+"""Self-attention of nn.MultiheadAttention runs without torch's copies and gives right norms."""
 
 from __future__ import annotations
 

@@ -63,7 +63,10 @@ def test_an_interaction_that_only_an_audit_can_see_is_refused(always) -> None:
 
 
 def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule goes wrong in the fourth chunk of five, as one would whose assumption no longer holds."""
+    """A rule that goes wrong in the fourth chunk of five has all chunks measured again.
+
+    A rule whose assumption no longer holds would go wrong so.
+    """
     model, x = Net(), torch.randn(40, 5)
     want, calls = measured(model, x).per_sample, 0
 

@@ -21,7 +21,7 @@ def _same_draws() -> None:
 
 
 class Bags(nn.Module):
-    """Bags of three and one of a sample's four rows, given by offsets, or all of them, given as a matrix."""
+    """Embedding bags of three and one of a sample's four rows by offsets, or all by a matrix."""
 
     def __init__(
         self, mode: str, *, offsets: bool, closed: bool = False, weighted: bool = False, **options: Any

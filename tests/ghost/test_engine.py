@@ -1,4 +1,7 @@
-"""The engine's promises: never silently wrong, nothing touched, plans kept, errors that name thing, reason and remedy."""
+"""The engine's promises: never silently wrong, nothing touched, plans kept, errors that explain.
+
+An error names the thing, the reason and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -291,7 +294,10 @@ def test_a_batch_of_one_settles_nothing_for_larger_ones() -> None:
 
 
 def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong rule of a parameter whose gradient was zero in the proof, met on another sample than the spot check's."""
+    """A wrong rule is found where the gradient was zero in the proof.
+
+    The sample that shows it is not the one of the spot check.
+    """
     monkeypatch.setattr(audit, "SHARE", -1.0)  # no audit beyond the first of the shape: another would find it earlier
     wrong_rule(monkeypatch, lambda site: bool(site.g.any()) and site.g.shape[-1] == 1)
     gate = Written(lambda m, x: m.a(x) * (x[:, :1] > 0) + m.b(x), a=nn.Linear(5, 1), b=nn.Linear(5, 2)).double()
@@ -441,7 +447,10 @@ def test_autocast_is_close() -> None:
 
 
 def test_batch_norm_of_another_library(monkeypatch) -> None:
-    """cuDNN's node has another name, and another name for epsilon: on a GPU it is the one of float32, and of the proof."""
+    """Batch norm by cuDNN has another node name and another name for epsilon, and is right.
+
+    On a GPU it is the node of float32, and of the proof.
+    """
     rule = rules.RULES["NativeBatchNormBackward0"]
 
     class Node:
@@ -521,7 +530,10 @@ def test_several_passes_add_up() -> None:
 
 
 def test_unit_passes_keep_the_fast_route() -> None:
-    """One output element at a time, as probe="exact" does: zeros in the cotangent must not lose the sample axis."""
+    """One output element at a time, as probe="exact" does, keeps the sample axis.
+
+    The zeros in such a cotangent must not lose it.
+    """
     model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), draw(4, 7, 5)
 
     def units(z: Tensor):

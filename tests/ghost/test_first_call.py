@@ -26,7 +26,7 @@ def block(channels: int, after: Callable[[Tensor], Tensor]) -> Written:
 
 
 class Unlisted(torch.autograd.Function):
-    """The identity by a function that nothing is known of, so that the graph does not tell the rows below."""
+    """The identity as a custom function, by which the graph does not tell the rows below it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batch norm that runs by itself as a scaling and a shift: its node's gradients, where it is used, and its norms."""
+"""Batch norm that runs alone as a scaling and a shift: its node's gradients, its use, its norms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from fastlr.ghost.rules import RULES
 
 
 class Transposed(nn.Module):
-    """Rows of features, normalised as sequence models do: transposed, and back; twice with one module if so asked."""
+    """Rows of features that are transposed for batch norm, and back, as in sequence models.
+
+    One module is applied twice if so asked.
+    """
 
     def __init__(self, times: int = 1, **options: object) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Where a forward pass must run as the model says: checkpointing, hooks that change gradients, results changed in place."""
+"""Where a forward pass must run as the model says, with nothing folded.
+
+These are checkpointing, hooks that change gradients, and results changed in place.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ def exact(model: nn.Module, *shape: int) -> fuse.Folding:
 
 
 class Windows(nn.Module):
-    """Attention within three windows of a sample: what autograd saves has one shape in torch's order and in ours."""
+    """Attention within three windows of a sample.
+
+    What autograd saves has one shape in torch's order and in ours.
+    """
 
     def __init__(self, checkpointed: bool, bias: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The folded path: its node's gradients, what is folded and what is left, and the norms of the original parameters."""
+"""The folded path: its node's gradients, what is folded or left, and the original norms."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def test_its_gradients_are_right(act: str, frozen: tuple[str, ...], residual: bo
 
 
 def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By kernels, where an earlier pass has asked for the same; what has changed or gone since is folded by itself."""
+    """Kernels fold at once the weights that an earlier pass asked for in the same way.
+
+    What has changed or gone since is folded by itself.
+    """
     folds: list[int] = []
 
     def run(name: str, dtype: torch.dtype, eps: tuple, *tensors: torch.Tensor) -> list[tuple]:
@@ -85,7 +88,10 @@ def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [[torch.rand(shape, generator=generator) for shape in ((4, 3, 2, 2), *[(4,)] * 5)] for _ in range(3)]
 
     def forward(change: Callable[[], None] | None = None, kind: torch.dtype = torch.float32) -> list[int]:
-        """One pass; ``change`` is called before its last convolution. How many were folded at a time."""
+        """Run one pass, and return how many weights were folded at a time.
+
+        ``change`` is called before the last convolution.
+        """
         folds.clear()
         weights.begin()
         for i, (weight, *rest) in enumerate(calls):
@@ -355,7 +361,7 @@ def test_autocast_and_float32_agree_with_the_unfolded_model() -> None:
 
 
 def test_few_positions_keep_the_unfolded_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks whose norms come from Gram matrices keep the unfolded product of the forward pass, and are right."""
+    """Blocks whose norms come from Gram matrices keep the forward pass's unfolded product."""
     from fastlr.ghost.fusion import conv_bn as folded
 
     taken = []

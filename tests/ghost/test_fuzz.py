@@ -1,4 +1,7 @@
-"""Random models, several batches in one engine: right, or refused where samples interact. ``make fuzz`` draws many."""
+"""Random models, several batches in one engine: right, or refused where samples interact.
+
+``make fuzz`` draws many.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with one number a sample and channel, as in squeeze-and-excitation: their node, and where it is used."""
+"""Products with one number a sample and channel (squeeze-and-excitation): their node, its use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What was found for one batch is kept for the next only where it holds for that too; the model stays as it was."""
+"""What was found for one batch is kept for the next only where it holds for that one too.
+
+The model stays as it was.
+"""
 
 from __future__ import annotations
 
@@ -248,7 +251,7 @@ def test_one_sample_is_proven_once(proofs):
 
 
 def test_a_change_that_few_digits_hide(monkeypatch):
-    """The outputs of the batch at hand hardly show that its samples interact, those of the next one do."""
+    """Interaction that one batch's outputs hardly show is found in the next batch."""
     monkeypatch.setattr(audit, "SHARE", 0)
 
     def forward(m, x):

@@ -1,4 +1,7 @@
-"""Estimates of Hugging Face language models: each sequence alone in float64, padding left out, large vocabularies."""
+"""Hugging Face language models: each sequence alone in float64, padding, large vocabularies.
+
+Padding is left out of the estimates.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +163,10 @@ def test_padding_that_cannot_be_left_out_is_refused():
 @pytest.mark.parametrize("probe", ["rademacher", "sampled"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_blocks_change_no_bit(monkeypatch, probe, dtype):
-    """Cut between samples, between positions and in mid-word of the random signs, with samples of very different size."""
+    """Cotangents in blocks are bit for bit the whole ones, for samples of very different size.
+
+    Blocks end between samples, between positions and in mid-word of the random signs.
+    """
     z = (torch.randn(3, 7, 11, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     z[1] *= 30  # confident: a tiny cotangent
     z[2, 3:] = 0

@@ -1,4 +1,7 @@
-"""What a block leaves to those who load its result: held to one backward pass a sample, kernels served by plain torch."""
+"""What a block leaves to those who load its result, held to one backward pass a sample.
+
+Plain torch serves as the kernels.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,10 @@ def kinds(model: nn.Module, x: Tensor, folding: Folding) -> list[str]:
 
 
 def test_blocks_of_resnet_have_no_other_nodes() -> None:
-    """No addition, no activation by itself, and the gradient of what is added comes to the block that has passed it on."""
+    """ResNet's blocks leave no addition and no activation as nodes of their own.
+
+    The gradient of what is added comes to the block that has passed it on.
+    """
     model = nn.Sequential(conv(4, 8, act=nn.ReLU), *(Bottleneck(8, 2) for _ in range(3)), nn.Flatten())
     x = torch.randn(3, 4, 5, 6, dtype=torch.float64)
     found = kinds(model, x, check(model, 10, x))
@@ -149,7 +155,7 @@ READS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], bool | None]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_who_reads_the_inputs(name: str) -> None:
-    """Where convolutions that autocast converts them for are all, they may be made in its dtype: the same bits."""
+    """Inputs that only autocast convolutions read may be made in autocast's dtype: same bits."""
     read, casts = READS[name]
     model, folding, x = conv(4, 6).eval(), Folding(), torch.randn(3, 4, 7, 6)
 

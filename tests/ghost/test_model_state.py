@@ -1,4 +1,7 @@
-"""The model keeps nothing of a measurement: attributes, containers, caches, buffers; and one proof serves all estimates."""
+"""The model keeps nothing of a measurement, and one proof serves all estimates.
+
+Attributes, containers, caches and buffers are looked at.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def seed():
 
 
 def contents(model):
-    """All attributes of all modules and what the containers and tensors among them hold, by identity and by value."""
+    """Return all attributes of all modules, by identity and by value.
+
+    What the containers and tensors among them hold is included.
+    """
 
     def held(value):
         if torch.is_tensor(value):

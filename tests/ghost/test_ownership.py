@@ -1,4 +1,4 @@
-"""Every kind of node that is said to keep rows, held to its own backward formula, one sample's gradient at a time."""
+"""Every node kind said to keep rows is held to its own backward formula, sample by sample."""
 
 from __future__ import annotations
 
@@ -213,7 +213,10 @@ THREE = [
 
 
 def broken(z: Tensor, seen: set[str]) -> list[str]:
-    """Kinds of nodes below z that hand rows of one sample to another; notes in ``seen`` those said to keep any."""
+    """Return the kinds of nodes below z that hand rows of one sample to another.
+
+    ``seen`` is given the kinds that are said to keep any.
+    """
     graph, found = walk(z, {}), []
     for i, node in enumerate(graph.nodes):
         name, outputs = graph.names[i], graph.outputs(i)

@@ -1,4 +1,4 @@
-"""The fingerprint sees what a forward pass may branch on, gives equal ones for equal contents, and is cheap."""
+"""The fingerprint sees what a forward pass may branch on, equals for equal contents, is cheap."""
 
 from __future__ import annotations
 

@@ -33,7 +33,10 @@ KINDS: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 
 
 class Layers(nn.Module):
-    """A linear layer, recurrent layers and a head that reads outputs and last states; initial states may be learnt."""
+    """A linear layer, recurrent layers, and a head that reads outputs and last states.
+
+    Initial states may be learnt.
+    """
 
     def __init__(self, kind: str, learnt: bool = False, **options: Any) -> None:
         super().__init__()
@@ -316,7 +319,10 @@ def test_rows_go_through_states_but_not_through_weights(kind: str) -> None:
 
 
 class Read(nn.Module):
-    """An LSTM over the rows of its inputs, several of a sample's perhaps, of which a part of the results is read."""
+    """An LSTM over the rows of its inputs, part of whose results is read.
+
+    A sample may have several rows.
+    """
 
     def __init__(self, read: str) -> None:
         super().__init__()
@@ -380,7 +386,10 @@ class Outputs(nn.Module):
 
 
 def test_outputs_whose_samples_lie_apart_have_no_rule() -> None:
-    """Rows of the last cell states turned round among the samples: the gradients of a row are then of two samples."""
+    """Scan outputs whose samples lie apart have no rule: a row's gradients are of two samples.
+
+    The rows of the last cell states are turned round among the samples.
+    """
     inputs = node_inputs("lstm")
     out, cell = recurrent.Scan.apply(*inputs.values(), tuple(inputs), torch.lstm)
     ids = torch.tensor([1, 0])

@@ -1,4 +1,7 @@
-"""What a model raises becomes an error that names inputs, reason and remedy; the model's own exception is its cause."""
+"""What a model raises becomes an error that names inputs, reason and remedy.
+
+The model's own exception is its cause.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No number without its own evidence: each call is right, or refused by name where samples interact."""
+"""No number without its own evidence: each call is right, or refused where samples interact."""
 
 from __future__ import annotations
 
@@ -125,7 +125,10 @@ def test_a_model_may_say_that_it_equals_everything() -> None:
 
 
 class Captures(Net):
-    """Gives itself a hook at its first forward pass, and notes that it has (as models of transformers do)."""
+    """A model that hooks itself at its first forward pass, and notes that it has.
+
+    Models of transformers do so.
+    """
 
     ready = False
 
@@ -348,7 +351,7 @@ def test_running_statistics_may_move() -> None:
 
 
 class ByLength(nn.Module):
-    """Weighs samples by their lengths, or positions of their masks, beside the mean of the batch."""
+    """A model that weighs samples by lengths, or positions by masks, beside the batch's mean."""
 
     def __init__(self) -> None:
         super().__init__()

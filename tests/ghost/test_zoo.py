@@ -1,4 +1,4 @@
-"""Every model of the zoo against one backward pass per sample in float64; the undefined is refused by name.
+"""Every model of the zoo against one backward pass per sample in float64; the rest is refused.
 
 Run all, slow ones included: ``pytest tests/ghost/test_zoo.py -m "long or not long"``.
 """
@@ -32,7 +32,9 @@ def measure(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor
 
 
 def masked_norms(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The truth from the whole batch: per sample one backward pass whose cotangent is zero in all other samples.
+    """Return the truth from the whole batch, by a backward pass per sample.
+
+    The cotangent of each pass is zero in all other samples.
 
     It needs no cutting of inputs, and equals ``cases.loop_norms`` when samples do not interact: the two check each other.
     """
@@ -55,7 +57,10 @@ def refusals(case: zoo.ZooCase) -> tuple[type, ...]:
 def compare(
     case: zoo.ZooCase, cotangent: torch.Tensor, truth: dict[str, torch.Tensor], itself: float, total: float
 ) -> None:
-    """Hold each parameter and sample to ``itself`` times the truth plus ``total`` times the sample's total."""
+    """Hold each value within ``itself`` of the truth plus ``total`` of its sample's total.
+
+    Values are squared norms by parameter and sample; both tolerances are relative.
+    """
     try:
         got = measure(case, cotangent)
     except refusals(case):
@@ -96,7 +101,7 @@ def test_zoo_refuses(name: str) -> None:
 
 @pytest.mark.parametrize("name", SOUND)
 def test_two_truths_agree(name: str) -> None:
-    """Cutting the inputs and masking the cotangent give the same: the truth is right, samples do not interact."""
+    """Cutting the inputs and masking the cotangent agree: truth is right, samples independent."""
     if name == "embedding_scaled_by_frequency":
         pytest.skip("its gradient counts ids over the whole batch")
     case = zoo.make(name, torch.float64)

@@ -1,4 +1,4 @@
-"""The command line in tests: networks that it loads from a file, and ranks that run it as torchrun would."""
+"""The command line in tests: networks that it loads from a file, and ranks run as by torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compile Triton kernels ahead of time, with no GPU: ``python compile_kernels.py [--table] [MODULE ...] [ARCH ...]``.
+"""Compile Triton kernels ahead of time, with no GPU.
+
+Usage: ``python compile_kernels.py [--table] [MODULE ...] [ARCH ...]``.
 
 `kernel_variants.py` has the cases of every module of kernels/: (name, kernel, signature, constexprs, options). Each is
 compiled to a cubin for each architecture (80, 90 and 100 by default), and the assembler's resource usage is read back
@@ -42,7 +44,9 @@ RESERVED = 1 << 10  # bytes of shared memory that a program takes beside its own
 
 
 def resident_warps(arch: int, warps: int, registers: int, shared: int) -> int:
-    """Warps, of WARPS, that a multiprocessor holds at a time of one kernel: its theoretical occupancy; 0 if it does not fit.
+    """Return the warps, of WARPS, that a multiprocessor holds of one kernel; 0 if none fits.
+
+    This is the kernel's theoretical occupancy.
 
     Args:
         arch: One of ARCHITECTURES.
@@ -73,7 +77,10 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 
 
 def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
-    """Compile one case (see above) for ``arch``; ``options`` go before the case's own. Return its record."""
+    """Compile one case (see above) for ``arch``, and return its record.
+
+    ``options`` go before the case's own.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -118,7 +125,10 @@ def rows(text: str) -> Iterator[tuple[str, str, int, list[list[int]]]]:
 
 
 def extreme_cases(module: str, record: Path = RECORD) -> list[tuple]:
-    """Of each kind of case those that took most registers and most shared memory on 90 when ``record`` was made."""
+    """Return, of each kind of case, those that took most registers and most shared memory.
+
+    Both are read in ``record``, of compute capability 9.0.
+    """
     from kernel_variants import VARIANTS
 
     text = record.read_text() if record.exists() else ""  # it is left out of source distributions
@@ -136,7 +146,7 @@ def kernel_modules() -> list[str]:
 
 
 def run_module(module: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, object]]:
-    """`compile_module` in a process of its own, without TRITON_INTERPRET; what it prints comes with the error."""
+    """Run `compile_module` in its own process without TRITON_INTERPRET; an error has its output."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, module, *map(str, architectures)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -152,7 +162,10 @@ def compile_all(architectures: tuple[int, ...] = ARCHITECTURES) -> dict[str, lis
 
 
 def problems(records: list[dict[str, object]]) -> list[str]:
-    """Say which records spill or do not fit their architecture: such a kernel would be slow, or would not start."""
+    """Say which records spill or do not fit their architecture.
+
+    Such a kernel would be slow, or would not start.
+    """
     found = []
     for record in records:
         where = f"{record['case']} on sm_{record['arch']}"
@@ -166,7 +179,11 @@ def problems(records: list[dict[str, object]]) -> list[str]:
 
 
 def table(found: dict[str, list[dict[str, object]]]) -> str:
-    """Markdown: for each case and architecture the registers a thread, bytes of shared memory and spilled, resident warps."""
+    """Return a Markdown table of what each case takes on each architecture.
+
+    The columns are registers a thread, bytes of shared memory and bytes spilled, and resident
+    warps.
+    """
     archs = list(dict.fromkeys(record["arch"] for records in found.values() for record in records))
     lines = []
     for module, records in found.items():
@@ -191,7 +208,10 @@ def numbers(record: dict[str, object]) -> tuple[int, int, int, int]:
 
 
 def comparison(before: str, after: str) -> str:
-    """Markdown: of each module in two tables the most registers and bytes spilled, on any architecture, and resident warps."""
+    """Return a Markdown table that compares the modules of two tables.
+
+    It has the most registers and bytes spilled, on any architecture, and the resident warps.
+    """
     lines = ["| module | before | after |", "| --- | --- | --- |"]
     modules = [summary(text) for text in (before, after)]
     for module in sorted({**modules[0], **modules[1]}):
@@ -216,7 +236,7 @@ def said(*command: str) -> str:
 
 
 def origin(modules: list[str]) -> str:
-    """Say in one line what made a table of these modules: the command, the versions and the commit."""
+    """Say in one line what made a table of modules: the command, the versions and the commit."""
     import torch
     import triton
 

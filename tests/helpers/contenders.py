@@ -1,4 +1,7 @@
-"""Contenders of the benchmark that do little: right, wrong, failing, killed; made in a process of their own."""
+"""Contenders of the benchmark that do little: right, wrong, failing, killed.
+
+They are made in a process of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the continual-learning driver share: small networks, a small run, ways to read it."""
+"""What the tests of the continual-learning driver share: networks, a small run, its readers."""
 
 from __future__ import annotations
 

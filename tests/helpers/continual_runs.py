@@ -1,4 +1,4 @@
-"""Run folders as the driver writes them, made of simulated numbers: for the tests of analysis and report."""
+"""Run folders in the driver's format, of simulated numbers, for tests of analysis and report."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def write_run(
     resume: tuple[int, ...] = (),
     tail: str = "",
 ) -> Path:
-    """Write config.json and records.jsonl: LR falls, accuracy falls with it, next-task LR follows shapes."""
+    """Write config.json and records.jsonl, where accuracy falls as LR does.
+
+    Next-task LR follows that of shapes.
+    """
     rng = np.random.default_rng(seed)
     slow = autoregressive(rng, tasks)
     log_lr = 3 - 2 * np.arange(tasks) / max(tasks, 200) + 0.5 * slow

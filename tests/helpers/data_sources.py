@@ -1,4 +1,4 @@
-"""Small sources of images for the tests of fastlr.experiments.data: every pixel is known from its key."""
+"""Small image sources for the tests of fastlr.experiments.data: a key tells every pixel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which variants of the kernels random layers launch, found with no GPU: ``python drawn_kernels.py SEED LAYERS ARCH...``.
+"""Find which variants of the kernels random layers launch, with no GPU.
+
+Usage: ``python drawn_kernels.py SEED LAYERS ARCH...``.
 
 Kernel size, stride, padding, dilation, groups, channels, image size, dtype, memory format, activation and residual of a
 convolution are drawn, as are the sizes of linear layers, norms, gates and embeddings; every op that such a layer can need is
@@ -33,7 +35,7 @@ class Draw:
         self.random = random.Random(seed)
 
     def size(self, largest: int) -> int:
-        """From 1 to ``largest``, small ones as likely as large ones, half of them multiples of 8."""
+        """Draw a size from 1 to ``largest``, log-uniformly, half of the time a multiple of 8."""
         n = round(2 ** self.random.uniform(0, log2(largest)))
         return min(largest, -(-n // 8) * 8) if self.random.random() < 0.5 else n
 
@@ -78,7 +80,10 @@ class Draw:
         ops.run("channel_sums", x[:, None], x[:, None])
 
     def linear(self) -> None:
-        """A linear layer, norms of its features, a bias, an embedding and a classifier's cotangent."""
+        """Run the ops of a linear layer, feature norms, a bias, an embedding and a cotangent.
+
+        The cotangent is a classifier's.
+        """
         dtype = self.random.choice(DTYPES)
         rows, inputs, outputs = self.size(512), self.size(1024), self.size(1024)
         groups = self.random.choice((1, 1, 4))

@@ -1,4 +1,7 @@
-"""The truth of per-sample norms and redundancies, by passes of one sample in float64, and what tests hold results to."""
+"""The truth of per-sample norms and redundancies, by float64 passes of one sample.
+
+Also what tests hold results to.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,17 @@ from fastlr.ops.reference.fisher import categorical_fisher
 
 
 class Truth(NamedTuple):
-    """Squared norms [samples] by parameter, and how far they and the outputs are from those within the batch."""
+    """Squared norms [samples] by parameter, and how far batching moves them and the outputs.
+
+    ``apart`` is the distance of those within the batch.
+    """
 
     norms: dict[str, Tensor]
     apart: float
 
     @property
     def interact(self) -> bool:
-        """True if samples interact, so that the norms mean nothing; two float64 sums of a sample are 1e-12 apart."""
+        """Tell if samples interact, so that norms mean nothing: rounding alone is 1e-12 apart."""
         return self.apart > 1e-9
 
     @property
@@ -38,7 +44,10 @@ def output_of(model: nn.Module, xs: tuple) -> tuple[Tensor, dict[str, nn.Paramet
 
 
 def _sq_norms(z: Tensor, parameters: dict[str, nn.Parameter], v: Tensor, row: int) -> Tensor:
-    """Squared norm of each parameter's gradient [parameters], with the cotangent v in one row of z, zero in the others."""
+    """Return the squared norm of each parameter's gradient [parameters].
+
+    The cotangent is v in one row of z and zero in the others.
+    """
     cotangent = torch.zeros_like(z)
     cotangent[row] = v
     grads = torch.autograd.grad(z, list(parameters.values()), cotangent, retain_graph=True, allow_unused=True)
@@ -46,7 +55,9 @@ def _sq_norms(z: Tensor, parameters: dict[str, nn.Parameter], v: Tensor, row: in
 
 
 def truth(model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), samples: Any = None) -> Truth:
-    """Each sample beside a copy of itself, the copy's cotangent zero; compared with the same sample within the batch.
+    """Measure each sample beside a copy of itself, and compare it with itself in the batch.
+
+    The cotangent of the copy is zero.
 
     Args:
         model: any module; a float64 copy of it is used.
@@ -76,7 +87,7 @@ def gradients(model: nn.Module, values: Iterable[Tensor]) -> Tensor:
 
 
 def redundancy(model: nn.Module, z: Tensor, fisher: Callable[[Tensor], Tensor] = categorical_fisher) -> Tensor:
-    """tr(J^T F J) of one output z [outputs] of the model, by one backward pass for each of its elements."""
+    """Return tr(J^T F J) of one output z [outputs], by a backward pass for each of its elements."""
     jacobian = gradients(model, z)
     return torch.einsum("ip,ij,jp->", jacobian, fisher(z.detach()), jacobian)
 
@@ -89,7 +100,7 @@ def assert_norms(
     samples: slice | Sequence[int] = slice(None),
     context: str = "",
 ) -> None:
-    """Hold each parameter and sample to ``relative`` times the truth plus ``of_total`` times its sample's total.
+    """Hold each value within ``relative`` of the truth plus ``of_total`` of its sample's total.
 
     Args:
         got: squared norms [B] by parameter.

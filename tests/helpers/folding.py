@@ -1,4 +1,4 @@
-"""What the tests of folded forward passes share: random models, and the check against one backward pass a sample."""
+"""What tests of folded forward passes share: random models and a check by passes per sample."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def check(model: nn.Module, folded: int, x: Tensor | None = None, why: str = "") -> fuse.Folding:
-    """Hold the norms to one backward pass a sample; so many convolutions are folded; the reason for the others."""
+    """Hold the norms to one backward pass a sample, and count the convolutions that are folded.
+
+    ``why`` is in the reason given for the others.
+    """
     x = torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) if x is None else x
     case = cases.Case(randomise(model), x)
     v = cases.cotangent_for(case)

@@ -32,7 +32,10 @@ from fastlr.ops.torch_private import no_torch_function
 
 
 class Tokens(nn.Module):
-    """A small language model with a tied embedding, an LSTM, a frozen layer, a bias that fewer ranks hold, and a hook."""
+    """A small language model that is hard to shard.
+
+    It has a tied embedding, an LSTM, a frozen layer, a bias that fewer ranks hold, and a hook.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +64,10 @@ def tokens_model() -> nn.Module:
 def sharded_model(
     of_root: dict[str, Any] | None = None, of_ends: dict[str, Any] | None = None, **how: Any
 ) -> nn.Module:
-    """`tokens_model` under ``fully_shard``: blocks in their own units, the rest (or all but both ends) with the root."""
+    """Shard `tokens_model` by ``fully_shard``, its blocks in units of their own.
+
+    The rest goes with the root, or all of it but both ends.
+    """
     model = tokens_model()
     if of_ends is not None:
         fully_shard([model.embedding, model.head], **of_ends)
@@ -124,14 +130,17 @@ def as_arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def always_on_demand() -> None:
-    """From now on parameters are on demand in this process, and as on a GPU: in memory of their own, each time another."""
+    """Have parameters on demand in this process from now on, each time in new memory of their own.
+
+    That is as on a GPU.
+    """
     read = SharedFile.read
     SharedFile.read = lambda self, number: read(self, number).clone()  # type: ignore[method-assign]
     on_demand.RECENT, fully_sharded._fit = 0, lambda *_: False  # type: ignore[attr-defined]
 
 
 def training(rank: int, whole: bool) -> dict[str, Any]:
-    """Two training steps of a sharded model, each of two parts, with measurements in their midst and without."""
+    """Train a sharded model for two steps of two parts, with measurements amid them and without."""
     if not whole:
         always_on_demand()
     found: dict[str, Any] = {"values": []}
@@ -374,7 +383,10 @@ def killed(rank: int) -> tuple[str, float]:
 
 
 def language_models(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """One of `big`, sharded block by block on a mesh of this shape: norms, an estimate, whether it is as before."""
+    """Shard one of `big` block by block on a mesh of this shape, and measure it.
+
+    Returned are norms, an estimate, and whether the model is as before.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
     model, blocks, x, predictive, inputs = big(name)
     for block in blocks(model):
@@ -392,7 +404,10 @@ def language_models(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, A
 
 
 def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
-    """(a tiny model of transformers with random weights, what gives its blocks, inputs, predictive, synthetic inputs)."""
+    """Return a tiny transformers model, its blocks' getter, inputs, predictive, synthetic inputs.
+
+    The weights are random.
+    """
     import transformers as hf
 
     torch.manual_seed(7)

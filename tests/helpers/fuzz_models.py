@@ -18,14 +18,14 @@ EXPERTS = 3
 
 
 class Stage(NamedTuple):
-    """A layer, routing, mask, packing or toggle, by its name in ``STAGES``; added to what it is given if residual."""
+    """A layer, routing, mask, packing or toggle of ``STAGES``; added to its input if residual."""
 
     kind: str
     residual: bool
 
 
 class Batch(NamedTuple):
-    """One call: how many samples, regular or drawn (lengths, order, experts), and whether toggles are on."""
+    """One call: how many samples, regular or drawn (lengths, order, experts), toggles on or off."""
 
     count: int
     regular: bool
@@ -45,7 +45,10 @@ class Spec(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What stages look at beside h [B, T, D]: the model's inputs x [B, T, D] and mask [B, T], true up to a length."""
+    """What stages look at beside h [B, T, D]: the inputs x [B, T, D] and a mask [B, T].
+
+    The mask is true up to a length.
+    """
 
     x: Tensor
     mask: Tensor
@@ -75,7 +78,10 @@ STAGES: dict[str, Callable[[int, int], nn.Module]] = {}  # from (T, D)
 
 
 def stage(name: str, how: Callable[..., Tensor], **parts: Callable[[int, int], Any]) -> None:
-    """Enter a stage, what is done with its modules: ``how(m, h, inputs)``; ``parts``: the modules, from T and D."""
+    """Register a stage under a name: ``how(m, h, inputs)`` is what it does with its modules m.
+
+    ``parts`` make the modules, from T and D.
+    """
     STAGES[name] = lambda t, d: Written(how, **{key: part(t, d) for key, part in parts.items()})
 
 
@@ -116,7 +122,10 @@ def experts_by_index_add(m, h, i):
 
 
 def experts_by_einsum(m, h, i):
-    """Switch's: places [tokens, experts, tokens], with room for all, and weights that have a gradient."""
+    """Mix experts as Switch does: places [tokens, experts, tokens], differentiable weights.
+
+    There is room for all tokens.
+    """
     chosen = F.one_hot(i.expert, EXPERTS)
     place = ((chosen.cumsum(0) - 1) * chosen).sum(-1)
     taken = (chosen[:, :, None] * F.one_hot(place, len(chosen))[:, None]).to(h)
@@ -126,7 +135,7 @@ def experts_by_einsum(m, h, i):
 
 
 def experts_by_function(m, h, i):
-    """Tokens sorted by expert and brought back by a custom Function, one product for each expert."""
+    """Sort tokens by expert and back by a custom Function, with one product for each expert."""
     order = i.expert.argsort(stable=True)
     parts = cases.Rows.apply(h.flatten(0, 1), order).split(i.expert.bincount(minlength=EXPERTS).tolist())
     rows = torch.cat([part @ weight for part, weight in zip(parts, m.experts)])
@@ -182,13 +191,13 @@ def unpadded_by_function(m, h, i):
 
 
 def segment_means(m, h, i):
-    """Each sample's mean over its tokens, by a custom segment sum, added to all of its positions."""
+    """Add each sample's mean over its tokens, a custom segment sum, to all of its positions."""
     sums = cases.SegmentSum.apply(m.a(h[i.mask]).tanh(), i.mask.nonzero()[:, 0], len(h))
     return h + (sums / i.mask.sum(1, keepdim=True))[:, None]
 
 
 def packed_rows(m, h, i):
-    """Attention in rows of T into which samples are packed greedily, each token seeing its own sample."""
+    """Attend in rows of T into which samples are packed greedily, each token to its own sample."""
     count, time, width = h.shape
     own, owner = cases.pack(torch.arange(count * time).view(count, time, 1), i.mask.sum(1), count, time)
     place = (owner.flatten() >= 0).nonzero()[:, 0]
@@ -274,7 +283,7 @@ for _what in TOGGLES:
 
 
 class Model(nn.Module):
-    """The stages one after another between two linear layers; in eval mode, all of its tensors random."""
+    """The stages in a row between two linear layers; in eval mode, all of its tensors random."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
@@ -316,7 +325,10 @@ def inputs_of(spec: Spec, batch: Batch) -> Inputs:
 
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
-    """Models of one to four stages with three or four batches of two sizes, the first one more regular than the others."""
+    """Draw models of one to four stages with three or four batches of two sizes.
+
+    The first batch is more regular than the others.
+    """
     kinds = st.one_of(st.sampled_from(PLAIN), st.sampled_from(PLAIN), st.sampled_from(list(STAGES)))
     often, once = draw(st.sampled_from([4, 3, 6, 8])), draw(st.sampled_from([4, 2, 3, 6, 8, 1]))
     seldom, mostly = st.sampled_from([False, False, True]), st.sampled_from([True, True, False])

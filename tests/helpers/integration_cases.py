@@ -1,4 +1,7 @@
-"""A small network that training changes in every way (dropout, batch norm, momentum), its data, and a hand-written loop."""
+"""A small network that training changes in every way, its data, and a hand-written loop.
+
+It has dropout and batch norm, and is trained with momentum.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,10 @@ def train(
     mid: Callable[[], Any] = lambda: None,
     each: Callable[[], Any] = lambda: None,
 ) -> list[float]:
-    """Train; ``mid`` is called between backward passes, ``each`` and then ``watch`` after each optimizer step."""
+    """Train; call ``mid`` between backward passes, ``each`` and ``watch`` after optimizer steps.
+
+    ``each`` is called before ``watch``.
+    """
     seed_all(seed)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     x, y = data()
@@ -73,7 +79,7 @@ def train(
 
 
 class Recorded:
-    """An integration that also keeps what it measured, and what its method `estimate` says at that moment, in ``rows``."""
+    """An integration that also keeps in ``rows`` what it measured and what `estimate` says then."""
 
     rows: tuple[tuple, ...] = ()  # (step, epoch, value, estimate)
 

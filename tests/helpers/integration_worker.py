@@ -1,4 +1,7 @@
-"""One of two processes that train together, with and without an integration; each function returns what came of it."""
+"""One of two processes that train together, with and without an integration.
+
+Each function returns what came of it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from fastlr.integrations import Monitor
 
 
 def by_hand(rank: int) -> dict:
-    """A loop with DDP: watched on both processes, on that of rank 0 alone, and not at all; bf16 autocast."""
+    """Train by a loop with DDP in bf16 autocast, watched by both processes, by rank 0, by none."""
     models, found = [], {}
     for watched in ("nobody", "both", "first"):
         model = network()
@@ -102,7 +105,10 @@ def by_lightning_sharded(rank: int) -> dict:
 
 
 def by_huggingface_sharded(rank: int, folder: Path, bf16: bool) -> dict:
-    """The Trainer with accelerate's FSDP2 plugin, which it takes on GPUs only: told that these processes are on some."""
+    """Run the Trainer with accelerate's FSDP2 plugin, told that these processes are on GPUs.
+
+    It takes the plugin on GPUs only.
+    """
     as_launched(rank)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     import accelerate

@@ -1,4 +1,6 @@
-"""Kernels in Triton's interpreter, in a process of their own: TRITON_INTERPRET is read when Triton is imported.
+"""Kernels in Triton's interpreter, in a process of their own.
+
+TRITON_INTERPRET is read when Triton is imported.
 
 The interpreter computes in float32 and float64 only: its bfloat16 products are wrong.
 """
@@ -40,7 +42,9 @@ given = torch.load(sys.argv[1], weights_only=False)
 
 
 def interpreted(script: str, folder: Path, given: object = None) -> Any:
-    """The ``results`` of a script that runs kernels in the interpreter; skips the test where there is no Triton.
+    """Return the ``results`` of a script that runs kernels in the interpreter.
+
+    The test is skipped where there is no Triton.
 
     The script has ``torch``, ``fastlr``, ``ops``, what is ``given``, and the ``claims`` of `note_claims`.
     """
@@ -55,7 +59,7 @@ def interpreted(script: str, folder: Path, given: object = None) -> Any:
 
 
 def params(cases: Iterable[Any], slow: str) -> list[Any]:
-    """The names of cases as parameters of tests, those that the pattern ``slow`` matches as long ones."""
+    """Return the names of cases as parameters of tests, those that match ``slow`` as long ones."""
     names = {case if isinstance(case, str) else "-".join(case): case for case in cases}
     return [pytest.param(c, id=n, marks=[pytest.mark.long] * bool(re.search(slow, n))) for n, c in names.items()]
 

@@ -1,4 +1,6 @@
-"""The variants of the kernels that are compiled ahead of time, for `compile_kernels.py`: VARIANTS, by module of kernels/.
+"""The variants of the kernels that are compiled ahead of time, for `compile_kernels.py`.
+
+They are in VARIANTS, by module of kernels/.
 
 A variant is (label, kernel, signature, constants, options): types of the arguments, those that are constants (constexprs,
 and sizes and strides of 1, which Triton makes constants of), and the options of `compile_kernels.compile_case`.
@@ -74,7 +76,9 @@ def fp32(names: str) -> dict[str, str]:
 def sums(
     name: str, inputs: str, *, product: bool, plain: bool, pairs: Iterable[tuple[str, str]] = ()
 ) -> Iterator[tuple]:
-    """The sums of an op: every dtype (and pair of dtypes) and tile, contiguous (either way) and aligned or not at all.
+    """Yield the variants of the sums of an op: every dtype (and pair of dtypes), tile and layout.
+
+    Layouts are contiguous (either way), aligned or not, and any strides.
 
     ``product`` and ``plain`` are the wanted sums, ``inputs`` those of the optional inputs that are given.
     """
@@ -253,7 +257,10 @@ def folded() -> Iterator[tuple]:
 
 
 def depthwise_layers() -> Iterator[tuple[str, str, bool, int, int, int, tuple[int, int], ConvGeometry]]:
-    """(name, dtype, channels_last, vector, channels, columns, kernel, geometry): MobileNetV3-Large's, and a few odd ones."""
+    """Yield the layers of MobileNetV3-Large, and a few odd ones.
+
+    Each is (name, dtype, channels_last, vector, channels, columns, kernel, geometry).
+    """
     for channels, columns, kernel, stride in (
         (16, 112, 3, 1), (64, 112, 3, 2), (72, 56, 3, 1), (72, 56, 5, 2), (120, 28, 5, 1), (240, 28, 3, 2),
         (200, 14, 3, 1), (672, 14, 5, 2), (960, 7, 5, 1), (512, 16, 7, 1), (5, 7, 3, 1), (3, 9, 2, 2),
@@ -308,7 +315,7 @@ def folded_depthwise() -> Iterator[tuple]:
 
 
 def one_pointwise(name: str, dtype: str, tile: pointwise.Tile, last: bool, *, backward: bool, **flags: Any) -> tuple:
-    """A variant of a pointwise convolution, forward or backward; all tensors have one memory format."""
+    """Return a variant of a pointwise convolution, forward or backward, in one memory format."""
     kinds = fp32(MOMENTS + " bias")
     pointers = ("x", "gx", "grad", "kept", "out", "residual", "folded", "gate", "more", "of_gate")
     kinds |= dict.fromkeys(pointers, f"*{dtype}")
@@ -333,7 +340,11 @@ def one_pointwise(name: str, dtype: str, tile: pointwise.Tile, last: bool, *, ba
 
 
 def folded_pointwise() -> list[tuple]:
-    """Every tile, with the activations that take most registers; the backward pass of bf16 also with every tile's own."""
+    """Return variants of every tile, with the activations that take most registers.
+
+    Each tile of the backward pass has the first activation that takes it; those of bf16 with
+    channels last have Hardswish as well.
+    """
     cases: dict[str, tuple] = {}
     seen = set()
 

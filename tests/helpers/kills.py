@@ -1,4 +1,4 @@
-"""Runs that are killed at random moments and resumed, held to one that was not: for the tests of every driver."""
+"""Runs killed at random moments and resumed are held to an unbroken run, for every driver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def finish(module: str, path: Path, settings: dict[str, Any]) -> None:
 
 
 def check_kills(folder: Path, module: str, settings: dict[str, Any], kills: int, seed: int) -> list[dict[str, Any]]:
-    """Kill runs at moments spread over the whole of one, and compare records and checkpoints; return the records."""
+    """Kill runs at moments spread over a whole one; compare and return the records.
+
+    Checkpoints are compared, too.
+    """
     whole = folder / "whole"
     finish(module, whole, settings)
     seconds = (whole / "records.jsonl").stat().st_mtime - (whole / "run.lock").stat().st_mtime

@@ -1,4 +1,6 @@
-"""Which variants of the kernels a network launches, found with no GPU: ``python launched_kernels.py NETWORK DTYPE ARCH...``.
+"""Find which variants of the kernels a network launches, with no GPU.
+
+Usage: ``python launched_kernels.py NETWORK DTYPE ARCH...``.
 
 The network is planned in plain torch (bf16 or fp16: autocast, channels_last; fp32: as it is) and run once more with every op
 on its Triton kernel, where each launch is noted instead of made; its results are zeros. A variant is what Triton would compile
@@ -86,7 +88,7 @@ def noted() -> Iterator[dict[str, tuple]]:
 
 
 def launched(model: nn.Module, x: Tensor, dtype: torch.dtype, predictive: Any) -> dict[str, tuple]:
-    """The variants that one chunk of an estimate of ``model`` launches, the inputs' generation left out."""
+    """Return the variants that one chunk of an estimate launches, input generation left out."""
     index = torch.arange(len(x))
 
     def cotangent(z: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Models for the tests of metrics: each tells by hand its activations (units last) and its features."""
+"""Models for the tests of metrics: each returns by hand its activations and its features.
+
+Activations have their units last.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class PlainCNN(nn.Module):
 
 
 class Residual(nn.Module):
-    """Batch norm, functional and in-place relu, one activation module used three times, a residual addition."""
+    """Batch norm, functional and in-place relu, one activation used three times, a residual sum."""
 
     size = (3, 8, 8)
 
@@ -98,7 +101,10 @@ class GPT(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Hardswish on channels, then on the last axis of a channels-last block (ConvNeXt), SiLU and GELU functions, 1-D too."""
+    """Hardswish, SiLU and GELU functions on channels, on the last axis (ConvNeXt) and in 1-D.
+
+    The last axis is that of a channels-last block.
+    """
 
     size = (2, 6, 6)
 
@@ -173,7 +179,10 @@ def share(found: list[Tensor], threshold: float) -> float:
 
 
 def between(found: list[Tensor]) -> float:
-    """A threshold in the widest gap between low scores, so that rounding cannot move a unit across it."""
+    """Return a threshold in the widest gap between low scores.
+
+    Rounding cannot move a unit across it.
+    """
     values = torch.cat(found).sort().values
     values = values[values > 1e-3][: len(values) // 3]
     at = int(values.diff().argmax())

@@ -1,4 +1,7 @@
-"""The models that the estimator must get right: real architectures at small sizes (zoo_layers, zoo_odd: layers)."""
+"""The models that the estimator must get right: real architectures at small sizes.
+
+Layers are in zoo_layers and zoo_odd.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,10 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """Collects the cells of tables, the text, addresses and pictures; every tag must be closed in order."""
+    """A parser that collects table cells, text, addresses and pictures.
+
+    It requires every tag to be closed in order.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()

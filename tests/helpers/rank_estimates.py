@@ -33,7 +33,10 @@ def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 class Failing(nn.Module):
-    """Raises when it meets input 30, which is in the fourth round of three ranks with chunks of three: that of rank 1."""
+    """A model that raises when it meets input 30.
+
+    That is in the fourth round of three ranks with chunks of three: that of rank 1.
+    """
 
     def __init__(self, error: Exception | None) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ def differing(rank: int) -> list[str]:
 
 
 def alone(rank: int) -> dict[str, Any]:
-    """Only rank 0 measures: plainly, which works; then in sharded(), which says that the others do not come."""
+    """Measure on rank 0 alone: plainly, which works, and in sharded(), which misses the others."""
     found: dict[str, Any] = {}
     if rank == 0:
         found["plain"] = fastlr.estimate(mlp(), Drawn(), 10).n
@@ -168,7 +171,7 @@ HALVED: dict[str, dict[str, Any]] = {  # who runs out of memory, from which inpu
 
 
 def halved(rank: int) -> dict[str, dict[str, Any]]:
-    """Memory runs out on one rank only, with more than six inputs at a time; twice the same estimator."""
+    """Run out of memory on one rank only, above six inputs, twice with the same estimator."""
     found: dict[str, dict[str, Any]] = {}
     for name, case in HALVED.items():
         who, first, options = case["who"], case["first"], {k: v for k, v in case.items() if k not in ("who", "first")}

@@ -26,7 +26,10 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
 
 def left_behind() -> set[str]:
-    """Shared memory of processes that have ended. Others have a name for a moment only, in tests beside this one too."""
+    """Return the names of shared memory of processes that have ended.
+
+    Others have a name for a moment only, in tests beside this one too.
+    """
     folder = Path("/dev/shm")
     names = [p.name for p in folder.iterdir() if p.name.startswith("fastlr-")] if folder.is_dir() else []
     return {name for name in names if not Path("/proc", name.split("-")[1]).exists()}
@@ -54,7 +57,10 @@ def hashed(tensors: list[Tensor]) -> str:
 
 
 def all_checks(rank: int, prefer: str, device: str = "cpu", buffer_bytes: int | None = None) -> dict[str, Any]:
-    """Everything that leaves the group whole. Keys: the route, and for each check a list of what was wrong."""
+    """Run every check that leaves the group whole.
+
+    Keys of the result: the route, and for each check a list of what was wrong.
+    """
     if device == "cuda":
         device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
@@ -105,7 +111,10 @@ def _special(rank: int, device: str) -> list[str]:
 
 
 def _layouts(rank: int, device: str) -> list[str]:
-    """Strides that differ between ranks, slices that begin anywhere, parameters, no elements, no axes."""
+    """Check strides that differ between ranks, slices, parameters, no elements and no axes.
+
+    Slices begin anywhere.
+    """
     wrong = []
     base = drawn(rank, (2, 3, 4, 5), device=device)
     want = reference.all_reduce(base.cpu().clone())
@@ -226,7 +235,10 @@ def net() -> nn.Sequential:
 
 
 def _ddp_step(rank: int, device: str, how: str) -> dict[str, float]:
-    """One step of SGD on this rank's part of a batch; how far parameters are from those of one process on all of it."""
+    """Take an SGD step on this rank's part; return how far it is from one process on the batch.
+
+    The distance is that of the parameters.
+    """
     ranks, each = dist.get_world_size(), 6
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     generator = torch.Generator().manual_seed(1)
@@ -281,7 +293,7 @@ def one_is_killed(rank: int, when: str, prefer: str, timeout: float) -> tuple[st
 
 
 def one_is_stopped(rank: int, timeout: float) -> tuple[list[str], float, bool]:
-    """Rank 1 does nothing for a while: the others do not wait longer than their limit, nor use the group again."""
+    """Stop rank 1 for a while: the others end at their limit and never use the group again."""
     distributed.connect("cpu", timeout=60).set_timeout(timeout)
     if rank == 1:
         time.sleep(3 * timeout)

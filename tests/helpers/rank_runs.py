@@ -1,4 +1,4 @@
-"""What the ranks of tests/experiments/training/test_parallel_runs.py do: runs that several processes do together."""
+"""What the ranks of test_parallel_runs.py (tests/experiments/training) do: runs done together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def without_norm(num_classes: int = 2) -> nn.Module:
 
 
 class Strange(nn.Module):
-    """A buffer that every training pass changes, on every rank alike, which is not that of a batch norm."""
+    """A model with a buffer, not batch norm's, that training passes change alike on every rank."""
 
     def __init__(self, num_classes: int = 2) -> None:
         super().__init__()
@@ -148,7 +148,10 @@ def killed(rank: int, module: str, path: str, settings: dict[str, Any], records:
 
 
 def steps(rank: int, kind: str, captured: bool, updates: str = "every-part") -> dict[str, Any]:
-    """Steps on batches of several sizes, captured or not; parameters, statistics and losses afterwards."""
+    """Take steps on batches of several sizes, captured or not.
+
+    Returned are the parameters, statistics and losses afterwards.
+    """
     torch.manual_seed(3)
     model = network(kind).double().train()
     x = torch.randn(40, 5, dtype=torch.float64)
@@ -165,7 +168,7 @@ def steps(rank: int, kind: str, captured: bool, updates: str = "every-part") -> 
 
 
 def reduced(rank: int, reduce_dtype: str) -> dict[str, Any]:
-    """A step of float32: this rank's own gradients, those that the optimiser is given, and what was sent."""
+    """Take a float32 step; return own gradients, those of the optimiser, and what was sent."""
     torch.manual_seed(3)
     model, sent = network("usual").train(), []
     x = torch.randn(12, 5)
@@ -192,7 +195,7 @@ def reduced(rank: int, reduce_dtype: str) -> dict[str, Any]:
 
 
 def sometimes(rank: int) -> list[Any]:
-    """What becomes of a layer that only one rank's samples reach in the first step, and of one that is reached later."""
+    """Return what becomes of a layer that one rank's samples reach in the first step, or later."""
     results: list[Any] = []
     for signs in ([1.0, -1.0], [-1.0, 1.0]), ([-1.0, -1.0], [1.0, -1.0]), ([1.0, 1.0], [-1.0, -1.0]):
         torch.manual_seed(0)

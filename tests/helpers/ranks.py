@@ -1,4 +1,6 @@
-"""Worlds of processes on this machine, for tests and bench/test_reductions.py: every rank runs a function in a process group.
+"""Worlds of processes on this machine, where every rank runs a function in a process group.
+
+Tests and bench/test_reductions.py use them.
 
 Processes come from a fork server that has imported torch once, so a world starts in a tenth of a second. The store is
 held by the process that asks for them, so that any rank may be killed.
@@ -23,7 +25,10 @@ LIMIT = 120.0
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """Processes of a server that has imported what a run imports, torch._dynamo (a second) for its optimisers."""
+    """Return a context of processes from a server that has imported what a run imports.
+
+    torch._dynamo, which takes a second, is imported for torch's optimisers.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torchvision", "fastlr.distributed", "kills", "rank_runs"])
     return context
@@ -36,7 +41,7 @@ class Ended(Exception):
 def run_ranks(
     size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, backend: str | None = "gloo"
 ) -> list[Any]:
-    """Results of ``function(rank, *args)`` on every rank; what a rank raised, or `Ended`, in its place.
+    """Return ``function(rank, *args)`` of every rank, or in its place what it raised, or `Ended`.
 
     Args:
         size: number of ranks.
@@ -113,7 +118,10 @@ def _rank(
 
 
 def _all_have_joined(store: Any, size: int) -> None:
-    """Wait until the group stands on every rank: one that ended now would break the others' connecting, not their work."""
+    """Wait until the group stands on every rank.
+
+    One that ended now would break the others' connecting, not their work.
+    """
     if store.add("joined", 1) == size:
         store.set("all have joined", "1")
     store.wait(["all have joined"], timedelta(seconds=30))

@@ -16,7 +16,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 
 
 class Again:
-    """Repeats a function into the tensors of its first result: on the CPU what a CUDA graph is on a GPU."""
+    """A recorder that repeats a function into its first result's tensors, as a CUDA graph does.
+
+    It stands in for one on the CPU.
+    """
 
     captures = 0
 
@@ -36,7 +39,7 @@ class Again:
 
 
 class Tape:
-    """Repeats the operations of a function on the very tensors that they had: nothing of Python runs again, as in a graph.
+    """A recorder that repeats a function's operations on the tensors they had, with no Python run.
 
     So a number that Python has read, an object that was replaced and memory that moved show as they would on a GPU.
     """
@@ -67,7 +70,9 @@ class Tape:
 
 
 class Waits(TorchDispatchMode):
-    """Notes what would make the host wait for a GPU: a tensor's values read there, or a tensor made of the host's.
+    """A mode that notes what would make the host wait for a GPU.
+
+    That is reading a tensor's values on the host, or making a tensor of the host's.
 
     The first ``.cpu()`` is noted too, as "copied"; what it gives, and what is made of that, is the host's from then on.
 
@@ -104,7 +109,10 @@ class Waits(TorchDispatchMode):
 
     @contextmanager
     def noting(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Note what happens inside; `Tensor.cpu` and `Tensor.tolist` do not show in a dispatch mode on the CPU."""
+        """Note what happens inside, `Tensor.cpu` and `Tensor.tolist` too.
+
+        These do not show in a dispatch mode on the CPU.
+        """
         tolist = Tensor.tolist
 
         def cpu(t: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Run the Python blocks of CONTRIBUTING.md in this process: those that begin with ``# in FILE`` as a part of that file."""
+"""Run the Python blocks of CONTRIBUTING.md in this process.
+
+Those that begin with ``# in FILE`` run as a part of that file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that are written as functions, and squared gradient norms by one plain backward pass for each sample."""
+"""Modules written as functions, and squared gradient norms by one backward pass per sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 
 class Written(nn.Module):
-    """A module whose forward is a function of itself and its inputs: ``Written(lambda m, x: m.a(x), a=nn.Linear(2, 3))``."""
+    """A module whose forward is a function of itself and its inputs.
+
+    An example: ``Written(lambda m, x: m.a(x), a=nn.Linear(2, 3))``.
+    """
 
     def __init__(self, function: Callable[..., Any] | None, **parts: Any) -> None:
         super().__init__()
@@ -24,7 +27,10 @@ class Written(nn.Module):
 
 
 def truth(model: nn.Module, inputs: Sequence[Any], v: Tensor, shared: Collection[int] = ()) -> Tensor:
-    """Squared norms [B], each by a pass over the sample alone; ``shared``: which of the inputs have no samples."""
+    """Return squared norms [B], each by a pass over the sample alone.
+
+    ``shared``: which of the inputs have no samples.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     norms = []
     for j in range(len(v)):

@@ -18,7 +18,10 @@ from torch.autograd import Function
 
 
 class Call(NamedTuple):
-    """One call: the model as it is now, its inputs, which of these have no samples, and whether it is to be refused."""
+    """One call: the model as it is now, its inputs, which are shared, and whether it is refused.
+
+    Shared inputs have no samples.
+    """
 
     model: nn.Module
     xs: tuple
@@ -31,7 +34,10 @@ CASES: dict[str, Calls] = {}  # each a generator, which changes the model's stat
 
 
 def case(*parameters: Any) -> Callable[[Callable[..., Iterator[Call]]], Callable[..., Iterator[Call]]]:
-    """Enter a generator of calls, once for each of the parameters if there are any (names, or values with one)."""
+    """Register a generator of calls, once for each parameter if there are any.
+
+    Parameters are names, or values with a name.
+    """
 
     def enter(function: Callable[..., Iterator[Call]]) -> Callable[..., Iterator[Call]]:
         for parameter in parameters:
@@ -45,7 +51,7 @@ def case(*parameters: Any) -> Callable[[Callable[..., Iterator[Call]]], Callable
 
 
 class Net(Written):
-    """Three linear layers and what else is given, used as ``how(self, *inputs)`` says, in eval mode."""
+    """Three linear layers and other parts, in eval mode, used as ``how(self, *inputs)`` says."""
 
     def __init__(self, how: Callable[..., Tensor] | None, width: int = 5, hidden: int = 6, **parts: Any) -> None:
         layers = {"a": nn.Linear(width, hidden), "b": nn.Linear(hidden, hidden), "c": nn.Linear(hidden, 4)}
@@ -186,7 +192,7 @@ def permuted(how):
 
 @case()
 def bmm_of_as_many_heads_as_samples():
-    """B = heads = T = C = 4: the first axis of the product is heads, the samples are contracted by a permutation."""
+    """B = heads = T = C = 4: the product's first axis is heads; a permutation contracts samples."""
 
     def how(net, x):
         mask = permutation(x[:, 0]).expand(4, len(x), len(x))
@@ -202,7 +208,7 @@ def bmm_of_as_many_heads_as_samples():
 
 
 class Switch(nn.Module):
-    """Top-1 mixture of experts by einsum: slots [experts, capacity], combine weights that have a gradient."""
+    """A top-1 mixture of experts by einsum: slots [experts, capacity], differentiable weights."""
 
     def __init__(self, experts: int, capacity: Callable[[int], int]) -> None:
         super().__init__()
@@ -232,7 +238,10 @@ def routed(to: list[int]) -> Tensor:
 
 @case()
 def gradients_permuted_by_a_hook():
-    """A hook on a tensor, which no graph shows, sends gradients from sample to sample; at first each to its own."""
+    """A hook on a tensor, which no graph shows, sends gradients from sample to sample.
+
+    At first it sends each gradient to its own sample.
+    """
 
     def how(net, x):
         h = net.a(x).tanh()
@@ -289,7 +298,10 @@ def switch(first):
 
 @case()
 def capacity_that_overflows_later():
-    """Sixteen samples, four experts of four places: at first all fit, then twelve are dropped because of others."""
+    """Sixteen samples fit four experts of four places at first; later twelve are dropped.
+
+    They are dropped because of others.
+    """
     model = Switch(4, lambda count: 4)
     yield Call(model, (routed([0, 1, 2, 3] * 4),))
     yield Call(model, (routed([2] * 16),), refused=True)
@@ -297,7 +309,7 @@ def capacity_that_overflows_later():
 
 
 def pack(x: Tensor, lengths: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
-    """Greedily, first fit: tokens [rows, size, width] and the sample of each, -1 where there is none."""
+    """Pack samples greedily, first fit: tokens [rows, size, width] and their samples, or -1."""
     packed, owner, used = x.new_zeros(rows, size, x.shape[-1]), torch.full((rows, size), -1), [0] * rows
     for j, length in enumerate(lengths.tolist()):
         row = next(r for r in range(rows) if used[r] + length <= size)
@@ -308,7 +320,10 @@ def pack(x: Tensor, lengths: Tensor, rows: int, size: int) -> tuple[Tensor, Tens
 
 
 def navit(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
-    """Attention within packed rows, as many as samples, by a block mask, then attention pooling by sample."""
+    """Attend by a block mask within packed rows, as many as samples, then pool by attention.
+
+    The pooling is by sample.
+    """
     packed, owner = pack(x, lengths, len(x), x.shape[1])
     h = net.a(packed).tanh()
     other = owner[:, :, None] != owner[:, None]
@@ -318,7 +333,7 @@ def navit(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def navit_in_order(net: Net, x: Tensor, lengths: Tensor) -> Tensor:
-    """Two samples a row, one after the other; attention within them and pooling of each by products within rows."""
+    """Attend within two samples a row, one after the other, and pool each by products in rows."""
     count, lengths = len(x), F.pad(lengths, (0, len(x) % 2))
     ends = lengths.view(-1, 2).cumsum(1)[..., None]
     at, starts = torch.arange(8), ends - lengths.view(-1, 2, 1)
@@ -435,7 +450,10 @@ def exchanged_from_eight_on():
 
 
 class Positions(nn.Module):
-    """Convolution, batch norm, and then positions [B, T, C]: as they are, or in attention (timm's iFormer)."""
+    """Convolution, batch norm, then positions [B, T, C], as they are or in attention (iFormer).
+
+    The attention is that of timm's iFormer.
+    """
 
     def __init__(self, attention: bool, channels: int = 4) -> None:
         super().__init__()

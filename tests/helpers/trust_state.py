@@ -1,4 +1,4 @@
-"""Models whose program changes where a fingerprint may not look, and models that write to themselves."""
+"""Models whose program changes where a fingerprint may not look, or that write to themselves."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def mixing(mix: Mix, read: Callable[[Any], Any], kind: type[Net] = Net, **parts:
 
 
 def holder(name: str, read: Callable, write: Callable, kind: type[Net] = Net, **parts: Callable[[], Any]) -> None:
-    """Enter a place: how the model reads it, how it is written to, and what makes the model's parts that it needs."""
+    """Register a place by how a model reads it, how it is written, and what makes its parts."""
 
     def hold(mix: Mix) -> Held:
         model = mixing(mix, read, kind, **{key: make() for key, make in parts.items()})
@@ -258,7 +258,10 @@ def flipped_samples(how):
 
 
 class CachedBias(nn.Module):
-    """Attention whose position biases are kept in eval mode, as timm's LeViT, TinyViT and EfficientFormer do."""
+    """Attention that keeps its position biases in eval mode.
+
+    So do timm's LeViT, TinyViT and EfficientFormer.
+    """
 
     def __init__(self) -> None:
         super().__init__()

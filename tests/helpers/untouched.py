@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Hold that a model and the random state are to the bit what they were, also where the call fails.
+    """Hold that a model and the random state stay the same to the bit, also where the call fails.
 
     Under each name is the same tensor, with the same values and gradient; flags and hooks are as before.
     """

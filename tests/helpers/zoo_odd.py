@@ -1,4 +1,4 @@
-"""Small models: tables, indexing, weights made of other weights, sequences, odd code, and faults to refuse."""
+"""Small models: tables, indexing, derived weights, sequences, odd code, and faults to refuse."""
 
 from __future__ import annotations
 

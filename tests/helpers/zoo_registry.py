@@ -1,4 +1,4 @@
-"""The registry of test models: named builders, how a built model is randomised and cast, and short ways to write one.
+"""The registry of test models: builders by name, how models are randomised, cast and written.
 
 Everything is drawn at random, zero-initialised parameters included: a gate or head at zero hides an omission behind it.
 """
@@ -34,7 +34,10 @@ ZOO: dict[str, Callable[[], ZooCase]] = {}
 
 
 def zoo(name: str, long: bool = False, **fields: Any) -> Callable:
-    """Register a builder of a :class:`Case` (or of a (model, inputs) pair) under a name; ``long``: too slow for most runs."""
+    """Register a builder of a :class:`Case`, or of a (model, inputs) pair, under a name.
+
+    ``long``: too slow for most runs.
+    """
 
     def register(build: Callable) -> Callable:
         if name in ZOO:
@@ -56,7 +59,10 @@ CALIBRATED: set[str] = set()  # models whose batch norms take the statistics of 
 
 
 def randomise(model: nn.Module) -> nn.Module:
-    """Move every parameter off its initial value, constant ones (zeros, ones, layer scales) by a visible amount."""
+    """Move every parameter off its initial value, constant ones by a visible amount.
+
+    Constant are zeros, ones and layer scales.
+    """
     with torch.no_grad():
         for p in model.parameters():
             rms = float(p.square().mean().sqrt())
@@ -70,7 +76,7 @@ def randomise(model: nn.Module) -> nn.Module:
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> ZooCase:
-    """Build a case, in eval mode unless it says otherwise; float64 has the same numbers as float32."""
+    """Build a case, in eval mode unless it says otherwise; numbers are the same in every dtype."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         case = ZOO[name]()
@@ -97,7 +103,7 @@ def written(
     expected: str = "ok",
     **parts: Callable[[], Any],
 ) -> None:
-    """Register a :class:`Written`; parts and inputs are given as functions, so that each build draws its own.
+    """Register a :class:`Written`, whose parts and inputs are functions: each build draws its own.
 
     Modules become children, tuples become parameters of that shape, tensors become buffers.
     """

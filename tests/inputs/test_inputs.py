@@ -1,4 +1,4 @@
-"""Synthetic inputs: the generator's known answers, purity in (seed, index), distributions, and errors."""
+"""Synthetic inputs: known answers, purity in (seed, index), distributions, and errors."""
 
 from __future__ import annotations
 
@@ -244,7 +244,10 @@ def test_shape_images_at_numbers(name):
 
 
 def check_normal(z: torch.Tensor) -> None:
-    """Moments within four standard errors of a standard normal's; the kurtosis is the table's own."""
+    """Hold moments within four standard errors of a standard normal's.
+
+    The kurtosis is the table's own.
+    """
     z, n = z.double(), z.numel()
     assert abs(z.mean()) < 4 / math.sqrt(n)
     assert abs(z.square().mean() - 1) < 4 * math.sqrt(2 / n)

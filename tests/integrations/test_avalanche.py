@@ -111,7 +111,10 @@ def save_and_load(folder):
 
 @pytest.mark.long
 def test_saved_and_loaded_with_the_strategy(tmp_path):
-    """In a process of its own: where a test has compiled a model, dill can save no optimizer any more."""
+    """The strategy is saved and loaded in a process of its own.
+
+    Where a test has compiled a model, dill can save no optimizer any more.
+    """
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers"), *sys.path])
     script = f"from pathlib import Path; import test_avalanche; test_avalanche.save_and_load(Path({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True)

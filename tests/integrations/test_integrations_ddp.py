@@ -1,4 +1,4 @@
-"""Two processes that train together (gloo): nothing hangs, rank 0 measures, the training is the same."""
+"""Two processes train together (gloo): none hangs, rank 0 measures, training stays the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Loggers: what they write is read back, resumption leaves no step twice; the driver's TensorBoard against its records."""
+"""Loggers: what they write is read back, and resumption leaves no step twice.
+
+The driver's TensorBoard is compared with its records.
+"""
 
 from __future__ import annotations
 

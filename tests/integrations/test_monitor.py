@@ -1,4 +1,4 @@
-"""The monitor of hand-written loops: the training is the same without it, and its numbers are those of `fastlr.estimate`."""
+"""The monitor of hand-written loops leaves training the same and agrees with `fastlr.estimate`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_training_is_bit_for_bit_the_same(options):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_values_are_those_of_estimate_in_the_precision_asked_for(dtype):
-    """Whatever autocast region the call is in, where cached casts of the weights are those of before the step."""
+    """The monitor's values are those of estimate in any autocast region.
+
+    Cached casts of the weights there are those of before the step.
+    """
     model, wanted = network(), []
     seen = []
     meter = monitor(model, every_n_steps=1, dtype=dtype, logger=lambda v, s: seen.append(v["local_redundancy"]))
@@ -132,7 +135,7 @@ def test_averaged_weights_that_do_not_fit():
 
 
 def test_a_backward_pass_may_be_under_way():
-    """The graph of a loss stays valid, also where averaged weights were in the model for a while."""
+    """The graph of a loss stays valid, also where averaged weights were in the model meanwhile."""
     model = network()
     average = Frozen(model)
     average.update(network().requires_grad_(False))
@@ -291,7 +294,7 @@ def test_other_processes_hear_of_an_error():
 
 
 def test_overhead_beyond_the_measurements():
-    """Under 1 % of the loop is the aim (see bench/test_monitor.py); here a bound that a busy machine keeps."""
+    """A busy machine keeps this bound; the aim is under 1 % of the loop (bench/test_monitor.py)."""
     model = network()
     meter = monitor(model, every_n_steps=5)
     spent = 0.0

@@ -1,4 +1,7 @@
-"""Every plasticity measure equals an independent plain computation, on any kind of model, and touches nothing."""
+"""Every plasticity measure equals an independent plain computation and leaves models untouched.
+
+That holds on any kind of model.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +133,10 @@ def test_dead_units_made_on_purpose_are_found_where_they_are() -> None:
 
 
 def shaped(function: Callable[[Written, Tensor], Tensor]) -> Written:
-    """Layers whose results a function rearranges before the activation: 6 channels of a convolution, 9 outputs of a linear."""
+    """Return layers whose results a function rearranges before the activation.
+
+    There are 6 channels of a convolution and 9 outputs of a linear layer.
+    """
     parts = {"conv": nn.Conv2d(2, 6, 3), "line": nn.Conv1d(2, 6, 3), "linear": nn.Linear(5, 9)}
     return Written(lambda m, x: function(m, x).relu(), **parts, weight=nn.Parameter(torch.randn(7, 2)))
 
@@ -167,7 +173,10 @@ def test_units_are_channels_or_the_last_axis_wherever_they_move(name: str) -> No
 
 
 def test_dormant_by_the_mean_activation_with_its_sign() -> None:
-    """The appendix on time series: GELU units with a mean below 0.05, those that are mostly negative among them."""
+    """GELU units with a mean below 0.05 are dormant, mostly negative ones among them.
+
+    This is the definition of the appendix on time series.
+    """
     model = nn.Sequential(nn.Linear(4, 50), nn.GELU()).double()
     x = torch.randn(64, 4, dtype=torch.float64)
     a, how = model(x), {"units": "all", "normalize": False, "threshold": 0.05}
@@ -194,7 +203,7 @@ def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches() -> None:
 
 
 class Gated(nn.Module):
-    """ReLU units, two of four dead, beside Hardswish units, one of three dead, and a gate that is none."""
+    """ReLU units, two of four dead; Hardswish units, one of three dead; and a gate that is none."""
 
     def __init__(self) -> None:
         super().__init__()

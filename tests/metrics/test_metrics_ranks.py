@@ -1,4 +1,7 @@
-"""Ranks and training gradient norms equal numpy and plain loops; the representation is found or asked for by name."""
+"""Ranks and training gradient norms equal numpy and plain loops.
+
+The representation is found, or asked for by name.
+"""
 
 from __future__ import annotations
 

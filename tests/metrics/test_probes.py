@@ -39,7 +39,10 @@ def test_the_noise_scale_is_that_of_the_sample_covariance(double):
 
 
 def test_its_standard_error_covers_the_truth(double):
-    """Linear regression, whose gradient noise is known: many data sets, each with its estimate and error."""
+    """Linear regression, whose gradient noise is known, holds estimates to their standard errors.
+
+    Each of many data sets has its estimate and error.
+    """
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
 
@@ -196,7 +199,7 @@ def test_samples_that_interact_have_no_curvature_rank():
 
 
 def test_gain_and_ceiling_of_all_labelings_are_those_by_hand():
-    """Two inputs that look alike: labels 00 and 11 are fitted with probability 1, 01 and 10 with 1/4 each."""
+    """Two inputs that look alike fit labels 00 and 11 with probability 1, 01 and 10 with 1/4."""
     constant = Written(lambda m, x: m.logits.expand(len(x), 2), logits=nn.Parameter(torch.zeros(2)))
     found = memorization_capacity(constant, torch.zeros(2, 1), enumerated=True, steps=200, learning_rate=0.2)
     assert found.details["ceiling"] == pytest.approx(math.log2(2.5), abs=0.01)  # log2 sum over y of P_fit(y)
@@ -219,7 +222,7 @@ def test_capacity_stops_at_what_the_model_can_hold():
 
 @pytest.mark.parametrize(("predictive", "classes"), [(fastlr.Bernoulli(), 2), (fastlr.Gaussian(2.0), 0)])
 def test_capacity_of_coins_and_of_targets(predictive, classes):
-    """A linear model of as many weights as inputs fits every target; the bits of a Gaussian have no end."""
+    """A linear model of as many weights as inputs fits all targets; Gaussian bits have no end."""
     torch.manual_seed(0)
     model, x = nn.Linear(6, 1), torch.eye(6)
     found = memorization_capacity(model, x, steps=400, learning_rate=0.1, repeats=2, predictive=predictive)

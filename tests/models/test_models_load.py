@@ -1,4 +1,4 @@
-"""Models by name and their checkpoints: what loads, and what is refused with a message that helps."""
+"""Models by name and their checkpoints: what loads, and what is refused with a helpful message."""
 
 from __future__ import annotations
 

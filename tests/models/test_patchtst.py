@@ -1,4 +1,4 @@
-"""PatchTST: its size, that it is Hugging Face's function, and that its per-sample gradient norms are right."""
+"""PatchTST: its size, equality with Hugging Face's, and right per-sample gradient norms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = dict(channels=3, context=50, horizon=6, patch=8, stride=5, layers=2, wid
 
 
 def randomised(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
-    """Every parameter and running statistic away from its initial value, so that no omission hides."""
+    """Move every parameter and running statistic off its initial value: no omission hides then."""
     generator = torch.Generator().manual_seed(seed)
     for name, t in model.state_dict().items():
         if name.endswith("running_var"):
@@ -49,7 +49,7 @@ def test_the_parameters_are_those_of_the_docstring():
 
 
 def counted(**settings: Any) -> tuple[int, int, int]:
-    """Hugging Face's model of the paper's sizes: its trainable parameters, all, and with buffers."""
+    """Count Hugging Face's model of the paper's sizes: trainable parameters, all, with buffers."""
     config = {**hugging_face().config.to_dict(), **settings}
     with torch.device("meta"):
         model = PatchTSTForPrediction(PatchTSTConfig(**config))
@@ -119,7 +119,7 @@ def test_both_draw_their_weights_alike():
 
 @pytest.mark.parametrize("make", [PatchTST, hugging_face])
 def test_local_redundancy_is_that_of_one_window_at_a_time(make):
-    """Channels lie folded into the batch: seven sequences of one window must not count as seven samples."""
+    """Channels folded into the batch, seven sequences a window, do not count as seven samples."""
     model = randomised(make(**SMALL)).eval()
     n, sigma = 6, 0.5
     inputs, predictive = fastlr.GaussianSeries(length=50, features=3), fastlr.Gaussian(sigma=sigma)

@@ -1,4 +1,4 @@
-"""Every configuration of every kernel compiles for every architecture, fits it, and spills nothing; no GPU needed.
+"""Every kernel configuration compiles for every architecture, fits it and spills nothing; no GPU.
 
 Those that take most registers or shared memory are compiled for one architecture, all for each of them in the long tests.
 """
@@ -17,7 +17,7 @@ OF_OPS = {modules["triton"].rpartition(".")[2] for modules in ops.TABLE.values()
 
 
 def check(module, records):
-    """No problem; but how many registers a compiler needs is its own affair: of an older Triton spills are no problem."""
+    """Require no problem, but allow spills of an older Triton: registers are its own affair."""
     assert records or module not in OF_OPS, "no variants"
     assert len({record["case"] for record in records}) == len(records), "cases of one name"
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):

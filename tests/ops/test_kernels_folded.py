@@ -1,4 +1,6 @@
-"""The kernels of the folded path against their definitions: in Triton's interpreter and, where there is one, on a GPU.
+"""The kernels of the folded path against their definitions: in the interpreter, and on a GPU.
+
+The interpreter is Triton's; a GPU is used where there is one.
 
 The tiles that low precision has are tried by making float32 calls choose them: see interpreter.py.
 """
@@ -117,7 +119,10 @@ def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def check(got: tuple, want: tuple, tolerance: float) -> None:
-    """Each result is close to its definition: squared norms relative to themselves, others to the largest value."""
+    """Hold each result close to its definition.
+
+    Squared norms are compared relative to themselves, others relative to the largest value.
+    """
     for a, b in pairs(got, want):
         assert_near(a, b, tolerance, of="element" if b is not None and b.ndim == 1 else "result")
 
@@ -205,7 +210,10 @@ def test_every_pointwise_tile_is_compiled(name, interpreted):
 
 
 def test_what_kernels_tell_the_compiler_holds(interpreted):
-    """That a size, stride or address is a multiple of what is loaded at once: on a GPU a false claim goes wrong silently."""
+    """Sizes, strides and addresses are multiples of what is loaded at once, as kernels claim.
+
+    On a GPU a false claim goes wrong silently.
+    """
     assert interpreted["claims"] == []
 
 

@@ -1,4 +1,7 @@
-"""The kernels of weight gradients' norms against their definitions, in Triton's interpreter and on a GPU if there is one."""
+"""The kernels of weight gradients' norms against their definitions, interpreted and on a GPU.
+
+The interpreter is Triton's; a GPU is used if there is one.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,10 @@ def test_every_configuration_that_was_chosen_is_compiled(interpreted: dict) -> N
 
 
 def test_what_kernels_tell_the_compiler_holds(interpreted: dict) -> None:
-    """That a size, stride or address is a multiple of what is loaded at once: on a GPU a false claim goes wrong silently."""
+    """Sizes, strides and addresses are multiples of what is loaded at once, as kernels claim.
+
+    On a GPU a false claim goes wrong silently.
+    """
     assert interpreted["claims"] == []
 
 

@@ -1,4 +1,4 @@
-"""The kernels of the small reductions, of activation gradients and of cotangents, against their definitions.
+"""The kernels of small reductions, activation gradients and cotangents, held to definitions.
 
 In Triton's interpreter and, where there is one, on a GPU.
 """
@@ -50,7 +50,10 @@ NAMES = [(op, case) for op, cases in CASES.items() for case in cases]
 
 
 def check(op: str, got: object, want: object, tolerance: float) -> None:
-    """Relative to the largest value of the definition: of the row for cotangents, of the result for the others."""
+    """Hold a result to the definition, relative to its largest value.
+
+    That is the largest of the row for cotangents, of the result for the others.
+    """
     assert_near(got, want, tolerance, of="row" if op == "categorical_root_cotangent" else "result")
 
 
@@ -96,7 +99,7 @@ def test_what_kernels_do_not_cover_is_left_to_torch(op, case, interpreted):
 
 
 def test_sums_of_a_sample_do_not_depend_on_its_batch(interpreted):
-    """The long sums, which are divided among programs: one sample alone has the bits that it has in a batch."""
+    """Long sums, divided among programs, give one sample the bits that it has in a batch."""
     assert CASES["channel_sums"]["long-pair"][0][:1].equal(CASES["channel_sums"]["long"][0])
     for alone, pair in pairs(interpreted["channel_sums"]["long"], interpreted["channel_sums"]["long-pair"]):
         assert torch.equal(alone[0], pair[0])
@@ -172,7 +175,7 @@ def test_estimates_reach_the_kernels(tmp_path):
 
 
 def test_rule_of_the_fused_rms_norm():
-    """On a CPU there is no such node, so the rule is given one: samples along axis 1, rows of two numbers times three."""
+    """The rule is given the node that a CPU lacks: samples along axis 1, rows of 2 x 3 numbers."""
     x, g, rrms = draw(5, 4, 2, 3), draw(5, 4, 2, 3, seed=1), draw(5, 4, 1, 1, seed=2)
     node = SimpleNamespace(_saved_input=x, _saved_result1=rrms, _saved_normalized_shape=(2, 3))
     site = Site(node, (g,), {0: Regular(1, 1, 1)}, 4, {1: torch.Size((2, 3))})

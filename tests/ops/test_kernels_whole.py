@@ -1,4 +1,7 @@
-"""Whole models on their Triton kernels: estimates in the interpreter (float32) and on a GPU against plain torch."""
+"""Whole models on Triton kernels: estimates against plain torch, interpreted and on a GPU.
+
+The interpreter works in float32.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What real networks launch at real sizes compiles for every architecture without spills, seen with no GPU."""
+"""What real networks launch at real sizes compiles for every architecture unspilt, with no GPU."""
 
 from __future__ import annotations
 

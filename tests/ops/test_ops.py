@@ -1,4 +1,4 @@
-"""Every fast op against its definition in fastlr.ops.reference, at odd sizes, in the dtypes it meets."""
+"""Every fast op against its definition in fastlr.ops.reference, at odd sizes, in its dtypes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,10 @@ def sums_to_zero(shape: tuple[int, ...]) -> Tensor:
 def test_linear_of_nearly_constant_rows(
     rows: int, inputs: int, outputs: int, swapped: bool, dtype: torch.dtype, noise: float, error: float
 ) -> None:
-    """The common part of rows cancels where the other side sums to zero: the shapes are such that take Gram matrices."""
+    """The rows' common part cancels where the other side sums to zero, in Gram matrices too.
+
+    The shapes are such that take Gram matrices.
+    """
     a = nearly_constant((2, 2, inputs, rows), noise).mT.to(dtype)
     g = sums_to_zero((2, 2, outputs, rows)).mT.to(dtype)
     a, g = (g, a) if swapped else (a, g)
@@ -187,7 +190,10 @@ def test_folded_conv_and_its_backward(name: str, act: str) -> None:
 @pytest.mark.parametrize("act", ["none", "relu", "relu6", "hardswish"])
 @pytest.mark.parametrize("add", [False, True])
 def test_the_unfolded_product_serves_as_well(act: str, add: bool) -> None:
-    """Where Gram matrices serve, the convolution is kept: the same output and moments, and no second convolution."""
+    """Where Gram matrices serve, the convolution is kept for its output and moments.
+
+    No second convolution is made.
+    """
     for dtype in (torch.float64, torch.float32):
         x, weight = draw(2, 24, 5, 4, dtype=dtype), draw(40, 24, 3, 3, dtype=torch.float64, seed=1)
         statistics, bias = draw(3, 40, dtype=torch.float64, seed=3), draw(40, dtype=torch.float64, seed=4)
@@ -230,7 +236,10 @@ def test_folded_backward_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 80), (3, 80), (3, 256)])
 def test_products_of_small_sums_are_not_zero(rows: int, width: int) -> None:
-    """In float32 the squares would be, and the product of two sums of them: in one row, direct products, Gram matrices."""
+    """Products of sums whose squares vanish in float32 are not zero.
+
+    They are tried in one row, in direct products and in Gram matrices.
+    """
     a, g = (1e-12 * draw(2, 1, rows, width, dtype=torch.float32, seed=seed) for seed in (0, 1))
     got, want = (ops.get("linear_sq_norms", backend)(a, g) for backend in ("torch", "reference"))
     assert float(want.max()) < 1e-40
@@ -239,7 +248,10 @@ def test_products_of_small_sums_are_not_zero(rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("kind", ["group", "batch", "batch of vectors", "fixed"])
 def test_norm_layers_keep_their_digits_where_means_are_large(kind: str) -> None:
-    """Inputs around 1e4, which are the same numbers in float32 and float64; the rules alone, as torch's own are coarser."""
+    """Norm layers keep their digits for inputs around 1e4, equal in float32 and float64.
+
+    The rules are tried alone, as torch's own are coarser.
+    """
     shape = (3, 8) if kind == "batch of vectors" else (3, 8, 6, 7)
     x, v = draw(*shape, dtype=torch.float32, seed=1, offset=1e4), draw(*shape, dtype=torch.float32, seed=2)
     weight, bias, mean, var = (1 + 0.1 * t for t in draw(4, 8, dtype=torch.float32, seed=3).abs())
@@ -284,7 +296,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
 
 
 def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Callable[[str], Callable[..., Any]]) -> list[str]:
-    """As on a GPU with such kernels and nothing known of them; the ops of which the kernel and then the twin were asked."""
+    """Act as on a GPU with unknown kernels; return the ops whose kernel, then twin, was asked."""
     asked: list[str] = []
     plain = ops.get
 
@@ -423,7 +435,10 @@ def test_a_right_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch, op: st
 
 
 def test_sums_that_cancel_are_not_mistaken_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias that has no gradient but rounding: nothing is learnt of the kernel's sums, in another order, but their size."""
+    """A bias gradient of rounding alone teaches nothing of the kernel's sums but their size.
+
+    The kernel adds in another order.
+    """
 
     def backwards(name: str) -> Callable[..., Any]:
         return lambda g, other, axes: g.flip(1).cumsum(1)[:, -1]
@@ -436,7 +451,7 @@ def test_sums_that_cancel_are_not_mistaken_for_errors(monkeypatch: pytest.Monkey
 
 
 def test_zeros_are_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients behind a residual branch that starts at zero: the kernel is compared on numbers drawn instead."""
+    """Gradients behind a zero residual branch prove nothing: drawn numbers are compared instead."""
     with_kernel(monkeypatch, wrong_in(0, 2.0))
     a, g = calls_of(torch.float32)["linear_sq_norms"]
     with pytest.warns(FastlrWarning, match="linear_sq_norms"):
@@ -491,7 +506,7 @@ def test_images_are_held_to_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_held_to_all_digits() -> None:
-    """The twin's products on a GPU are without TF32, whatever the user has set, and as set afterwards."""
+    """The twin's products on a GPU are without TF32, and the user's setting is restored."""
     flags: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32"), (torch.backends.cuda.matmul, "allow_tf32")]
     flags.append((torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"))
     before, seen = [getattr(of, name) for of, name in flags], list[bool]()

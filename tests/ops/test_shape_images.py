@@ -1,4 +1,4 @@
-"""Shape images: the plain definition, and the Triton kernel against it, bit for bit, in the interpreter."""
+"""Shape images: the plain definition and, bit for bit, the Triton kernel in the interpreter."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_own_steps_tend_to_n_times_local_redundancy(classes, n):
 
 @pytest.mark.parametrize(("classes", "count", "n"), [(2, 2, 3), (3, 2, 2), (2, 3, 2)])
 def test_theorem_bounds_the_full_family(classes, count, n):
-    """R >= eps n LR - C eps^2, and the steps of all datasets reach at least what a dataset's own steps reach."""
+    """R >= eps n LR - C eps^2, and steps of all datasets reach at least a dataset's own steps."""
     model, x = tiny(classes), candidate_inputs(count)
     bound = n * float(redundancies(model, x).max())
     # C from the coarsest step holds for all finer ones
@@ -106,7 +106,10 @@ def test_more_candidates_and_finer_grids_never_lower_it():
 
 
 def test_memorization_gain_bounds_the_redundancy_and_tends_to_the_gradient_bound():
-    """Theorem 3.2 over all labelings of softmax regression at zero, where P_0 is uniform and LR is known in closed form."""
+    """Theorem 3.2 holds over all labelings of softmax regression at zero.
+
+    There P_0 is uniform, and LR is known in closed form.
+    """
     classes, n = 3, 2
     x = candidate_inputs(1).expand(n, 2)
     model = nn.Linear(2, classes).double()
@@ -131,7 +134,10 @@ def test_memorization_gain_bounds_the_redundancy_and_tends_to_the_gradient_bound
 
 
 def test_regression_bound_is_reached_by_the_rate_distortion_channel():
-    """Gaussian targets seen through the channel that reaches D share (1/2) log(variance / D) nats an element with it."""
+    """A channel of distortion D shares (1/2) log(variance / D) nats per Gaussian element.
+
+    The targets are seen through the channel that reaches D.
+    """
     n, m, variance, distortion = 20_000, 3, 4.0, 0.5
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randn(n, m, generator=generator, dtype=torch.float64) for _ in range(2)]

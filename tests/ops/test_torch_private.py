@@ -17,7 +17,10 @@ DOCUMENTED = ("_foreach_",)
 
 
 def private_names(path: Path) -> list[str]:
-    """The names below torch with a part that begins with an underscore, as a file imports or reads them."""
+    """Return the names of torch with a part that begins with an underscore, as a file has them.
+
+    Those that it imports and those that it reads are looked at.
+    """
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = []

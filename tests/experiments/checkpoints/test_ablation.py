@@ -1,4 +1,4 @@
-"""fastlr ablate from checkpoints: each number is fastlr.estimate's on the same inputs, and few checkpoints claim nothing."""
+"""fastlr ablate on checkpoints gives fastlr.estimate's numbers; few checkpoints claim nothing."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_without_numbers_is_named(tmp_path):
 
 
 def test_what_few_checkpoints_are_worth():
-    """The threshold is that of a test of no correlation, and the analysis gives errors from 91 on."""
+    """The threshold for |r| is that of a test of no correlation; errors are given from 91 on."""
     assert "|r| of 0.71 " in few_checkpoints(8)
     assert stats.pearsonr(*_pair(8, 0.7067))[1] == pytest.approx(0.05, abs=2e-4)
     assert few_checkpoints(91) == "" and few_checkpoints(90)

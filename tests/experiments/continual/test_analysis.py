@@ -1,4 +1,4 @@
-"""Records read back, correlations against scipy's, the block bootstrap against simulation, and the other tables."""
+"""Analysis: records read back, correlations (scipy), block bootstrap (simulation), other tables."""
 
 from __future__ import annotations
 
@@ -307,7 +307,10 @@ def test_the_interval_widens_with_few_blocks_and_fails_honestly():
 
 
 def _simulated(rng, n, effect):
-    """A measure AR(1) with .97, accuracy = trend + effect x measure + noise, averaged over the next ten tasks."""
+    """Simulate a measure, AR(1) with .97, and accuracy = trend + effect x measure + noise.
+
+    The accuracy is averaged over the next ten tasks.
+    """
     measure = autoregressive(rng, n + HORIZON)
     accuracy = effect * measure + rng.standard_normal(n + HORIZON)
     target = np.convolve(accuracy, np.ones(HORIZON) / HORIZON, "valid")[1 : n + 1]
@@ -321,7 +324,10 @@ def _true_correlation(effect, phi=0.97):
 
 
 def _coverage(n, runs, resamples, effect):
-    """The share of 95 % intervals that hold the true correlation, and mean error over true error, by kind."""
+    """Return, by kind, the coverage of 95 % intervals, and their mean error over the true error.
+
+    The coverage is the share of intervals that hold the true correlation.
+    """
     truth = {"pearson": _true_correlation(effect)}
     truth["spearman"] = 6 / math.pi * math.asin(truth["pearson"] / 2)  # of normal variables
     task, length = np.arange(n, dtype=float), block_length(n)

@@ -1,4 +1,7 @@
-"""Runs that differ by intervention: made-up records of which it is known what goes with accuracy, and what foretells it."""
+"""Runs that differ by intervention: what goes with accuracy, and what foretells it.
+
+The records are made up, so that both are known.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ GRID = [(u, v) for u in (0, 1, -1) for v in (0, 1, -1)]  # what each interventio
 
 
 def write_grid(parent, seeds=4, tasks=100, grid=GRID):
-    """Plasticity moves local redundancy and accuracy, weight norm moves alone; redundancy also shows its slow part early."""
+    """Write runs whose plasticity moves redundancy and accuracy, and whose weight norm moves alone.
+
+    Redundancy also shows the slow part of accuracy early.
+    """
     for k, (u, v) in enumerate(grid):
         for seed in range(seeds):
             rng = np.random.default_rng([seed, k])
@@ -78,7 +84,7 @@ def test_only_what_foretells_accuracy_gains_out_of_sample(grid):
 
 
 def test_no_task_of_a_block_is_learned_from(tmp_path):
-    """A measure that is the target itself in one half and noise in the other foretells nothing out of sample."""
+    """A measure that is the target in one half and noise in the other foretells nothing."""
     folder = write_run(tmp_path / "run", 200)
     run, lines = read_run(folder), read_lines(folder)
     target = run.future_accuracy()

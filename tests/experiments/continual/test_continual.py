@@ -1,4 +1,4 @@
-"""The continual-learning driver: what a run records, that it trains as plain torch does, that it survives being killed."""
+"""The continual-learning driver: its records, its training against plain torch, and kills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continual backprop: the rule of the paper step by step, what a new unit is, what becomes of the function, dead units."""
+"""Continual backprop: the paper's rule step by step, new units, the function, and dead units."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def hidden() -> nn.Module:
 
 
 class Block(nn.Module):
-    """What MobileNetV3 is made of, small: expansion, depthwise, squeeze-and-excitation, projection without bias."""
+    """A small MobileNetV3 block: expansion, depthwise, squeeze-and-excitation, projection.
+
+    The projection has no bias unless ``bias`` is true.
+    """
 
     def __init__(self, num_classes: int = 2, bias: bool = False) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ def batch(n: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def step(learner, cbp, seed: int = 0) -> torch.Tensor:
-    """A step of the optimiser in two passes, as the trainer does it; the activations of the hidden layers."""
+    """Take one optimiser step in two passes, as the trainer does; return the hidden activations."""
     x, y = batch(seed=seed)
     learner.optimiser.zero_grad()
     hidden = [[], []]
@@ -74,7 +77,7 @@ def step(learner, cbp, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
 def test_the_rule_of_the_paper_in_each_step(optimiser):
-    """Against lists of Python numbers: utilities, ages, how many units are replaced and which, and what a new one is."""
+    """Each step agrees with lists of Python numbers: utilities, ages, units replaced, new units."""
     learner, cbp, initial = made(optimiser=optimiser, momentum=0.9, cbp_rate=0.07, cbp_decay=0.9)
     names, follows = ("1", "3"), {"1": "3", "3": "5"}
     sizes = {"1": 10, "3": 6}
@@ -144,7 +147,10 @@ def test_the_rate_over_many_steps():
 
 
 def test_the_function_changes_by_the_deviation_from_the_mean_only():
-    """y changes by ``sum_i w_ik (f_i - h_i)``: nothing where a unit is constant, its variation around the mean elsewhere."""
+    """Replacing a unit changes y by ``sum_i w_ik (f_i - h_i)``, nothing where the unit is constant.
+
+    Elsewhere the change is the unit's variation around its mean.
+    """
     learner, cbp, _ = made(cbp_decay=0.0)  # f is the mean over the last step's images
     h = step(learner, cbp)[1]
     x, _ = batch()
@@ -162,7 +168,7 @@ def test_the_function_changes_by_the_deviation_from_the_mean_only():
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_in_a_block_of_mobilenet_new_units_are_silent(mode):
-    """Units without outgoing weights are replaced, batch norms and all, without a change of the outputs."""
+    """Units without outgoing weights are replaced, batch norms too; the outputs stay the same."""
     learner, cbp, initial = made(Block, cbp_transfer=False)
     x, y = batch(30)
     for _ in range(20):
@@ -214,7 +220,10 @@ def test_a_layer_without_bias_has_the_mean_taken_from_its_batch_norm():
 
 
 def test_dead_units_live_again():
-    """Half of the units are dead for every image; with continual backprop they are replaced and live, without they do not."""
+    """Continual backprop revives units that are dead for every image; without it they stay dead.
+
+    Half of the units are dead at the start.
+    """
     ends = {}
     for rate in (0.0, 0.05):
         learner = trainer(hidden, cbp_rate=rate, cbp_maturity=5, epochs=30, flip=False)

@@ -1,4 +1,4 @@
-"""Training in the continual-learning driver: what plain torch does, interventions, losses that are not finite."""
+"""Training in the continual-learning driver: plain torch's, interventions, non-finite losses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def task(images):
 
 @pytest.mark.parametrize(("optimiser", "updates"), [("adamw", "every-part"), ("sgd", "first-part")])
 def test_training_is_what_a_plain_loop_does(task, optimiser, updates):
-    """Batches of 12, 12 forward passes of 6: BatchNorm's statistics of 6, the mean gradient of 12, one step."""
+    """A step on a batch of 12 is two passes of 6, whose BatchNorm statistics are over 6 images.
+
+    The step takes the mean gradient over the 12.
+    """
     settings = {"optimiser": optimiser, "momentum": 0.9, "weight_decay": 0.1, "learning_rate": 0.003}
     learner = trainer(flip=False, batch_norm_updates=updates, **settings)
     model = copy.deepcopy(learner.model)
@@ -56,7 +59,10 @@ def test_training_is_what_a_plain_loop_does(task, optimiser, updates):
 
 
 def test_the_layout_is_that_of_the_run_everywhere(task, tmp_path, images):
-    """A contiguous run has the measures and the losses of one in channels-last, but for rounding, and nowhere its strides."""
+    """A contiguous run agrees with a channels-last one up to rounding, and stays contiguous.
+
+    Measures and losses are compared.
+    """
     seen = []
 
     def look(module, args):

@@ -1,4 +1,4 @@
-"""Replay and EWC: what their papers say, on small cases; every intervention: a resumed run is an uninterrupted one."""
+"""Replay and EWC follow their papers; with any intervention a resumed run is an unbroken one."""
 
 from __future__ import annotations
 
@@ -201,7 +201,10 @@ def test_a_reset_of_the_whole_network_takes_its_statistics_back(store):
 
 
 def test_the_memory_is_a_uniform_sample_of_all_earlier_images(store):
-    """300 memories of 12 after 3 tasks of 22: every image equally often, with the label of its task, and none twice."""
+    """Replay memory holds every earlier image equally often, with its task's label, and none twice.
+
+    300 memories of 12 images are drawn after 3 tasks of 22.
+    """
     tasks = [load_task(store, pair) for pair in pairs(4, 3)]
     counts = torch.zeros(3, 22)
     for seed in range(300):
@@ -358,7 +361,10 @@ def test_ewc_does_nothing_in_the_first_task(store):
 
 
 def conflicting() -> list[Task]:
-    """Two tasks of telling a pattern in noise from its negative; the second pattern is partly the negative of the first."""
+    """Return two tasks of telling a noisy pattern from its negative.
+
+    The second pattern is partly the negative of the first.
+    """
     first, other = torch.randn(2, 3, 8, 8)
     tasks = []
     for pattern in (first, 0.75**0.5 * other - 0.5 * first):
@@ -376,7 +382,7 @@ def small(num_classes: int = 2) -> nn.Module:
 
 
 def test_replay_and_ewc_keep_an_earlier_task(store):
-    """Accuracy on the first of two tasks that pull in different directions, after the second; and on the second."""
+    """Replay and EWC keep accuracy on the first of two conflicting tasks, and learn the second."""
     accuracy = {}
     for name, settings in (("plain", {}), ("replay", {"replay_images": 100}), ("ewc", {"ewc": 150.0})):
         learner = started(

@@ -1,4 +1,4 @@
-"""The report of continual runs: files, tables at 80 columns, a page that needs nothing else, the commands."""
+"""The report of continual runs: files, tables of 80 columns, a self-contained page, commands."""
 
 from __future__ import annotations
 

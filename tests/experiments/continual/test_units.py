@@ -1,4 +1,4 @@
-"""Which units can be replaced: found in networks of every kind, and held to the definition one by one."""
+"""Replaceable units are found in networks of every kind and held to the definition one by one."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_units_are_those_of_the_definition(name):
-    """Without outgoing weights a unit has no influence; with them it has, and nothing that has one is left out."""
+    """A unit has influence through its outgoing weights alone, and every such unit is found."""
     model, shape, wanted = CASES[name]
     model, x = randomise(model, 3), torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -159,7 +159,10 @@ def test_the_network_of_dohare():
 
 
 def test_mobilenet_v3_large():
-    """Every hidden channel of every block, with its depthwise filter and its factor; not the channels between blocks."""
+    """MobileNetV3's units are the hidden channels of every block, none of those between blocks.
+
+    Each unit has its depthwise filter and its squeeze-and-excitation factor.
+    """
     from torchvision.models import mobilenet_v3_large
 
     model = mobilenet_v3_large(num_classes=2)

@@ -1,4 +1,4 @@
-"""Image stores that live on: killed runs, damaged stores, full disks, two processes on one folder."""
+"""Image stores that live on: killed runs, damaged stores, full disks, two processes on a folder."""
 
 from __future__ import annotations
 

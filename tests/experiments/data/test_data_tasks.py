@@ -1,4 +1,4 @@
-"""Tasks from an image store: pairs of classes, loading ahead, normalisation, and the embedded data."""
+"""Tasks from an image store: pairs of classes, prefetching, normalisation, the embedded data."""
 
 from __future__ import annotations
 

@@ -14,7 +14,10 @@ from fastlr.experiments.data.series import generated_series, read_series
 
 
 def write(path, rows: int = 40, change=lambda lines: None, step: timedelta = timedelta(hours=1)) -> str:
-    """A file of two features, a = its row and b = -2 x its row; ``change`` mends the lines in place."""
+    """Write a file of two features, a = its row and b = -2 x its row; return its path.
+
+    ``change`` mends the lines in place.
+    """
     begin = datetime(2016, 7, 1)
     lines = ["date,a,b", *(f"{begin + i * step},{i},{-2.0 * i}" for i in range(rows))]
     change(lines)

@@ -1,4 +1,4 @@
-"""Memorization: random data by index, the bits that a loss means, the driver against plain torch, kills."""
+"""Memorization: random data by index, the bits of a loss, the driver against plain torch, kills."""
 
 from __future__ import annotations
 

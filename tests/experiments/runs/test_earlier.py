@@ -1,4 +1,4 @@
-"""Folders that an earlier fastlr has written (before its modules moved to where they are now) still open."""
+"""Folders that an earlier fastlr wrote, before its modules moved to where they are, still open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Many runs at once: the queue of processes, its end with the parent's, seeds as single runs, resumption, the display."""
+"""Many runs at once: the queue of processes, its end, seeds, resumption and the display.
+
+The queue ends with its parent; a seed of many is a single run of that seed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Run folders: one writer, records and checkpoints that survive a crash at any moment, full disks, random states."""
+"""Run folders have one writer; records and checkpoints survive a crash at any moment.
+
+Full disks and random states are tested too.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +206,7 @@ KILLED = """
 
 
 def test_killed_at_random_moments_between_two_bytes(tmp_path):
-    """Writing without a pause, killed again and again: position and records always agree, no record twice."""
+    """A writer killed again and again keeps position and records in agreement, no record twice."""
     Run.create(tmp_path / "run", {}).close()
     generator = random.Random(0)
     for _ in range(3):

@@ -1,4 +1,7 @@
-"""Sweeps on Ray: what a run occupies, what a node must have, and a cluster that loses workers, nodes and processes."""
+"""Sweeps on Ray: what a run occupies, what a node must have, and a cluster that loses its parts.
+
+These are workers, nodes and processes.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,11 @@ def test_what_a_run_occupies():
 
 
 def job(folder: Path, name: str, code: str) -> Job:
-    """A program in the place of a run: as `fastlr.experiments.runs.worker.command`, Python, -c, program, its path, its work."""
+    """Return a job that runs a program in the place of a run.
+
+    The command has the form of `fastlr.experiments.runs.worker.command`: Python, -c, program, its
+    path, its work.
+    """
     command = ["/another/python", "-c", "import sys; exec(sys.argv[2])", json.dumps(["/not/here"]), ATTACH + code]
     return Job(name, command, folder / f"{name}.txt")
 
@@ -106,7 +113,10 @@ def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
 
 
 def test_a_worker_imports_what_this_process_does(tmp_path):
-    """The function that is sent refers to nothing of fastlr; it takes what is here first, and its own path after it."""
+    """The sent function refers to nothing of fastlr, and imports from this process's path first.
+
+    The path of the worker itself comes after it.
+    """
     program = f"""
 import pickle, sys
 sys.path = [folder for folder in sys.path if folder != {str(Path(on_ray.__file__).parents[2])!r}]
@@ -267,7 +277,10 @@ for task in range(done, 3):
 
 @pytest.mark.long
 def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(tmp_path, nodes, monkeypatch, capsys):
-    """Every record is there once; only the run of the killed worker began twice, and none on the node that was drained."""
+    """Every record is there once, though a worker is killed and a node drained.
+
+    Only the run of the killed worker began twice, and none on the node that was drained.
+    """
     from ray._raylet import GcsClient
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 

@@ -1,4 +1,4 @@
-"""Runs that several processes do together: what one process does, whatever their number; errors are everybody's."""
+"""Runs of several processes give what one process gives, and errors reach every process."""
 
 from __future__ import annotations
 
@@ -96,7 +96,10 @@ def test_steps_are_those_of_one_process(ranks, kind, captured, updates):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_gradients_are_reduced_in_bfloat16(ranks):
-    """Each rank's rounded, added in float32 in the order of the ranks, the sum rounded; running statistics in float32."""
+    """Ranks' bfloat16 gradients are added in float32 in rank order, and the sum is rounded.
+
+    Running statistics stay in float32.
+    """
     low, full = (good(run_ranks(ranks, work.reduced, dtype)) for dtype in ("bf16", "fp32"))
     elements = 0
     for name, gradient in low[0]["given"].items():
@@ -135,7 +138,10 @@ def test_continual_runs_are_those_of_one_process(tmp_path, images, ranks):
 
 
 def test_without_batch_norm_the_bits_are_those_of_one_process(tmp_path, images):
-    """Two parts on two ranks: the sum of two gradients, in one order only. Losses are added in another, in float64."""
+    """Two parts on two ranks give one process's bits: a sum of two gradients has one order.
+
+    Losses are added in another order, in float64.
+    """
     settings = small(images, model="rank_runs:without_norm", norm_batch=6)
     want, got = alone_and_shared(CONTINUAL, tmp_path, settings)
     for mine, other in zip(comparable(got), comparable(want), strict=True):

@@ -1,4 +1,4 @@
-"""Training steps that are replayed or compiled: the same training as without, whatever happens in between.
+"""Training steps that are replayed or compiled train as launched ones, whatever comes between.
 
 CUDA graphs need a GPU. Here a tape of operations stands in for one (`recorders.Tape`). With a GPU the same tests run on real
 graphs too.
@@ -77,7 +77,11 @@ def same(a: Trainer, b: Trainer) -> None:
     ids=["adamw", "sgd", "resets", "interventions"],
 )
 def test_replayed_steps_train_as_launched_ones(device, images, settings, captures):
-    """Dropout, batch norm, flips, parts of 6, a last batch of 10 (and one of 8), and what comes between two tasks."""
+    """Replayed steps train as launched ones with dropout, batch norm, flips and uneven batches.
+
+    Parts are of 6 images, last batches of 10 (and one of 8), and other work comes between two
+    tasks.
+    """
     graph, eager = trainer(device, True, **settings), trainer(device, False, **settings)
     for learner in (graph, eager):
         learner.started_at({k: v.clone() for k, v in learner.model.state_dict().items()}, ImageStore.open(images))

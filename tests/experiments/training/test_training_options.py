@@ -1,4 +1,4 @@
-"""Options of every driver that trains: weights in bfloat16, gradients reduced in it, updates of running statistics."""
+"""Options of every driver that trains: bfloat16 weights, bfloat16 reduction, running statistics."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stopped(folder: Path, driver: str, settings: dict[str, Any], after: int) -> 
 
 @pytest.mark.parametrize("driver", ["continual", "memorize", "transfer"])
 def test_weights_in_bfloat16(tmp_path, images, driver):
-    """Everything is in bfloat16, is measured so, and a run that was interrupted gives the same bits."""
+    """A run trains and measures in bfloat16, and gives the same bits when it is resumed."""
     settings = {**settings_of(driver, images), "dtype": "bf16-weights", "batch_norm_updates": "every-part"}
     whole = find_driver(driver).begin(tmp_path / "whole", None, settings)
     again = stopped(tmp_path / "again", driver, settings, after=2)
@@ -101,7 +101,10 @@ def test_what_keeps_running_means_needs_float32(name):
 
 @pytest.mark.long
 def test_a_run_whose_gradients_are_reduced_in_bfloat16(tmp_path, images):
-    """Other bits than in float32, and the same ones when it is resumed; one process has nothing to reduce."""
+    """Reducing in bfloat16 gives other bits than float32, and the same ones when resumed.
+
+    One process has nothing to reduce.
+    """
     settings = {**settings_of("continual", images), "model": "rank_runs:without_dropout", "measures": ("weight_norm",)}
     low = {**settings, "reduce_dtype": "bf16"}
 
@@ -125,7 +128,10 @@ def test_a_run_whose_gradients_are_reduced_in_bfloat16(tmp_path, images):
 
 @pytest.mark.parametrize("driver", ["memorize", "transfer"])
 def test_the_first_part_updates_running_statistics(tmp_path, images, driver):
-    """As DataParallel: from the same weights one update a step; none of it is in the loss of the first steps."""
+    """The first part of a step alone updates running statistics, as in DataParallel.
+
+    The losses of the first steps, from the same weights, are those of updates by every part.
+    """
     counts, losses = {}, {}
     for updates in ("first-part", "every-part"):
         settings = {**settings_of(driver, images), "batch_norm_updates": updates, "epochs": 1}

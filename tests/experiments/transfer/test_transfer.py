@@ -1,4 +1,4 @@
-"""The transfer driver: that it trains, measures, selects and fine-tunes as it says, and survives being killed."""
+"""The transfer driver trains, measures, selects and fine-tunes as it says, and survives kills."""
 
 from __future__ import annotations
 

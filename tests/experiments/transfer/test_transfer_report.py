@@ -1,4 +1,4 @@
-"""The report of transfer runs: means, paired differences, what is left out and what is said of it."""
+"""The report of transfer runs: means, paired differences, what is left out and what is said."""
 
 from __future__ import annotations
 
