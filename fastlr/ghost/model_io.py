@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.ghost.introspection import attribute
 from fastlr.ghost.state import attributes_kept
 from fastlr.ghost.tokens import version
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten, tree_map, tree_unflatten
@@ -37,8 +38,9 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "passes; shard it by torch.distributed.fsdp.fully_shard, which fastlr measures, or measure the unwrapped "
                 "model with its full state dict loaded"
             )
-        if hasattr(model, "_orig_mod") and isinstance(model._orig_mod, nn.Module):
-            model = model._orig_mod
+        compiled = attribute(model, "_orig_mod")
+        if isinstance(compiled, nn.Module):
+            model = compiled
         elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         else:
