@@ -1,7 +1,8 @@
 """What objects hold, read past the code of their own classes.
 
-In: any object, also one whose class raises in ``__getattr__``, ``__dict__``, ``__class__`` or ``__hash__`` (an unbound
-proxy, a dead weak reference). Out: its class's bases, its dict, its slots, as the interpreter keeps them.
+In: any object, also one whose class raises in ``__getattr__``, ``__dict__``, ``__class__`` or
+``__hash__`` (an unbound proxy, a dead weak reference). Out: its class's bases, its dict, its slots,
+as the interpreter keeps them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,34 @@ from collections.abc import Mapping
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
+
 _TYPE = type.__dict__
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
 
+class _ModuleRef(WeakIdRef):
+    """A weak reference to a module, compared by identity.
+
+    Other than torch's it asks the module for no attribute, which may raise.
+    """
+
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        return weakref.ref.__call__(self)
+
+
+def weakly_by_module() -> WeakIdKeyDictionary:
+    """Return a mapping of modules whose entries go when their modules do.
+
+    Modules are found by identity: they may compare equal.
+    """
+    return WeakIdKeyDictionary(ref_type=_ModuleRef)
+
+
 def attribute(value: Any, name: str) -> Any:
-    """Return an attribute as ``getattr`` finds it, or None where there is none or finding it raises, whatever it raises."""
+    """Return an attribute as ``getattr`` finds it; None where there is none, or where it raises."""
     try:
         return getattr(value, name, None)
     except Exception:
@@ -26,7 +49,7 @@ def attribute(value: Any, name: str) -> Any:
 
 
 def is_instance(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Return what ``isinstance`` says; False where that raises, as it does for a proxy that stands for nothing."""
+    """Return what ``isinstance`` says; False where it raises, as for a proxy of nothing."""
     try:
         return isinstance(value, kind)
     except Exception:
@@ -44,18 +67,18 @@ def class_dict(kind: type) -> Mapping[str, Any]:
 
 
 def module_name(kind: type) -> str:
-    """Return the name of the module that a class says it is from; "" where it says something else than a text."""
+    """Return the name of the module that a class says it is from; "" where that is no text."""
     name = _TYPE["__module__"].__get__(kind)
     return name if type(name) is str else ""
 
 
 def module_dict(module: ModuleType) -> dict[str, Any]:
-    """Return the names of a module as they are now: none is imported late, no ``__getattr__`` asked."""
+    """Return what a module has now: nothing is imported late, no ``__getattr__`` asked."""
     return ModuleType.__getattribute__(module, "__dict__")
 
 
 def instance_dict(value: Any) -> dict[str, Any] | None:
-    """Return the dict of an object's attributes; None where it has none, or where its class replaces and refuses it.
+    """Return the dict of an object's attributes; None where it has none or refuses to give it.
 
     Of a `threading.local` it is the one of this thread.
     """
@@ -68,7 +91,7 @@ def instance_dict(value: Any) -> dict[str, Any] | None:
 
 
 def slots(value: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of an object's slots, base by base; the value None where one is empty."""
+    """Return the names and values of an object's slots, base by base; None for an empty one."""
     found = []
     for kind in bases(type(value)):
         held = class_dict(kind)
@@ -87,7 +110,7 @@ def _content(slot: MemberDescriptorType, value: Any) -> Any:
 
 
 def built_in_attribute(value: Any, kind: type, name: str) -> Any:
-    """Return an attribute that a class of Python's gives its objects, also of a subclass that hides it."""
+    """Return an attribute that a class of Python's gives its objects, though a subclass hides it."""
     slot = class_dict(kind).get(name)
     if slot is not None:
         return slot.__get__(value)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
-from fastlr.ghost.introspection import attribute
+from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.state import attributes_kept
 from fastlr.ghost.tokens import version
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten, tree_map, tree_unflatten
@@ -41,7 +41,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         compiled = attribute(model, "_orig_mod")
         if isinstance(compiled, nn.Module):
             model = compiled
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        elif is_instance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         else:
             return model

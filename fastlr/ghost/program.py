@@ -1,6 +1,6 @@
 """A fingerprint of all that a model's forward pass may branch on, beside the values of its trainable tensors.
 
-In: a model. Out: 32 bytes, equal for equal contents (fastlr.ghost.tokens says how values are read).
+In: a model. Out: 32 bytes, equal for equal contents (fastlr.ghost.reader says how values are read).
 
 Read are modules' attributes, buffers, frozen parameters, hooks, and the code and attributes of their classes. What cannot
 be seen (what the functions called by a forward pass read, state in C, `.data` written to large tensors) is the audit's.
@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastlr.ghost import value_readers  # noqa: F401 - enters what reads values of each class
 from fastlr.ghost.fusion.batch_norm import norm_arguments
 from fastlr.ghost.fusion.pending import METADATA
 from fastlr.ghost.introspection import attribute, bases
-from fastlr.ghost.tokens import TENSORS, Reader, code, digest, dtype_name, number, of_tensor, of_values, own
+from fastlr.ghost.reader import Reader
+from fastlr.ghost.tokens import TENSORS, code, digest, dtype_name, number, of_tensor, of_values, own
 from fastlr.ops.torch_private import (
     BatchNorm,
     InstanceNorm,
@@ -116,6 +118,7 @@ class _Program:
             classes += [self.of_class(kind) for kind in kinds]
         calls = [code(f.__code__)[0] for f in module_calls() if type(f) is FunctionType]
         hooks = [self.reader.top(tuple(registry.values())) for registry in hooks_of_all_modules()]
+        self.reader.let_go()
         return whole, *classes, *calls, *hooks
 
     def module(self, module: nn.Module) -> Any:

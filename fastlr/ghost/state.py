@@ -168,7 +168,10 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
         (module, name)
         for module in all_modules(model)
         for name, value in vars(module).items()
-        if type(value) is dict and value and name not in INTERNAL and all(is_instance(t, Tensor) for t in value.values())
+        if type(value) is dict
+        and value
+        and name not in INTERNAL
+        and all(is_instance(t, Tensor) for t in value.values())
     ]
 
 
