@@ -110,7 +110,7 @@ def _content(slot: MemberDescriptorType, value: Any) -> Any:
 
 
 def built_in_attribute(value: Any, kind: type, name: str) -> Any:
-    """Return an attribute that a class of Python's gives its objects, though a subclass hides it."""
+    """Return an attribute that a class of Python's gives its objects, if a subclass hides it."""
     slot = class_dict(kind).get(name)
     if slot is not None:
         return slot.__get__(value)

@@ -39,10 +39,11 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "model with its full state dict loaded"
             )
         compiled = attribute(model, "_orig_mod")
-        if isinstance(compiled, nn.Module):
+        if is_instance(compiled, nn.Module):
             model = compiled
         elif is_instance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
+            wrapped: Any = model.module
+            model = wrapped
         else:
             return model
 

@@ -2,7 +2,8 @@
 
 Each function here makes the token of a value of the classes that stand above it, or of what a
 value of a subclass has of them: read by the built-in class's own methods, as a subclass's may
-refuse (see fastlr.ghost.reader). ``kind`` is the class as which to read it, ``depth`` how many containers deep to read on.
+refuse (see fastlr.ghost.reader). ``kind`` is the class as which to read it, ``depth`` how many
+containers deep to read on.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ def _globals(reader: Reader, held: dict[str, Any], names: tuple[str, ...], depth
 
 
 def _reached(value: Any, names: tuple[str, ...]) -> Iterable[Any]:
-    """What code with these names may read through a value: it; of a user's module, what it names."""
+    """What code with these names may read through a value: it; of a user's module what it names."""
     if type(value) is not ModuleType:
         return (value,)
     if packaged(value):

@@ -159,6 +159,8 @@ class Name(str, enum.Enum):
     """A text that is no plain one, and the name of an attribute."""
 
     ALPHA = "alpha_of_enum"
+    BUFFER = "buffer_of_enum"
+    MODULE = "module_of_enum"
 
 
 class FalseShape(torch.Tensor):
@@ -263,8 +265,10 @@ ODD: dict[str, Callable[[], Any]] = {
     "list of itself": _holds_itself,
     "tensor subclass": lambda: torch.ones(2).as_subclass(FalseShape),
     "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     "masked array": lambda: np.ma.masked_array(np.ones(3), mask=[True, False, True]),
     "meta tensor": lambda: torch.ones(2, device="meta"),
     "uninitialised buffer": torch.nn.UninitializedBuffer,
+}
+SLOW: dict[str, Callable[[], Any]] = {  # for which torch imports its compiler
+    "jagged tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
 }
