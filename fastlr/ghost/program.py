@@ -114,7 +114,8 @@ class _Program:
         """The token of the model, of its modules' classes and of the hooks that all modules have."""
         whole = self.whole(model)
         classes: list[tuple] = []
-        while kinds := list(self.reader.classes.values())[len(classes) :]:  # what a class holds may be of others
+        # What a class holds may be of classes that were not met before.
+        while kinds := list(self.reader.classes.values())[len(classes) :]:
             classes += [self.of_class(kind) for kind in kinds]
         calls = [code(f.__code__)[0] for f in module_calls() if type(f) is FunctionType]
         hooks = [self.reader.top(tuple(registry.values())) for registry in hooks_of_all_modules()]
@@ -241,10 +242,13 @@ def _program(hook: Any) -> int:
 
 def own_attributes(module: nn.Module) -> bytes:
     """Of one module: a hash of the attributes that are plain values."""
-    return digest(tuple(Reader().named([item for item in vars(module).items() if is_plain(item[1])])))
+    plain = [(name, value) for name, value in vars(module).items() if is_plain(value)]
+    return digest(tuple(Reader().named(plain)))
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if a value is a number, a string, None, or a tuple of such; also if it is of a subclass of these."""
+    """Return True if a value is a number, a string, None, or a tuple of such, or of a subclass."""
     kind = type(value)
-    return issubclass(kind, _PLAIN) or (issubclass(kind, tuple) and all(map(is_plain, tuple.__iter__(value))))
+    if issubclass(kind, tuple):
+        return all(map(is_plain, tuple.__iter__(value)))
+    return issubclass(kind, _PLAIN)

@@ -33,10 +33,11 @@ def shortens_weights(module: nn.Module) -> bool:
 def _containers(held: dict[str, Any]) -> list[tuple[Any, Any]]:
     """The plain containers among a module's attributes, each with a copy."""
     try:
-        return [(v, v.copy()) for n, v in held.items() if n not in INTERNAL and type(v) in _CONTAINERS]
+        found = [v for n, v in held.items() if n not in INTERNAL and type(v) in _CONTAINERS]
     except Exception:  # the class of an attribute cannot be hashed
-        found = [v for n, v in held.items() if n not in INTERNAL and any(type(v) is kind for kind in _CONTAINERS)]
-        return [(v, v.copy()) for v in found]
+        ids = set(map(id, _CONTAINERS))
+        found = [v for n, v in held.items() if n not in INTERNAL and id(type(v)) in ids]
+    return [(v, v.copy()) for v in found]
 
 
 def _same(a: Collection, b: Collection) -> bool:

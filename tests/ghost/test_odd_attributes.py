@@ -1,4 +1,4 @@
-"""Objects of foreign classes that a model holds break nothing, and what can be read of them is read."""
+"""Objects of foreign classes that a model holds break nothing, and are read where they can be."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_model_that_holds_it_is_measured(name: str, place: Callable[[Net, Any]
     str(fastlr.support_report(net, torch.randn(4, 5)))
 
 
-# -- modules of odd classes --------------------------------------------------------------------------------------------
+# -- modules of odd classes ------------------------------------------------------------------------
 
 
 class Wrapper(nn.Module):
@@ -170,7 +170,7 @@ class RefusingProperties(Wrapper):
     device = property(odd.refuse)
 
 
-class RefusingClass(Wrapper):
+class ModuleWithoutClass(Wrapper):
     __class__ = property(odd.refuse)  # type: ignore[assignment]
 
 
@@ -212,12 +212,12 @@ def test_models_of_odd_classes(kind: type[Wrapper]):
     assert_measured(kind(seeded()).eval())
 
 
-@pytest.mark.parametrize("kind", [*KINDS, RefusingClass])
+@pytest.mark.parametrize("kind", [*KINDS, ModuleWithoutClass])
 def test_parts_of_odd_classes(kind: type[Wrapper]):
     assert_measured(nn.Sequential(kind(seeded()), nn.Identity()).eval())
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
+# -- what is read ----------------------------------------------------------------------------------
 
 Change = tuple[Any, Callable[[], Any]]
 CHANGES: dict[str, Callable[[], Change]] = {}
@@ -447,7 +447,13 @@ def nested_tensor() -> Change:
     return held, lambda: held.mul_(2)
 
 
-for _kind in (odd.RefusingGetattr, odd.RefusingGetattribute, odd.RefusingClass, odd.RefusingComparison):
+REFUSING = (
+    odd.RefusingGetattr,
+    odd.RefusingGetattribute,
+    odd.RefusingClass,
+    odd.RefusingComparison,
+)
+for _kind in REFUSING:
     CHANGES[_kind.__name__] = partial(lambda kind: (held := kind(), raise_alpha(held)), _kind)
 CHANGES["OfRefusingMeta"] = lambda: (held := odd.OfRefusingMeta(), raise_alpha(held))
 

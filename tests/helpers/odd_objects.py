@@ -1,4 +1,4 @@
-"""Objects of foreign classes that a model may hold, and that refuse to be looked at in one way or another."""
+"""Objects of foreign classes that a model may hold, and that refuse to be looked at."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ class Target:
         self.alpha = alpha
 
 
-# -- containers that refuse their own protocol -------------------------------------------------------------------------
+# -- containers that refuse their own protocol -----------------------------------------------------
 
-_PROTOCOL = ("__len__", "__iter__", "__getitem__", "__contains__", "__bool__", "__eq__", "__repr__", "__copy__")
-_REFUSING = dict.fromkeys(_PROTOCOL, refuse)
-_NO_VIEWS = dict.fromkeys(("keys", "values", "items", "get", "copy"), refuse)
+
+def refusing(names: str) -> dict[str, Any]:
+    """Methods of these names that raise."""
+    return dict.fromkeys(names.split(), refuse)
+
+
+_REFUSING = refusing("__len__ __iter__ __getitem__ __contains__ __bool__ __eq__ __repr__ __copy__")
+_NO_VIEWS = refusing("keys values items get copy")
 
 
 class Irreps(tuple):
@@ -50,21 +55,23 @@ RefusingFrozenset = type("RefusingFrozenset", (frozenset,), _REFUSING)
 RefusingDict = type("RefusingDict", (dict,), {**_REFUSING, **_NO_VIEWS})
 RefusingOrderedDict = type("RefusingOrderedDict", (OrderedDict,), {**_REFUSING, **_NO_VIEWS})
 RefusingDefaultDict = type("RefusingDefaultDict", (defaultdict,), {**_REFUSING, **_NO_VIEWS})
-RefusingUserDict = type("RefusingUserDict", (UserDict,), {"__len__": refuse, "__iter__": refuse, "__bool__": refuse})
+RefusingUserDict = type("RefusingUserDict", (UserDict,), refusing("__len__ __iter__ __bool__"))
 
-# -- plain values of classes of their own ------------------------------------------------------------------------------
+# -- plain values of classes of their own ----------------------------------------------------------
 
-_NO_TEXT = {"__repr__": refuse, "__str__": refuse, "__eq__": refuse, "__hash__": refuse, "__bool__": refuse}
+_NO_TEXT = refusing("__repr__ __str__ __eq__ __hash__ __bool__")
 RefusingInt = type("RefusingInt", (int,), {**_NO_TEXT, "__int__": refuse, "__index__": refuse})
 RefusingFloat = type("RefusingFloat", (float,), {**_NO_TEXT, "__float__": refuse})
 RefusingComplex = type("RefusingComplex", (complex,), {**_NO_TEXT, "__complex__": refuse})
 RefusingStr = type("RefusingStr", (str,), {**_NO_TEXT, "__len__": refuse, "__iter__": refuse})
-RefusingBytes = type("RefusingBytes", (bytes,), {**_NO_TEXT, "__len__": refuse, "__getitem__": refuse})
-RefusingBytearray = type("RefusingBytearray", (bytearray,), {"__repr__": refuse, "__len__": refuse, "__iter__": refuse})
-RefusingArray = type("RefusingArray", (np.ndarray,), {"tobytes": refuse, "__repr__": refuse, "dtype": property(refuse)})
-RefusingPartial = type("RefusingPartial", (partial,), {"func": property(refuse), "__repr__": refuse})
+RefusingBytes = type("RefusingBytes", (bytes,), _NO_TEXT | refusing("__len__ __getitem__"))
+RefusingBytearray = type("RefusingBytearray", (bytearray,), refusing("__repr__ __len__ __iter__"))
+RefusingArray = type("RefusingArray", (np.ndarray,), refusing("tobytes __repr__"))
+RefusingArray.dtype = property(refuse)
+RefusingPartial = type("RefusingPartial", (partial,), refusing("__repr__"))
+RefusingPartial.func = property(refuse)
 
-# -- objects that refuse attributes ------------------------------------------------------------------------------------
+# -- objects that refuse attributes ----------------------------------------------------------------
 
 
 class RefusingDunderDict:
@@ -121,7 +128,7 @@ class PrivateSlot:
 
 
 class Proxy:
-    """As werkzeug's LocalProxy: everything that is asked of it is asked of what it stands for, which there may not be."""
+    """As werkzeug's LocalProxy: asks all that it is asked of what it stands for, if there is any."""
 
     __slots__ = ("__find",)
 
@@ -269,6 +276,10 @@ ODD: dict[str, Callable[[], Any]] = {
     "meta tensor": lambda: torch.ones(2, device="meta"),
     "uninitialised buffer": torch.nn.UninitializedBuffer,
 }
-SLOW: dict[str, Callable[[], Any]] = {  # for which torch imports its compiler
-    "jagged tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-}
+
+
+def _jagged() -> Any:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+SLOW = {"jagged tensor": _jagged}  # torch imports its compiler for it

@@ -151,9 +151,11 @@ holder("weak proxy", lambda net: net.all[0].alpha, lambda net, alpha: put(SHARED
        all=lambda: [weakref.proxy(SHARED)])
 holder("array of objects", lambda net: net.all[0].alpha, lambda net, alpha: put(net.all[0], alpha),
        all=lambda: np.array([Config(), None], dtype=object))
-holder("context variable", lambda net: net.shared.held.get(), lambda net, alpha: net.shared.held.set(alpha),
+holder("context variable", lambda net: net.shared.held.get(),
+       lambda net, alpha: net.shared.held.set(alpha),
        shared=lambda: Shared(ContextVar("alpha")))
-holder("thread local", lambda net: net.shared.held.alpha, lambda net, alpha: put(net.shared.held, alpha),
+holder("thread local", lambda net: net.shared.held.alpha,
+       lambda net, alpha: put(net.shared.held, alpha),
        shared=lambda: Shared(threading.local()))
 holder("entry of a global", lambda net: OPTIONS["alpha"], lambda net, alpha: OPTIONS.update(alpha=alpha))
 # fmt: on

@@ -124,7 +124,7 @@ def subjects(model: nn.Module, parameters: dict[str, nn.Parameter], scale: float
     yield Subject("perturbed float64 copy", model, tensors, chosen, torch.float64)
     clone = None
     if not any(map(on_demand.is_on_demand, model.parameters())):  # else there is no room for one
-        with suppress(Exception):  # whatever objects that the model holds raise where they are copied
+        with suppress(Exception):  # whatever objects that it holds raise when they are copied
             clone = copy.deepcopy(model).double()
     if clone is not None:
         with torch.no_grad():
