@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.errors import FastlrWarning, InputError, ModelError
 from fastlr.estimator.padding import padding_mask
@@ -17,6 +16,7 @@ from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Predictive
 from fastlr.ghost.api import engine_of
 from fastlr.ghost.graph import walk
+from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector, call_with, select_output
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.recurrent import Unfused
@@ -34,9 +34,8 @@ _JUMPS = (
 ).split()
 _ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused".split()
 
-_looked_at = (
-    WeakIdKeyDictionary()
-)  # model -> shapes of inputs -> the engine and the program by which its samples are apart
+# model -> shapes of inputs -> the engine and the program by which its samples are apart
+_looked_at = weakly_by_module()
 
 
 @locks_model

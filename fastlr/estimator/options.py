@@ -54,7 +54,7 @@ class EstimateOptions:
     def __post_init__(self) -> None:
         """Check the arguments."""
         for name in ("model", "inputs", "predictive"):
-            if isinstance(given := getattr(self, name), type):
+            if issubclass(type(given := getattr(self, name)), type):
                 raise InputError(f"{name}={given.__name__} is a class: pass an instance, {given.__name__}(...)")
         if not isinstance(self.model, nn.Module):
             raise InputError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")

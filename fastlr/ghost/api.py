@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.ghost import program
 from fastlr.ghost.engine import Cotangent, Engine
+from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.support_report import SupportReport
 from fastlr.ops.model_lock import locks_model
 
-_ENGINES = WeakIdKeyDictionary()  # model -> options -> engine; found by identity: models may compare equal
+_ENGINES = weakly_by_module()  # model -> options -> engine
 
 
 def engine_of(view: ModelView) -> Engine:

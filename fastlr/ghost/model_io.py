@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
+from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.state import attributes_kept
 from fastlr.ghost.tokens import version
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten, tree_map, tree_unflatten
@@ -38,10 +39,12 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "passes; shard it by torch.distributed.fsdp.fully_shard, which fastlr measures, or measure the unwrapped "
                 "model with its full state dict loaded"
             )
-        if hasattr(model, "_orig_mod") and isinstance(model._orig_mod, nn.Module):
-            model = model._orig_mod
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
+        compiled = attribute(model, "_orig_mod")
+        if is_instance(compiled, nn.Module):
+            model = compiled
+        elif is_instance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            wrapped: Any = model.module
+            model = wrapped
         else:
             return model
 

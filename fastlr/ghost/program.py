@@ -1,6 +1,6 @@
 """A fingerprint of all that a model's forward pass may branch on, beside the values of its trainable tensors.
 
-In: a model. Out: 32 bytes, equal for equal contents (fastlr.ghost.tokens says how values are read).
+In: a model. Out: 32 bytes, equal for equal contents (fastlr.ghost.reader says how values are read).
 
 Read are modules' attributes, buffers, frozen parameters, hooks, and the code and attributes of their classes. What cannot
 be seen (what the functions called by a forward pass read, state in C, `.data` written to large tensors) is the audit's.
@@ -9,16 +9,19 @@ be seen (what the functions called by a forward pass read, state in C, `.data` w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from types import FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fastlr.ghost import value_readers  # noqa: F401 - enters what reads values of each class
 from fastlr.ghost.fusion.batch_norm import norm_arguments
 from fastlr.ghost.fusion.pending import METADATA
-from fastlr.ghost.tokens import PLAIN, TENSORS, Reader, code, digest, dtype_name, number, of_tensor, of_values, own
+from fastlr.ghost.introspection import attribute, bases
+from fastlr.ghost.reader import Reader
+from fastlr.ghost.tokens import TENSORS, code, digest, dtype_name, number, of_tensor, of_values, own
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import (
     BatchNorm,
@@ -94,16 +97,17 @@ class _Program:
         self.reader = Reader(self.module, versions)
         self.free = self.reader.free = set(free)  # and the trainable parameters, whatever holds them
         self.known: dict[int, int] = {}  # id of a module -> its place
-        self.classes = self.reader.classes
 
     def read(self, model: nn.Module) -> tuple:
         """The token of the model, of its modules' classes and of the hooks that all modules have."""
         whole = self.whole(model)
         classes: list[tuple] = []
-        while kinds := list(self.classes)[len(classes) :]:  # what a class holds may be of others
+        # What a class holds may be of classes that were not met before.
+        while kinds := list(self.reader.classes.values())[len(classes) :]:
             classes += [self.of_class(kind) for kind in kinds]
         calls = [code(f.__code__)[0] for f in module_calls() if type(f) is FunctionType]
         hooks = [self.reader.top(tuple(registry.values())) for registry in hooks_of_all_modules()]
+        self.reader.let_go()
         return whole, *classes, *calls, *hooks
 
     def module(self, module: nn.Module) -> Any:
@@ -122,12 +126,10 @@ class _Program:
     def one(self, module: nn.Module) -> tuple:
         """The token of one module: what it holds itself, and which modules."""
         kind, held, top = type(module), vars(module), self.reader.top
-        if kind not in self.classes:
-            self.classes |= dict.fromkeys(k for k in kind.__mro__ if k is not nn.Module and k is not object)
+        if id(kind) not in self.reader.classes:
+            self.reader.meet([k for k in bases(kind) if k is not nn.Module and k is not object])
         tokens: list[Any] = [number(kind)]
-        for name, value in held.items():
-            if name not in INTERNAL:
-                tokens += name, value if type(value) in PLAIN else top(value)
+        tokens += self.reader.named(held.items(), but=INTERNAL)
         for name, child in module._modules.items():
             tokens += name, None if child is None else self.known[id(child)]
         for name, p in module._parameters.items():
@@ -154,10 +156,7 @@ class _Program:
 
     def of_class(self, kind: type) -> tuple:
         """The token of a class: what it defines itself."""
-        tokens: list[Any] = [number(kind)]
-        for name, value in own(kind):
-            tokens += name, value if type(value) in PLAIN else self.reader.top(value)
-        return tuple(tokens)
+        return number(kind), *self.reader.named(own(kind))
 
 
 # -- batch norm's statistics -------------------------------------------------------------------------------------------
@@ -219,19 +218,25 @@ def hook_programs(model: nn.Module) -> tuple:
     return tuple([(whose, kind, tuple(map(_program, hooks.values()))) for whose, kind, hooks in registries if hooks])
 
 
-def _program(hook: Any) -> Any:
-    function = getattr(hook, "__func__", hook)
-    return code(function.__code__)[0] if hasattr(function, "__code__") else number(type(hook))
+def _program(hook: Any) -> int:
+    """The number of a hook's code, or of its class where it is no function written in Python."""
+    function = hook.__func__ if type(hook) is MethodType else hook
+    held = attribute(function, "__code__")
+    return code(held)[0] if type(held) is CodeType else number(type(function))
 
 
 # -- numbers that modules hold -----------------------------------------------------------------------------------------
 
 
-def own_attributes(module: nn.Module) -> tuple:
-    """Of one module: the names and texts of attributes that are plain values."""
-    return tuple((name, repr(value)) for name, value in vars(module).items() if is_plain(value))
+def own_attributes(module: nn.Module) -> bytes:
+    """Of one module: a hash of the attributes that are plain values."""
+    plain = [(name, value) for name, value in vars(module).items() if is_plain(value)]
+    return digest(tuple(Reader().named(plain)))
 
 
 def is_plain(value: Any) -> bool:
-    """Return True if a value is a number, a string, None, or a tuple of such."""
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(is_plain, value)))
+    """Return True if a value is a number, a string, None, or a tuple of such, or of a subclass."""
+    kind = type(value)
+    if issubclass(kind, tuple):
+        return all(map(is_plain, tuple.__iter__(value)))
+    return issubclass(kind, _PLAIN)

@@ -20,6 +20,7 @@ from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.program import own_attributes
+from fastlr.ghost.state import shortens_weights
 from fastlr.ghost.tokens import version as tensor_version
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
@@ -61,7 +62,7 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     holds has changed with them, as with a table that grows: they belong together.
     """
     places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
-    places += [(m, m._parameters) for m in modules if getattr(m, "max_norm", None) is not None]
+    places += [(m, m._parameters) for m in modules if shortens_weights(m)]
     held = [
         (module, place, name, t, tensor_version(t), t.detach().clone())
         for module, place in places

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.program import INTERNAL
 from fastlr.ghost.tokens import version
 from fastlr.ops.model_lock import all_modules
@@ -23,6 +24,21 @@ _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _CONTAINERS = _DICTS | {list, set, deque}
 _REGISTRIES = (dict, OrderedDict)  # of nn.Module; scripted modules have others
 _HOOKS = tuple(n for n in sorted(INTERNAL) if n.startswith(("_forward", "_backward")))
+
+
+def shortens_weights(module: nn.Module) -> bool:
+    """Return True for an embedding with ``max_norm``, whose forward pass writes to its weights."""
+    return attribute(module, "max_norm") is not None
+
+
+def _containers(held: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The plain containers among a module's attributes, each with a copy."""
+    try:
+        found = [v for n, v in held.items() if n not in INTERNAL and type(v) in _CONTAINERS]
+    except Exception:  # the class of an attribute cannot be hashed
+        ids = set(map(id, _CONTAINERS))
+        found = [v for n, v in held.items() if n not in INTERNAL and id(type(v)) in ids]
+    return [(v, v.copy()) for v in found]
 
 
 def _same(a: Collection, b: Collection) -> bool:
@@ -37,7 +53,7 @@ class _Kept:
     def __init__(self, module: nn.Module) -> None:
         self.module, self.held = module, vars(module)
         self.entries = self.held.copy()
-        self.contents = [(v, v.copy()) for n, v in self.entries.items() if n not in INTERNAL and type(v) in _CONTAINERS]
+        self.contents = _containers(self.entries)
         registries = [self.held[n] for n in _HOOKS if n in self.held]
         self.hooks = [(r, r.copy() if r else {}) for r in registries]
         buffers = module._buffers
@@ -129,24 +145,24 @@ def _cast(held: dict[str, Any], dtype: torch.dtype) -> None:
     """Cast plain floating-point tensors among a module's attributes, one container deep; not those that require grad."""
 
     def cast(t: Any) -> Any:
-        plain = isinstance(t, Tensor) and t.is_floating_point() and not t.requires_grad
+        plain = is_instance(t, Tensor) and t.is_floating_point() and not t.requires_grad
         return t.to(dtype) if plain else t
 
     for name, value in list(held.items()):
         if name in INTERNAL:
             continue
         kind = type(value)
-        if isinstance(value, Tensor):
+        if is_instance(value, Tensor):
             held[name] = cast(value)
-        elif kind is tuple and any(isinstance(t, Tensor) for t in value):
+        elif kind is tuple and any(is_instance(t, Tensor) for t in value):
             held[name] = tuple(map(cast, value))
-        elif kind in _DICTS:
+        elif any(kind is each for each in _DICTS):
             for key, t in list(value.items()):
-                if isinstance(t, Tensor):
+                if is_instance(t, Tensor):
                     value[key] = cast(t)
-        elif kind in (list, deque):
+        elif kind is list or kind is deque:
             for i, t in enumerate(value):
-                if isinstance(t, Tensor):
+                if is_instance(t, Tensor):
                     value[i] = cast(t)
 
 
@@ -159,7 +175,10 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
         (module, name)
         for module in all_modules(model)
         for name, value in vars(module).items()
-        if type(value) is dict and value and name not in INTERNAL and all(isinstance(t, Tensor) for t in value.values())
+        if type(value) is dict
+        and value
+        and name not in INTERNAL
+        and all(is_instance(t, Tensor) for t in value.values())
     ]
 
 
@@ -184,7 +203,7 @@ class BufferKeeper:
             unseen: also what leaves no trace, as batch norm's running statistics in train mode do.
         """
         places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
-        places += [(m, m._parameters) for m in modules if getattr(m, "max_norm", None) is not None]
+        places += [(m, m._parameters) for m in modules if shortens_weights(m)]
         held = [(place, name, t) for _, place in places for name, t in place.items() if t is not None]
         self._refresh([t for _, _, t in held], unseen)
         changed: list[str] = []

@@ -365,7 +365,7 @@ def group_store(group: Any) -> Any:
 def fully_sharded(module: nn.Module) -> bool:
     """Return True if a module is one that ``fully_shard`` was applied to; parameters of others in it may be sharded, too."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
+    return kind is not None and issubclass(type(module), kind)
 
 
 def holds_fully_sharded(model: nn.Module) -> bool:

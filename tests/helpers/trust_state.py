@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import sys
+import threading
+import weakref
 from collections import ChainMap, OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -51,6 +54,19 @@ class Config:
 class Mode(enum.Enum):
     OFF = 0.0
     ON = 1.0
+
+
+SHARED = Config()  # models refer to it weakly
+
+
+class Shared:
+    """Holds what cannot be copied: copies of a model share it."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __deepcopy__(self, memo: Any) -> Shared:
+        return self
 
 
 class Slotted:
@@ -129,6 +145,18 @@ holder("global of a helper", lambda net: helper(), lambda net, alpha: OPTIONS.up
 holder("user dict", lambda net: net.all["alpha"], lambda net, alpha: net.all.update(alpha=alpha), all=UserDict)
 holder("chain map", lambda net: net.all["alpha"], lambda net, alpha: net.all.maps[1].update(alpha=alpha),
        all=lambda: ChainMap({}, {}))
+holder("weak reference", lambda net: net.found().alpha, lambda net, alpha: put(net.found(), alpha),
+       found=lambda: weakref.ref(SHARED))
+holder("weak proxy", lambda net: net.all[0].alpha, lambda net, alpha: put(SHARED, alpha),
+       all=lambda: [weakref.proxy(SHARED)])
+holder("array of objects", lambda net: net.all[0].alpha, lambda net, alpha: put(net.all[0], alpha),
+       all=lambda: np.array([Config(), None], dtype=object))
+holder("context variable", lambda net: net.shared.held.get(),
+       lambda net, alpha: net.shared.held.set(alpha),
+       shared=lambda: Shared(ContextVar("alpha")))
+holder("thread local", lambda net: net.shared.held.alpha,
+       lambda net, alpha: put(net.shared.held, alpha),
+       shared=lambda: Shared(threading.local()))
 holder("entry of a global", lambda net: OPTIONS["alpha"], lambda net, alpha: OPTIONS.update(alpha=alpha))
 # fmt: on
 
