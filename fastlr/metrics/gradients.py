@@ -51,7 +51,10 @@ def train_grad_norm(
         y: labels or targets, samples along axis 0 (a tensor, or a nest of tensors).
         loss: function (output, y) -> losses, one or more elements for each sample, or a loss of torch (``F.cross_entropy``,
             ``nn.MSELoss()``), which is called with ``reduction="none"``. The elements of a sample (tokens, target
-            elements) are **summed**. Outputs in half precision are given to it in float32.
+            elements) are **summed**. Outputs in half precision are given to it in float32. The loss
+            of a sample must depend on its own output and labels alone: it is asked again with the
+            samples in other company. A weight by place that it closes over goes with
+            ``batch_size=None`` alone.
         batch_size: at most so many samples in one pass; default all.
         output: picks the output tensor from what the model returns, as in `fastlr.per_sample_grad_sq_norms`.
         in_dim: sample axis of the batched inputs.
@@ -61,7 +64,8 @@ def train_grad_norm(
         Measure, loss^2 / weight^2; ``details``: "n", "stderr" (standard error of the mean over samples, None for n = 1).
 
     Raises:
-        InputError: ``loss`` gives one number for several samples or is not differentiable in the output; empty or
+        InputError: ``loss`` gives one number for several samples, mixes samples (negatives or
+            statistics of the batch), is random, or is not differentiable in the output; empty or
             mismatched batch. NonFiniteError: loss or gradient not finite. ModelError and its kinds: as for
             `fastlr.per_sample_grad_sq_norms`.
 
@@ -97,6 +101,8 @@ def gradient_measures(
     - "train_grad_norm": mean over samples of the squared norm of each one's gradient (`train_grad_norm`).
     - "train_grad_norm_batch": ``|| (1/n) sum_b grad loss_b ||^2``, the squared norm of the gradient that an optimiser's
       step on the mean loss of these samples (in eval mode) would use.
+
+    The second alone, in one part, is also that of a loss that mixes samples.
 
     By Jensen's inequality the second is at most the first. Arguments and errors as for `train_grad_norm`; ``measures``
     names those wanted.

@@ -1,4 +1,4 @@
-"""Losses that mix samples are refused; those of a sample's own output and labels give what a loop gives."""
+"""Losses that mix samples are refused; those of each sample's own row give what a loop gives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ KEYS = torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(3))
 WEIGHTS = torch.rand(8, generator=torch.Generator().manual_seed(4)) + 0.5
 
 
-def made(samples: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+def made(
+    samples: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[nn.Module, Tensor, Tensor]:
     """A network, inputs and classes."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).to(dtype)
@@ -33,7 +35,9 @@ def entropy(z: Tensor, y: Tensor) -> Tensor:
 def info_nce(z: Tensor, _: Any) -> Tensor:
     units = F.normalize(z, dim=1)
     other = units.flip(1)
-    return F.cross_entropy(units @ other.T / 0.5, torch.arange(len(z), device=z.device), reduction="none")
+    return F.cross_entropy(
+        units @ other.T / 0.5, torch.arange(len(z), device=z.device), reduction="none"
+    )
 
 
 def triplet(z: Tensor, _: Any) -> Tensor:
@@ -105,7 +109,7 @@ MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weights of the batch": weighted_by_classes_of_the_batch,
     "the mean, once a sample": lambda z, y: F.cross_entropy(z, y).expand(len(z)),
     "mean with the next": lambda z, y: (entropy(z, y) + entropy(z, y).roll(1)) / 2,
-    "labels broadcast": lambda z, y: (z[:, :1] - y).square(),
+    "labels broadcast": lambda z, y: F.mse_loss(z[:, :1], y.to(z.dtype), reduction="none"),
     "mixup": lambda z, y: (entropy(z, y) + entropy(z, y.flip(0))) / 2,
 }
 
@@ -113,7 +117,11 @@ MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("name", MIXING)
 def test_losses_that_mix_samples_are_refused(name: str) -> None:
-    for dtype, samples, size in ((torch.float64, 8, None), (torch.float32, 64, None), (torch.float64, 8, 4)):
+    for dtype, samples, size in (
+        (torch.float64, 8, None),
+        (torch.float32, 64, None),
+        (torch.float64, 8, 4),
+    ):
         model, x, y = made(samples, dtype)
         with pytest.raises(InputError, match="mixes samples.*a gradient of its own.*closed over"):
             metrics.train_grad_norm(model, x, y, MIXING[name], batch_size=size)
@@ -128,14 +136,18 @@ def test_every_measure_asks() -> None:
     with pytest.raises(InputError, match="mixes samples"):
         fastlr.gradient_noise_scale(model, x, y, info_nce, groups=2)
     with pytest.raises(InputError, match="mixes samples"):  # of a part the mean loss is another
-        metrics.gradient_measures(model, x, y, info_nce, measures=["train_grad_norm_batch"], batch_size=4)
+        metrics.gradient_measures(
+            model, x, y, info_nce, measures=["train_grad_norm_batch"], batch_size=4
+        )
 
 
 def test_the_whole_batch_has_a_gradient_where_samples_mix() -> None:
     model, x, y = made()
     got = metrics.gradient_measures(model, x, y, info_nce, measures=["train_grad_norm_batch"])
     grads = torch.autograd.grad(info_nce(model(x), y).mean(), list(model.parameters()))
-    assert got["train_grad_norm_batch"] == pytest.approx(float(sum(g.square().sum() for g in grads)), rel=1e-9)
+    assert got["train_grad_norm_batch"] == pytest.approx(
+        float(sum(g.square().sum() for g in grads)), rel=1e-9
+    )
 
 
 class Focal(nn.Module):
@@ -156,7 +168,9 @@ def of_prototypes(z: Tensor, y: Tensor) -> Tensor:
 
 
 def with_class_weights(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, y, weight=torch.arange(1.0, 1 + CLASSES, dtype=z.dtype), reduction="none")
+    return F.cross_entropy(
+        z, y, weight=torch.arange(1.0, 1 + CLASSES, dtype=z.dtype), reduction="none"
+    )
 
 
 def with_a_seed(z: Tensor, y: Tensor) -> Tensor:
@@ -182,8 +196,18 @@ OWN: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def looped(model: nn.Module, x: Tensor, losses: Callable[[Tensor], Tensor], samples: int = 8) -> float:
-    """The mean over samples of the squared norm of each one's gradient, from losses of a batch with a row each."""
+def of_tokens(z: Tensor, y: Tensor) -> Tensor:
+    return entropy(z.flatten(0, 1), y.flatten())
+
+
+def of_some_tokens(z: Tensor, y: Tensor) -> Tensor:
+    return entropy(z[y >= 0], y[y >= 0])
+
+
+def looped(
+    model: nn.Module, x: Tensor, losses: Callable[[Tensor], Tensor], samples: int = 8
+) -> float:
+    """The mean squared norm of the samples' gradients, from the losses of a batch, a row each."""
     total = 0.0
     for own in losses(model(x)).reshape(samples, -1).sum(1):
         grads = torch.autograd.grad(own, list(model.parameters()), retain_graph=True)
@@ -194,16 +218,23 @@ def looped(model: nn.Module, x: Tensor, losses: Callable[[Tensor], Tensor], samp
 @pytest.mark.parametrize("name", OWN)
 def test_losses_of_each_sample_stay_accepted(name: str) -> None:
     loss = OWN[name]
-    for dtype, size in ((torch.float64, None), (torch.float32, None), (torch.bfloat16, None), (torch.float64, 4)):
+    for dtype, size in (
+        (torch.float64, None),
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float64, 4),
+    ):
         model, x, y = made(8, dtype)
         value = metrics.train_grad_norm(model, x, y, loss, batch_size=size)
         if dtype == torch.float64 and name not in ("sorted", "some", "in bfloat16"):
             plain = Focal("none") if name == "focal" else loss
-            assert value == pytest.approx(looped(model, x, lambda z, y=y, plain=plain: plain(z, y)), rel=1e-4)
+            assert value == pytest.approx(
+                looped(model, x, lambda z, y=y, plain=plain: plain(z, y)), rel=1e-4
+            )
 
 
 def test_constants_of_a_place_go_with_the_whole_batch() -> None:
-    """Weights that a loss closes over, a division by the number of samples, keys of all samples, a seed of its own."""
+    """Weights that a loss closes over, the number of samples, keys of all, a seed of its own."""
     model, x, y = made()
     of_places: list[Callable[[Tensor, Tensor], Tensor]] = [
         lambda z, y: WEIGHTS * entropy(z, y),
@@ -226,14 +257,21 @@ def test_weights_of_samples_may_be_a_part_of_y() -> None:
     given: list[tuple[Any, Callable[..., Tensor]]] = [
         ((y, weights), lambda z, t: t[1] * entropy(z, t[0])),
         ({"y": y, "w": weights}, lambda z, t: t["w"] * entropy(z, t["y"])),
-        ({"y": y, "of_classes": torch.rand(CLASSES).double()}, lambda z, t: t["of_classes"][t["y"]] * entropy(z, t["y"])),
+        (
+            {"y": y, "of_classes": torch.rand(CLASSES).double()},
+            lambda z, t: t["of_classes"][t["y"]] * entropy(z, t["y"]),
+        ),
     ]
     for target, loss in given:
-        wanted = pytest.approx(looped(model, x, lambda z, t=target, loss=loss: loss(z, t)), rel=1e-9)
+        wanted = pytest.approx(
+            looped(model, x, lambda z, t=target, loss=loss: loss(z, t)), rel=1e-9
+        )
         assert metrics.train_grad_norm(model, x, target, loss) == wanted
         assert metrics.train_grad_norm(model, x, target, loss, batch_size=4) == wanted
     with pytest.raises(InputError, match="mixes samples"):
-        metrics.train_grad_norm(model, x, (y, weights), lambda z, t: t[1] / t[1].mean() * entropy(z, t[0]))
+        metrics.train_grad_norm(
+            model, x, (y, weights), lambda z, t: t[1] / t[1].mean() * entropy(z, t[0])
+        )
 
 
 class Tokens(nn.Module):
@@ -244,7 +282,12 @@ class Tokens(nn.Module):
         self.linear, self.axis = nn.Linear(3, CLASSES).double(), axis
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.transpose(0, self.axis)).cumsum(1 - self.axis).transpose(0, self.axis).contiguous()
+        return (
+            self.linear(x.transpose(0, self.axis))
+            .cumsum(1 - self.axis)
+            .transpose(0, self.axis)
+            .contiguous()
+        )
 
 
 @pytest.mark.parametrize("length", [5, 4])  # 4 as many as there are samples
@@ -253,17 +296,17 @@ def test_losses_of_tokens(length: int) -> None:
     x, y = torch.randn(4, length, 3, dtype=torch.float64), torch.randint(0, CLASSES, (4, length))
     model = Tokens(0)
     wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, y), samples=4), rel=1e-9)
-    flat: Callable[[Tensor, Tensor], Tensor] = lambda z, t: entropy(z.flatten(0, 1), t.flatten())  # noqa: E731
-    assert metrics.train_grad_norm(model, x, y, flat) == wanted
-    assert metrics.train_grad_norm(model, x, y, flat, batch_size=2) == wanted
+    assert metrics.train_grad_norm(model, x, y, of_tokens) == wanted
+    assert metrics.train_grad_norm(model, x, y, of_tokens, batch_size=2) == wanted
     assert metrics.train_grad_norm(model, x, y, lambda z, t: entropy(z.mT, t)) == wanted
     kept = y.clone()
     kept[:, ::2] = -100
     wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, kept), samples=4), rel=1e-9)
-    picked: Callable[[Tensor, Tensor], Tensor] = lambda z, t: entropy(z[t >= 0], t[t >= 0])  # noqa: E731
-    assert metrics.train_grad_norm(model, x, kept, picked) == wanted
+    assert metrics.train_grad_norm(model, x, kept, of_some_tokens) == wanted
     with pytest.raises(InputError, match="mixes samples"):
-        metrics.train_grad_norm(model, x, kept, lambda z, t: picked(z, t) / picked(z, t).detach().mean())
+        metrics.train_grad_norm(
+            model, x, kept, lambda z, t: of_some_tokens(z, t) / of_some_tokens(z, t).detach().mean()
+        )
 
 
 @pytest.mark.parametrize("length", [5, 4])
@@ -280,17 +323,25 @@ def test_losses_of_samples_along_another_axis(length: int) -> None:
             return self.linear(x).cumsum(0)
 
     model, axes = TimeFirst(), {"in_dim": 1, "out_dim": 1}
-    loss: Callable[[Tensor, Tensor], Tensor] = lambda z, t: entropy(z.flatten(0, 1), t.flatten())  # noqa: E731
-    value = metrics.train_grad_norm(model, x, y, loss, **axes)
-    assert value == pytest.approx(looped(model, x, lambda z: loss(z, y).view(y.shape).T, samples=4), rel=1e-9)
-    with pytest.raises(InputError, match="mixes samples"):  # its classes are on axis 1, where the samples are
-        metrics.train_grad_norm(model, x, torch.randint(0, 4, (length, CLASSES)), F.cross_entropy, **axes)
+    value = metrics.train_grad_norm(model, x, y, of_tokens, **axes)
+    assert value == pytest.approx(
+        looped(model, x, lambda z: of_tokens(z, y).view(y.shape).T, samples=4), rel=1e-9
+    )
+    with pytest.raises(
+        InputError, match="mixes samples"
+    ):  # its classes are on axis 1, where the samples are
+        metrics.train_grad_norm(
+            model, x, torch.randint(0, 4, (length, CLASSES)), F.cross_entropy, **axes
+        )
 
 
 def test_targets_that_are_not_by_sample() -> None:
     """Connectionist temporal classification, its targets one after the other."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)).double(), torch.randn(7, 4, 3).double()
+    model, x = (
+        nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)).double(),
+        torch.randn(7, 4, 3).double(),
+    )
     targets, lengths = torch.randint(1, CLASSES, (9,)), torch.tensor([2, 3, 1, 3])
     y = {"targets": targets, "lengths": lengths}
 
@@ -304,7 +355,10 @@ def test_targets_that_are_not_by_sample() -> None:
 def test_losses_that_are_random_are_refused() -> None:
     for dtype in (torch.float64, torch.float32):
         model, x, y = made(8, dtype)
-        for loss in (lambda z, t: entropy(F.dropout(z), t), lambda z, t: entropy(z + 0.1 * torch.randn_like(z), t)):
+        for loss in (
+            lambda z, t: entropy(F.dropout(z), t),
+            lambda z, t: entropy(z + 0.1 * torch.randn_like(z), t),
+        ):
             state = torch.random.get_rng_state()
             with pytest.raises(InputError, match="draws random numbers"):
                 metrics.train_grad_norm(model, x, y, loss)
@@ -335,7 +389,9 @@ def test_a_single_sample_has_no_company() -> None:
     """A loss that is a mean, given one sample at a time."""
     model, x, y = made()
     wanted = metrics.train_grad_norm(model, x, y, F.cross_entropy)
-    got = metrics.train_grad_norm(model, x, y, lambda z, t: -z.log_softmax(1)[0, t[0]], batch_size=1)
+    got = metrics.train_grad_norm(
+        model, x, y, lambda z, t: -z.log_softmax(1)[0, t[0]], batch_size=1
+    )
     assert got == pytest.approx(wanted, rel=1e-9)
 
 
