@@ -14,6 +14,7 @@ from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.estimator.chunks import Chunks
+from fastlr.estimator.identity import of_inputs, tells_all
 from fastlr.estimator.options import EstimateOptions, method_with_arguments_of, with_arguments_of
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.ranks import agree, merged, settled
@@ -58,7 +59,7 @@ class LocalRedundancy:
         self.passes = Passes(options, self.view)
         self.engine = self.passes.engine
         self.chunks = Chunks(self.passes)
-        self._digests: dict[int, str] = {}
+        self._digests: dict[tuple[int, str], str] = {}
 
     def measure(self) -> Estimate:
         """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
@@ -66,7 +67,8 @@ class LocalRedundancy:
         options, chunks, audits = self.options, self.chunks, self.engine.audits
         with full_params(self.model) as members, members.guard(), as_it_was(self.model, self.view.device):
             if members.size > 1:
-                agree(members, options, self._digest(options.total))
+                identity = of_inputs(options.inputs, options.total, options.seed)
+                agree(members, options, self._digest(options.total, identity))
             chunks.begin()
             audited = audits.passed
             values, sums, routes = self._settled_values(members)
@@ -76,9 +78,11 @@ class LocalRedundancy:
                 text = f"the squared gradient norm of sample {sample} is not finite: lower the model's scale"
                 raise members.everybodys(NonFiniteError(text))
             used = len(values) if options.probe != "batch" else min(len(values) * chunks.size, options.total)
-            inputs_digest = self._digest(used)
+            inputs_identity = of_inputs(options.inputs, used, options.seed)
+            inputs_digest = self._digest(used, inputs_identity)
             notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])]) + on_demand.notes()
-            predictive = members.share(self.passes.description())[0]  # a rank without inputs has none
+            told = [self.passes.description(), self.passes.identity()]
+            predictive, predictive_identity = members.share(told)[0]  # a rank without inputs has none
         moments = Moments()
         moments.add(values)
         return Estimate(
@@ -95,6 +99,8 @@ class LocalRedundancy:
             inputs=describe(options.inputs),
             inputs_used=used,
             inputs_digest=inputs_digest,
+            inputs_identity=inputs_identity,
+            predictive_identity=predictive_identity,
             batch_size=chunks.size,
             dtype=None if options.dtype is None else str(options.dtype).removeprefix("torch."),
             device=str(self.view.device),
@@ -151,11 +157,17 @@ class LocalRedundancy:
                     report(moments.n if options.probe != "batch" else done, total, moments.mean, moments.stderr)
         return torch.cat(kept), sums, routes
 
-    def _digest(self, used: int) -> str:
-        """Return a hash of the first two inputs and the last, made on the CPU in float32 whatever the model."""
-        if used not in self._digests:
-            self._digests[used] = digest(self.options.inputs, used, self.options.seed)
-        return self._digests[used]
+    def _digest(self, used: int, identity: str) -> str:
+        """Return a hash of the first two inputs and the last, made on the CPU in float32.
+
+        It is made anew at each measurement where nothing tells whether the inputs are as they were.
+        """
+        if not tells_all(identity):
+            return digest(self.options.inputs, used, self.options.seed)
+        key = used, identity
+        if key not in self._digests:
+            self._digests[key] = digest(self.options.inputs, used, self.options.seed)
+        return self._digests[key]
 
 
 @with_arguments_of(EstimateOptions)
