@@ -81,8 +81,9 @@ class LocalRedundancy:
             inputs_identity = of_inputs(options.inputs, used, options.seed)
             inputs_digest = self._digest(used, inputs_identity)
             notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])]) + on_demand.notes()
-            told = [self.passes.description(), self.passes.identity()]
-            predictive, predictive_identity = members.share(told)[0]  # a rank without inputs has none
+            told = self.passes.description(), self.passes.identity(), inputs_identity
+            # a rank without inputs has no predictive, and each has objects of its own
+            predictive, predictive_identity, inputs_identity = members.share(told)[0]
         moments = Moments()
         moments.add(values)
         return Estimate(

@@ -65,7 +65,7 @@ def of_predictive(predictive: Any, axes: int | None) -> dict[str, Any]:
 
 
 def same_predictive(left: dict[str, Any], right: dict[str, Any]) -> bool | None:
-    """Return whether two identities are of the same distribution, None where that cannot be told."""
+    """Return whether two identities are of one distribution, None where that cannot be told."""
     if not left or not right:
         return None
     if left["class"] != right["class"]:

@@ -248,7 +248,7 @@ def _parts(
                 with refusals(view, part):
                     z = view.forward(part)
                 size = view.sample_count(z)
-                # of all samples the mean loss has a gradient even where samples mix; of their parts it has not
+                # the mean loss of all samples has a gradient even where they mix, that of parts has not
                 checked = whole or norms is not None
                 v = losses.gradient(z.detach(), labels) if checked else own(z.detach())
                 grads = _gradient(z, parameters, v)

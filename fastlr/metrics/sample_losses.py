@@ -30,7 +30,7 @@ from fastlr.ops.torch_private import tree_flatten, tree_map
 Loss = Callable[[Tensor, Any], Tensor]
 
 _SMALL = 1 << 14  # elements of an output whose samples are asked for until every two were apart
-_SPLITS = 3  # of larger ones
+_FEWEST, _OF_LARGE, _AGAIN = 6, 3, 2  # splits: at least, of larger ones, of a loss that has passed
 _NOISE = 3e-4  # most rounding of gradients, in parts of the largest one
 # Relative difference of gradients that is taken for rounding, by the digits that they have.
 _ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
@@ -38,8 +38,8 @@ _times: WeakIdKeyDictionary = WeakIdKeyDictionary()  # loss -> shapes -> how oft
 _MIXES = (
     "the loss mixes samples: the gradient of a sample's loss changes with the other samples of its "
     "batch (negatives, statistics, ranks or sums of the batch, labels broadcast against each "
-    "other), so that no sample has a gradient of its own. Give a loss of each sample's own output and "
-    "labels, with what it needs of others computed before and closed over; or measure the gradient "
+    "other), so that no sample has a gradient of its own. Give a loss of each sample's own output "
+    "and labels, with what it needs of others computed before and closed over; or measure the gradient "
     "of the whole batch, 'train_grad_norm_batch', alone and in one part"
 )
 _OF_A_PLACE = (
@@ -152,7 +152,7 @@ class _Company:
     """Asks a loss for samples in other company, which must not change the gradient at their rows.
 
     A loss that is new, or whose output has a new shape, is asked until every two samples were apart
-    (of a large output, for a few splits); later once, for another split each time.
+    (of a large output, for a few splits); later for two other splits each time.
 
     Args:
         losses: the user's.
@@ -228,15 +228,20 @@ class _Company:
     def _parts(self) -> Iterator[Tensor]:
         """Yield parts of the samples, in random order: split by each digit of numbers they have."""
         digits = (self.count - 1).bit_length()
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.times))
         codes = (torch.arange(self.count) << digits) // self.count
-        asked = digits if self.z.numel() <= _SMALL else min(digits, _SPLITS)
-        if self.times:
-            asked = 1
-        for digit in range(digits - 1, digits - 1 - asked, -1):
-            first = (codes >> digit) % 2 == 0
+        generator = torch.Generator().manual_seed(self.times)
+        for split in range(self._splits(digits)):
+            if split % digits == 0:
+                order = torch.randperm(self.count, generator=generator)
+            first = (codes >> (digits - 1 - split % digits)) % 2 == 0
             yield order[first]
             yield order[~first]
+
+    def _splits(self, digits: int) -> int:
+        """Return in how many splits the samples are asked for; all digits part every two."""
+        if self.times:
+            return _AGAIN
+        return max(digits, _FEWEST) if self.z.numel() <= _SMALL else _OF_LARGE
 
     def _at(self, t: Tensor, rows: Tensor) -> Tensor:
         return t.index_select(self.axis, rows.to(t.device))
