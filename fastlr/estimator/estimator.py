@@ -14,6 +14,7 @@ from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.estimator.chunks import Chunks
+from fastlr.estimator.identity import of_inputs, tells_all
 from fastlr.estimator.options import EstimateOptions, method_with_arguments_of, with_arguments_of
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.ranks import agree, merged, settled
@@ -55,7 +56,7 @@ class LocalRedundancy:
             self.passes = self._passes()
         self.engine = self.passes.engine
         self.chunks = Chunks(self.passes)
-        self._digests: dict[int, str] = {}
+        self._digests: dict[tuple[int, str], str] = {}
 
     def _passes(self) -> Passes:
         """The passes over the inputs; refuses a model that is not where it is said to be, or nowhere."""
@@ -77,7 +78,8 @@ class LocalRedundancy:
             as_it_was(self.model, self.view.device),
         ):
             if members.size > 1:
-                agree(members, options, self._digest(options.total))
+                identity = of_inputs(options.inputs, options.total, options.seed)
+                agree(members, options, self._digest(options.total, identity))
             chunks.begin()
             audited = audits.passed
             values, sums, routes = self._settled_values(members)
@@ -87,9 +89,12 @@ class LocalRedundancy:
                 text = f"the squared gradient norm of sample {sample} is not finite: lower the model's scale"
                 raise members.everybodys(NonFiniteError(text))
             used = len(values) if options.probe != "batch" else min(len(values) * chunks.size, options.total)
-            inputs_digest = self._digest(used)
+            inputs_identity = of_inputs(options.inputs, used, options.seed)
+            inputs_digest = self._digest(used, inputs_identity)
             notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])]) + on_demand.notes()
-            predictive = members.share(self.passes.description())[0]  # a rank without inputs has none
+            told = self.passes.description(), self.passes.identity(), inputs_identity
+            # a rank without inputs has no predictive, and each has objects of its own
+            predictive, predictive_identity, inputs_identity = members.share(told)[0]
         moments = Moments()
         moments.add(values)
         return Estimate(
@@ -106,6 +111,8 @@ class LocalRedundancy:
             inputs=describe(options.inputs),
             inputs_used=used,
             inputs_digest=inputs_digest,
+            inputs_identity=inputs_identity,
+            predictive_identity=predictive_identity,
             batch_size=chunks.size,
             dtype=None if options.dtype is None else str(options.dtype).removeprefix("torch."),
             device=str(self.view.device),
@@ -162,11 +169,17 @@ class LocalRedundancy:
                     report(moments.n if options.probe != "batch" else done, total, moments.mean, moments.stderr)
         return torch.cat(kept), sums, routes
 
-    def _digest(self, used: int) -> str:
-        """Return a hash of the first two inputs and the last, made on the CPU in float32 whatever the model."""
-        if used not in self._digests:
-            self._digests[used] = digest(self.options.inputs, used, self.options.seed)
-        return self._digests[used]
+    def _digest(self, used: int, identity: str) -> str:
+        """Return a hash of the first two inputs and the last, made on the CPU in float32.
+
+        It is made anew at each measurement where nothing tells whether the inputs are as they were.
+        """
+        if not tells_all(identity):
+            return digest(self.options.inputs, used, self.options.seed)
+        key = used, identity
+        if key not in self._digests:
+            self._digests[key] = digest(self.options.inputs, used, self.options.seed)
+        return self._digests[key]
 
 
 @with_arguments_of(EstimateOptions)

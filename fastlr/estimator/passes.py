@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
+from fastlr.estimator.identity import of_predictive
 from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.padding import padding_mask
 from fastlr.estimator.predictive import Categorical, Predictive
@@ -33,6 +34,7 @@ class Passes:
     Attributes:
         engine: that of the model, which others use too: a model is proven once.
         predictive: the distribution of the labels; where none was given the default, once an output was seen.
+        axes: of the output, once one was seen.
         padding_left_out: True if the last chunk had padding.
         refusals_checked: True once a batch was seen to be one that the per-sample probes measure (for ``probe="batch"``).
     """
@@ -42,6 +44,7 @@ class Passes:
         self.engine = engine_of(view)
         self.dtype = next((p.dtype for p in view.held.values() if p.is_floating_point()), torch.float32)
         self.predictive: Any = options.predictive
+        self.axes: int | None = None
         self.padding_left_out = False
         self.refusals_checked = False
 
@@ -90,6 +93,7 @@ class Passes:
         def cotangent(output: Tensor) -> Any:
             if self.predictive is None:
                 self.predictive = default_predictive(output, out_dim)
+            self.axes = output.ndim
             where: dict[str, Any] = {} if out_dim == 0 else {"sample_dim": out_dim}
             if isinstance(self.predictive, Predictive):
                 counted = padding_mask(x, output, out_dim)
@@ -135,6 +139,10 @@ class Passes:
     def description(self) -> str:
         """Return what the outputs were taken for, as text."""
         return f"{self.predictive!r} without padding" if self.padding_left_out else repr(self.predictive)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what identifies the distribution of the labels."""
+        return of_predictive(self.predictive, self.axes)
 
 
 def default_predictive(output: Tensor, out_dim: int) -> Predictive:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fastlr.errors import InputError
+from fastlr.errors import FastlrWarning, InputError
+from fastlr.estimator.identity import same_inputs, same_predictive
 from fastlr.estimator.statistics import Moments, count, in_unit, ratio
+
+_TOLD = ("Bernoulli", "Categorical", "Gaussian")  # predictives whose text says all, but a mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,6 +39,10 @@ class Estimate:
         inputs: what was measured on, as text.
         inputs_used: number of inputs; the same as n except for ``probe="batch"``.
         inputs_digest: hash of the first and last inputs; estimates pair only where it agrees.
+        inputs_identity: what tells all inputs from others: a hash of the values of TensorInputs,
+            class, arguments and seed of generated ones. Those of other classes and data sets are
+            known as one object of this process. Empty in records from before.
+        predictive_identity: what tells the predictive from others, its mask by a hash.
         batch_size: inputs in a chunk (after halving, if memory ran out).
         bytes_per_input: memory that a chunk took at its peak, for each of its inputs, where that was measured to choose its
             size (on a GPU, where the inputs do not fit one small chunk); 0 elsewhere.
@@ -66,6 +74,8 @@ class Estimate:
     versions: dict[str, str] = field(default_factory=dict)
     audits: int = 0
     bytes_per_input: int = 0
+    inputs_identity: str = ""
+    predictive_identity: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rel_stderr(self) -> float:
@@ -97,6 +107,7 @@ class Estimate:
         record["stderr"] = None if math.isnan(self.stderr) else self.stderr
         record.update(notes=list(self.notes), versions=dict(self.versions), routes=dict(self.routes))
         record["per_parameter"] = dict(self.per_parameter)
+        record["predictive_identity"] = dict(self.predictive_identity)
         return record
 
     @classmethod
@@ -164,17 +175,62 @@ def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
 
     The variance between inputs that both estimates share cancels, so this is sharper than adding their standard errors.
 
+    A FastlrWarning names what cannot be told: whether inputs of the user's own classes and data sets,
+    measured as two objects, are the same between the first two and the last; whether predictives of
+    such classes are.
+
     Raises:
-        InputError: seeds, inputs, n or probes differ (for ``probe="batch"`` also the batches' sizes), or the per-sample
-            values are missing.
+        InputError: seeds, inputs, predictives, n or probes differ (for ``probe="batch"`` also the
+            batches' sizes), or the per-sample values are missing.
     """
     batches = ("batch_size",) if a.probe == "batch" else ()
     for name in ("probe", "seed", "n", "inputs_used", "inputs_digest", *batches):
         left, right = getattr(a, name), getattr(b, name)
         if left != right:
             raise InputError(f"the estimates are not paired: {name} is {left!r} and {right!r}; measure both alike")
+    _require_same(a, b)
     if a.per_sample is None or b.per_sample is None:
         raise InputError("an estimate has no per-sample values: record it with to_dict(per_sample=True)")
     moments = Moments()
     moments.add(a.per_sample - b.per_sample)
     return moments.mean, moments.stderr
+
+
+def _require_same(a: Estimate, b: Estimate) -> None:
+    """Raise InputError where inputs or predictives differ, and warn of what cannot be told."""
+    doubts = []
+    for what, same, beyond in (
+        ("inputs", same_inputs(a.inputs_identity, b.inputs_identity), "their first two and the last"),
+        ("predictive", _same_predictive(a, b), "their text"),
+    ):
+        left, right = getattr(a, what), getattr(b, what)
+        both = f"{left} and {right}" if left != right else f"{left}, twice, with other values"
+        if same is False:
+            raise InputError(
+                f"the estimates are not paired: {what} is {both}; measure both alike"
+            )
+        if same is None:
+            doubts.append(f"{what} ({left}; {right}), known by {beyond} alone")
+    if doubts:
+        warnings.warn(
+            f"that both estimates have the same of these cannot be told: {'; '.join(doubts)}. "
+            "The difference is paired only if they are; measure both with the same objects, or "
+            "give the inputs as fastlr.TensorInputs of tensors",
+            FastlrWarning,
+            stacklevel=3,
+        )
+
+
+def _same_predictive(a: Estimate, b: Estimate) -> bool | None:
+    """Return whether the predictives are the same; of records from before by their text."""
+    if a.predictive_identity and b.predictive_identity:
+        return same_predictive(a.predictive_identity, b.predictive_identity)
+    left, right = (e.predictive.removesuffix(" without padding") for e in (a, b))
+    if not left or not right:
+        return None
+    kinds = left.partition("(")[0], right.partition("(")[0]
+    if kinds[0] != kinds[1]:
+        return False
+    if left == right and kinds[0] in _TOLD and "mask" not in left:
+        return True
+    return False if kinds[0] == "Gaussian" else None

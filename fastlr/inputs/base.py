@@ -61,6 +61,14 @@ class Inputs:
     def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
         raise NotImplementedError(f"{type(self).__name__} must implement _make(start, stop, seed, device, dtype)")
 
+    def identity(self, used: int, seed: int) -> str:
+        """Return a text that samples 0 .. used - 1 have in common with equal ones alone.
+
+        It is "kind:text", and empty where nothing tells all of them: those of a subclass, unless
+        it says more.
+        """
+        return ""
+
     def to_dict(self) -> dict[str, Any]:
         """Return what defines these inputs, ready for JSON: their class and its arguments.
 

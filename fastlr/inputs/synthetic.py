@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -59,8 +60,23 @@ def _mean_std(normalize: Normalize, channels: int) -> tuple[Tensor, Tensor] | No
     return pair[0], pair[1]
 
 
+class Generated(Inputs):
+    """Base of inputs that are a function of their class, their arguments and the seed."""
+
+    def identity(self, used: int, seed: int) -> str:
+        """Return class, arguments and seed, but for arguments that change no value."""
+        if type(self).__module__ != __name__:  # a subclass may make others
+            return ""
+        record = self.to_dict() | {"seed": seed}
+        record.pop("channels_last", None)
+        if record.get("normalize") is not None:
+            mean_std = _mean_std(record["normalize"], record["size"][0])
+            record["normalize"] = [] if mean_std is None else [t.tolist() for t in mean_std]
+        return f"arguments:{json.dumps(record, sort_keys=True)}"
+
+
 @dataclass(frozen=True)
-class ShapeImages(Inputs):
+class ShapeImages(Generated):
     """Images of overlapping random shapes: the vision inputs of the paper (Section 3.6).
 
     A canvas in a uniform random colour; over it ``rectangles`` rectangles and ``circles`` circles in random order, with
@@ -173,7 +189,7 @@ class ShapeImages(Inputs):
 
 
 @dataclass(frozen=True)
-class NoiseImages(Inputs):
+class NoiseImages(Generated):
     """Independent Gaussian noise in every pixel and channel.
 
     Input type (i) of the paper's ablation (Appendix A.4).
@@ -210,7 +226,7 @@ class NoiseImages(Inputs):
 
 
 @dataclass(frozen=True)
-class GaussianSeries(Inputs):
+class GaussianSeries(Generated):
     """Random context windows x ~ N(0, I): the time series inputs of the paper (Section 3.6).
 
     Args:
@@ -235,7 +251,7 @@ class GaussianSeries(Inputs):
 
 
 @dataclass(frozen=True)
-class TokenInputs(Inputs):
+class TokenInputs(Generated):
     """Independent, uniformly random tokens, for language models.
 
     Args:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import require_pickable
+from fastlr.ghost.tokens import number, version
 from fastlr.inputs.base import Batch, Inputs
+
+_PLAIN = (bool, int, float, str, type(None))
+_HASHED = 1 << 24  # numbers hashed at once
 
 
 class TensorInputs(Inputs):
@@ -42,6 +48,7 @@ class TensorInputs(Inputs):
             raise InputError(f"in_dim must be an integer, got {in_dim!r}")
         self.tensors, self.in_dim, self.item = tensors, in_dim, item
         self.dataset: Any = None
+        self._hashes: dict[int, tuple[list, str]] = {}  # samples -> the tensors' versions, the hash
         if isinstance(tensors, (Tensor, tuple, Mapping)):
             if item is not None:
                 raise InputError("item= picks from the items of a Dataset: leave it out for tensors")
@@ -68,6 +75,54 @@ class TensorInputs(Inputs):
         The values are not in it.
         """
         return {"inputs": "TensorInputs", "tensors": self._describe(), "in_dim": self.in_dim, "length": self.limit}
+
+    def identity(self, used: int, seed: int) -> str:
+        """Return a hash of all values that make these samples, as they are in float32.
+
+        It is made once for the tensors and their versions. Data sets whose items may be anything
+        have none, nor have tensors beside values that are not plain.
+        """
+        held = self._held()
+        if type(self) is not TensorInputs or held is None:
+            return ""
+        leaves = dict(_leaves(held))
+        if not all(isinstance(v, (Tensor, *_PLAIN)) for v in leaves.values()):
+            return ""
+        tensors = [v for v in leaves.values() if isinstance(v, Tensor)]
+        versions = [(number(t), version(t)) for t in tensors]
+        known = self._hashes.get(used)
+        if known is not None and known[0] == versions:
+            return known[1]
+        self._hashes[used] = versions, f"tensors:{self._hash(leaves, used)}"
+        return self._hashes[used][1]
+
+    def _held(self) -> Any:
+        """Return the tensors that the samples are rows of; None where a data set makes them."""
+        if self.dataset is None:
+            return self.tensors
+        if type(self.dataset) is not TensorDataset:
+            return None
+        if self.item is None:
+            return self.dataset.tensors
+        return self.dataset.tensors[self.item] if type(self.item) is int else None
+
+    def _hash(self, leaves: Mapping[str, Any], used: int) -> str:
+        axis = self.in_dim if self.dataset is None else 0
+        total = hashlib.sha256()
+        for name, value in sorted(leaves.items()):
+            total.update(name.encode())
+            if not isinstance(value, Tensor):
+                total.update(repr(value).encode())
+                continue
+            if value.shape[axis] == self.limit:
+                value = value.narrow(axis, 0, used).movedim(axis, 0)
+            kind = torch.float32 if value.is_floating_point() else value.dtype
+            total.update(f"{tuple(value.shape)}{kind}".encode())
+            rows = max(1, _HASHED // max(1, value[:1].numel()))
+            for part in value.detach().split(rows):
+                part = part.to("cpu", kind).resolve_conj().resolve_neg().contiguous()
+                total.update(part.flatten().view(torch.uint8).numpy())
+        return total.hexdigest()[:32]
 
     def _describe(self) -> str:
         if self.dataset is not None:

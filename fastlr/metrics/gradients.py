@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Collection, Iterator
-from copy import copy
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +17,11 @@ from fastlr.ghost.api import engine_of
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
+from fastlr.metrics.sample_losses import Loss, SampleLosses
 from fastlr.metrics.value import Measure, check_known
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.torch_private import tree_flatten, tree_map
 
-Loss = Callable[[Tensor, Any], Tensor]
 MEASURES = _PER_SAMPLE, BATCH = "train_grad_norm", "train_grad_norm_batch"
 _DEFINITIONS = {
     _PER_SAMPLE: "training gradient norm, per sample: mean over samples of ||grad of the sample's loss||^2, eval mode",
@@ -54,7 +52,10 @@ def train_grad_norm(
         y: labels or targets, samples along axis 0 (a tensor, or a nest of tensors).
         loss: function (output, y) -> losses, one or more elements for each sample, or a loss of torch (``F.cross_entropy``,
             ``nn.MSELoss()``), which is called with ``reduction="none"``. The elements of a sample (tokens, target
-            elements) are **summed**. Outputs in half precision are given to it in float32.
+            elements) are **summed**. Outputs in half precision are given to it in float32. The loss
+            of a sample must depend on its own output and labels alone: it is asked again with the
+            samples in other company. A weight by place that it closes over goes with
+            ``batch_size=None`` alone.
         batch_size: at most so many samples in one pass; default all.
         output: picks the output tensor from what the model returns, as in `fastlr.per_sample_grad_sq_norms`.
         in_dim: sample axis of the batched inputs.
@@ -64,7 +65,8 @@ def train_grad_norm(
         Measure, loss^2 / weight^2; ``details``: "n", "stderr" (standard error of the mean over samples, None for n = 1).
 
     Raises:
-        InputError: ``loss`` gives one number for several samples or is not differentiable in the output; empty or
+        InputError: ``loss`` gives one number for several samples, mixes samples (negatives or
+            statistics of the batch), is random, or is not differentiable in the output; empty or
             mismatched batch. NonFiniteError: loss or gradient not finite. ModelError and its kinds: as for
             `fastlr.per_sample_grad_sq_norms`.
 
@@ -102,6 +104,8 @@ def gradient_measures(
     - "train_grad_norm_batch": ``|| (1/n) sum_b grad loss_b ||^2``, the squared norm of the gradient that an optimiser's
       step on the mean loss of these samples (in eval mode) would use.
 
+    The second alone, in one part, is also that of a loss that mixes samples.
+
     By Jensen's inequality the second is at most the first. Arguments and errors as for `train_grad_norm`; ``measures``
     names those wanted.
 
@@ -135,7 +139,7 @@ def gradient_measures(
 
 def batch_gradient_norm(view: ModelView, z: Tensor, y: Any, loss: Loss) -> Measure:
     """Return "train_grad_norm_batch" of `gradient_measures` from an output z of the model, whose graph is used up."""
-    v = _loss_gradient(_unreduced(loss), z.detach(), y, view.out_dim)
+    v = SampleLosses(loss, view.out_dim).gradient(z.detach(), y)
     return _batch_measure(_gradient(z, list(view.parameters.values()), v), view.sample_count(z))
 
 
@@ -233,44 +237,31 @@ def _parts(
     """For each part of the samples: squared norms of their gradients [b], the sum of these gradients, and their number."""
     parameters = list(view.parameters.values())
     x = view.inputs(x)
-    losses = _unreduced(loss)
+    losses = SampleLosses(loss, view.out_dim)
     with as_it_was(view.module, view.device):
-        for part, labels in _chunks(x, y, batch_size, view.in_dim):
+        for part, labels, whole in _chunks(x, y, batch_size, view.in_dim):
 
-            def cotangent(z: Tensor, labels: Any = labels) -> Tensor:
-                return _loss_gradient(losses, z, labels, view.out_dim)
+            def own(z: Tensor, labels: Any = labels, whole: bool = whole) -> Tensor:
+                return losses.own_gradient(z, labels, whole=whole)
 
             norms, grads, size = None, None, 0
             if _PER_SAMPLE in measures:
-                norms = engine_of(view).run(part, cotangent).total
+                norms = engine_of(view).run(part, own).total
             if BATCH in measures:
                 with refusals(view, part):
                     z = view.forward(part)
                 size = view.sample_count(z)
-                grads = _gradient(z, parameters, cotangent(z.detach()))
+                # the mean loss of all samples has a gradient even where they mix, that of parts has not
+                checked = whole or norms is not None
+                v = losses.gradient(z.detach(), labels) if checked else own(z.detach())
+                grads = _gradient(z, parameters, v)
             yield norms, grads, size
 
 
-def _unreduced(loss: Loss) -> Loss:
-    """The loss without its reduction, where it has one."""
-    if not callable(loss):
-        raise InputError(f"loss must be a function (output, y) -> losses, not {type(loss).__name__}")
-    if isinstance(loss, nn.Module):
-        if not hasattr(loss, "reduction"):
-            return loss
-        unreduced: Any = copy(loss)  # of the module alone: its parameters and buffers are the same
-        unreduced.reduction = "none"
-        return unreduced
-    try:
-        reduces = "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):
-        reduces = False
-    return (lambda z, y: loss(z, y, reduction="none")) if reduces else loss  # type: ignore[call-arg]
-
-
-def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tuple[Any, Any]]:
+def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tuple[Any, Any, bool]]:
+    """Inputs and labels of each part of the samples, and whether it is all of them."""
     if batch_size is None:
-        yield x, y
+        yield x, y, True
         return
     size = checked_count("batch_size", batch_size)
     labels = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor) and t.ndim]
@@ -285,34 +276,7 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
         def cut(t: Any, start: int = start, stop: int = stop) -> Any:
             return t[start:stop] if isinstance(t, Tensor) and t.ndim and len(t) == total else t
 
-        yield batch.pick(range(start, stop)), tree_map(cut, y)
-
-
-def _loss_gradient(losses: Loss, z: Tensor, y: Any, out_dim: int) -> Tensor:  # z [*output] -> [*output]
-    """Gradient of the losses' sum at the output, checked."""
-    half = torch.finfo(z.dtype).bits < 32
-    leaf = z.detach().to(torch.float32 if half else z.dtype).requires_grad_()
-
-    def fit(t: Any) -> Any:
-        """Targets in the output's own half precision go with it to float32."""
-        if not isinstance(t, Tensor):
-            return t
-        return t.to(leaf.device, leaf.dtype if half and t.dtype == z.dtype else t.dtype)
-
-    samples = adapt.sample_count(z, out_dim)
-    with torch.enable_grad():
-        values = losses(leaf, tree_map(fit, y))
-        if not isinstance(values, Tensor) or (values.numel() == 1 and samples > 1):
-            kind = "one number" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-            raise InputError(
-                f"the loss gave {kind} for {samples} samples: it must return the losses of the samples, unreduced, such "
-                "as F.cross_entropy(output, y, reduction='none')"
-            )
-        if not values.requires_grad:
-            raise InputError("the loss does not depend on the output by autograd: do not detach or use .item() in it")
-        if not bool(values.isfinite().all()):
-            raise NonFiniteError("a loss is not finite: check the labels and the model's output")
-        return torch.autograd.grad(values.sum(), leaf)[0]
+        yield batch.pick(range(start, stop)), tree_map(cut, y), parts == 1
 
 
 def _gradient(z: Tensor, parameters: list[nn.Parameter], v: Tensor) -> list[Tensor]:  # z, v [*output]

@@ -1,0 +1,92 @@
+"""An estimate carries what identifies its inputs and its predictive, so that only like ones pair.
+
+An identity is for comparison alone, within a process and across stored records. What nothing can
+identify, such as inputs of a class of the user's own, is known as one object of one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+
+from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
+from fastlr.ghost.tokens import number
+from fastlr.inputs.base import Inputs
+
+_PROCESS = uuid4().hex[:12]
+_OBJECT = "object"
+
+
+def of_inputs(inputs: Any, used: int, seed: int) -> str:
+    """Return what identifies inputs 0 .. used - 1; "" where nothing does."""
+    told = inputs.identity(used, seed) if isinstance(inputs, Inputs) else ""
+    return told or _of_object(inputs)
+
+
+def tells_all(identity: str) -> bool:
+    """Return True if an identity is of the values of inputs, not of an object that makes them."""
+    return bool(identity) and identity.partition(":")[0] != _OBJECT
+
+
+def same_inputs(left: str, right: str) -> bool | None:
+    """Return whether two identities are of the same inputs, or None where that cannot be told."""
+    kind = left.partition(":")[0]
+    if not left or not right or kind != right.partition(":")[0]:
+        return None
+    if left == right:
+        return True
+    return None if kind == _OBJECT else False
+
+
+def of_predictive(predictive: Any, axes: int | None) -> dict[str, Any]:
+    """Return what identifies a predictive distribution, ready for JSON.
+
+    Args:
+        predictive: the distribution.
+        axes: of the output that it was taken of, by which a class axis is counted from its end.
+    """
+    kind = type(predictive)
+    told: dict[str, Any] = {"class": kind.__name__}
+    if kind is Categorical:
+        told["dim"] = predictive.dim
+        told["from_end"] = None if axes is None else predictive.dim % axes - axes
+        told["mask"] = _of_mask(predictive.mask)
+    elif kind is Gaussian:
+        told["sigma"] = float(predictive.sigma)
+    elif kind is not Bernoulli:
+        told["class"] = f"{kind.__module__}.{kind.__qualname__}"
+        told["object"] = _of_object(predictive)
+    return told
+
+
+def same_predictive(left: dict[str, Any], right: dict[str, Any]) -> bool | None:
+    """Return whether two identities are of one distribution, None where that cannot be told."""
+    if not left or not right:
+        return None
+    if left["class"] != right["class"]:
+        return False
+    if "object" in left:
+        return True if left["object"] and left["object"] == right["object"] else None
+    same_axis = left.get("dim") == right.get("dim") or left["from_end"] == right["from_end"]
+    return same_axis and all(left.get(name) == right.get(name) for name in ("mask", "sigma"))
+
+
+def _of_object(thing: Any) -> str:
+    """Return what identifies an object in this process; "" where nothing tells of its end."""
+    known = number(thing)
+    return f"{_OBJECT}:{_PROCESS}-{os.getpid()}-{known}" if known > 0 else ""
+
+
+def _of_mask(mask: Tensor | None) -> str | None:
+    """Return a hash of a mask as it is broadcast; None where all positions count."""
+    if mask is None or bool(mask.all()):
+        return None
+    while mask.ndim > 1 and mask.shape[0] == 1:
+        mask = mask[0]
+    values = mask.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tuple(mask.shape)}".encode() + values.tobytes()).hexdigest()[:32]

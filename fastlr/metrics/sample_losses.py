@@ -1,0 +1,370 @@
+"""A user's loss gives the losses of the samples; each must depend on its own sample alone.
+
+The norm of a sample's gradient exists where its loss depends on its own row of the output and of
+the labels. A contrastive loss, a hardest negative, a mean of the batch by which losses are divided:
+there the sum's gradient at row b has parts of the other samples' losses, and is no sample's
+gradient. So the loss is asked again with the samples in other company.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fastlr.errors import InputError, NonFiniteError
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost.runtime import buffers_kept
+from fastlr.ghost.verification.agreement import agree
+from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.torch_private import tree_flatten, tree_map
+
+Loss = Callable[[Tensor, Any], Tensor]
+
+_SMALL = 1 << 14  # elements of an output whose samples are asked for until every two were apart
+_FEWEST, _OF_LARGE, _AGAIN = 6, 3, 2  # splits: at least, of larger ones, of a loss that has passed
+_NOISE = 3e-4  # most rounding of gradients, in parts of the largest one
+# Relative difference of gradients that is taken for rounding, by the digits that they have.
+_ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
+_times: WeakIdKeyDictionary = WeakIdKeyDictionary()  # loss -> shapes -> how often it was asked
+_MIXES = (
+    "the loss mixes samples: the gradient of a sample's loss changes with the other samples of its "
+    "batch (negatives, statistics, ranks or sums of the batch, labels broadcast against each "
+    "other), so that no sample has a gradient of its own. Give a loss of each sample's own output "
+    "and labels, with what it needs of others computed before and closed over; or measure the gradient "
+    "of the whole batch, 'train_grad_norm_batch', alone and in one part"
+)
+_OF_A_PLACE = (
+    "the loss of a sample depends on its place or on the number of samples (a weight by place, a "
+    "division by the batch size), and the samples are measured in parts: pass weights as a part of "
+    "y, and take no mean"
+)
+_RANDOM = (
+    "the loss gives another gradient when it is asked again: it draws random numbers, or keeps "
+    "something between two calls, so that the norm of a gradient is no property of the model. Draw "
+    "the numbers once, before, and use the same in every call"
+)
+# Losses of torch whose elements are of a sample each, for targets of the output's shape (classes).
+_ELEMENTWISE: tuple[Any, ...] = (
+    F.binary_cross_entropy_with_logits,
+    F.huber_loss,
+    F.l1_loss,
+    F.mse_loss,
+    F.smooth_l1_loss,
+    nn.BCEWithLogitsLoss,
+    nn.HuberLoss,
+    nn.L1Loss,
+    nn.MSELoss,
+    nn.SmoothL1Loss,
+)
+_OF_CLASSES: tuple[Any, ...] = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+
+
+class SampleLosses:
+    """A user's loss, without its reduction where it has one.
+
+    Args:
+        loss: function (output, y) -> losses.
+        out_dim: the samples' axis of the output.
+
+    Raises:
+        InputError: ``loss`` cannot be called.
+    """
+
+    def __init__(self, loss: Loss, out_dim: int) -> None:
+        self.given, self.losses, self.out_dim = loss, _unreduced(loss), out_dim
+        self.modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
+
+    def state_kept(self) -> AbstractContextManager[None]:
+        """Put back the buffers that a loss with a state writes to, after its backward pass."""
+        return buffers_kept(self.modules) if self.modules else nullcontext()
+
+    def gradient(self, z: Tensor, y: Any) -> Tensor:
+        """Return the gradient of the losses' sum at the output z, in float32 at least.
+
+        Raises:
+            InputError: One number for several samples, or losses that do not depend on the output
+                by autograd.
+            NonFiniteError: A loss is infinite or not a number.
+        """
+        z, y = _fitted(z, y)
+        leaf = z.requires_grad_()
+        samples = adapt.sample_count(z, self.out_dim)
+        with self.state_kept(), torch.enable_grad():
+            values = self.losses(leaf, y)
+            if not isinstance(values, Tensor) or (values.numel() == 1 and samples > 1):
+                kind = "one number" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                raise InputError(
+                    f"the loss gave {kind} for {samples} samples: it must return the losses of the "
+                    "samples, unreduced, such as F.cross_entropy(output, y, reduction='none')"
+                )
+            if values.requires_grad and not bool(values.isfinite().all()):
+                raise NonFiniteError(
+                    "a loss is not finite: check the labels and the model's output"
+                )
+            gradient = _grad(values.sum(), leaf)
+        if gradient is None:
+            raise InputError(
+                "the loss does not depend on the output by autograd: do not detach or use .item() "
+                "in it"
+            )
+        return gradient
+
+    def own_gradient(self, z: Tensor, y: Any, *, whole: bool) -> Tensor:
+        """Return `gradient` where each loss depends on its own sample alone.
+
+        Args:
+            z: output.
+            y: labels.
+            whole: these are all samples. A loss may then weigh each by a constant of its place (a
+                closure over a tensor of weights); of parts of the samples it must be a function of
+                the output's rows and the labels'.
+
+        Raises:
+            InputError: The loss mixes samples, or is random. Others: as for `gradient`.
+        """
+        gradient = self.gradient(z, y)
+        if z.shape[self.out_dim] > 1 and not self._known(z, y):
+            _Company(self, *_fitted(z, y), gradient).require_none(whole=whole)
+        return gradient
+
+    def _known(self, z: Tensor, y: Any) -> bool:
+        """Return True for a loss of torch's whose elements are known to be of a sample each."""
+        if self.out_dim != 0 or z.ndim < 2 or not isinstance(y, Tensor):
+            return False
+        kind = type(self.given) if isinstance(self.given, nn.Module) else self.given
+        if any(kind is known for known in _ELEMENTWISE):
+            return y.shape == z.shape and _unweighted(self.given)
+        if any(kind is known for known in _OF_CLASSES):
+            return y.shape in (z.shape, z.shape[:1] + z.shape[2:])
+        return False
+
+
+class _Company:
+    """Asks a loss for samples in other company, which must not change the gradient at their rows.
+
+    A loss that is new, or whose output has a new shape, is asked until every two samples were apart
+    (of a large output, for a few splits); later for two other splits each time.
+
+    Args:
+        losses: the user's.
+        z: output, as the loss is given it.
+        y: labels.
+        gradient: of the losses' sum at z.
+    """
+
+    def __init__(self, losses: SampleLosses, z: Tensor, y: Any, gradient: Tensor) -> None:
+        self.losses, self.state_kept = losses.losses, losses.state_kept
+        self.key, self.z, self.y, self.gradient = losses.given, z, y, gradient
+        self.axis = losses.out_dim % z.ndim
+        self.count = z.shape[self.axis]
+        self.times = _record(self.key).get(z.shape, 0)
+
+    def require_none(self, *, whole: bool) -> None:
+        """Raise InputError unless the company of a sample does not matter."""
+        several = not self.times and self._one_loss_of_several()
+        apart = not several and any(map(self._same_in_place, self._label_axes()))
+        if apart and (whole or self._same_in_halves()):
+            _record(self.key)[self.z.shape] = self.times + 1
+            return
+        if not self._same(self.gradient, self._asked(self.z, self.y)):
+            raise InputError(_RANDOM)
+        raise InputError(_OF_A_PLACE if apart else _MIXES)
+
+    def _one_loss_of_several(self) -> bool:
+        """Return True if the largest of the losses depends on the outputs of several samples."""
+        with self.state_kept(), torch.enable_grad():
+            leaf = self.z.detach().clone().requires_grad_()
+            values = self.losses(leaf, self.y).flatten()
+            if not values.numel() or not values.requires_grad:
+                return False
+            found = _grad(values[values.detach().abs().argmax()], leaf)
+        if found is None:
+            return False
+        rows = found.movedim(self.axis, 0).reshape(self.count, -1).abs().amax(1)
+        return int((rows > _rounding(self.gradient) * rows.amax()).sum()) > 1
+
+    def _same_in_place(self, label_axis: int | None) -> bool:
+        """Return True if samples give the same in their places beside others: copies of some.
+
+        Args:
+            label_axis: axis of the labels that goes with the samples; None: they stay in place.
+        """
+        for turn, rows in enumerate(self._parts()):
+            source = self._among_copies(rows if turn % 2 == 0 else rows[:1], rows)
+            y = self.y if label_axis is None else self._labels(source, label_axis)
+            got = self._asked(self._at(self.z, source), y)
+            if got is None or not self._same_of(rows, self._at(got, rows)):
+                return False
+        return True
+
+    def _among_copies(self, copied: Tensor, kept: Tensor) -> Tensor:
+        """Return the sample of each place: those kept in theirs, elsewhere the copied in turn."""
+        source = copied[torch.arange(self.count) % len(copied)]
+        source[kept] = kept
+        return source
+
+    def _same_in_halves(self) -> bool:
+        """Return True if parts of the samples, in another order, give what they gave.
+
+        A loss may not take a single sample.
+        """
+        for rows in self._parts():
+            got = self._asked(self._at(self.z, rows), self._labels(rows, 0))
+            if got is None and len(rows) == 1:
+                continue
+            if not self._same_of(rows, got):
+                return False
+        return True
+
+    def _parts(self) -> Iterator[Tensor]:
+        """Yield parts of the samples, in random order: split by each digit of numbers they have."""
+        digits = (self.count - 1).bit_length()
+        codes = (torch.arange(self.count) << digits) // self.count
+        generator = torch.Generator().manual_seed(self.times)
+        for split in range(self._splits(digits)):
+            if split % digits == 0:
+                order = torch.randperm(self.count, generator=generator)
+            first = (codes >> (digits - 1 - split % digits)) % 2 == 0
+            yield order[first]
+            yield order[~first]
+
+    def _splits(self, digits: int) -> int:
+        """Return in how many splits the samples are asked for; all digits part every two."""
+        if self.times:
+            return _AGAIN
+        return max(digits, _FEWEST) if self.z.numel() <= _SMALL else _OF_LARGE
+
+    def _at(self, t: Tensor, rows: Tensor) -> Tensor:
+        return t.index_select(self.axis, rows.to(t.device))
+
+    def _labels(self, rows: Tensor, axis: int) -> Any:
+        """Return the labels of these samples; tensors of another length stay whole."""
+
+        def pick(t: Any) -> Any:
+            return t.index_select(axis, rows.to(t.device)) if self._of_samples(t, axis) else t
+
+        return tree_map(pick, self.y)
+
+    def _of_samples(self, t: Any, axis: int) -> bool:
+        return isinstance(t, Tensor) and t.ndim > axis and t.shape[axis] == self.count
+
+    def _label_axes(self) -> list[int | None]:
+        """Return the axes along which all labels have the samples; [None] where some do not."""
+        tensors = [t for t in tree_flatten(self.y)[0] if isinstance(t, Tensor) and t.ndim]
+        axes: list[int | None] = []
+        for axis in sorted({0, self.axis}):
+            if tensors and all(self._of_samples(t, axis) for t in tensors):
+                axes.append(axis)
+        return axes or [None]
+
+    def _asked(self, z: Tensor, y: Any) -> Tensor | None:
+        """Return the gradient of the losses' sum at z; None where the loss does not take it."""
+        leaf = z.detach().clone().requires_grad_()
+        try:
+            with self.state_kept(), torch.enable_grad():
+                return _grad(self.losses(leaf, y).sum(), leaf, none=torch.zeros_like(leaf))
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            return None
+
+    def _same_of(self, rows: Tensor, got: Tensor | None) -> bool:
+        return self._same(self._at(self.gradient, rows), got)
+
+    def _same(self, want: Tensor, got: Tensor | None) -> bool:
+        if got is None:
+            return False
+        return agree(want, got, _rounding(self.gradient), self._noise, self.axis)
+
+    def _noise(self) -> Tensor | None:
+        """Return how far the gradient is off by rounding: what the output's last digits do to it.
+
+        No more than a little of the largest entry: a loss that draws random numbers moves it more.
+        """
+        some = torch.randint(2, self.z.shape, generator=torch.Generator().manual_seed(0)).to(self.z)
+        dtype = _digits(self.gradient)
+        # towards zero: a probability stays one
+        other = self._asked(self.z * (1 - 4 * torch.finfo(dtype).eps * some), self.y)
+        if other is None:
+            return None
+        off = (other - self.gradient).abs().nan_to_num(posinf=0.0)
+        return off.clamp(max=_NOISE * float(self.gradient.abs().max()))
+
+
+def _record(loss: Any) -> dict[torch.Size, int]:
+    """Return how often a loss was asked for outputs of each shape, and passed."""
+    try:
+        found: dict[torch.Size, int] = _times.setdefault(loss, {})
+    except TypeError:  # nothing tells of its end: it is new at every call
+        return {}
+    return found
+
+
+def _fitted(z: Tensor, y: Any) -> tuple[Tensor, Any]:
+    """Return output and labels as a loss is given them, on the output's device.
+
+    Outputs in half precision, and targets in the output's own, become float32.
+    """
+    half = torch.finfo(z.dtype).bits < 32
+    fitted = z.detach().to(torch.float32 if half else z.dtype)
+
+    def fit(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        return t.to(fitted.device, fitted.dtype if half and t.dtype == z.dtype else t.dtype)
+
+    return fitted, tree_map(fit, y)
+
+
+def _grad(value: Tensor, leaf: Tensor, none: Tensor | None = None) -> Tensor | None:
+    """Return the gradient of a number at the output, or ``none`` where it does not depend on it."""
+    if not value.requires_grad:
+        return none
+    found = torch.autograd.grad(value, leaf, allow_unused=True)[0]
+    return none if found is None else found
+
+
+def _digits(gradient: Tensor) -> torch.dtype:
+    """Return the narrowest precision that holds a gradient, in which the loss may compute."""
+    for dtype in _ROUNDING:
+        if torch.equal(gradient.to(dtype).to(gradient.dtype), gradient):
+            return dtype
+    return gradient.dtype
+
+
+def _rounding(gradient: Tensor) -> float:
+    """Return the relative difference that is taken for rounding; autocast rounds in a loss, too."""
+    low = torch.is_autocast_enabled(gradient.device.type)
+    return _ROUNDING[torch.bfloat16 if low else _digits(gradient)]
+
+
+def _unweighted(loss: Any) -> bool:
+    """Return True if a loss has no weights, which could broadcast against the samples."""
+    return all(getattr(loss, name, None) is None for name in ("weight", "pos_weight"))
+
+
+def _unreduced(loss: Loss) -> Loss:
+    """Return the loss without its reduction, where it has one."""
+    if not callable(loss):
+        kind = type(loss).__name__
+        raise InputError(f"loss must be a function (output, y) -> losses, not {kind}")
+    if isinstance(loss, nn.Module):
+        if not hasattr(loss, "reduction"):
+            return loss
+        unreduced: Any = copy(loss)  # of the module alone: its parameters and buffers are the same
+        unreduced.reduction = "none"
+        return unreduced
+    try:
+        reduces = "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        reduces = False
+    return partial(loss, reduction="none") if reduces else loss  # type: ignore[call-arg]

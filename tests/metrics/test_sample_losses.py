@@ -1,0 +1,402 @@
+"""Losses that mix samples are refused; those of each sample's own row give what a loop gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastlr
+from fastlr import metrics
+from fastlr.errors import InputError
+
+CLASSES = 6
+KEYS = torch.randn(9, CLASSES, generator=torch.Generator().manual_seed(3))
+WEIGHTS = torch.rand(8, generator=torch.Generator().manual_seed(4)) + 0.5
+
+
+def made(
+    samples: int = 8, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network, inputs and classes."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, CLASSES)).to(dtype)
+    return model, torch.randn(samples, 5, dtype=dtype), torch.randint(0, CLASSES, (samples,))
+
+
+def entropy(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def info_nce(z: Tensor, _: Any) -> Tensor:
+    units = F.normalize(z, dim=1)
+    other = units.flip(1)
+    return F.cross_entropy(
+        units @ other.T / 0.5, torch.arange(len(z), device=z.device), reduction="none"
+    )
+
+
+def triplet(z: Tensor, _: Any) -> Tensor:
+    distance = torch.cdist(z, z)
+    return (1 + distance.roll(1, 0).diagonal() - distance.roll(2, 0).diagonal()).relu()
+
+
+def hard_negatives(z: Tensor, y: Tensor) -> Tensor:
+    distance = torch.cdist(z, z) + 1e3 * torch.eye(len(z), dtype=z.dtype)
+    return (5 - distance.amin(1)).relu() + entropy(z, y)
+
+
+def supervised_contrast(z: Tensor, y: Tensor) -> Tensor:
+    units = F.normalize(z, dim=1)
+    same = (y[:, None] == y).to(z.dtype)
+    return -((units @ units.T).log_softmax(1) * same).sum(1) / same.sum(1)
+
+
+def over(scale: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss divided by a number of the batch."""
+    return lambda z, y: entropy(z, y) / scale(entropy(z, y))
+
+
+def hardest_half(z: Tensor, y: Tensor) -> Tensor:
+    return entropy(z, y).topk(len(z) // 2).values
+
+
+def trimmed(z: Tensor, y: Tensor) -> Tensor:
+    losses = entropy(z, y)
+    return losses * (losses.detach() <= losses.detach().median())
+
+
+def by_rank(z: Tensor, y: Tensor) -> Tensor:
+    losses = entropy(z, y)
+    return losses * losses.detach().argsort().argsort()
+
+
+def of_neighbours(z: Tensor, y: Tensor) -> Tensor:
+    return entropy(z, y) + (z - z.roll(1, 0)).square().sum(1)
+
+
+def of_one_pair(z: Tensor, y: Tensor) -> Tensor:
+    return entropy(z, y) + (z[0] - z[-1]).square().sum() / len(z)
+
+
+def weighted_by_classes_of_the_batch(z: Tensor, y: Tensor) -> Tensor:
+    weights = torch.arange(1.0, 1 + CLASSES, dtype=z.dtype)[y]
+    return weights / weights.sum() * entropy(z, y)
+
+
+MIXING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "InfoNCE": info_nce,
+    "triplet": triplet,
+    "hard negatives": hard_negatives,
+    "supervised contrast": supervised_contrast,
+    "variance": lambda z, _: (10 - (z.var(0) + 1e-4).sqrt()).relu(),
+    "by its mean, detached": over(lambda losses: losses.detach().mean()),
+    "by its mean": over(lambda losses: losses.mean()),
+    "by its largest": over(lambda losses: losses.detach().max()),
+    "softmax over the samples": lambda z, y: -z.log_softmax(0).gather(1, y[:, None])[:, 0],
+    "batch norm": lambda z, y: entropy(F.batch_norm(z, None, None, training=True), y),
+    "centred": lambda z, y: entropy(z - z.detach().mean(0), y),
+    "hardest half": hardest_half,
+    "trimmed": trimmed,
+    "rank": by_rank,
+    "pairwise": lambda z, _: F.softplus(z[:, :1].T - z[:, :1]).sum(1),
+    "neighbours": of_neighbours,
+    "one pair": of_one_pair,
+    "weights of the batch": weighted_by_classes_of_the_batch,
+    "the mean, once a sample": lambda z, y: F.cross_entropy(z, y).expand(len(z)),
+    "mean with the next": lambda z, y: (entropy(z, y) + entropy(z, y).roll(1)) / 2,
+    "labels broadcast": lambda z, y: F.mse_loss(z[:, :1], y.to(z.dtype), reduction="none"),
+    "mixup": lambda z, y: (entropy(z, y) + entropy(z, y.flip(0))) / 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("name", MIXING)
+def test_losses_that_mix_samples_are_refused(name: str) -> None:
+    for dtype, samples, size in (
+        (torch.float64, 8, None),
+        (torch.float32, 64, None),
+        (torch.float64, 8, 4),
+    ):
+        model, x, y = made(samples, dtype)
+        with pytest.raises(InputError, match="mixes samples.*a gradient of its own.*closed over"):
+            metrics.train_grad_norm(model, x, y, MIXING[name], batch_size=size)
+
+
+def test_every_measure_asks() -> None:
+    model, x, y = made(16)
+    with pytest.raises(InputError, match="mixes samples"):
+        metrics.gradient_measures(model, x, y, info_nce)
+    with pytest.raises(InputError, match="mixes samples"):
+        metrics.measures(model, ["train_grad_norm"], x=x, y=y, loss=info_nce)
+    with pytest.raises(InputError, match="mixes samples"):
+        fastlr.gradient_noise_scale(model, x, y, info_nce, groups=2)
+    with pytest.raises(InputError, match="mixes samples"):  # of a part the mean loss is another
+        metrics.gradient_measures(
+            model, x, y, info_nce, measures=["train_grad_norm_batch"], batch_size=4
+        )
+
+
+def test_the_whole_batch_has_a_gradient_where_samples_mix() -> None:
+    model, x, y = made()
+    got = metrics.gradient_measures(model, x, y, info_nce, measures=["train_grad_norm_batch"])
+    grads = torch.autograd.grad(info_nce(model(x), y).mean(), list(model.parameters()))
+    assert got["train_grad_norm_batch"] == pytest.approx(
+        float(sum(g.square().sum() for g in grads)), rel=1e-9
+    )
+
+
+class Focal(nn.Module):
+    """A loss with a reduction of its own."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        losses = entropy(z, y)
+        losses = (1 - (-losses).exp()) ** 2 * losses
+        return losses if self.reduction == "none" else losses.mean()
+
+
+def of_prototypes(z: Tensor, y: Tensor) -> Tensor:
+    return -(-torch.cdist(z.float(), KEYS)).log_softmax(1).gather(1, y[:, None])[:, 0]
+
+
+def with_class_weights(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(
+        z, y, weight=torch.arange(1.0, 1 + CLASSES, dtype=z.dtype), reduction="none"
+    )
+
+
+def with_a_seed(z: Tensor, y: Tensor) -> Tensor:
+    noise = torch.randn(len(z), CLASSES, generator=torch.Generator().manual_seed(0)).to(z.dtype)
+    return entropy(z + noise, y)
+
+
+OWN: dict[str, Callable[..., Tensor]] = {
+    "plain": entropy,
+    "scaled": lambda z, y: 0.3 * entropy(z, y),
+    "focal": Focal(),
+    "class weights": with_class_weights,
+    "in float32": lambda z, y: entropy(z.float(), y),
+    "in bfloat16": lambda z, y: entropy(z.bfloat16(), y),
+    "confident": lambda z, y: entropy(50 * z, y),
+    "prototypes": of_prototypes,
+    "keys": lambda z, y: entropy(30 * z.float() @ KEYS.T, y),
+    "margin": lambda z, y: F.multi_margin_loss(z, y, reduction="none"),
+    "elements": lambda z, y: (z - F.one_hot(y, CLASSES)).square(),
+    "baseline": lambda z, y: entropy(z, y) - entropy(z, y).detach().mean(),
+    "sorted": lambda z, y: entropy(z, y).sort().values,
+    "some": lambda z, y: entropy(z[y > 0], y[y > 0]),
+}
+
+
+def of_tokens(z: Tensor, y: Tensor) -> Tensor:
+    return entropy(z.flatten(0, 1), y.flatten())
+
+
+def of_some_tokens(z: Tensor, y: Tensor) -> Tensor:
+    return entropy(z[y >= 0], y[y >= 0])
+
+
+def looped(
+    model: nn.Module, x: Tensor, losses: Callable[[Tensor], Tensor], samples: int = 8
+) -> float:
+    """The mean squared norm of the samples' gradients, from the losses of a batch, a row each."""
+    total = 0.0
+    for own in losses(model(x)).reshape(samples, -1).sum(1):
+        grads = torch.autograd.grad(own, list(model.parameters()), retain_graph=True)
+        total += float(sum(g.double().square().sum() for g in grads))
+    return total / samples
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_losses_of_each_sample_stay_accepted(name: str) -> None:
+    loss = OWN[name]
+    for dtype, size in (
+        (torch.float64, None),
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float64, 4),
+    ):
+        model, x, y = made(8, dtype)
+        value = metrics.train_grad_norm(model, x, y, loss, batch_size=size)
+        if dtype == torch.float64 and name not in ("sorted", "some", "in bfloat16"):
+            plain = Focal("none") if name == "focal" else loss
+            assert value == pytest.approx(
+                looped(model, x, lambda z, y=y, plain=plain: plain(z, y)), rel=1e-4
+            )
+
+
+def test_constants_of_a_place_go_with_the_whole_batch() -> None:
+    """Weights that a loss closes over, the number of samples, keys of all, a seed of its own."""
+    model, x, y = made()
+    of_places: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda z, y: WEIGHTS * entropy(z, y),
+        lambda z, y: WEIGHTS[: len(z)] * entropy(z, y),
+        lambda z, y: entropy(z, y) / len(z),
+        lambda z, y: entropy(z @ KEYS.to(z.dtype).T, torch.arange(len(z))),
+        with_a_seed,
+    ]
+    for loss in of_places:
+        value = metrics.train_grad_norm(model, x, y, loss)
+        assert value == pytest.approx(looped(model, x, lambda z, loss=loss: loss(z, y)), rel=1e-9)
+    for loss in of_places[1:]:
+        with pytest.raises(InputError, match="depends on its place or on the number of samples"):
+            metrics.train_grad_norm(model, x, y, loss, batch_size=4)
+
+
+def test_weights_of_samples_may_be_a_part_of_y() -> None:
+    model, x, y = made()
+    weights = WEIGHTS.double()
+    given: list[tuple[Any, Callable[..., Tensor]]] = [
+        ((y, weights), lambda z, t: t[1] * entropy(z, t[0])),
+        ({"y": y, "w": weights}, lambda z, t: t["w"] * entropy(z, t["y"])),
+        (
+            {"y": y, "of_classes": torch.rand(CLASSES).double()},
+            lambda z, t: t["of_classes"][t["y"]] * entropy(z, t["y"]),
+        ),
+    ]
+    for target, loss in given:
+        wanted = pytest.approx(
+            looped(model, x, lambda z, t=target, loss=loss: loss(z, t)), rel=1e-9
+        )
+        assert metrics.train_grad_norm(model, x, target, loss) == wanted
+        assert metrics.train_grad_norm(model, x, target, loss, batch_size=4) == wanted
+    with pytest.raises(InputError, match="mixes samples"):
+        metrics.train_grad_norm(
+            model, x, (y, weights), lambda z, t: t[1] / t[1].mean() * entropy(z, t[0])
+        )
+
+
+class Tokens(nn.Module):
+    """Logits at several positions, samples along axis 0 or 1."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.linear, self.axis = nn.Linear(3, CLASSES).double(), axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            self.linear(x.transpose(0, self.axis))
+            .cumsum(1 - self.axis)
+            .transpose(0, self.axis)
+            .contiguous()
+        )
+
+
+@pytest.mark.parametrize("length", [5, 4])  # 4 as many as there are samples
+def test_losses_of_tokens(length: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(4, length, 3, dtype=torch.float64), torch.randint(0, CLASSES, (4, length))
+    model = Tokens(0)
+    wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, y), samples=4), rel=1e-9)
+    assert metrics.train_grad_norm(model, x, y, of_tokens) == wanted
+    assert metrics.train_grad_norm(model, x, y, of_tokens, batch_size=2) == wanted
+    assert metrics.train_grad_norm(model, x, y, lambda z, t: entropy(z.mT, t)) == wanted
+    kept = y.clone()
+    kept[:, ::2] = -100
+    wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, kept), samples=4), rel=1e-9)
+    assert metrics.train_grad_norm(model, x, kept, of_some_tokens) == wanted
+    with pytest.raises(InputError, match="mixes samples"):
+        metrics.train_grad_norm(
+            model, x, kept, lambda z, t: of_some_tokens(z, t) / of_some_tokens(z, t).detach().mean()
+        )
+
+
+@pytest.mark.parametrize("length", [5, 4])
+def test_losses_of_samples_along_another_axis(length: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(length, 4, 3, dtype=torch.float64), torch.randint(0, CLASSES, (length, 4))
+
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, CLASSES).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).cumsum(0)
+
+    model, axes = TimeFirst(), {"in_dim": 1, "out_dim": 1}
+    value = metrics.train_grad_norm(model, x, y, of_tokens, **axes)
+    assert value == pytest.approx(
+        looped(model, x, lambda z: of_tokens(z, y).view(y.shape).T, samples=4), rel=1e-9
+    )
+    with pytest.raises(
+        InputError, match="mixes samples"
+    ):  # its classes are on axis 1, where the samples are
+        metrics.train_grad_norm(
+            model, x, torch.randint(0, 4, (length, CLASSES)), F.cross_entropy, **axes
+        )
+
+
+def test_targets_that_are_not_by_sample() -> None:
+    """Connectionist temporal classification, its targets one after the other."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)).double(),
+        torch.randn(7, 4, 3).double(),
+    )
+    targets, lengths = torch.randint(1, CLASSES, (9,)), torch.tensor([2, 3, 1, 3])
+    y = {"targets": targets, "lengths": lengths}
+
+    def loss(z: Tensor, t: dict[str, Tensor]) -> Tensor:
+        steps = torch.full((z.shape[1],), len(z))
+        return F.ctc_loss(z, t["targets"], steps, t["lengths"], reduction="none")
+
+    assert metrics.train_grad_norm(model, x, y, loss, in_dim=1, out_dim=1) > 0
+
+
+def test_losses_that_are_random_are_refused() -> None:
+    for dtype in (torch.float64, torch.float32):
+        model, x, y = made(8, dtype)
+        for loss in (
+            lambda z, t: entropy(F.dropout(z), t),
+            lambda z, t: entropy(z + 0.1 * torch.randn_like(z), t),
+        ):
+            state = torch.random.get_rng_state()
+            with pytest.raises(InputError, match="draws random numbers"):
+                metrics.train_grad_norm(model, x, y, loss)
+            assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class Centred(nn.Module):
+    """A loss with a state that moves at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        losses = entropy(z - self.centre, y)
+        self.centre.add_(z.detach().mean(0))
+        return losses
+
+
+def test_a_state_of_the_loss_is_left_as_it_was() -> None:
+    model, x, y = made()
+    loss = Centred()
+    value = metrics.train_grad_norm(model, x, y, loss)
+    assert value == metrics.train_grad_norm(model, x, y, F.cross_entropy) and not loss.centre.any()
+
+
+def test_a_single_sample_has_no_company() -> None:
+    """A loss that is a mean, given one sample at a time."""
+    model, x, y = made()
+    wanted = metrics.train_grad_norm(model, x, y, F.cross_entropy)
+    got = metrics.train_grad_norm(
+        model, x, y, lambda z, t: -z.log_softmax(1)[0, t[0]], batch_size=1
+    )
+    assert got == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_loss_of_its_own_parameters_alone() -> None:
+    model, x, y = made()
+    weight = torch.ones(8, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(InputError, match="does not depend on the output"):
+        metrics.train_grad_norm(model, x, y, lambda z, t: weight * z.detach().sum(1))
