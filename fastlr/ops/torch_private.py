@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from fastlr.errors import FastlrError
 

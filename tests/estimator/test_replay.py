@@ -46,6 +46,9 @@ class Net(nn.Module):
 class Made(fastlr.ShapeImages):
     """Made within the capture, as by the kernel."""
 
+    def identity(self, used: int, seed: int) -> str:
+        return f"made:{used} of seed {seed}"
+
     def from_device(self, *, seed: int, device: Any, dtype: torch.dtype | None) -> Callable[[Tensor, int], Tensor]:
         return lambda first, size: self.at(
             first + torch.arange(size, device=device), seed=seed, dtype=dtype or torch.float32

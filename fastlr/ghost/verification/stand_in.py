@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.distributed import on_demand
@@ -35,7 +34,7 @@ from fastlr.ghost.graph import walk
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.state import attributes_kept, caches_are_emptied
 from fastlr.ops.model_lock import all_modules
-from fastlr.ops.torch_private import hooks_of_all_modules, tree_leaves
+from fastlr.ops.torch_private import TorchDispatchMode, hooks_of_all_modules, tree_leaves
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, set, deque)
