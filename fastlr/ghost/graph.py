@@ -89,10 +89,13 @@ class Graph:
         """Shapes of all outputs of a node."""
         return tuple(tuple(m.shape) for m in output_metadata(self.nodes[node]))
 
+    def float_dtypes(self) -> set[torch.dtype]:
+        """Floating-point dtypes in the graph."""
+        return {m.dtype for n in self.nodes for m in output_metadata(n) if m.dtype.is_floating_point}
+
     def lowest_dtype(self) -> torch.dtype:
         """Least precise floating-point dtype in the graph."""
-        dtypes = {m.dtype for n in self.nodes for m in output_metadata(n) if m.dtype.is_floating_point}
-        return max(dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float64)
+        return max(self.float_dtypes(), key=lambda d: torch.finfo(d).eps, default=torch.float64)
 
     def signature(self) -> tuple:
         """Structure of the graph: kinds, edges, parameters, train flags of batch norms, and what views of parameters show.

@@ -381,7 +381,7 @@ class Planner:
         v = generic_cotangent(z)
         if fresh and not (by_data and state.plans):  # what the graph tells is held to the marks once
             candidates = {place: by_graph.get(place, []) for place in options}
-            confirmed = explained(graph, structure, z, v, out_dim, candidates)
+            confirmed = explained(graph, structure, z, v, out_dim, candidates, known)
             options = {place: options[place] for place in confirmed}  # no gradient arrives at the others
             for place in [place for place, held in confirmed.items() if not held and place in by_graph]:
                 options |= {place: every_layout(graph, place, count)}

@@ -245,7 +245,7 @@ class Prover(ForwardChecks):
         known, _ = trace(graph, z, self.out_dim)
         places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
         told: dict[Place, list[Layout]] = {place: [known[place]] if place in known else [] for place in places}
-        layouts = explained(graph, structure, z, v, self.out_dim, told)
+        layouts = explained(graph, structure, z, v, self.out_dim, told, known)
         unknown = {place: every_layout(graph, place, SAMPLES) for place, held in layouts.items() if not held}
         return layouts | (explained(graph, structure, z, v, self.out_dim, unknown) if unknown else {})
 
