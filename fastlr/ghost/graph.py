@@ -35,6 +35,7 @@ VIEWS = (
 )
 # One operation, whose node is another by library, dtype or mode: in a proof in float64 it must have the key of the real run.
 ALIASES = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
+ALIASES["EuclideanDistBackward0"] = "CdistBackward0"  # of more than 25 rows or points
 ALIASES["ReshapeAliasBackward0"] = "ViewBackward0"  # what reshape is within a dispatch mode
 CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
 _SHOWN = ("start", "end", "step", "index", "dim", "dims", "shifts", "split_size", "split_sizes", "dim0", "dim1")

@@ -291,6 +291,17 @@ _list("Mv", _matrix_vector(0))
 _list("Addmv", _matrix_vector(1))
 
 
+def _distances(s: Step) -> Regular | None:
+    """Between the rows of two matrices: rows of the result are rows of the first, its columns are rows of the second."""
+    from_end = len(s.outer) - s.layout.dim
+    if from_end > 2:
+        return s.at(len(s.inner) - from_end)
+    return s.at(len(s.inner) - 2) if from_end == 2 - s.slot else None
+
+
+_list("Cdist", _distances)
+
+
 # queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample and head
 _attention = _leading(2, any_slot=True)
 for _kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention"):
