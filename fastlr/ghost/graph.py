@@ -21,6 +21,7 @@ from fastlr.distributed import on_demand
 from fastlr.ops.torch_private import output_metadata, own_function
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
+OF_COMPLEX = frozenset({"ViewAsComplexBackward0", "ViewAsRealBackward0"})  # pairs of numbers as one, and back
 # Each element of the output is one element of the input, none twice: the squared norm goes through unchanged.
 VIEWS = (
     frozenset(
@@ -32,6 +33,7 @@ VIEWS = (
     )
     | {f"SqueezeBackward{i}" for i in range(1, 4)}
     | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
+    | OF_COMPLEX
 )
 # One operation, whose node is another by library, dtype or mode: in a proof in float64 it must have the key of the real run.
 ALIASES = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")

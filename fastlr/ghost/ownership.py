@@ -87,6 +87,7 @@ _list(
     "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards",
     _elementwise,
 )
+_list("Angle Complex Conj ConjPhysical Polar", _elementwise)
 
 
 # -- other orders and shapes of the same elements -----------------------------------------------------------------------
@@ -138,6 +139,7 @@ def _restrided(s: Step) -> Regular | None:
 
 
 _list("T", _transposed)
+_list("ViewAsComplex ViewAsReal", lambda s: s.at(s.layout.dim))  # the last axis is beside
 _list("AsStrided AsStridedBackward1", _restrided, "size", "stride", "storage_offset")
 _list("Transpose", _transposed, "dim0", "dim1")
 _list("Permute", _permuted, "dims")
@@ -192,6 +194,7 @@ def _padded(s: Step) -> Regular | None:
 
 
 _list("Flip Roll", _beside, "dims")
+_list("FftC2C FftC2R FftR2C", _beside, "dim")
 _list(
     "Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax Scatter",
     _beside,
