@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastlr.distributed import on_demand
 from fastlr.errors import ModelError
-from fastlr.ghost import rules_distance, rules_embedding  # noqa: F401 - register their rules
+from fastlr.ghost import rules_distance, rules_embedding, rules_grouped  # noqa: F401 - register their rules
 from fastlr.ghost.factors import CHUNK_ELEMENTS, Dense, Factor, Norms, Sum, combined_sq_norms
 from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fusion.conv_bn import NODE as FOLDED

@@ -28,6 +28,7 @@ def explained(
     out_dim: int,
     options: Options,
     told: Container[Place] = (),
+    in_any_order: bool = False,
 ) -> dict[Place, list[Layout]]:
     """For every output of a use where a gradient arrives: the layouts among ``options`` that marked passes confirm.
 
@@ -39,9 +40,10 @@ def explained(
         out_dim: the samples' axis of the output.
         options: layouts by place, likelier ones first; an empty list asks only whether a gradient arrives.
         told: places whose layout the graph tells: there a row that is zero or denormal confirms and refutes nothing.
+        in_any_order: mark so that rows in any order are told apart, whatever the options.
     """
     count = z.shape[out_dim]
-    regular = not any(isinstance(o, Ragged) for held in options.values() for o in held)
+    regular = not in_any_order and not any(isinstance(o, Ragged) for held in options.values() for o in held)
     marks = Marks.make(count, graph.lowest_dtype(), v.device, regular=regular)
     broadcast = [1] * v.ndim
     broadcast[out_dim] = count
@@ -59,6 +61,18 @@ def explained(
             if layout is not None:
                 layouts[place].append(layout)
     return layouts
+
+
+def first_explained(
+    graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int, options: Options
+) -> dict[Place, list[Layout]]:
+    """As `explained`, but of the layouts that marks confirm at most the likeliest: the others are looked at where it fails."""
+    likeliest = {place: held[:1] for place, held in options.items()}
+    found = explained(graph, structure, z, v, out_dim, likeliest, in_any_order=True)
+    others = {place: options[place][1:] for place, held in found.items() if not held}
+    if any(others.values()):
+        found |= explained(graph, structure, z, v, out_dim, others, in_any_order=True)
+    return found
 
 
 def every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:
