@@ -23,16 +23,16 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastlr.distributed import on_demand
 from fastlr.errors import ModelError
-from fastlr.ghost import rules_embedding  # noqa: F401 - registers its rules
+from fastlr.ghost import rules_distance, rules_embedding, rules_grouped  # noqa: F401 - register their rules
 from fastlr.ghost.factors import CHUNK_ELEMENTS, Dense, Factor, Norms, Sum, combined_sq_norms
 from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fusion.conv_bn import NODE as FOLDED
 from fastlr.ghost.fusion.conv_bn import refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS
-from fastlr.ghost.graph import CASTS, Graph, Place, Use, full_precision, position_map
+from fastlr.ghost.graph import CASTS, OF_COMPLEX, Graph, Place, Use, full_precision, position_map
 from fastlr.ghost.process_state import warnings_ignored
 from fastlr.ghost.recurrent import NODE as SCAN
-from fastlr.ghost.rules import RULES, Site
+from fastlr.ghost.rules import COMPLEX, RULES, Site
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ops.linear import chunks
 
@@ -102,6 +102,8 @@ def _related(graph: Graph, group: Group) -> Group:
     turns = {source: _is_transposed(graph, chain) for source, chain in chains.items()}
     if None not in turns.values():
         group.relation, group.transposed = "matrix", frozenset(s for s, turned in turns.items() if turned)
+        return group
+    if any(graph.names[node] in OF_COMPLEX for chain in chains.values() for node, _ in chain):
         return group
     seen, positions = zip(*(position_map(graph, chain, graph.shape(*s)) for s, chain in chains.items()), strict=True)
     if float(torch.stack(seen).sum(0).max()) <= 1:
@@ -274,9 +276,13 @@ def _by_rule(
         if name not in RULES:
             raise Unsupported(f"no rule for {name}")
         complex_gradient = any(g is not None and g.is_complex() for g in site.gradients)
-        if complex_gradient or any(graph.dtype(*use.source).is_complex for use in uses):
+        complex_slots = {use.slot for use in uses if graph.dtype(*use.source).is_complex}
+        if (complex_gradient or complex_slots) and name not in COMPLEX:
             raise Unsupported("complex numbers")
-        return RULES[name](site, [use.slot for use in uses])
+        factors = RULES[name](site, [use.slot for use in uses])
+        if not complex_gradient:
+            return factors
+        return {slot: factor if slot in complex_slots else factor.real() for slot, factor in factors.items()}
     except errors as error:
         if isinstance(error, CheckpointError):
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class Factor:
         """Gradients of samples lo to hi: [hi - lo, *shape]."""
         raise NotImplementedError
 
+    def real(self) -> Factor:
+        """The real parts of the gradients: what a real tensor gets where complex numbers are computed of it."""
+        return self
+
     def transpose(self) -> Factor | None:
         """Gradients of the transposed matrix; None where there is no cheap form."""
         return None
@@ -52,10 +57,13 @@ class Dense(Factor):
         return len(self.grads)
 
     def sq_norms(self) -> Tensor:  # noqa: D102
-        return ops.run("dense_sq_norms", self.grads)
+        return ops.run("dense_sq_norms", torch.view_as_real(self.grads) if self.grads.is_complex() else self.grads)
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         return raised(self.grads[lo:hi])  # to be added to others
+
+    def real(self) -> Dense:  # noqa: D102
+        return Dense(self.grads.real) if self.grads.is_complex() else self
 
     def transpose(self) -> Dense | None:  # noqa: D102
         return Dense(self.grads.mT) if self.grads.ndim == 3 else None
@@ -88,6 +96,24 @@ class Outer(Factor):
         if len(self.shape) != 2:
             return None
         return replace(self, shape=self.shape[::-1], inputs_first=not self.inputs_first)
+
+
+@dataclass
+class ComplexOuter(Outer):
+    """As `Outer`, of complex a and g: sum_t g_t a_t^T without a conjugate."""
+
+    def sq_norms(self) -> Tensor:
+        """That of the real part above the imaginary one, a product of real rows, twice as many."""
+        a, g = self.a, self.g
+        rows = torch.cat([a.real, a.imag], 2)
+        upper = torch.cat([g.real, g.imag], 3)
+        lower = torch.cat([-g.imag, g.real], 3)
+        return ops.run("linear_sq_norms", rows, torch.cat([upper, lower], 2))
+
+    def real(self) -> Outer:  # noqa: D102
+        a, g = self.a, self.g
+        rows, weights = torch.cat([a.real, a.imag], 2), torch.cat([g.real, -g.imag], 2)
+        return Outer(rows, weights, self.shape, self.inputs_first)
 
 
 @dataclass
@@ -204,8 +230,8 @@ def _merge(factors: list[Factor]) -> list[Factor]:
     outers = [f for f in factors if isinstance(f, Outer)]
     rows = [f for f in factors if isinstance(f, Rows)]
     merged: list[Factor] = [f for f in factors if not isinstance(f, (Outer, Rows))]
-    for flag in (False, True):
-        same = [f for f in outers if f.inputs_first is flag]
+    for kind, flag in product((Outer, ComplexOuter), (False, True)):
+        same = [f for f in outers if type(f) is kind and f.inputs_first is flag]
         if same:
             merged.append(replace(same[0], a=_joined([f.a for f in same], 2), g=_joined([f.g for f in same], 2)))
     for shape in dict.fromkeys(f.shape for f in rows):
@@ -227,6 +253,6 @@ def combined_sq_norms(factors: list[Factor], shape: torch.Size) -> Tensor:
     if len(merged) == 2:
         outer = next((f for f in merged if isinstance(f, Outer)), None)
         rows = next((f for f in merged if isinstance(f, Rows)), None)
-        if outer is not None and rows is not None and len(outer.shape) == 2 and outer.shape == rows.shape:
+        if type(outer) is Outer and rows is not None and len(outer.shape) == 2 and outer.shape == rows.shape:
             return outer.sq_norms() + rows.sq_norms() + 2 * _tied(rows, outer)
     return Sum(merged, shape).sq_norms()

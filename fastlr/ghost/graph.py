@@ -21,6 +21,7 @@ from fastlr.distributed import on_demand
 from fastlr.ops.torch_private import output_metadata, own_function
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
+OF_COMPLEX = frozenset({"ViewAsComplexBackward0", "ViewAsRealBackward0"})  # pairs of numbers as one, and back
 # Each element of the output is one element of the input, none twice: the squared norm goes through unchanged.
 VIEWS = (
     frozenset(
@@ -32,9 +33,11 @@ VIEWS = (
     )
     | {f"SqueezeBackward{i}" for i in range(1, 4)}
     | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
+    | OF_COMPLEX
 )
 # One operation, whose node is another by library, dtype or mode: in a proof in float64 it must have the key of the real run.
 ALIASES = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
+ALIASES["EuclideanDistBackward0"] = "CdistBackward0"  # of more than 25 rows or points
 ALIASES["ReshapeAliasBackward0"] = "ViewBackward0"  # what reshape is within a dispatch mode
 CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
 _SHOWN = ("start", "end", "step", "index", "dim", "dims", "shifts", "split_size", "split_sizes", "dim0", "dim1")
@@ -89,10 +92,13 @@ class Graph:
         """Shapes of all outputs of a node."""
         return tuple(tuple(m.shape) for m in output_metadata(self.nodes[node]))
 
+    def float_dtypes(self) -> set[torch.dtype]:
+        """Floating-point dtypes in the graph."""
+        return {m.dtype for n in self.nodes for m in output_metadata(n) if m.dtype.is_floating_point}
+
     def lowest_dtype(self) -> torch.dtype:
         """Least precise floating-point dtype in the graph."""
-        dtypes = {m.dtype for n in self.nodes for m in output_metadata(n) if m.dtype.is_floating_point}
-        return max(dtypes, key=lambda d: torch.finfo(d).eps, default=torch.float64)
+        return max(self.float_dtypes(), key=lambda d: torch.finfo(d).eps, default=torch.float64)
 
     def signature(self) -> tuple:
         """Structure of the graph: kinds, edges, parameters, train flags of batch norms, and what views of parameters show.

@@ -87,6 +87,7 @@ _list(
     "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards",
     _elementwise,
 )
+_list("Angle Complex Conj ConjPhysical Polar", _elementwise)
 
 
 # -- other orders and shapes of the same elements -----------------------------------------------------------------------
@@ -138,6 +139,7 @@ def _restrided(s: Step) -> Regular | None:
 
 
 _list("T", _transposed)
+_list("ViewAsComplex ViewAsReal", lambda s: s.at(s.layout.dim))  # the last axis is beside
 _list("AsStrided AsStridedBackward1", _restrided, "size", "stride", "storage_offset")
 _list("Transpose", _transposed, "dim0", "dim1")
 _list("Permute", _permuted, "dims")
@@ -192,6 +194,7 @@ def _padded(s: Step) -> Regular | None:
 
 
 _list("Flip Roll", _beside, "dims")
+_list("FftC2C FftC2R FftR2C", _beside, "dim")
 _list(
     "Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax Scatter",
     _beside,
@@ -289,6 +292,17 @@ _list("Mm Bmm", _product(0))
 _list("Addmm Baddbmm", _product(1))
 _list("Mv", _matrix_vector(0))
 _list("Addmv", _matrix_vector(1))
+
+
+def _distances(s: Step) -> Regular | None:
+    """Between the rows of two matrices: rows of the result are rows of the first, its columns are rows of the second."""
+    from_end = len(s.outer) - s.layout.dim
+    if from_end > 2:
+        return s.at(len(s.inner) - from_end)
+    return s.at(len(s.inner) - 2) if from_end == 2 - s.slot else None
+
+
+_list("Cdist", _distances)
 
 
 # queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample and head

@@ -24,7 +24,7 @@ from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.tokens import version
 from fastlr.ghost.verification.agreement import agree, low_precision, measured_noise, rounding
-from fastlr.ghost.verification.batch_checks import every_layout, explained, likely_layouts
+from fastlr.ghost.verification.batch_checks import every_layout, explained, first_explained, likely_layouts
 from fastlr.ghost.verification.prover import SAMPLES, Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
@@ -382,14 +382,14 @@ class Planner:
         v = generic_cotangent(z)
         if fresh and not (by_data and state.plans):  # what the graph tells is held to the marks once
             candidates = {place: by_graph.get(place, []) for place in options}
-            confirmed = explained(graph, structure, z, v, out_dim, candidates)
+            confirmed = explained(graph, structure, z, v, out_dim, candidates, known)
             options = {place: options[place] for place in confirmed}  # no gradient arrives at the others
             for place in [place for place, held in confirmed.items() if not held and place in by_graph]:
                 options |= {place: every_layout(graph, place, count)}
                 ledger.hooked, by_data = True, "a hook of a gradient"
                 del by_graph[place]
         open_places = {place: held for place, held in options.items() if place not in by_graph}
-        by_marks = explained(graph, structure, z, v, out_dim, open_places) if open_places else {}
+        by_marks = first_explained(graph, structure, z, v, out_dim, open_places) if open_places else {}
         layouts |= {place: held[0] for place, held in by_marks.items() if held}
         lost = {place[0] for place, held in by_marks.items() if not held}
         for use in (u for node in lost for u in structure.by_node[node]):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.factors import Bilinear, Conv, Dense, Factor, Norms, Outer
+from fastlr.ghost.factors import Bilinear, ComplexOuter, Conv, Dense, Factor, Norms, Outer
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
@@ -77,13 +77,19 @@ class Site:
 
 Rule = Callable[[Site, Sequence[int]], dict[int, Factor]]
 RULES: dict[str, Rule] = {}
+COMPLEX: set[str] = set()  # kinds whose rule takes complex numbers, too
 DESCRIPTIONS: dict[str, str] = {}
 
 
-def rule(*kinds: str, about: str) -> Callable[[Rule], Rule]:
-    """Register a rule for autograd node kinds; ``about`` says what it covers (the table of supported operations)."""
+def rule(*kinds: str, about: str, on_complex: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for autograd node kinds; ``about`` says what it covers (the table of supported operations).
+
+    ``on_complex``: it takes complex numbers. Their gradients are those of the conjugates, as torch's are.
+    """
 
     def add(function: Rule) -> Rule:
+        if on_complex:
+            COMPLEX.update(kinds)
         for kind in kinds:
             RULES[kind], DESCRIPTIONS[kind] = function, about
         return function
@@ -130,10 +136,17 @@ def _product(site: Site, slot: int, left: str, right: str, shape: torch.Size, sc
     if slot == 0:
         operand, g = operand.mT, g.mT
     a, g = (site.split(t, 1).movedim(1, 2) for t in (operand, g))  # [B, N, rows of a sample, .]
+    if g.is_complex():
+        return ComplexOuter(a.to(g.dtype).conj(), g, tuple(shape), inputs_first=slot == 1)
     return Outer(a, g if scale == 1 else g * scale, tuple(shape), inputs_first=slot == 1)
 
 
-@rule("MmBackward0", "BmmBackward0", about="matrix products mm, bmm, matmul, einsum, linear without bias")
+@rule(
+    "MmBackward0",
+    "BmmBackward0",
+    about="matrix products mm, bmm, matmul, einsum, linear without bias",
+    on_complex=True,
+)
 def product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """One operand is the parameter."""
     if len(slots) != 1:
@@ -195,6 +208,9 @@ def _summed(g: Tensor, other: Tensor | None, axes: Sequence[int]) -> Tensor:
     """Sum ``g``, or ``g * other``, over axes; where nothing is added up or multiplied, ``g`` itself in its dtype."""
     if other is None and all(g.shape[axis] == 1 for axis in axes):
         return g.squeeze(tuple(axes))
+    if g.is_complex():
+        g = g if other is None else g * other.conj()
+        return g.sum(list(axes)) if axes else g
     return ops.run("broadcast_sums", g, other, axes)
 
 
@@ -202,7 +218,13 @@ def _times(t: Tensor, factor: float) -> Tensor:
     return t if factor == 1 else raised(t) * factor
 
 
-@rule("AddBackward0", "SubBackward0", "ExpandBackward0", about="additive parameters with broadcasting, expand")
+@rule(
+    "AddBackward0",
+    "SubBackward0",
+    "ExpandBackward0",
+    about="additive parameters with broadcasting, expand",
+    on_complex=True,
+)
 def additive(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Sum of the output gradient over broadcast axes (times alpha, or -alpha for the second term of a difference)."""
     factors: dict[int, Factor] = {}
@@ -215,7 +237,12 @@ def additive(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return factors
 
 
-@rule("MulBackward0", "DivBackward0", about="scale parameters with broadcasting: products and quotients")
+@rule(
+    "MulBackward0",
+    "DivBackward0",
+    about="scale parameters with broadcasting: products and quotients",
+    on_complex=True,
+)
 def scale(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Output gradient times the other factor, summed over broadcast axes."""
     n = site.node

@@ -8,6 +8,7 @@ c_j, the gradient at every row is scaled by the c_j of the sample that the row b
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +117,20 @@ def row_sums(gradient: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(gradient.detach(), 1, others, dtype=wide)
 
 
+def vanishing(dtypes: Collection[torch.dtype], tolerance: float) -> float:
+    """The size of gradients up to which marks may fail although they are their own: denormal, or nearly.
+
+    Where gradients vanish, as over hundreds of steps of a recurrence, they end in numbers with few digits or none, so that
+    a factor of two is no longer exact. Those of all dtypes but float16 may also be flushed to zero.
+
+    Args:
+        dtypes: in which the gradients are on their way.
+        tolerance: of a row's factor, relative.
+    """
+    sizes = [4 * torch.finfo(d).tiny * (1 if d == torch.float16 else 1 / tolerance) for d in dtypes]
+    return max(sizes, default=0.0)
+
+
 OCTAVES = {torch.float64: 18}  # that marks span, by the least precise dtype of the graph
 IN_SINGLE = 8
 TOLERANCE = {torch.float64: 1e-6}  # of a row's factor: less than what a share of 2^-OCTAVES of another sample makes
@@ -165,13 +180,18 @@ class Marks:
         return self.owner[(digits * places[:, None]).sum(0)]
 
 
-def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks) -> Layout | None:
+def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, least: float = 0.0) -> Layout | None:
     """Return the layout (a ragged one with its ids) if it explains how marking changed the row sums, else None.
 
-    ``plain`` [size of the layout's axis] and ``marked`` [passes, size] are row sums.
+    Args:
+        layout: what is tried.
+        plain: row sums [size of the layout's axis] without marks.
+        marked: row sums [passes, size] with marks.
+        marks: the marks.
+        least: row sum up to which a row tells nothing, beside those that are nothing but rounding (see `vanishing`).
     """
     noise = max(1e-12, marks.tolerance**3)  # in parts of the largest sum: what is nothing but rounding, and nobody's
-    alive = plain > plain.max() * noise if plain.numel() else plain.bool()
+    alive = plain > (plain.max() * noise).clamp_min(least) if plain.numel() else plain.bool()
     low = marks.tolerance >= 0.1 and plain.numel() > 0
     size = plain.clamp_min(float(plain.max()) * 0.1) if low else plain  # what a row's rounding is in parts of
     if isinstance(layout, Regular):

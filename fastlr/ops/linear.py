@@ -22,8 +22,8 @@ COPIED = 1 << 21  # elements centred at once on a CPU: near the cache, and enoug
 
 
 def raised(t: Tensor) -> Tensor:
-    """Low precision to float32."""
-    return t if t.dtype in (torch.float32, torch.float64) else t.float()
+    """Low precision to float32; complex numbers as they are."""
+    return t if t.dtype in (torch.float32, torch.float64) or t.is_complex() else t.float()
 
 
 def chunks(count: int, elements: int, block: int | None = None) -> list[tuple[int, int]]:

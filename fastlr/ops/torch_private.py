@@ -115,6 +115,12 @@ def run_backward(z: Tensor, inputs: Any, v: Tensor, *, retain: bool) -> tuple[Te
     return run((z,), (v,), retain, False, tuple(inputs), True, accumulate_grad=False)
 
 
+def distance_gradients(g: Tensor, points: Tensor, rows: Tensor, p: float, distances: Tensor) -> Tensor:
+    """The gradients [*, M, D] of ``points`` [*, M, D] for ``g`` [*, M, T] at their p-norm distances to ``rows`` [*, T, D]."""
+    backward = _get("ops.aten._cdist_backward")
+    return backward(g.contiguous(), points.contiguous(), rows.contiguous(), p, distances.contiguous())
+
+
 def output_metadata(node: Any) -> Any:
     """Of each output of a node in the forward pass: an object with its ``shape``, ``dtype`` and ``device``."""
     return node._input_metadata

@@ -66,11 +66,11 @@ MEANS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "module": (nn.AdaptiveAvgPool2d(1), 1),
     "method": (lambda x: x.mean((2, 3), keepdim=True), 1),
     "function": (lambda x: torch.mean(x, [-1, -2])[..., None, None], 1),
-    "of_one_axis": (lambda x: x.mean((2,)).mean(2)[..., None, None], 1),  # the second is one of [B, C, W]
+    "of_one_axis": (lambda x: x.mean((2,)).mean(2)[..., None, None], 0),  # the second is one of [B, C, W]: little
     "of_channels_too": (lambda x: x.mean((1, 2, 3), keepdim=True).expand(-1, x.shape[1], 1, 1), 0),
     "larger_pool": (lambda x: F.adaptive_avg_pool2d(x, 2).amax((2, 3), keepdim=True), 0),
     "dtype": (lambda x: x.mean((2, 3), keepdim=True, dtype=x.dtype), 0),
-    "of_flattened": (lambda x: x.flatten(2).mean(2)[..., None, None], 1),
+    "of_flattened": (lambda x: x.flatten(2).mean(2)[..., None, None], 0),
 }
 
 

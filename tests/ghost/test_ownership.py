@@ -35,6 +35,10 @@ def of_functional(names: str, *args: object, **options: object) -> list[Op]:
     return [lambda *x, n=n: getattr(F, n)(*x, *args, **options) for n in names.split()]
 
 
+def of_fft(names: str, **options: object) -> list[Op]:
+    return [lambda x, n=n: getattr(torch.fft, n)(x, **options) for n in names.split()]
+
+
 def some(shape: Sequence[int]) -> Tensor:
     """A mask of this shape."""
     return torch.rand(tuple(shape)) > 0.5
@@ -76,6 +80,8 @@ def along(dim: int) -> list[Op]:
         lambda x: torch.stack([x, x.exp()], dim),
         lambda x: torch.cat([x, x.exp()], dim),
         lambda x: F.glu(x, dim),
+        *of_fft("fft ifft rfft ihfft", dim=dim),
+        lambda x: torch.fft.irfft(torch.complex(x, x), dim=dim),
     ]
 
 
@@ -85,6 +91,8 @@ def pairs_of_axes(a: int, b: int) -> list[Op]:
         *methods("sum mean amax var logsumexp squeeze flip", (a, b)),
         *methods("sum norm", dim=(a, b), keepdim=True),
         lambda x: x.roll((1, 1), (a, b)),
+        *of_fft("fft2 rfft2", dim=(a, b)),
+        lambda x: torch.fft.irfft2(torch.complex(x, x), dim=(a, b)),
     ]
 
 
@@ -118,6 +126,12 @@ UNARY: list[Op] = [
     lambda x: x.clamp_max(0.5),
     lambda x: x.clamp_min(0.5),
     lambda x: x**2.5,
+    lambda x: torch.view_as_real(torch.polar(x, x)),
+    lambda x: torch.view_as_complex(x),
+    lambda x: torch.complex(x, x).conj(),
+    lambda x: torch.complex(x, x).conj_physical(),
+    lambda x: torch.complex(x, x).angle(),
+    lambda x: torch.complex(x, x).imag,
     lambda x: 2.0**x,
     lambda x: x - 1.5,
     lambda x: aten.sub.Scalar(x, 1.5),
@@ -162,6 +176,14 @@ BINARY: list[Op] = [
     ),
     *methods("clamp clamp_max clamp_min outer"),
     lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    lambda a, b: torch.complex(a, b),
+    lambda a, b: torch.polar(a, b),
+    lambda a, b: torch.complex(a, a) * b,
+    lambda a, b: torch.complex(a, a) @ torch.complex(b, a),
+    *(
+        lambda a, b, p=p, m=m: torch.cdist(a, b, p, f"{m}use_mm_for_euclid_dist")
+        for p, m in ((1.0, "donot_"), (2.0, "donot_"), (2.0, ""))
+    ),
     lambda a, b: torch.rsub(a, b),
     lambda a, b: torch.where(some(torch.broadcast_shapes(a.shape, b.shape)), a, b),
     lambda a, b: torch.lerp(a, b, 0.3),
@@ -240,7 +262,7 @@ def broken(z: Tensor, seen: set[str]) -> list[str]:
                 below = call_node(node, given)[slot]
                 if below is not None:
                     rows = dense(below).sum_to_size(inner).movedim(kept.dim, 0)
-                    others = rows[kept.samples(inner[kept.dim], SAMPLES, z.device) != 0]
+                    others = rows[kept.samples(inner[kept.dim], SAMPLES, z.device) != 0].detach()
                     if bool((others.nan_to_num() != 0).any()):
                         found.append(f"{name} {tuple(shape)} {layout} -> {tuple(inner)} {kept}")
     return found

@@ -116,6 +116,42 @@ written("shared_input", lambda m, x, table: m.a(x) @ table, lambda: (torch.randn
         shared=(1,))
 
 
+# -------------------------------------------------------------------------------------- distances, and complex numbers
+for _p in (1.0, 1.5, 2.0, 3.0, float("inf")):
+    written(f"distances_{_p}", lambda m, x, p=_p: torch.cdist(m.a(x), m.w, p), r(B, 5), a=lin(5, 3), w=(6, 3))
+written("distances_to_many", lambda m, x: torch.cdist(m.a(x), m.w).square(), r(B, 5), a=lin(5, 3), w=(30, 3))
+written("distances_from_points", lambda m, x: torch.cdist(m.w, m.a(x)).T, r(B, 5), a=lin(5, 3), w=(6, 3))
+written("distances_of_rows", lambda m, x: torch.cdist(m.a(x), m.w).mean(1), r(B, 7, 5), a=lin(5, 3), w=(6, 3))
+written("distances_of_many_rows", lambda m, x: torch.cdist(m.a(x), m.w).mean(1), r(B, 30, 5), a=lin(5, 3), w=(6, 3))
+written("distances_to_rows", lambda m, x: torch.cdist(m.w, m.a(x), 1.0).mean(2), r(B, 7, 5), a=lin(5, 3), w=(6, 3))
+written("distances_folded", lambda m, x: torch.cdist(m.a(x).flatten(0, 1), m.w).view(len(x), -1), r(B, 3, 5),
+        a=lin(5, 3), w=(6, 3))
+written("distances_in_groups", lambda m, x: torch.cdist(m.a(x).transpose(0, 1), m.w, 1.0).transpose(0, 1), r(B, 2, 5),
+        a=lin(5, 3), w=(2, 6, 3))
+written("distances_of_pairs", lambda m, x: torch.cdist(m.a(x)[:, None], m.w[None], 3.0), r(B, 7, 5), a=lin(5, 3),
+        w=(2, 6, 3))
+written("spectrum_scaled", lambda m, x: torch.fft.irfft(torch.fft.rfft(m.a(x)) * torch.view_as_complex(m.w), n=6),
+        r(B, 5), a=lin(5, 6), w=(4, 2))
+written("spectrum_of_images", lambda m, x: torch.fft.irfft2(torch.fft.rfft2(x.tanh(), dim=(1, 2)) * torch.view_as_complex(m.w),
+                                                            s=(4, 4), dim=(1, 2)), r(B, 4, 4, 2), w=(4, 3, 2, 2))
+written("spectrum_mixed", lambda m, x: torch.fft.irfft(torch.einsum("bif,iof->bof", torch.fft.rfft(m.a(x)),
+                                                                    torch.view_as_complex(m.w)), n=6),
+        r(B, 3, 5), a=lin(5, 6), w=(3, 2, 4, 2))
+written("spectrum_mixed_by_tokens", lambda m, x: torch.view_as_real(torch.fft.fft(x.tanh()) @ torch.view_as_complex(m.w)),
+        r(B, 7, 5), w=(5, 3, 2))
+written("spectrum_of_parts", lambda m, x: torch.view_as_real(torch.fft.rfft(x) * torch.complex(m.u, m.v) + m.u), r(B, 6),
+        u=(4,), v=(4,))
+written("spectrum_by_real_weights", lambda m, x: torch.view_as_real((torch.fft.fft(x) * m.w + m.w) / m.s), r(B, 5),
+        w=(5,), s=(5,))
+written("spectrum_divided", lambda m, x: (torch.fft.fft(x) / torch.view_as_complex(m.w)).abs(), r(B, 5), w=(5, 2))
+written("spectrum_used_twice", lambda m, x: torch.view_as_real(torch.fft.fft(x.sin() + torch.fft.fft(x)
+                                                                             * torch.view_as_complex(m.w))
+                                                               * torch.view_as_complex(m.w).conj()), r(B, 5), w=(5, 2))
+written("rotated_by_angles", lambda m, x: torch.view_as_real(torch.view_as_complex(x)
+                                                             * torch.polar(m.s.exp(), m.t)).flatten(1), r(B, 7, 3, 2),
+        s=(3,), t=(7, 3))
+
+
 @zoo("two_modules_one_parameter")
 def _() -> Case:
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))

@@ -21,6 +21,8 @@ _POOLS = {F.adaptive_avg_pool1d: 1, F.adaptive_avg_pool2d: 2, F.adaptive_avg_poo
 MEANS: set[Callable] = {torch.mean, Tensor.mean, *_POOLS}
 PRODUCTS: set[Callable] = {torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__}
 
+_LITTLE = 1 << 15  # elements of a sample [C, L] below which a node of ours costs more than it saves
+
 
 class Squeeze(torch.autograd.Function):
     """``mean(x)``, for x [B, C, *spatial] and a function that takes the mean over all spatial axes."""
@@ -35,6 +37,11 @@ class Squeeze(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # noqa: D102
         one = g.reshape(*ctx.shape[:2], *[1] * (len(ctx.shape) - 2)) / prod(ctx.shape[2:])
         return one.expand(ctx.shape), None
+
+
+def _is_little(x: Tensor) -> bool:
+    """Whether a tensor is one of few numbers a sample, along one axis: norms written in Python work on these (RMS norm)."""
+    return x.ndim == 3 and prod(x.shape[1:]) < _LITTLE
 
 
 def whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool | None:
@@ -54,6 +61,8 @@ def whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool | No
 def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """The result of a call that is a mean over all spatial axes, by `Squeeze`; None if it is not one that it can take."""
     if whole_mean(func, args, kwargs) is None or not args[0].requires_grad or args[0].is_leaf:
+        return None
+    if func not in _POOLS and _is_little(args[0]):
         return None
     return Squeeze.apply(args[0], lambda t: func(t, args[1], **kwargs))
 
@@ -76,6 +85,8 @@ def gate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     if len(args) != 2 or kwargs or not all(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in args):
         return None
     numbers, x = sorted(args, key=Tensor.numel)
+    if _is_little(x):
+        return None
     return Gate.apply(x, numbers) if is_gate(numbers, x) else None
 
 

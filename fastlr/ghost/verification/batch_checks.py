@@ -7,21 +7,28 @@ batch anew, and holds what the graph tells to the first batch of a shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from fastlr.ghost.backward import Structure, backward
 from fastlr.ghost.graph import Graph, Place
-from fastlr.ghost.sample_axis import Layout, Marks, Ragged, Regular, candidates, explains, row_sums
+from fastlr.ghost.sample_axis import Layout, Marks, Ragged, Regular, candidates, explains, row_sums, vanishing
 from fastlr.ghost.verification.record import Ledger
 
 Options = Mapping[Place, list[Layout]]
 
 
 def explained(
-    graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int, options: Options
+    graph: Graph,
+    structure: Structure,
+    z: Tensor,
+    v: Tensor,
+    out_dim: int,
+    options: Options,
+    told: Container[Place] = (),
+    in_any_order: bool = False,
 ) -> dict[Place, list[Layout]]:
     """For every output of a use where a gradient arrives: the layouts among ``options`` that marked passes confirm.
 
@@ -32,19 +39,40 @@ def explained(
         v: a dense cotangent: one with zeros would leave rows undecided.
         out_dim: the samples' axis of the output.
         options: layouts by place, likelier ones first; an empty list asks only whether a gradient arrives.
+        told: places whose layout the graph tells: there a row that is zero or denormal confirms and refutes nothing.
+        in_any_order: mark so that rows in any order are told apart, whatever the options.
     """
     count = z.shape[out_dim]
-    regular = not any(isinstance(o, Ragged) for held in options.values() for o in held)
+    regular = not in_any_order and not any(isinstance(o, Ragged) for held in options.values() for o in held)
     marks = Marks.make(count, graph.lowest_dtype(), v.device, regular=regular)
     broadcast = [1] * v.ndim
     broadcast[out_dim] = count
     plain = _row_sums(graph, structure, z, v, options)
     passes = [_row_sums(graph, structure, z, v * c.view(broadcast).to(v.dtype), options) for c in marks.factors]
     layouts: dict[Place, list[Layout]] = {}
+    tiny = vanishing(graph.float_dtypes(), marks.tolerance)
     for place, sums in plain.items():
-        held = (explains(o, sums[o.dim], torch.stack([p[place][o.dim] for p in passes]), marks) for o in options[place])
-        layouts[place] = [layout for layout in held if layout is not None]
+        layouts[place] = []
+        for option in options[place]:
+            marked = torch.stack([sums_of_pass[place][option.dim] for sums_of_pass in passes])
+            elements = graph.shape(*place).numel() // max(1, len(sums[option.dim]))
+            least = elements * tiny if place in told else 0.0
+            layout = explains(option, sums[option.dim], marked, marks, least)
+            if layout is not None:
+                layouts[place].append(layout)
     return layouts
+
+
+def first_explained(
+    graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int, options: Options
+) -> dict[Place, list[Layout]]:
+    """As `explained`, but of the layouts that marks confirm at most the likeliest: the others are looked at where it fails."""
+    likeliest = {place: held[:1] for place, held in options.items()}
+    found = explained(graph, structure, z, v, out_dim, likeliest, in_any_order=True)
+    others = {place: options[place][1:] for place, held in found.items() if not held}
+    if any(others.values()):
+        found |= explained(graph, structure, z, v, out_dim, others, in_any_order=True)
+    return found
 
 
 def every_layout(graph: Graph, place: Place, count: int) -> list[Layout]:

@@ -11,7 +11,7 @@ initialisation; where that copy cannot run, on a deep copy; where that cannot ei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -170,7 +170,12 @@ class Prover(ForwardChecks):
         sources = {u.source for u in graph.uses() if graph.view_chain(u.child) is None}
         if not sources:
             return
-        one, other = (self._pulled_back(subject, batch, samples, graph, sources) for samples in (ALL, [0] * SAMPLES))
+        again = graph  # of the three samples
+        if on_demand.active():  # it was walked for its structure alone
+            again = walk(self._forward(subject, batch, ALL, fold=True), subject.parameters)
+        one = self._pulled_back(graph, again, sources)
+        again = walk(self._forward(subject, batch, [0] * SAMPLES, fold=True), subject.parameters)
+        other = self._pulled_back(graph, again, sources)
         for place in sources:
             pairs = zip(one.get(place, ()), other.get(place, ()), strict=False)
             gradients = [(a, b) for a, b in pairs if a is not None and b is not None]
@@ -178,11 +183,12 @@ class Prover(ForwardChecks):
             if place not in one or place not in other or not all(alike):
                 ledger.varying.add(graph.keys[place[0]])
 
-    def _pulled_back(
-        self, subject: Subject, batch: adapt.Batch, samples: Sequence[int], graph: Graph, sources: set[Place]
-    ) -> dict[Place, tuple[Tensor | None, ...]]:
-        """Gradients of the parameters below each of the sources for the same cotangents there, where their shapes are alike."""
-        again = walk(self._forward(subject, batch, samples, fold=True), subject.parameters)
+    @staticmethod
+    def _pulled_back(graph: Graph, again: Graph, sources: set[Place]) -> dict[Place, tuple[Tensor | None, ...]]:
+        """Gradients in ``again`` of the parameters below each of the sources, where it is as ``graph`` there.
+
+        The cotangents at the sources are always the same.
+        """
         pulled: dict[Place, tuple[Tensor | None, ...]] = {}
         if graph.names != again.names or graph.children != again.children:
             return pulled
@@ -251,7 +257,7 @@ class Prover(ForwardChecks):
         known, _ = trace(graph, z, self.out_dim)
         places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
         told: dict[Place, list[Layout]] = {place: [known[place]] if place in known else [] for place in places}
-        layouts = explained(graph, structure, z, v, self.out_dim, told)
+        layouts = explained(graph, structure, z, v, self.out_dim, told, known)
         unknown = {place: every_layout(graph, place, SAMPLES) for place, held in layouts.items() if not held}
         return layouts | (explained(graph, structure, z, v, self.out_dim, unknown) if unknown else {})
 

@@ -1,0 +1,81 @@
+"""Gradients that vanish on their way down, as over the steps of a recurrence: marks on them tell nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exact import truth
+from torch import Tensor, nn
+
+import fastlr
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.sample_axis import Marks, Regular, explains, vanishing
+
+STEPS = 50
+SHRINK = {torch.float32: 0.1, torch.float64: 1e-8}  # of weights, so that gradients of the first steps are denormal
+
+
+class Recurrence(nn.Module):
+    """A recurrence written by hand whose gradients fall by a factor of ten or more a step."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, width: int = 6) -> None:
+        super().__init__()
+        self.width = width
+        self.inner, self.outer = nn.Linear(3, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, 2)
+        with torch.no_grad():
+            self.outer.weight.mul_(SHRINK[dtype])
+        self.to(dtype)
+
+    def step(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) + self.outer(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), self.width)
+        for t in range(x.shape[1]):
+            h = self.step(x[:, t], h)
+        return self.head(h)
+
+
+class Gated(Recurrence):
+    """A gate keeps a small part of the states."""
+
+    def step(self, x: Tensor, h: Tensor) -> Tensor:
+        shut = torch.sigmoid(self.inner(x) + self.outer.weight.abs().mean().log())
+        return h * shut + torch.tanh(self.outer(h))
+
+
+def right(model: nn.Module, x: Tensor) -> None:
+    """Hold the norms of every parameter to float64's."""
+    v = torch.randn(len(x), *model(x[:2]).shape[1:])
+    got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
+    want = truth(model, (x,), v.double())
+    assert not want.interact
+    for name, norms in got.items():
+        torch.testing.assert_close(norms, want.norms[name], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [Recurrence, Gated])
+def test_the_graph_is_believed_where_marks_are_denormal(kind: type[Recurrence], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = kind(dtype).eval()
+    x = torch.randn(9, STEPS, 3, dtype=dtype)
+    right(model, x)
+    engine = engine_for(model)
+    assert not engine.ledger.hooked
+    assert engine.ledger.notes == []
+    before = engine.comparisons
+    right(model, x.flip(0))
+    assert engine.comparisons == before
+
+
+def test_a_denormal_row_refutes_nothing_and_a_normal_one_does() -> None:
+    marks = Marks.make(4, torch.float32, torch.device("cpu"), regular=True)
+    least = vanishing([torch.float32], marks.tolerance)
+    plain = torch.tensor([1.0, 1e-5, 1e-20, 1e-40], dtype=torch.float64)
+    for size, told in [(1.0, True), (1e-20, True), (1e-36, False)]:
+        small = plain * size
+        wrong = small * marks.factors
+        wrong[-1, 0] *= 1.5
+        assert (explains(Regular(0, 1, 1), small, wrong, marks, least) is None) == told
