@@ -2,22 +2,23 @@
 
 Outputs are compared element by element. A difference is judged by the element's own size and by that of its sample and its
 column, not by the largest output: one masked logit of -1e9 or one column of 1e10 must not hide what the others do. Where
-that is not enough (a column that is nothing but rounding), the rounding is measured, against another precision.
+that is not enough (a column that is nothing but rounding), the rounding is measured (fastlr.ghost.verification.noise).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
+from fastlr.ghost.verification.noise import Noise, Probe, gap, lowest_dtype
 
 _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
-Noise = Callable[[], Tensor | None]
+_MARGIN = 32  # differences of this many times the largest rounding measured in a column are taken for rounding
+_TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
 
 
 def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
@@ -33,7 +34,13 @@ def rounding(dtype: torch.dtype, *, low: bool) -> float:
     return 0.02 if low else 1e-9 if dtype == torch.float64 else 1e-3
 
 
-def agree(want: Tensor, got: Tensor, relative: float, noise: Noise | None = None, out_dim: int = 0) -> bool:
+def agree(
+    want: Tensor,
+    got: Tensor,
+    relative: float,
+    noise: Callable[[], Noise | None] | None = None,
+    out_dim: int = 0,
+) -> bool:
     """Return True if outputs of the same samples are the same but for rounding.
 
     Args:
@@ -54,14 +61,18 @@ def agree(want: Tensor, got: Tensor, relative: float, noise: Noise | None = None
     if not doubtful:
         return True
     measured = None if noise is None else noise()
-    off = None if measured is None else measured.detach().movedim(out_dim, 0).reshape(-1, a.shape[1])
+    off = None if measured is None else measured.off.movedim(out_dim, 0).reshape(-1, a.shape[1])
     for part in doubtful:
-        gap, size = _gap(a[:, part], b[:, part]), _size(a, b, part, rows)
-        if off is None:  # nobody can tell: by the size of the column
-            allowed = relative * torch.maximum(size, _finite(b[:, part]).amax(0))
+        size, column = _size(a, b, part, rows), _finite(b[:, part]).amax(0)
+        if measured is None or off is None:
+            allowed = relative * torch.maximum(size, column)
+            if noise is not None:  # nobody can tell: the row speaks, too
+                allowed = torch.maximum(allowed, relative * rows / a.shape[1] ** 0.5)
         else:
-            allowed = 32 * _finite(off[:, part]).amax(0) + 1e-3 * relative * size
-        if bool((gap > allowed).any()):
+            rounded = _MARGIN * _finite(off[:, part]).amax(0)
+            unexplained = relative * torch.maximum(size, column) if measured.own else 1e-3 * relative * size
+            allowed = torch.maximum(rounded, unexplained) if measured.own else rounded + unexplained
+        if bool((gap(a[:, part], b[:, part]) > allowed).any()):
             return False
     return True
 
@@ -77,13 +88,8 @@ def _compared(a: Tensor, b: Tensor, relative: float) -> tuple[Tensor, list[slice
     rows = _typical(a[:, :: max(1, a.shape[1] // _SEEN)], b[:, :: max(1, a.shape[1] // _SEEN)], 1)
     step = max(1, _PART // len(a))
     parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
-    beyond = [(_gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts]
+    beyond = [(gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts]
     return rows, parts, torch.stack(beyond)
-
-
-def _gap(a: Tensor, b: Tensor) -> Tensor:
-    same = (a == b) | (a.isnan() & b.isnan())
-    return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(torch.inf)
 
 
 def _finite(a: Tensor) -> Tensor:
@@ -102,42 +108,32 @@ def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
-def output_in(
-    dtype: torch.dtype,
-    model: nn.Module,
-    x: object,
-    output: adapt.OutputSelector,
-    tensors: Mapping[str, Tensor] | None = None,
-) -> Tensor | None:
-    """The model's output, with its own or with other parameters and buffers, in a precision; None if it does not run in it."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())} if tensors is None else tensors
-    tensors = {n: on_demand.cast(t, dtype) for n, t in held.items()}
-    device = next(iter(tensors.values())).device.type
-    try:
-        with torch.autocast(device, enabled=False), torch.enable_grad():
-            return adapt.select_output(
-                adapt.call_with(model, tensors, adapt.cast(x, dtype), dtype=dtype), output
-            ).detach()
-    except adapt.FAILURES:
+def measured_noise(probe: Probe, out_dim: int = 0) -> Noise | None:
+    """How far the outputs of a few samples are off by rounding; None if nobody can tell, as where they are random.
+
+    Another precision tells where the whole forward pass takes it. Where the model casts, its parameters are moved.
+    """
+    first = probe.run()
+    if first is None:
         return None
+    own, lowest = first.detach(), lowest_dtype(first)
+    other = probe.in_other_precision(own)
+    if other is not None and other.whole and (own.dtype != torch.float64 or lowest == own.dtype):
+        return Noise(other.off, own=False)
+    low = low_precision(own.device, {lowest})
+    moved = None
+    if _is_repeatable(probe, own, rounding(lowest, low=low)):
+        step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
+        moved = probe.with_moves(own, step, own.shape[out_dim])
+    if moved is None:
+        return None if other is None else Noise(other.off, own=False)
+    return Noise(moved if other is None else torch.maximum(moved, other.off), own=other is None)
 
 
-def measured_noise(model: nn.Module, x: object, output: adapt.OutputSelector) -> Tensor | None:
-    """How far the model's own outputs for ``x`` are off by rounding, by another precision; None if it runs in no other."""
-    own = adapt.forward(model, x, output).detach()
-    return noise_between(own, output_in(other_precision(own), model, x, output))
-
-
-def other_precision(own: Tensor) -> torch.dtype:
-    """The precision by which the rounding of an output is measured."""
-    return torch.float32 if own.dtype == torch.float64 else torch.float64
-
-
-def noise_between(own: Tensor, other: Tensor | None) -> Tensor | None:
-    """How far an output is off by rounding, from what another precision gives; None without that."""
-    if other is None or other.shape != own.shape:
-        return None
-    return _gap(own, other).nan_to_num(posinf=0.0) * (2.0**-26 if own.dtype == torch.float64 else 1.0)
+def _is_repeatable(probe: Probe, own: Tensor, relative: float) -> bool:
+    """Return True if another forward pass on the same samples gives the same: nothing in it is drawn at random."""
+    again = probe.run()
+    return again is not None and agree(own, again.detach(), relative)
 
 
 def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bool:
@@ -148,7 +144,7 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
 def same_output(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> bool:
     """Return True if ``got`` is the model's own output for ``x``, but for what its precision explains."""
     own, relative = _own(model, x, output)
-    return agree(got, own, relative, lambda: measured_noise(model, x, output), out_dim)
+    return agree(got, own, relative, lambda: measured_noise(Probe(model, x, output), out_dim), out_dim)
 
 
 def output_differs(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> Tensor:

@@ -22,8 +22,9 @@ from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.verification.agreement import agree, noise_between, output_in
+from fastlr.ghost.verification.agreement import agree, measured_noise
 from fastlr.ghost.verification.copies import Subject, with_buffers_moved
+from fastlr.ghost.verification.noise import Noise, Probe
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 
 SAMPLES = 3
@@ -141,12 +142,11 @@ class ForwardChecks:
         )
 
     @on_demand.structure_only()
-    def _noise(self, subject: Subject, batch: adapt.Batch) -> Tensor | None:
-        """How far float64 outputs of the three samples may be off by rounding, from what float32 gives."""
-        if subject.dtype != torch.float64:
-            return None
-        own = self._forward(subject, batch, ALL).detach()
-        return noise_between(own, output_in(torch.float32, subject.model, batch.pick(ALL), self.output, subject.state))
+    def _noise(self, subject: Subject, batch: adapt.Batch) -> Noise | None:
+        """How far outputs of the three samples may be off by rounding."""
+        with Unfused():
+            probe = Probe(subject.model, batch.pick(ALL), self.output, subject.tensors, subject.dtype)
+            return measured_noise(probe, self.out_dim)
 
     def _interaction_message(self, subject: Subject, batch: adapt.Batch, close: float) -> str:
         """Name the first module whose output for sample 0 changes when the other samples do."""
