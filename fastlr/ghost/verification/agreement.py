@@ -18,6 +18,7 @@ from fastlr.ghost.verification.noise import Noise, Probe, gap, lowest_dtype
 _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
 _MARGIN = 32  # differences of this many times the largest rounding measured in a column are taken for rounding
+_FEW_DIGITS = 2  # likewise where products have fewer digits than their sums, which alone depend on the company
 _TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
 
 
@@ -61,7 +62,7 @@ def agree(
     if not doubtful:
         return True
     measured = None if noise is None else noise()
-    off = None if measured is None else measured.off.movedim(out_dim, 0).reshape(-1, a.shape[1])
+    off = None if measured is None else measured.allowed.movedim(out_dim, 0).reshape(-1, a.shape[1])
     for part in doubtful:
         size, column = _size(a, b, part, rows), _finite(b[:, part]).amax(0)
         if measured is None or off is None:
@@ -69,7 +70,7 @@ def agree(
             if noise is not None:  # nobody can tell: the row speaks, too
                 allowed = torch.maximum(allowed, relative * rows / a.shape[1] ** 0.5)
         else:
-            rounded = _MARGIN * _finite(off[:, part]).amax(0)
+            rounded = _finite(off[:, part]).amax(0)
             unexplained = relative * torch.maximum(size, column) if measured.own else 1e-3 * relative * size
             allowed = torch.maximum(rounded, unexplained) if measured.own else rounded + unexplained
         if bool((gap(a[:, part], b[:, part]) > allowed).any()):
@@ -118,16 +119,20 @@ def measured_noise(probe: Probe, out_dim: int = 0) -> Noise | None:
         return None
     own, lowest = first.detach(), lowest_dtype(first)
     other = probe.in_other_precision(own)
+    by_precision = None if other is None else Noise(_MARGIN * other.off, own=False)
     if other is not None and other.whole and (own.dtype != torch.float64 or lowest == own.dtype):
-        return Noise(other.off, own=False)
+        return by_precision
     low = low_precision(own.device, {lowest})
-    moved = None
-    if _is_repeatable(probe, own, rounding(lowest, low=low)):
-        step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
-        moved = probe.with_moves(own, step, own.shape[out_dim])
+    if not _is_repeatable(probe, own, rounding(lowest, low=low)):
+        return by_precision
+    step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
+    moved = probe.with_moves(own, step, own.shape[out_dim])
     if moved is None:
-        return None if other is None else Noise(other.off, own=False)
-    return Noise(moved if other is None else torch.maximum(moved, other.off), own=other is None)
+        return by_precision
+    allowed = (_FEW_DIGITS if low else _MARGIN) * moved
+    if by_precision is None:
+        return Noise(allowed, own=True)
+    return Noise(torch.maximum(allowed, by_precision.allowed), own=False)
 
 
 def _is_repeatable(probe: Probe, own: Tensor, relative: float) -> bool:

@@ -25,14 +25,14 @@ _SINGLE_TO_DOUBLE = 2.0**-26  # float64's rounding in parts of the difference fr
 
 
 class Noise(NamedTuple):
-    """How far the outputs of a few samples are off by rounding.
+    """What is taken for rounding in the outputs of a few samples.
 
     Attributes:
-        off: the distances, shaped like the output.
+        allowed: distances, shaped like the output; in each column the largest counts.
         own: no other precision tells; the model's parameters were moved in its own.
     """
 
-    off: Tensor
+    allowed: Tensor
     own: bool
 
 
