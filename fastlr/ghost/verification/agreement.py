@@ -109,10 +109,15 @@ def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
-def measured_noise(probe: Probe, out_dim: int = 0) -> Noise | None:
+def measured_noise(probe: Probe, out_dim: int = 0, varies: Callable[[], bool] | None = None) -> Noise | None:
     """How far the outputs of a few samples are off by rounding; None if nobody can tell, as where they are random.
 
     Another precision tells where the whole forward pass takes it. Where the model casts, its parameters are moved.
+
+    Args:
+        probe: the model and the samples.
+        out_dim: the samples' axis of the output.
+        varies: asked before parameters are moved, whether rounding depends on a sample's company at all; None: it may.
     """
     first = probe.run()
     if first is None:
@@ -123,7 +128,7 @@ def measured_noise(probe: Probe, out_dim: int = 0) -> Noise | None:
     if other is not None and other.whole and (own.dtype != torch.float64 or lowest == own.dtype):
         return by_precision
     low = low_precision(own.device, {lowest})
-    if not _is_repeatable(probe, own, rounding(lowest, low=low)):
+    if not _is_repeatable(probe, own, rounding(lowest, low=low)) or (varies is not None and not varies()):
         return by_precision
     step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
     moved = probe.with_moves(own, step, own.shape[out_dim])

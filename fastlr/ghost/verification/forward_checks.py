@@ -24,7 +24,7 @@ from fastlr.ghost.graph import Graph
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import agree, measured_noise
 from fastlr.ghost.verification.copies import Subject, with_buffers_moved
-from fastlr.ghost.verification.noise import Noise, Probe
+from fastlr.ghost.verification.noise import Noise, Probe, gap
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 
 SAMPLES = 3
@@ -89,9 +89,7 @@ class ForwardChecks:
         moved = with_buffers_moved(self.model, self.parameters, scale, seed)
         if moved is not None and not self._separate(moved, batch, on_error=False):
             ledger.by_data = "a buffer that is zero now"
-        elif subject.dtype is not None and not all(
-            self._separate(subject, other, on_error=True) for other in batch.otherwise(OTHER_VALUES)
-        ):
+        elif not all(self._separate(subject, other, on_error=True) for other in batch.otherwise(OTHER_VALUES)):
             ledger.by_data = "samples that would interact with other values"
 
     @on_demand.structure_only()
@@ -103,7 +101,8 @@ class ForwardChecks:
                 for samples in COMPANIES:
                     got = self._forward(subject, batch, samples)
                     want = z.narrow(self.out_dim, samples[0], 1).expand_as(got)
-                    if not agree(want, got, 1e-9, partial(self._noise, subject, batch), self.out_dim):
+                    noise = partial(self._noise, subject, batch)
+                    if not agree(want, got, _unexplained(z.dtype), noise, self.out_dim):
                         return False
         except (FoldRefuted, *adapt.FAILURES):
             return on_error
@@ -120,7 +119,7 @@ class ForwardChecks:
 
     def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
         """Require that samples give what they gave in the batch of three; say what is wrong if they do not."""
-        close = 1e-9 if z.dtype == torch.float64 else 1e-3 if z.dtype == torch.float32 else 5e-2
+        close = _unexplained(z.dtype)
         alike = partial(agree, relative=close, noise=partial(self._noise, subject, batch), out_dim=self.out_dim)
         if alike(want, got):
             return
@@ -146,7 +145,22 @@ class ForwardChecks:
         """How far outputs of the three samples may be off by rounding."""
         with Unfused():
             probe = Probe(subject.model, batch.pick(ALL), self.output, subject.tensors, subject.dtype)
-            return measured_noise(probe, self.out_dim)
+            return measured_noise(probe, self.out_dim, partial(self._varies, subject, batch))
+
+    def _varies(self, subject: Subject, batch: adapt.Batch) -> bool:
+        """Return True if among copies of itself a sample gives other bits by their number or its place: by rounding."""
+        with torch.no_grad():
+            for sample in ALL:
+                first: Tensor | None = None
+                for count in (1, 2, SAMPLES, 2 * SAMPLES):
+                    try:
+                        z = self._forward(subject, batch, [sample] * count)
+                    except adapt.FAILURES:  # too many for the model, or too few
+                        continue
+                    first = z.narrow(self.out_dim, 0, 1) if first is None else first
+                    if bool(gap(first.expand_as(z), z).any()):
+                        return True
+        return False
 
     def _interaction_message(self, subject: Subject, batch: adapt.Batch, close: float) -> str:
         """Name the first module whose output for sample 0 changes when the other samples do."""
@@ -228,3 +242,8 @@ class ForwardChecks:
                 for n in names:
                     subject.parameters[n].copy_(saved[n])
         return not agree(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6, None, self.out_dim)
+
+
+def _unexplained(dtype: torch.dtype) -> float:
+    """Relative difference of outputs on three samples that needs no explanation; more is measured."""
+    return {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 5e-2)
