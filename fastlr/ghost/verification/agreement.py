@@ -128,9 +128,11 @@ def measured_noise(probe: Probe, out_dim: int = 0, varies: Callable[[], bool] | 
     if other is not None and other.whole and (own.dtype != torch.float64 or lowest == own.dtype):
         return by_precision
     low = low_precision(own.device, {lowest})
-    if not _is_repeatable(probe, own, rounding(lowest, low=low)) or (varies is not None and not varies()):
-        return by_precision
     step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
+    if not _is_repeatable(probe, own, min(_MARGIN * step, rounding(lowest, low=low))):
+        return by_precision
+    if varies is not None and not varies():
+        return by_precision
     moved = probe.with_moves(own, step, own.shape[out_dim])
     if moved is None:
         return by_precision
@@ -141,7 +143,7 @@ def measured_noise(probe: Probe, out_dim: int = 0, varies: Callable[[], bool] | 
 
 
 def _is_repeatable(probe: Probe, own: Tensor, relative: float) -> bool:
-    """Return True if another forward pass on the same samples gives the same: nothing in it is drawn at random."""
+    """Return True if another forward pass on the same samples gives the same but for rounding: it draws nothing at random."""
     again = probe.run()
     return again is not None and agree(own, again.detach(), relative)
 
