@@ -347,14 +347,23 @@ class Planner:
             return False
         return True
 
-    def _same_outputs(self, want: Tensor, got: Tensor, noise: Callable[[], Noise | None] | None = None) -> bool:
+    def _same_outputs(
+        self,
+        want: Tensor,
+        got: Tensor,
+        noise: Callable[[], Noise | None] | None = None,
+    ) -> bool:
         """Return True if outputs of the same samples agree within the model's own precision (see `agree`)."""
         low = low_precision(want.device, {p.dtype for p in self.parameters.values()})
         return agree(want, got, rounding(want.dtype, low=low), noise, self.view.out_dim)
 
     def _noise_of(self, batch: adapt.Batch) -> Callable[[], Noise | None]:
         few, view = range(min(batch.count, 8)), self.view
-        return lambda: measured_noise(Probe(view.module, batch.pick(few), view.output), view.out_dim)
+
+        def noise() -> Noise | None:
+            return measured_noise(Probe(view.module, batch.pick(few), view.output), view.out_dim)
+
+        return noise
 
     def _blame(self, batch: adapt.Batch, *, alike: bool) -> None:
         """Samples in other company give something else: find out exactly, on the copy, who is to blame."""

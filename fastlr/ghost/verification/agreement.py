@@ -2,7 +2,8 @@
 
 Outputs are compared element by element. A difference is judged by the element's own size and by that of its sample and its
 column, not by the largest output: one masked logit of -1e9 or one column of 1e10 must not hide what the others do. Where
-that is not enough (a column that is nothing but rounding), the rounding is measured (fastlr.ghost.verification.noise).
+that is not enough (a column that is nothing but rounding), the rounding is measured
+(fastlr.ghost.verification.noise).
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from fastlr.ghost.verification.noise import Noise, Probe, gap, lowest_dtype
 
 _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
-_MARGIN = 32  # differences of this many times the largest rounding measured in a column are taken for rounding
-_FEW_DIGITS = 2  # likewise where products have fewer digits than their sums, which alone depend on the company
+# Differences of this many times the largest rounding measured in a column are taken for rounding.
+_MARGIN = 32
+# Likewise where products have fewer digits than their sums, which alone depend on the company.
+_MARGIN_OF_FEW_DIGITS = 2
 _TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
 
 
@@ -62,17 +65,20 @@ def agree(
     if not doubtful:
         return True
     measured = None if noise is None else noise()
-    off = None if measured is None else measured.allowed.movedim(out_dim, 0).reshape(-1, a.shape[1])
+    rounded: Tensor | None = None
+    if measured is not None:
+        rounded = _finite(measured.allowed.movedim(out_dim, 0).reshape(-1, a.shape[1])).amax(0)
     for part in doubtful:
-        size, column = _size(a, b, part, rows), _finite(b[:, part]).amax(0)
-        if measured is None or off is None:
-            allowed = relative * torch.maximum(size, column)
-            if noise is not None:  # nobody can tell: the row speaks, too
-                allowed = torch.maximum(allowed, relative * rows / a.shape[1] ** 0.5)
-        else:
-            rounded = _finite(off[:, part]).amax(0)
-            unexplained = relative * torch.maximum(size, column) if measured.own else 1e-3 * relative * size
-            allowed = torch.maximum(rounded, unexplained) if measured.own else rounded + unexplained
+        size = _size(a, b, part, rows)
+        column = _finite(b[:, part]).amax(0)
+        allowed = relative * torch.maximum(size, column)
+        if measured is not None and rounded is not None:
+            if measured.own:
+                allowed = torch.maximum(allowed, rounded[part])
+            else:
+                allowed = rounded[part] + 1e-3 * relative * size
+        elif noise is not None:  # nobody can tell: the row speaks, too
+            allowed = torch.maximum(allowed, relative * rows / a.shape[1] ** 0.5)
         if bool((gap(a[:, part], b[:, part]) > allowed).any()):
             return False
     return True
@@ -89,7 +95,9 @@ def _compared(a: Tensor, b: Tensor, relative: float) -> tuple[Tensor, list[slice
     rows = _typical(a[:, :: max(1, a.shape[1] // _SEEN)], b[:, :: max(1, a.shape[1] // _SEEN)], 1)
     step = max(1, _PART // len(a))
     parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
-    beyond = [(gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts]
+    beyond = [
+        (gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts
+    ]
     return rows, parts, torch.stack(beyond)
 
 
@@ -109,15 +117,21 @@ def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
-def measured_noise(probe: Probe, out_dim: int = 0, varies: Callable[[], bool] | None = None) -> Noise | None:
-    """How far the outputs of a few samples are off by rounding; None if nobody can tell, as where they are random.
+def measured_noise(
+    probe: Probe,
+    out_dim: int = 0,
+    varies: Callable[[], bool] | None = None,
+) -> Noise | None:
+    """How far the outputs of a few samples are off by rounding; None if nobody can tell (random ones).
 
-    Another precision tells where the whole forward pass takes it. Where the model casts, its parameters are moved.
+    Another precision tells where the whole forward pass takes it. Where the model casts, its
+    parameters are moved.
 
     Args:
         probe: the model and the samples.
         out_dim: the samples' axis of the output.
-        varies: asked before parameters are moved, whether rounding depends on a sample's company at all; None: it may.
+        varies: asked before parameters are moved, whether rounding depends on a sample's company at
+            all; None: it may.
     """
     first = probe.run()
     if first is None:
@@ -136,14 +150,14 @@ def measured_noise(probe: Probe, out_dim: int = 0, varies: Callable[[], bool] | 
     moved = probe.with_moves(own, step, own.shape[out_dim])
     if moved is None:
         return by_precision
-    allowed = (_FEW_DIGITS if low else _MARGIN) * moved
+    allowed = (_MARGIN_OF_FEW_DIGITS if low else _MARGIN) * moved
     if by_precision is None:
         return Noise(allowed, own=True)
     return Noise(torch.maximum(allowed, by_precision.allowed), own=False)
 
 
 def _is_repeatable(probe: Probe, own: Tensor, relative: float) -> bool:
-    """Return True if another forward pass on the same samples gives the same but for rounding: it draws nothing at random."""
+    """Return True if another forward pass gives the same but for rounding: it draws nothing."""
     again = probe.run()
     return again is not None and agree(own, again.detach(), relative)
 
@@ -156,7 +170,8 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
 def same_output(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> bool:
     """Return True if ``got`` is the model's own output for ``x``, but for what its precision explains."""
     own, relative = _own(model, x, output)
-    return agree(got, own, relative, lambda: measured_noise(Probe(model, x, output), out_dim), out_dim)
+    probe = Probe(model, x, output)
+    return agree(got, own, relative, lambda: measured_noise(probe, out_dim), out_dim)
 
 
 def output_differs(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> Tensor:

@@ -89,7 +89,9 @@ class ForwardChecks:
         moved = with_buffers_moved(self.model, self.parameters, scale, seed)
         if moved is not None and not self._separate(moved, batch, on_error=False):
             ledger.by_data = "a buffer that is zero now"
-        elif not all(self._separate(subject, other, on_error=True) for other in batch.otherwise(OTHER_VALUES)):
+            return
+        others = batch.otherwise(OTHER_VALUES)
+        if not all(self._separate(subject, other, on_error=True) for other in others):
             ledger.by_data = "samples that would interact with other values"
 
     @on_demand.structure_only()
@@ -144,11 +146,12 @@ class ForwardChecks:
     def _noise(self, subject: Subject, batch: adapt.Batch) -> Noise | None:
         """How far outputs of the three samples may be off by rounding."""
         with Unfused():
-            probe = Probe(subject.model, batch.pick(ALL), self.output, subject.tensors, subject.dtype)
+            x = batch.pick(ALL)
+            probe = Probe(subject.model, x, self.output, subject.tensors, subject.dtype)
             return measured_noise(probe, self.out_dim, partial(self._varies, subject, batch))
 
     def _varies(self, subject: Subject, batch: adapt.Batch) -> bool:
-        """Return True if among copies of itself a sample gives other bits by their number or its place: by rounding."""
+        """Return True if a sample gives other bits by the number of its copies or its place among them."""
         with torch.no_grad():
             for sample in ALL:
                 first: Tensor | None = None
@@ -245,5 +248,5 @@ class ForwardChecks:
 
 
 def _unexplained(dtype: torch.dtype) -> float:
-    """Relative difference of outputs on three samples that needs no explanation; more is measured."""
+    """Relative difference of outputs of three samples that needs no explanation."""
     return {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 5e-2)

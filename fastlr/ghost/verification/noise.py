@@ -1,9 +1,10 @@
 """How far a model's outputs are off by rounding: measured, where nothing else tells.
 
-In: a model, or a copy of it, and a few samples. Out: a `Noise` of the shape of their output. It is the difference from what
-another precision gives. A model that casts to a dtype itself runs in no other, or only seems to: its float64 copy works in
-float32 within. There its parameters are moved at random by as much as that dtype rounds. What this does to the outputs is
-what rounding does to them; as the samples stay in one company, it knows nothing of samples that interact.
+In: a model, or a copy of it, and a few samples. Out: a `Noise` of the shape of their output. It is the
+difference from what another precision gives. A model that casts to a dtype itself runs in no other, or
+only seems to: its float64 copy works in float32 within. There its parameters are moved at random by as
+much as that dtype rounds. What this does to the outputs is what rounding does to them; as the samples
+stay in one company, it knows nothing of samples that interact.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost.graph import walk
 
-_VALUES = 16  # differences measured in each column, of samples or of moves: the largest of fewer may be small by chance
-_SINGLE_TO_DOUBLE = 2.0**-26  # float64's rounding in parts of the difference from float32, with a margin
+# Differences measured in each column, of samples or of moves: the largest of fewer may be small by chance.
+_VALUES = 16
+# Float64's rounding in parts of the difference from float32, with a margin.
+_SINGLE_TO_DOUBLE = 2.0**-26
 
 
 class Noise(NamedTuple):
@@ -74,7 +77,7 @@ class Probe:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _with_graph(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, of which parameters require grad, frozen ones too: so that the graph shows what uses them."""
+        """The tensors; parameters require grad, frozen ones too: the graph shows what uses them."""
         for name, _ in self.model.named_parameters():
             if tensors[name].is_floating_point():
                 tensors[name].requires_grad_()
@@ -84,13 +87,15 @@ class Probe:
         x = adapt.cast(adapt.copied(self.x), dtype)
         try:
             with torch.enable_grad():
-                return adapt.select_output(adapt.call_with(self.model, tensors, x, dtype=dtype), self.output)
+                result = adapt.call_with(self.model, tensors, x, dtype=dtype)
+            return adapt.select_output(result, self.output)
         except adapt.FAILURES:
             return None
 
     def run(self) -> Tensor | None:
         """The output, with the graph of all parameters; None if the model does not run so."""
-        return self._run(self._with_graph({n: on_demand.cast(t, t.dtype) for n, t in self.state.items()}), self.dtype)
+        tensors = {n: on_demand.cast(t, t.dtype) for n, t in self.state.items()}
+        return self._run(self._with_graph(tensors), self.dtype)
 
     def in_other_precision(self, own: Tensor) -> OtherPrecision | None:
         """How far an output is off by what another precision gives.
@@ -101,16 +106,18 @@ class Probe:
         tensors = self._with_graph({n: on_demand.cast(t, dtype) for n, t in self.state.items()})
         with torch.autocast(own.device.type, enabled=False):
             other = self._run(tensors, dtype)
-        if other is None or other.shape != own.shape or bool((own.isfinite() & ~other.isfinite()).any()):
+        if other is None or other.shape != own.shape:
+            return None
+        if bool((own.isfinite() & ~other.isfinite()).any()):
             return None
         part = _SINGLE_TO_DOUBLE if own.dtype == torch.float64 else 1.0
         return OtherPrecision(_distance(own, other.detach()) * part, lowest_dtype(other) == dtype)
 
     def with_moves(self, own: Tensor, step: float, samples: int) -> Tensor | None:
-        """How far an output moves with parameters that are moved by parts of themselves, at most by ``step``.
+        """How far an output moves with parameters moved by parts of themselves, at most by ``step``.
 
-        Buffers stay: their values may be places. Of fewer ``samples`` there are more moves, each element's largest distance
-        counts. None if the model does not run so.
+        Buffers stay: their values may be places. Of fewer ``samples`` there are more moves, each
+        element's largest distance counts. None if the model does not run so.
         """
         names = {n for n, _ in self.model.named_parameters()}
         off = torch.zeros_like(own, dtype=torch.float64)
@@ -124,7 +131,7 @@ class Probe:
 
 
 def gap(a: Tensor, b: Tensor) -> Tensor:
-    """Distances of elements; infinite from what is not a number, none between two such or two equal infinities."""
+    """Distances of elements; none where both are no number or the same infinity."""
     same = (a == b) | (a.isnan() & b.isnan())
     return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(torch.inf)
 
@@ -146,7 +153,7 @@ def _moved(t: Tensor, step: float, seed: int) -> Tensor:
 
     def make(values: Tensor) -> Tensor:
         generator = torch.Generator(values.device).manual_seed(seed)
-        parts = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float64)
+        parts = torch.rand(values.shape, generator=generator, device=values.device).double()
         return (values.detach() * (1 + step * (2 * parts - 1))).to(values.dtype)
 
     return on_demand.derived(t, t.dtype, make)
