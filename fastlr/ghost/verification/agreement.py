@@ -95,9 +95,7 @@ def _compared(a: Tensor, b: Tensor, relative: float) -> tuple[Tensor, list[slice
     rows = _typical(a[:, :: max(1, a.shape[1] // _SEEN)], b[:, :: max(1, a.shape[1] // _SEEN)], 1)
     step = max(1, _PART // len(a))
     parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
-    beyond = [
-        (gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts
-    ]
+    beyond = [(gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts]
     return rows, parts, torch.stack(beyond)
 
 
