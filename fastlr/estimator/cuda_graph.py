@@ -24,7 +24,8 @@ from fastlr.ghost import program
 from fastlr.ghost.backward import Rerouted
 from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
 from fastlr.ghost.planner import Plan
-from fastlr.ghost.verification.agreement import agree, low_precision, measured_noise, output_differs, rounding
+from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, output_differs, rounding
+from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import stop_allocating_from, tree_flatten, tree_map
@@ -160,7 +161,7 @@ class Replay:
         self.table, self.output, self.x, self.bad = recorder.capture(chunk)
         self.cotangent = lambda: passes.cotangent(offsets + self.first, self.x)
         self.seen_bad = torch.zeros((), dtype=torch.bool, device=device)
-        self.noise: Noise | None = None  # of the outputs, as last measured
+        self.noise: NoiseShare | None = None  # of the outputs, as last measured
 
     def in_place(self) -> bool:
         """Return True if the model's parameters and buffers are where they were: replaying reads no memory of others."""
@@ -213,7 +214,8 @@ class Replay:
         if known is not None and agree(captured, own, relative, lambda: known.of(captured, out_dim), out_dim):
             return True
         with self.engine.audits.timed():
-            now = self.noise = Noise(measured_noise(module, few, output), captured, out_dim)
+            now = NoiseShare(model_noise(module, few, output, out_dim), captured, out_dim)
+            self.noise = now
         return agree(captured, own, relative, lambda: now.of(captured, out_dim), out_dim)
 
     def _audited(self) -> bool:
@@ -236,7 +238,7 @@ class Replay:
         return view.module, few, captured, view.output, view.out_dim
 
 
-class Noise:
+class NoiseShare:
     """How far outputs are off by rounding, as a share of the size of each of their columns.
 
     Args:
@@ -245,17 +247,22 @@ class Noise:
         out_dim: the samples' axis.
     """
 
-    def __init__(self, measured: Tensor | None, outputs: Tensor, out_dim: int) -> None:
+    def __init__(self, measured: Noise | None, outputs: Tensor, out_dim: int) -> None:
+        self.measured = measured
         self.share: Tensor | None = None
         if measured is not None:
             sizes = _largest(outputs, out_dim)
-            self.share = torch.where(sizes > 0, _largest(measured, out_dim) / sizes, 0.0)
+            self.share = torch.where(sizes > 0, _largest(measured.allowed, out_dim) / sizes, 0.0)
 
-    def of(self, outputs: Tensor, out_dim: int) -> Tensor | None:
-        """How far these outputs are off by it, the same for all samples; None if nobody can tell."""
-        if self.share is None:
+    def of(self, outputs: Tensor, out_dim: int) -> Noise | None:
+        """Return how far these outputs may be off by rounding, the same for all samples.
+
+        None if nobody can tell.
+        """
+        if self.measured is None or self.share is None:
             return None
-        return (self.share * _largest(outputs, out_dim)).expand(outputs.shape)
+        allowed = (self.share * _largest(outputs, out_dim)).expand(outputs.shape)
+        return Noise(allowed, own=self.measured.own)
 
 
 def _largest(t: Tensor, dim: int) -> Tensor:

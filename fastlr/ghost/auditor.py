@@ -189,4 +189,6 @@ class Auditor(Planner):
 
     def _close(self, value: Tensor) -> float:
         dtypes = {p.dtype for p in self.parameters.values()}
+        if dtypes == {torch.float64} and self.ledger.dtype is not None:
+            dtypes = {self.ledger.dtype}  # the model may cast to fewer digits
         return 0.1 if low_precision(value.device, dtypes) else 1e-8 if dtypes == {torch.float64} else 1e-3

@@ -23,8 +23,9 @@ from fastlr.ghost.ownership import Place
 from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.tokens import version
-from fastlr.ghost.verification.agreement import agree, low_precision, measured_noise, rounding
+from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, rounding
 from fastlr.ghost.verification.batch_checks import every_layout, explained, first_explained, likely_layouts
+from fastlr.ghost.verification.noise import Noise
 from fastlr.ghost.verification.prover import SAMPLES, Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
@@ -347,14 +348,23 @@ class Planner:
             return False
         return True
 
-    def _same_outputs(self, want: Tensor, got: Tensor, noise: Callable[[], Tensor | None] | None = None) -> bool:
+    def _same_outputs(
+        self,
+        want: Tensor,
+        got: Tensor,
+        noise: Callable[[], Noise | None] | None = None,
+    ) -> bool:
         """Return True if outputs of the same samples agree within the model's own precision (see `agree`)."""
         low = low_precision(want.device, {p.dtype for p in self.parameters.values()})
         return agree(want, got, rounding(want.dtype, low=low), noise, self.view.out_dim)
 
-    def _noise_of(self, batch: adapt.Batch) -> Callable[[], Tensor | None]:
-        few = range(min(batch.count, 8))
-        return lambda: measured_noise(self.model, batch.pick(few), self.view.output)
+    def _noise_of(self, batch: adapt.Batch) -> Callable[[], Noise | None]:
+        few, view = range(min(batch.count, 8)), self.view
+
+        def noise() -> Noise | None:
+            return model_noise(view.module, batch.pick(few), view.output, view.out_dim)
+
+        return noise
 
     def _blame(self, batch: adapt.Batch, *, alike: bool) -> None:
         """Samples in other company give something else: find out exactly, on the copy, who is to blame."""

@@ -2,24 +2,29 @@
 
 Outputs are compared element by element. A difference is judged by the element's own size and by that of its sample and its
 column, not by the largest output: one masked logit of -1e9 or one column of 1e10 must not hide what the others do. Where
-that is not enough (a column that is nothing but rounding), the rounding is measured, against another precision.
+that is not enough (a column that is nothing but rounding), the rounding is measured
+(fastlr.ghost.verification.noise).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
-from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
+from fastlr.ghost.verification.noise import Noise, Probe, gap, lowest_dtype
 from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ops.torch_private import narrow_products
 
 _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
-Noise = Callable[[], Tensor | None]
+# Differences of this many times the largest rounding measured in a column are taken for rounding.
+_MARGIN = 32
+# Likewise where products have fewer digits than their sums, which alone depend on the company.
+_MARGIN_OF_FEW_DIGITS = 2
+_TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
 
 
 def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
@@ -34,7 +39,13 @@ def rounding(dtype: torch.dtype, *, low: bool) -> float:
     return 0.02 if low else 1e-9 if dtype == torch.float64 else 1e-3
 
 
-def agree(want: Tensor, got: Tensor, relative: float, noise: Noise | None = None, out_dim: int = 0) -> bool:
+def agree(
+    want: Tensor,
+    got: Tensor,
+    relative: float,
+    noise: Callable[[], Noise | None] | None = None,
+    out_dim: int = 0,
+) -> bool:
     """Return True if outputs of the same samples are the same but for rounding.
 
     Args:
@@ -55,14 +66,21 @@ def agree(want: Tensor, got: Tensor, relative: float, noise: Noise | None = None
     if not doubtful:
         return True
     measured = None if noise is None else noise()
-    off = None if measured is None else measured.detach().movedim(out_dim, 0).reshape(-1, a.shape[1])
+    rounded: Tensor | None = None
+    if measured is not None:
+        rounded = _finite(measured.allowed.movedim(out_dim, 0).reshape(-1, a.shape[1])).amax(0)
     for part in doubtful:
-        gap, size = _gap(a[:, part], b[:, part]), _size(a, b, part, rows)
-        if off is None:  # nobody can tell: by the size of the column
-            allowed = relative * torch.maximum(size, _finite(b[:, part]).amax(0))
-        else:
-            allowed = 32 * _finite(off[:, part]).amax(0) + 1e-3 * relative * size
-        if bool((gap > allowed).any()):
+        size = _size(a, b, part, rows)
+        column = _finite(b[:, part]).amax(0)
+        allowed = relative * torch.maximum(size, column)
+        if measured is not None and rounded is not None:
+            if measured.own:
+                allowed = torch.maximum(allowed, rounded[part])
+            else:
+                allowed = rounded[part] + 1e-3 * relative * size
+        elif noise is not None:  # nobody can tell: the row speaks, too
+            allowed = torch.maximum(allowed, relative * rows / a.shape[1] ** 0.5)
+        if bool((gap(a[:, part], b[:, part]) > allowed).any()):
             return False
     return True
 
@@ -78,13 +96,8 @@ def _compared(a: Tensor, b: Tensor, relative: float) -> tuple[Tensor, list[slice
     rows = _typical(a[:, :: max(1, a.shape[1] // _SEEN)], b[:, :: max(1, a.shape[1] // _SEEN)], 1)
     step = max(1, _PART // len(a))
     parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
-    beyond = [(_gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts]
+    beyond = [(gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts]
     return rows, parts, torch.stack(beyond)
-
-
-def _gap(a: Tensor, b: Tensor) -> Tensor:
-    same = (a == b) | (a.isnan() & b.isnan())
-    return (a.double() - b.double()).abs().masked_fill(same, 0.0).nan_to_num(torch.inf)
 
 
 def _finite(a: Tensor) -> Tensor:
@@ -103,46 +116,61 @@ def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
     return sizes.nanmedian(dim, keepdim=True).values.nan_to_num(0.0)
 
 
-def output_in(
-    dtype: torch.dtype,
-    stand_in: StandIn,
-    x: object,
-    output: adapt.OutputSelector,
-    state: Mapping[str, Tensor],
-) -> Tensor | None:
-    """The output of a model with these parameters and buffers in a precision; None if it does not run in it."""
-    tensors = {n: on_demand.cast(t, dtype) for n, t in state.items()}
-    device = next(iter(tensors.values())).device.type
-    try:
-        with torch.autocast(device, enabled=False), torch.enable_grad():
-            result = stand_in.call_with(tensors, adapt.cast(x, dtype), dtype=dtype)
-            return adapt.select_output(result, output).detach()
-    except adapt.FAILURES:
+def measured_noise(
+    probe: Probe,
+    out_dim: int = 0,
+    varies: Callable[[], bool] | None = None,
+) -> Noise | None:
+    """How far the outputs of a few samples are off by rounding; None if nobody can tell (random ones).
+
+    Another precision tells where the whole forward pass takes it. Where the model casts, its
+    parameters are moved.
+
+    Args:
+        probe: the model and the samples.
+        out_dim: the samples' axis of the output.
+        varies: asked before parameters are moved, whether rounding depends on a sample's company at
+            all; None: it may.
+    """
+    first = probe.run()
+    if first is None:
         return None
+    own, lowest = first.detach(), lowest_dtype(first)
+    other = probe.in_other_precision(own)
+    by_precision = None if other is None else Noise(_MARGIN * other.off, own=False)
+    if other is not None and other.whole and (own.dtype != torch.float64 or lowest == own.dtype):
+        return by_precision
+    low = low_precision(own.device, {lowest})
+    step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
+    if not _is_repeatable(probe, own, min(_MARGIN * step, rounding(lowest, low=low))):
+        return by_precision
+    if varies is not None and not varies():
+        return by_precision
+    moved = probe.with_moves(own, step, own.shape[out_dim])
+    if moved is None:
+        return by_precision
+    allowed = (_MARGIN_OF_FEW_DIGITS if low else _MARGIN) * moved
+    if by_precision is None:
+        return Noise(allowed, own=True)
+    return Noise(torch.maximum(allowed, by_precision.allowed), own=False)
 
 
-def measured_noise(model: nn.Module, x: object, output: adapt.OutputSelector) -> Tensor | None:
-    """How far the model's own outputs for ``x`` are off by rounding, by another precision; None if it runs in no other."""
-    own = adapt.forward(model, x, output).detach()
-    dtype = other_precision(own)
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = {n: on_demand.cast(t, dtype) for n, t in state.items()}
+def model_noise(model: nn.Module, x: object, output: adapt.OutputSelector, out_dim: int = 0) -> Noise | None:
+    """Measure how far a model's own outputs for some samples are off by rounding; None if nobody can tell.
+
+    A clone runs in its place where one of this very program was found to be right: other threads do
+    not see the model with other tensors then.
+    """
     stand_in = StandIn(model, x, output)
     stand_in.take_known_clone()
-    other = stand_in.trusted(lambda: output_in(dtype, stand_in, x, output, tensors))
-    return noise_between(own, other)
+    probe = Probe(model, x, output, stand_in=stand_in)
+    return stand_in.trusted(lambda: measured_noise(probe, out_dim))
 
 
-def other_precision(own: Tensor) -> torch.dtype:
-    """The precision by which the rounding of an output is measured."""
-    return torch.float32 if own.dtype == torch.float64 else torch.float64
-
-
-def noise_between(own: Tensor, other: Tensor | None) -> Tensor | None:
-    """How far an output is off by rounding, from what another precision gives; None without that."""
-    if other is None or other.shape != own.shape:
-        return None
-    return _gap(own, other).nan_to_num(posinf=0.0) * (2.0**-26 if own.dtype == torch.float64 else 1.0)
+def _is_repeatable(probe: Probe, own: Tensor, relative: float) -> bool:
+    """Return True if another forward pass gives the same but for rounding: it draws nothing."""
+    again = probe.run()
+    return again is not None and agree(own, again.detach(), relative)
 
 
 def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bool:
@@ -153,7 +181,7 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
 def same_output(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> bool:
     """Return True if ``got`` is the model's own output for ``x``, but for what its precision explains."""
     own, relative = _own(model, x, output)
-    return agree(got, own, relative, lambda: measured_noise(model, x, output), out_dim)
+    return agree(got, own, relative, lambda: model_noise(model, x, output, out_dim), out_dim)
 
 
 def output_differs(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> Tensor:

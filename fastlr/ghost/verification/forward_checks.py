@@ -22,8 +22,9 @@ from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.verification.agreement import agree, noise_between, output_in
+from fastlr.ghost.verification.agreement import agree, measured_noise
 from fastlr.ghost.verification.copies import Subject, with_buffers_moved
+from fastlr.ghost.verification.noise import Noise, Probe, gap
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ghost.verification.stand_in import StandIn
 
@@ -91,9 +92,9 @@ class ForwardChecks:
         moved = with_buffers_moved(self.model, self.parameters, scale, seed, stand_in)
         if moved is not None and not self._separate(moved, batch, on_error=False):
             ledger.by_data = "a buffer that is zero now"
-        elif subject.dtype is not None and not all(
-            self._separate(subject, other, on_error=True) for other in batch.otherwise(OTHER_VALUES)
-        ):
+            return
+        others = batch.otherwise(OTHER_VALUES)
+        if not all(self._separate(subject, other, on_error=True) for other in others):
             ledger.by_data = "samples that would interact with other values"
 
     @on_demand.structure_only()
@@ -105,7 +106,8 @@ class ForwardChecks:
                 for samples in COMPANIES:
                     got = self._forward(subject, batch, samples)
                     want = z.narrow(self.out_dim, samples[0], 1).expand_as(got)
-                    if not agree(want, got, 1e-9, partial(self._noise, subject, batch), self.out_dim):
+                    noise = partial(self._noise, subject, batch)
+                    if not agree(want, got, _unexplained(z.dtype), noise, self.out_dim):
                         return False
         except (FoldRefuted, *adapt.FAILURES):
             return on_error
@@ -122,7 +124,7 @@ class ForwardChecks:
 
     def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
         """Require that samples give what they gave in the batch of three; say what is wrong if they do not."""
-        close = 1e-9 if z.dtype == torch.float64 else 1e-3 if z.dtype == torch.float32 else 5e-2
+        close = _unexplained(z.dtype)
         alike = partial(agree, relative=close, noise=partial(self._noise, subject, batch), out_dim=self.out_dim)
         if alike(want, got):
             return
@@ -144,14 +146,27 @@ class ForwardChecks:
         )
 
     @on_demand.structure_only()
-    def _noise(self, subject: Subject, batch: adapt.Batch) -> Tensor | None:
-        """How far float64 outputs of the three samples may be off by rounding, from what float32 gives."""
-        if subject.dtype != torch.float64:
-            return None
-        own = self._forward(subject, batch, ALL).detach()
-        x = batch.pick(ALL)
-        stand_in = subject.stand_in or StandIn(subject.model, x, self.output)
-        return noise_between(own, output_in(torch.float32, stand_in, x, self.output, subject.state))
+    def _noise(self, subject: Subject, batch: adapt.Batch) -> Noise | None:
+        """How far outputs of the three samples may be off by rounding."""
+        with Unfused():
+            x = batch.pick(ALL)
+            probe = Probe(subject.model, x, self.output, subject.tensors, subject.dtype)
+            return measured_noise(probe, self.out_dim, partial(self._varies, subject, batch))
+
+    def _varies(self, subject: Subject, batch: adapt.Batch) -> bool:
+        """Return True if a sample gives other bits by the number of its copies or its place among them."""
+        with torch.no_grad():
+            for sample in ALL:
+                first: Tensor | None = None
+                for count in (1, 2, SAMPLES, 2 * SAMPLES):
+                    try:
+                        z = self._forward(subject, batch, [sample] * count)
+                    except adapt.FAILURES:  # too many for the model, or too few
+                        continue
+                    first = z.narrow(self.out_dim, 0, 1) if first is None else first
+                    if bool(gap(first.expand_as(z), z).any()):
+                        return True
+        return False
 
     def _interaction_message(self, subject: Subject, batch: adapt.Batch, close: float) -> str:
         """Name the first module whose output for sample 0 changes when the other samples do."""
@@ -233,3 +248,8 @@ class ForwardChecks:
                 for n in names:
                     subject.parameters[n].copy_(saved[n])
         return not agree(z, again, 1e-12 if z.dtype == torch.float64 else 1e-6, None, self.out_dim)
+
+
+def _unexplained(dtype: torch.dtype) -> float:
+    """Relative difference of outputs of three samples that needs no explanation."""
+    return {torch.float64: 1e-9, torch.float32: 1e-3}.get(dtype, 5e-2)

@@ -5,8 +5,9 @@ nothing. The truth for sample b is the gradient of <v_b, z_b> from a plain backw
 itself whose cotangent is zero; a rule holds if | |g|^2 - |truth|^2 | <= 1e-10 |truth|^2 + 1e-13 of the sample's total.
 
 It runs on a functional copy in float64 with every parameter and buffer perturbed, so that nothing is zero by
-initialisation; where that copy cannot run, on a deep copy; where that cannot either, on the model itself in its own dtype
-(and the report says so). What is proven is kept by local structure (node kind, slot, parameter side).
+initialisation; where that copy cannot run or is not finite, on a deep copy; where that cannot
+either, on the model itself in its own dtype (and the report says so). What is proven is kept by
+local structure (node kind, slot, parameter side).
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ class Prover(ForwardChecks):
                     raise
                 except NonFiniteError as error:
                     failure = error
-                    break  # a gentler perturbation
+                    if scale:
+                        break  # a gentler perturbation
+                    # not even an exact copy: perhaps the model is, in its own precision
+                    ledger.notes.append(f"{subject.name}: {one_line(error)[:200]}")
                 except CheckpointError as error:
                     ledger.to_loop(self.parameters, f"activation checkpointing: {first_line(error)}")
                     return

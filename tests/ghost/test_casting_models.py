@@ -1,0 +1,330 @@
+"""Models that cast to a dtype themselves: right, not refused by chance, and interactions in them are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trust_cases as cases
+from exact import truth
+from single_samples import Written
+from torch import Tensor, nn
+
+import fastlr
+from fastlr.ghost.api import engine_for
+from fastlr.ghost.verification import audit
+from fastlr.ghost.verification.agreement import agree, measured_noise
+from fastlr.ghost.verification.noise import Noise, Probe
+
+norms = fastlr.per_sample_grad_sq_norms
+
+
+@pytest.fixture(autouse=True)
+def _single() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Cast(nn.Module):
+    """Casts its floating-point inputs to float32 before a model sees them: a float64 copy does not run."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.eval()
+
+    def forward(self, *xs: Tensor) -> Tensor:
+        return self.inner(*[x.float() if x.is_floating_point() or x.dtype == torch.uint8 else x for x in xs])
+
+
+class Within(nn.Module):
+    """Two layers in a dtype of their own, whatever the parameters': a float64 copy runs, and is none within."""
+
+    def __init__(self, dtype: torch.dtype, outputs: int = 1000, mix: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(64, 256), nn.Linear(256, outputs)
+        self.dtype, self.mix = dtype, mix
+        self.eval()
+
+    def layer(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, layer.weight.to(self.dtype), layer.bias.to(self.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(self.c, self.layer(self.a, x.to(self.dtype)).tanh()).to(x.dtype)
+        return z if self.mix is None else self.mix(z)
+
+
+def mlp(width: int = 64, outputs: int = 1000) -> nn.Module:
+    hidden = [nn.Linear(width, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU()]
+    return nn.Sequential(*hidden, nn.Linear(256, outputs))
+
+
+# -- nothing is refused by chance --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 9, 13])
+def test_a_model_that_casts_its_inputs_is_right(seed: int) -> None:
+    """Logits near zero are off by more than a thousandth of themselves: these seeds were refused."""
+    torch.manual_seed(seed)
+    inner = mlp()
+    x = torch.randn(16, 64)
+    v = torch.randn(16, 1000)
+    torch.testing.assert_close(norms(Cast(inner), x, v), truth(inner, (x,), v).total, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outer", [torch.float32, torch.float64])
+@pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
+def test_a_model_that_works_in_fewer_digits_within_is_right(outer: torch.dtype, dtype: torch.dtype) -> None:
+    """In float32 each was refused, as its float64 copy is off by more than 1e-9; in float64 audits sent it to the loop."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(outer)
+    model = Within(dtype)
+    for count in (16, 3, 40):
+        x = torch.randn(count, 64)
+        v = torch.randn(count, 1000)
+        got = norms(model, x, v)
+        parameters = list(model.parameters())
+        z = model(x)
+        want = [torch.autograd.grad(z[j], parameters, v[j], retain_graph=True) for j in range(count)]
+        exact = torch.stack([sum(g.double().square().sum() for g in grads) for grads in want])
+        torch.testing.assert_close(got, exact, rtol=1e-4 if dtype == torch.float32 else 0.05, atol=0)
+    assert set(fastlr.support_report(model, x).routes.values()) == {"rule"}
+
+
+def many_batches(monkeypatch: pytest.MonkeyPatch, models: int, batches: int) -> None:
+    """Every batch is audited, and as many sizes as there are."""
+    monkeypatch.setattr(audit, "SHARE", 1e9)
+    for seed in range(models):
+        torch.manual_seed(seed)
+        by_bytes = seed % 2 == 1
+        model = Cast(mlp())
+        for batch in range(batches):
+            count = (16, 2, 33, 3)[batch % 4]
+            x = torch.randint(0, 256, (count, 64)).to(torch.uint8) if by_bytes else torch.randn(count, 64)
+            norms(model, x, torch.randn(count, 1000))
+        engine = engine_for(model)
+        assert engine.audits.failed == 0 and engine.audits.passed == batches
+        assert engine.proofs == 1 and not engine.ledger.by_data
+
+
+def test_no_batch_of_a_kept_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    many_batches(monkeypatch, 4, 12)
+
+
+@pytest.mark.long
+def test_none_of_two_thousand_batches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    many_batches(monkeypatch, 40, 50)
+
+
+def test_a_column_of_nothing_but_rounding_is_no_interaction() -> None:
+    """Two equal sums in another order; float64 cannot tell how far they are off."""
+    torch.manual_seed(0)
+    wrapped = None
+    for call in cases.LARGE["cancellation_noise"]():
+        wrapped = wrapped or Cast(call.model)
+        norms(wrapped, call.xs, torch.randn(len(call.xs[0]), 6))
+
+
+# -- interactions in such models are found -----------------------------------------------------------------------------
+
+
+def less_mean(part: float) -> Callable[[Tensor], Tensor]:
+    return lambda z: z - part * z.detach().mean(0)
+
+
+def one_masked(z: Tensor) -> Tensor:
+    """One logit of -1e9, and a thousandth of the mean in the others."""
+    return less_mean(1e-3)(z).masked_fill(torch.arange(z.shape[1]) == 3, -1e9)
+
+
+def half_masked(z: Tensor) -> Tensor:
+    return less_mean(1e-3)(z).masked_fill(torch.arange(z.shape[1]) % 2 == 0, torch.finfo(torch.float32).min)
+
+
+def masked_by_sample(z: Tensor) -> Tensor:
+    return less_mean(1e-3)(z).masked_fill(z > z.median(1, keepdim=True).values, -1e9)
+
+
+def constant_column(z: Tensor) -> Tensor:
+    return less_mean(1e-3)(z).masked_fill(torch.arange(z.shape[1]) == 1, 7.0)
+
+
+def one_column(z: Tensor) -> Tensor:
+    return z - 0.01 * z.detach().mean(0) * (torch.arange(z.shape[1]) == 2)
+
+
+def tiny_column(z: Tensor) -> Tensor:
+    """A column of a 100-millionth of the others, which interacts within itself."""
+    tiny = torch.arange(z.shape[1]) == 0
+    return (z - 0.03 * z.detach().mean(0) * tiny) * torch.where(tiny, 1e-8, 1.0).to(z)
+
+
+def largest_columns(z: Tensor) -> Tensor:
+    """All columns but one are of 1e6; the one interacts."""
+    return torch.cat([less_mean(0.03)(z[:, :1]), 1e6 * z[:, 1:]], 1)
+
+
+def one_output(z: Tensor) -> Tensor:
+    return less_mean(1e-3)(z[:, :1])
+
+
+def by_rank(z: Tensor) -> Tensor:
+    place = z.detach()[:, :1].argsort(0).argsort(0).to(z)
+    return z * (1 + 1e-2 * place)
+
+
+FAINT = (
+    less_mean(1e-3), one_masked, half_masked, masked_by_sample, constant_column, one_column, tiny_column, largest_columns,
+    one_output, by_rank,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mix", FAINT, ids=lambda mix: mix.__name__)
+@pytest.mark.parametrize("outputs", [4, 1000])
+def test_faint_interactions_are_found_where_the_inputs_are_cast(mix: Callable, outputs: int) -> None:
+    torch.manual_seed(0)
+    net = Written(lambda m, x: mix(m.c(m.a(x).tanh())), a=nn.Linear(64, 128), c=nn.Linear(128, outputs))
+    x = torch.randn(16, 64)
+    with pytest.raises(fastlr.InteractionError):
+        norms(Cast(net), x, torch.randn_like(net(x)))
+
+
+@pytest.mark.parametrize("mix", FAINT, ids=lambda mix: mix.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_faint_interactions_are_found_in_fewer_digits_within(mix: Callable, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Within(dtype, 10, mix)
+    x = torch.randn(16, 64)
+    with pytest.raises(fastlr.InteractionError):
+        norms(model, x, torch.randn_like(model(x)))
+
+
+LATER = (
+    "scaled_by_the_largest_of_the_batch", "chosen_by_the_mean_of_the_batch", "dropped_for_lack_of_places",
+    "capacity_that_overflows_later", "exchanged_from_eight_on", "switched_by_data",
+)  # fmt: skip
+MASKS = [name for name in cases.LARGE if name.endswith(("interacting", "later"))]
+
+
+@pytest.mark.parametrize("name", [*(n for n in LATER if n in cases.CASES), *MASKS])
+@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
+def test_interactions_that_trust_tests_know_are_found(name: str) -> None:
+    """Those without a gradient that begin in a later batch passed: such models were tried under no other conditions."""
+    torch.manual_seed(0)
+    wrapped: dict[nn.Module, Cast] = {}
+    for call in (cases.CASES | cases.LARGE)[name]():
+        model = wrapped.setdefault(call.model, Cast(call.model))
+        v = torch.randn(len(call.xs[0]), 4)
+        if call.refused:
+            with pytest.raises(fastlr.InteractionError):
+                norms(model, call.xs, v)
+        else:
+            norms(model, call.xs, v)
+
+
+@pytest.mark.parametrize("size", [0.1, 0.01])
+def test_a_random_model_is_not_taken_for_rounding(size: float) -> None:
+    torch.manual_seed(0)
+    model = Cast(Written(lambda m, x: m.a(x) + size * torch.rand(len(x), 4), a=nn.Linear(5, 4)))
+    x = torch.randn(6, 5)
+    assert measured_noise(Probe(model, x, None)) is None
+    with pytest.raises(fastlr.RandomForwardError):
+        norms(model, x, torch.randn(6, 4))
+
+
+# -- what is allowed ---------------------------------------------------------------------------------------------------
+
+
+def test_where_nobody_can_tell_a_row_speaks_by_its_median() -> None:
+    torch.manual_seed(0)
+    want = torch.randn(1, 1000)
+    want[0, 7] = 1e-5
+    want[0, 3] = -1e9
+    got = want * (1 + 1e-7 * torch.randn(1, 1000))
+    got[0, 7] += 2e-6
+    got[0, 3] = -1e9
+    assert agree(want, got, 1e-3, lambda: None)
+    assert not agree(want, got, 1e-3)  # nobody is asked: an element is held to itself
+    for place in (7, 9):
+        other = got.clone()
+        other[0, place] += 5e-3
+        assert not agree(want, other, 1e-3, lambda: None), "a logit of -1e9 hides it"
+
+
+def test_measured_rounding_is_each_columns_own() -> None:
+    want = torch.tensor([[1e-6, 1.0], [2e-6, 1.0]])
+    allowed = torch.tensor([[0.0, 1.0], [1e-7, 1.0]])
+    noise = Noise(allowed, own=True)
+    assert agree(want, want + torch.tensor([9e-8, 0.5]), 1e-3, lambda: noise)
+    assert not agree(want, want + torch.tensor([2e-7, 0.0]), 1e-3, lambda: noise)
+
+
+# -- float64 copies that alone are not finite --------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """CANINE's way: a float32 mask times the least value of the parameters' dtype, which in float64 overflows."""
+
+    def __init__(self, mix: float = 0.0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(5, 6), nn.Linear(6, 4)
+        self.mix, self.scale = mix, scale
+        self.eval()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        bias = (1.0 - mask.float()) * torch.finfo(self.a.weight.dtype).min
+        scores = (h @ h.transpose(1, 2)).float() + bias[:, None]
+        z = self.c((scores.softmax(-1).to(h.dtype) @ h).mean(1)) * self.scale
+        return z - self.mix * z.detach().mean(0)
+
+
+def masked_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(6, 7, 5), torch.arange(7) < torch.tensor([[7], [3], [5], [7], [1], [6]])
+
+
+def test_a_copy_that_alone_is_not_finite_is_none_to_prove_on() -> None:
+    model, xs, v = Masked(), masked_batch(), torch.randn(6, 4)
+    assert not Masked().double()(xs[0].double(), xs[1]).isfinite().all()
+    got = norms(model, xs, v)
+    parameters = list(model.parameters())
+    z = model(*xs)
+    want = [torch.autograd.grad(z[j], parameters, v[j], retain_graph=True) for j in range(6)]
+    exact = torch.stack([sum(g.double().square().sum() for g in grads) for grads in want])
+    torch.testing.assert_close(got, exact, rtol=1e-4, atol=0)
+    assert "own dtype" in fastlr.support_report(model, xs).subject
+
+
+def test_interactions_are_found_where_the_copy_is_not_finite() -> None:
+    with pytest.raises(fastlr.InteractionError):
+        norms(Masked(mix=0.01), masked_batch(), torch.randn(6, 4))
+
+
+def test_a_model_that_is_not_finite_itself_is_refused_as_such() -> None:
+    with pytest.raises(fastlr.errors.NonFiniteError):
+        norms(Masked(scale=float("inf")), masked_batch(), torch.randn(6, 4))
+
+
+def test_canine() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    others = {"downsampling_rate": 4, "local_transformer_stride": 8, "num_hash_buckets": 16, "num_hash_functions": 2}
+    config = transformers.CanineConfig(**sizes, **others, max_position_embeddings=16)
+    model = transformers.CanineModel(config).eval()
+    mask = torch.ones(3, 16, dtype=torch.long)
+    mask[1, 9:] = 0
+    x = {"input_ids": torch.randint(1, 5000, (3, 16)), "attention_mask": mask}
+    v = torch.randn(3, 16)
+    got = norms(model, x, v, output="pooler_output")
+    z = model(**x).pooler_output
+    parameters = list(model.parameters())
+    want = [torch.autograd.grad(z[j], parameters, v[j], retain_graph=True, allow_unused=True) for j in range(3)]
+    exact = [sum(g.double().square().sum() for g in grads if g is not None) for grads in want]
+    torch.testing.assert_close(got, torch.stack(exact), rtol=1e-4, atol=0)
