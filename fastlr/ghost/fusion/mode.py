@@ -245,7 +245,7 @@ class Folding(TorchFunctionMode):
     ) -> Pending | None:  # fmt: skip
         name = self.names.get(id(weight))
         axes = _CONVOLUTIONS[func]
-        if name is None or name in self.refused or not torch.is_grad_enabled() or isinstance(padding, str):
+        if name is None or name in self.refused or not torch.is_grad_enabled():
             return None
         if id(weight) in self.seen:
             self.refuse(weight, "it is used more than once")
@@ -256,12 +256,9 @@ class Folding(TorchFunctionMode):
             return None
         if not torch.is_autocast_enabled(input.device.type) and input.dtype != weight.dtype:
             return None  # an error that the model is to raise itself
-        options = [
-            tuple(int(v) for v in (o if isinstance(o, (tuple, list)) else (o,) * axes))
-            for o in (stride, padding, dilation)
-        ]
-        strides, paddings, dilations = (o * axes if len(o) == 1 else o for o in options)
-        geometry = ConvGeometry(strides, paddings, dilations, groups=groups)
+        geometry = ConvGeometry.of(weight.shape[2:], stride, padding, dilation, groups=groups)
+        if geometry is None:
+            return None
         shape = geometry.output_size(input.shape[2:], weight.shape[2:])
         if min(shape) < 1:
             return None
