@@ -52,7 +52,7 @@ class ConvGeometry(NamedTuple):
         else:
             zeros = _each_axis(padding, axes)
         output_padding = _each_axis(output_padding, axes)
-        if zeros is None or any(len(option) != axes for option in (stride, zeros, dilation, output_padding)):
+        if zeros is None or not len(stride) == len(zeros) == len(dilation) == len(output_padding) == axes:
             return None
         return cls(stride, zeros, dilation, transposed, output_padding, groups)
 
@@ -74,7 +74,7 @@ def _each_axis(option: Option, axes: int) -> tuple[int, ...]:
     """One number for each axis, where one is given for all."""
     if not isinstance(option, (tuple, list)):
         return (int(option),) * axes
-    numbers = tuple(int(number) for number in option)
+    numbers = tuple(map(int, option))
     return numbers * axes if len(numbers) == 1 else numbers
 
 
