@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,7 +34,6 @@ from fastlr.ghost.fusion.pending import METADATA, Lazy, Pending, Product, comput
 from fastlr.ghost.fusion.squeeze_excitation import MEANS, PRODUCTS, gate, is_gate, squeeze, whole_mean
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.torch_private import (
-    anything_compiled,
     no_torch_function_of_subclasses,
     saved_tensors_are_hooked,
     tree_leaves,
@@ -56,13 +55,6 @@ def unfolded() -> Iterator[None]:
 def enabled() -> bool:
     """Return True if models are folded where they can be."""
     return _enabled.get()
-
-
-def uncompiled() -> AbstractContextManager:
-    """Let compiled parts of the model run as they were written."""
-    if not anything_compiled():
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 OURS = frozenset({folded.NODE, fixed_norm.NODE})  # kinds of nodes that a folded forward pass has and the model has not
@@ -144,7 +136,7 @@ class Folding(TorchFunctionMode):
             self._forget()
             if self.disabled or self.idle or not enabled():
                 break
-            with self, uncompiled():
+            with self:
                 result = forward()
             result = computed(result)
             self.weights.begin()
