@@ -41,12 +41,14 @@ class Chunks:
         self.size = self.bytes_per_input = 0
         self.notes: list[str] = []
         self._most: int | None = None  # inputs that fit, once known
+        self._dtype = passes.dtype  # for which they are known
         self._routes: dict[str, str] = {}  # of the last chunk that was not replayed
 
     def begin(self) -> None:
-        """Begin a measurement: the model may be another program since the one before."""
+        """Begin a measurement: the model may be another program since the one before, or of another precision."""
         self.replays.begin()
-        self.passes.refusals_checked = False
+        if self.passes.dtype != self._dtype:
+            self._most, self._dtype = None, self.passes.dtype
 
     def note(self, text: str) -> None:
         """Add a note for the user, once."""
@@ -126,7 +128,7 @@ class Chunks:
         one_pass = self.options.probe in ("rademacher", "sampled") and self.options.target_rel_stderr is None
         if not (self.on_gpu and one_pass and 1 < size < share):
             return size
-        kind = self.options.dtype, *(tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor))
+        kind = self.options.dtype, self.passes.dtype, *(tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor))
         if kind not in known:
             self.size = size
             with self.replays.pause():

@@ -64,6 +64,7 @@ class LocalRedundancy:
         """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
         start = time.perf_counter()
         options, chunks, audits = self.options, self.chunks, self.engine.audits
+        self.passes.renew()
         with full_params(self.model) as members, members.guard(), as_it_was(self.model, self.view.device):
             if members.size > 1:
                 agree(members, options, self._digest(options.total))
