@@ -68,9 +68,12 @@ class Chunks:
             options.target_rel_stderr is not None and members.size > 1
         ):  # all of them together do not go far beyond min_n
             most = min(most, max(CHECK_EVERY, -(-options.min_n // members.size)))
-        # Chunks of one size, as far as it goes: one CUDA graph serves them all, and all ranks have as many.
-        rounds = -(-options.total // (most * members.size))
-        return -(-options.total // (rounds * members.size))
+        size = _of_one_size(options.total, most, members.size)
+        ragged = options.total % (size * members.size) != 0
+        if ragged and size % 2 and most > 1 and options.total % 2 == 0:  # the model may take no odd batch
+            size = _of_one_size(options.total, most - most % 2, members.size)
+            size += size % 2
+        return size
 
     def limit(self, size: int) -> None:
         """Take at most so many inputs at a time from now on."""
@@ -149,7 +152,7 @@ class Chunks:
                 f"out of memory on {device}: {what} not fit ({failure}); free memory, use a smaller batch_size, "
                 "a machine with more memory, or dtype=torch.bfloat16"
             )
-        self.limit(size // 2)
+        self.limit(max(1, size // 4 * 2))  # even: the model may take no odd batch
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if not self.notes:
@@ -160,3 +163,12 @@ class Chunks:
                 stacklevel=5,
             )
         self.notes.append(f"out of memory with {size} inputs in a chunk: went on with {self.size}")
+
+
+def _of_one_size(total: int, most: int, ranks: int) -> int:
+    """Return how many of ``total`` inputs to take at a time, at most ``most``, so that chunks have one size, as far as it goes.
+
+    One CUDA graph serves them all, and all ranks have as many.
+    """
+    rounds = -(-total // (most * ranks))
+    return -(-total // (rounds * ranks))
