@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from fastlr.distributed.shared_file import SharedFile
 from fastlr.errors import ModelError
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.memory import give_back
-from fastlr.ops.torch_private import anything_compiled, no_torch_function, run_backward
+from fastlr.ops.torch_private import no_torch_function, run_backward
 
 RECENT = 1 << 24  # bytes of values that stay for their next use
 FREED = 1 << 25  # bytes of values after which malloc gives back: what it kept would be more than all parameters
@@ -239,8 +240,7 @@ class OnDemand(TorchFunctionMode):
         token = _active.set(self)
         try:
             with ExitStack() as stack:
-                if anything_compiled():
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(uncompiled())
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
                 stack.enter_context(self)
                 yield

@@ -41,12 +41,14 @@ class Chunks:
         self.size = self.bytes_per_input = 0
         self.notes: list[str] = []
         self._most: int | None = None  # inputs that fit, once known
+        self._dtype = passes.dtype  # for which they are known
         self._routes: dict[str, str] = {}  # of the last chunk that was not replayed
 
     def begin(self) -> None:
-        """Begin a measurement: the model may be another program since the one before."""
+        """Begin a measurement: the model may be another program since the one before, or of another precision."""
         self.replays.begin()
-        self.passes.refusals_checked = False
+        if self.passes.dtype != self._dtype:
+            self._most, self._dtype = None, self.passes.dtype
 
     def note(self, text: str) -> None:
         """Add a note for the user, once."""
@@ -66,9 +68,12 @@ class Chunks:
             options.target_rel_stderr is not None and members.size > 1
         ):  # all of them together do not go far beyond min_n
             most = min(most, max(CHECK_EVERY, -(-options.min_n // members.size)))
-        # Chunks of one size, as far as it goes: one CUDA graph serves them all, and all ranks have as many.
-        rounds = -(-options.total // (most * members.size))
-        return -(-options.total // (rounds * members.size))
+        size = _of_one_size(options.total, most, members.size)
+        ragged = options.total % (size * members.size) != 0
+        if ragged and size % 2 and most > 1 and options.total % 2 == 0:  # the model may take no odd batch
+            size = _of_one_size(options.total, most - most % 2, members.size)
+            size += size % 2
+        return size
 
     def limit(self, size: int) -> None:
         """Take at most so many inputs at a time from now on."""
@@ -126,7 +131,7 @@ class Chunks:
         one_pass = self.options.probe in ("rademacher", "sampled") and self.options.target_rel_stderr is None
         if not (self.on_gpu and one_pass and 1 < size < share):
             return size
-        kind = self.options.dtype, *(tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor))
+        kind = self.options.dtype, self.passes.dtype, *(tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor))
         if kind not in known:
             self.size = size
             with self.replays.pause():
@@ -147,7 +152,7 @@ class Chunks:
                 f"out of memory on {device}: {what} not fit ({failure}); free memory, use a smaller batch_size, "
                 "a machine with more memory, or dtype=torch.bfloat16"
             )
-        self.limit(size // 2)
+        self.limit(max(1, size // 4 * 2))  # even: the model may take no odd batch
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if not self.notes:
@@ -158,3 +163,12 @@ class Chunks:
                 stacklevel=5,
             )
         self.notes.append(f"out of memory with {size} inputs in a chunk: went on with {self.size}")
+
+
+def _of_one_size(total: int, most: int, ranks: int) -> int:
+    """Return how many of ``total`` inputs to take at a time, at most ``most``, so that chunks have one size, as far as it goes.
+
+    One CUDA graph serves them all, and all ranks have as many.
+    """
+    rounds = -(-total // (most * ranks))
+    return -(-total // (rounds * ranks))

@@ -77,6 +77,7 @@ class LocalRedundancy:
             members.guard(),
             as_it_was(self.model, self.view.device),
         ):
+            self.passes.renew()
             if members.size > 1:
                 identity = of_inputs(options.inputs, options.total, options.seed)
                 agree(members, options, self._digest(options.total, identity))

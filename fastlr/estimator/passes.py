@@ -32,6 +32,7 @@ class Passes:
         view: the model.
 
     Attributes:
+        dtype: of the floating-point inputs: the model's when the measurement began.
         engine: that of the model, which others use too: a model is proven once.
         predictive: the distribution of the labels; where none was given the default, once an output was seen.
         axes: of the output, once one was seen.
@@ -42,10 +43,16 @@ class Passes:
     def __init__(self, options: EstimateOptions, view: ModelView) -> None:
         self.options, self.view = options, view
         self.engine = engine_of(view)
-        self.dtype = next((p.dtype for p in view.held.values() if p.is_floating_point()), torch.float32)
+        self.dtype = torch.float32
+        self.renew()
         self.predictive: Any = options.predictive
         self.axes: int | None = None
         self.padding_left_out = False
+
+    def renew(self) -> None:
+        """Begin a measurement: the model may have another precision since the one before."""
+        trained = (p for p in self.view.module.parameters() if p.requires_grad and p.is_floating_point())
+        self.dtype = next((p.dtype for p in trained), torch.float32)
         self.refusals_checked = False
 
     def inputs(self, start: int, stop: int) -> Any:

@@ -23,7 +23,7 @@ from fastlr.ghost.backward import Rerouted, sq_norms
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.fallback import Singles
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
-from fastlr.ghost.fusion.mode import uncompiled, unfolded
+from fastlr.ghost.fusion.mode import unfolded
 from fastlr.ghost.graph import exact_grads, walk
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import KEPT, Chunk, Plan, ShapePlan, State
@@ -241,8 +241,7 @@ class Engine(Auditor):
             if len(self._observed) > KEPT:
                 self._observed.clear()
             given = adapt.copied(x)
-            with uncompiled():
-                self._observed[self._last] = program.observed(self.model, lambda: self.view.forward(given))
+            self._observed[self._last] = program.observed(self.model, lambda: self.view.forward(given))
         return self._observed[self._last][0]
 
     def _shape_plan(self, chunk: Chunk, state: State, key: tuple) -> tuple[ShapePlan, bool]:

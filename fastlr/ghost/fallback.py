@@ -8,17 +8,21 @@ inputs and runs the model forward and backward for one sample at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
-from fastlr.errors import ModelError
+from fastlr.errors import ModelError, one_line
 from fastlr.ghost.factors import Dense
 from fastlr.ghost.graph import call_node, dense, exact_grads
 from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.rules import Site, Unsupported
 from fastlr.ghost.sample_axis import Ragged
 from fastlr.ghost.verification.agreement import norms_agree
+from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.torch_private import own_function
 
 Forward = Callable[[Sequence[int]], Tensor]  # numbers of samples -> their outputs
 
@@ -49,13 +53,24 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
             for g, m in zip(site.gradients, masks, strict=True)
         )
         with torch.no_grad():
-            results = call_node(site.node, only)
+            results = _formula(site.node, only)
         for slot in slots:
             grad = results[slot]
             if grad is None:
                 grad = torch.zeros(site.shapes[slot], device=next(g for g in only if g is not None).device)
             gradients[slot].append(dense(grad).sum_to_size(site.shapes[slot]))  # the engine sums over broadcast axes
     return {slot: Dense(torch.stack(grads)) for slot, grads in gradients.items()}
+
+
+def _formula(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """`call_node`; Unsupported where a user's own formula does not take what it is given outside of autograd's engine."""
+    try:
+        return call_node(node, gradients)
+    except FAILURES as error:
+        foreign = own_function(node) is not None
+        if not foreign or isinstance(error, CheckpointError) or out_of_memory(error):
+            raise
+        raise Unsupported(f"the backward formula of {node.name()} fails by itself: {one_line(error)[:200]}") from error
 
 
 def beside_copy(

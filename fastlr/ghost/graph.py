@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastlr.distributed import on_demand
+from fastlr.ghost.sample_axis import Unsupported
 from fastlr.ops.torch_private import output_metadata, own_function
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -248,10 +249,34 @@ def _kind(node: Any) -> str:
     return ALIASES.get(name, name)
 
 
-def call_node(node: object, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Run the backward formula of one node: its vector-Jacobian product with respect to all its inputs."""
-    result = node(*gradients) if callable(node) else node.apply(*gradients)  # type: ignore[attr-defined]
+def call_node(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Run the backward formula of one node: its vector-Jacobian product with respect to its inputs, by slot."""
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return _call_own(node, gradients)
+    result = node(*gradients)
     return result if isinstance(result, tuple) else (result,)
+
+
+def _call_own(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Run the backward formula of a `torch.autograd.Function` as the engine of autograd runs it.
+
+    The engine hands it zeros for outputs that no gradient reaches. What it returns is by arguments of ``apply``, of which
+    those that are no tensors have no slot.
+    """
+    given = tuple(
+        torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
+        for g, m in zip(gradients, output_metadata(node), strict=True)
+    )
+    result = node.apply(*given)
+    by_argument = result if isinstance(result, tuple) else (result,)
+    needed = [argument for argument, wanted in enumerate(node.needs_input_grad) if wanted]
+    linked = [slot for slot, (child, _) in enumerate(node.next_functions) if child is not None]
+    if len(needed) != len(linked) or max(needed) >= len(by_argument):
+        raise Unsupported(f"{node.name()} does not tell which of its arguments need a gradient")
+    by_slot: list[Tensor | None] = [None] * len(node.next_functions)
+    for slot, argument in zip(linked, needed, strict=True):
+        by_slot[slot] = by_argument[argument]
+    return tuple(by_slot)
 
 
 def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[Tensor, Tensor]:

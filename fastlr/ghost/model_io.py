@@ -18,6 +18,7 @@ from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.state import attributes_kept
 from fastlr.ghost.tokens import version
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten, tree_map, tree_unflatten
 
 OutputSelector = str | int | Callable[[Any], Tensor] | None
@@ -215,13 +216,15 @@ def _expanded(t: Tensor) -> bool:
 def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
     """Call the model with a tensor, a tuple (positional) or a dict (keywords); its modules' attributes stay as they were.
 
+    What torch.compile has compiled of it runs as it was written.
+
     Args:
         model: the model.
         x: its inputs.
         dtype: of plain floating-point tensors among the modules' attributes meanwhile.
     """
     args, kwargs = _arguments(x)
-    with attributes_kept(model, dtype=dtype):
+    with attributes_kept(model, dtype=dtype), uncompiled():
         return model(*args, **kwargs)
 
 
@@ -245,7 +248,7 @@ def call_with(
         for key, tensor in entries.items()
         if tensor is not None and id(tensor) in held
     }
-    with attributes_kept(model, dtype=dtype), within or nullcontext():
+    with attributes_kept(model, dtype=dtype), uncompiled(), within or nullcontext():
         return functional_call(model, places, *_arguments(x), tie_weights=False)
 
 

@@ -25,8 +25,10 @@ from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.tokens import version
 from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, rounding
 from fastlr.ghost.verification.batch_checks import every_layout, explained, first_explained, likely_layouts
+from fastlr.ghost.verification.few_samples import FewSamples
+from fastlr.ghost.verification.forward_checks import SAMPLES
 from fastlr.ghost.verification.noise import Noise
-from fastlr.ghost.verification.prover import SAMPLES, Prover, generic_cotangent
+from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.model_lock import all_modules
@@ -93,6 +95,7 @@ class Planner:
         self._observed: dict[tuple, tuple[frozenset[int], bool]] = {}  # by flags, see program.observed
         self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
         self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
+        self._few = FewSamples()
         self.proofs = 0
         self.comparisons = 0
         self._compared = False  # whether this batch's outputs were
@@ -207,14 +210,11 @@ class Planner:
         if fresh or open_questions():
             refuse_parts_of_samples(graph, known)  # needs no proof
             batch = self._batch(chunk)
-            generator = torch.Generator().manual_seed(5)
-            prover = self._prover(self.folding)
             for start in range(0, min(count, MAX_PROOFS * SAMPLES), SAMPLES):
                 if start and not open_questions():
                     break
-                samples = [(start + k) % count for k in range(min(count, SAMPLES))]
                 self.proofs += 1
-                prover.prove(batch.part(samples).distinct(SAMPLES, generator), ledger, seed=start)
+                self._prove(batch, start, ledger)
                 ledger.programs.add(self._seen[0])
                 unproven = self._unproven(graph, ledger)
             for name in unproven:
@@ -237,13 +237,17 @@ class Planner:
             return
         if len(ledger.programs) > KEPT:
             ledger.programs.clear()
-        samples = [k % chunk.count for k in range(SAMPLES)]
-        three = self._batch(chunk).part(samples).distinct(SAMPLES, torch.Generator().manual_seed(5))
-        self._prover().compare_outputs(three, ledger)
+        batch = self._batch(chunk)
+        self._few.take(self.view, batch, ledger, lambda prover, few: prover.compare_outputs(few, ledger))
         ledger.programs.add(tried)
 
-    def _prover(self, folding: Folding | None = None) -> Prover:
-        return Prover(self.model, self.parameters, self.view.output, self.view.out_dim, folding)
+    def _prove(self, batch: adapt.Batch, start: int, ledger: Ledger) -> None:
+        """Prove on a few samples of the batch, from number ``start`` on, folded as they will be measured."""
+
+        def prove(prover: Prover, few: adapt.Batch) -> None:
+            prover.prove(few, ledger, seed=start)
+
+        self._few.take(self.view, batch, ledger, prove, start, self.folding)
 
     def _forget(self, flags: tuple | None) -> None:
         """Drop what was proven for a state of the model's flags."""
@@ -331,7 +335,8 @@ class Planner:
         """
         count = batch.count
         order = torch.randperm(count, generator=torch.Generator().manual_seed(self.comparisons)).tolist()
-        groups = [order[: count // 2], order[count // 2 :]] if count > SAMPLES else []
+        half = count // 2 if count % 2 else count // 4 * 2  # even ones of an even batch: the model may take no others
+        groups = [order[:half], order[half:]] if count > SAMPLES else []
         groups += [[j, j] for j in (order[:ALONE] if self.ledger.by_data or not groups else [])]
         noise = self._noise_of(batch)
         for samples in groups:
@@ -368,10 +373,9 @@ class Planner:
 
     def _blame(self, batch: adapt.Batch, *, alike: bool) -> None:
         """Samples in other company give something else: find out exactly, on the copy, who is to blame."""
-        count = batch.count
-        picked = [0, count // 2, count - 1] if count > SAMPLES else list(range(count))
-        three = batch.part(picked).distinct(SAMPLES, torch.Generator().manual_seed(5))
-        self._prover().prove(three, Ledger())
+        count, ledger = batch.count, Ledger()
+        some = batch.part(self._few.spread(count))
+        self._few.take(self.view, some, ledger, lambda prover, few: prover.prove(few, ledger))
         if alike:
             raise InteractionError(
                 f"samples give another output in parts of the batch than within the batch of {count}: samples interact, or "

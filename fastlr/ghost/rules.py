@@ -106,7 +106,8 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     factors: dict[int, Factor] = {}
     for slot in slots:
         if slot == 1:
-            geometry = ConvGeometry(
+            geometry = ConvGeometry.of(
+                n._saved_weight.shape[2:],
                 n._saved_stride,
                 n._saved_padding,
                 n._saved_dilation,
@@ -114,6 +115,8 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
                 n._saved_output_padding,
                 n._saved_groups,
             )
+            if geometry is None:
+                raise Unsupported("a convolution whose options are not one number for each axis")
             factors[1] = Conv(site.split(n._saved_input, 0), g, n._saved_weight, geometry)
         elif slot == 2:
             factors[2] = Dense(_summed(g, None, [1, *range(3, g.ndim)]))

@@ -31,7 +31,7 @@ from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
 from fastlr.estimator.result import Estimate
 from fastlr.estimator.statistics import CHECK_EVERY, Moments
 from fastlr.ghost import runtime
-from fastlr.inputs import TensorInputs
+from fastlr.inputs import NoiseImages, TensorInputs
 from fastlr.ops import dispatch as ops
 from fastlr.ops import kernel_checks
 from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, gaussian_fisher
@@ -250,6 +250,20 @@ def test_local_redundancy_follows_the_weights():
     assert difference == pytest.approx(changed.value - first.value, rel=1e-9)
     spread = (changed.per_sample - first.per_sample).std()
     assert stderr == pytest.approx(float(spread) / math.sqrt(50), rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_kept_estimator_follows_the_precision(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, 3))
+    inputs = NoiseImages((3, 4, 4))
+    kept = LocalRedundancy(model, inputs, 16)
+    first = kept.measure()
+    model.to(dtype)
+    other = kept.measure()
+    assert torch.equal(other.per_sample, estimate(copy.deepcopy(model), inputs, 16).per_sample)
+    assert math.isclose(other.value, first.value, rel_tol=0.02)
+    assert kept.passes.inputs(0, 1).dtype == dtype
 
 
 def test_sample_axes_and_positions():

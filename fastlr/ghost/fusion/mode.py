@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,7 +34,6 @@ from fastlr.ghost.fusion.pending import METADATA, Lazy, Pending, Product, comput
 from fastlr.ghost.fusion.squeeze_excitation import MEANS, PRODUCTS, gate, is_gate, squeeze, whole_mean
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.torch_private import (
-    anything_compiled,
     no_torch_function_of_subclasses,
     saved_tensors_are_hooked,
     tree_leaves,
@@ -56,13 +55,6 @@ def unfolded() -> Iterator[None]:
 def enabled() -> bool:
     """Return True if models are folded where they can be."""
     return _enabled.get()
-
-
-def uncompiled() -> AbstractContextManager:
-    """Let compiled parts of the model run as they were written."""
-    if not anything_compiled():
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
 
 
 OURS = frozenset({folded.NODE, fixed_norm.NODE})  # kinds of nodes that a folded forward pass has and the model has not
@@ -144,7 +136,7 @@ class Folding(TorchFunctionMode):
             self._forget()
             if self.disabled or self.idle or not enabled():
                 break
-            with self, uncompiled():
+            with self:
                 result = forward()
             result = computed(result)
             self.weights.begin()
@@ -245,7 +237,7 @@ class Folding(TorchFunctionMode):
     ) -> Pending | None:  # fmt: skip
         name = self.names.get(id(weight))
         axes = _CONVOLUTIONS[func]
-        if name is None or name in self.refused or not torch.is_grad_enabled() or isinstance(padding, str):
+        if name is None or name in self.refused or not torch.is_grad_enabled():
             return None
         if id(weight) in self.seen:
             self.refuse(weight, "it is used more than once")
@@ -256,12 +248,9 @@ class Folding(TorchFunctionMode):
             return None
         if not torch.is_autocast_enabled(input.device.type) and input.dtype != weight.dtype:
             return None  # an error that the model is to raise itself
-        options = [
-            tuple(int(v) for v in (o if isinstance(o, (tuple, list)) else (o,) * axes))
-            for o in (stride, padding, dilation)
-        ]
-        strides, paddings, dilations = (o * axes if len(o) == 1 else o for o in options)
-        geometry = ConvGeometry(strides, paddings, dilations, groups=groups)
+        geometry = ConvGeometry.of(weight.shape[2:], stride, padding, dilation, groups=groups)
+        if geometry is None:
+            return None
         shape = geometry.output_size(input.shape[2:], weight.shape[2:])
         if min(shape) < 1:
             return None

@@ -1,6 +1,6 @@
-"""Forward passes on three samples: do they interact, is a pass random, does a parameter move the output outside the graph?
+"""Forward passes on a few samples: do they interact, is a pass random, does a parameter move the output outside the graph?
 
-In: a copy of the model (fastlr.ghost.verification.copies) and a batch of three samples. Out: errors that name the module, or
+In: a copy of the model (fastlr.ghost.verification.copies) and a batch of three or four. Out: errors that name the module, or
 notes in the ledger. Samples are run in other company and must give what they gave; parameters that are not in the graph are
 moved, and the output must stay.
 """
@@ -29,9 +29,8 @@ from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ghost.verification.stand_in import StandIn
 
 SAMPLES = 3
-ALL = tuple(range(SAMPLES))
-COMPANIES = ([0] * 2, [1] * 2, [2] * 2 * SAMPLES)  # one sample each; six copies may be too many for the model
-OTHER_VALUES = (30.0, -1 / 30, 1.0)  # factors of the samples' inputs, to see whether they interact where values differ
+EVEN_SAMPLES = 4  # for a model that does not take three
+OTHER_VALUES = (30.0, -1 / 30, 1.0, 1.0)  # factors of the samples' inputs: do they interact where values differ?
 
 
 class ForwardChecks:
@@ -43,6 +42,7 @@ class ForwardChecks:
         output: picks the output tensor.
         out_dim: the samples' axis of the output.
         folding: what runs otherwise than the model says when it is measured.
+        count: number of samples.
     """
 
     def __init__(
@@ -52,9 +52,17 @@ class ForwardChecks:
         output: adapt.OutputSelector,
         out_dim: int,
         folding: Folding | None = None,
+        count: int = SAMPLES,
     ):
+        self.count, self.all = count, tuple(range(count))
         self.model, self.parameters, self.output, self.out_dim = model, parameters, output, out_dim
         self.folding = folding
+
+    @property
+    def companies(self) -> list[list[int]]:
+        """Copies of one sample each: two, and of the last one twice as many as there are samples, perhaps too many."""
+        *others, last = self.all
+        return [*([sample] * 2 for sample in others), [last] * 2 * self.count]
 
     @property
     def is_folded(self) -> bool:
@@ -93,7 +101,7 @@ class ForwardChecks:
         if moved is not None and not self._separate(moved, batch, on_error=False):
             ledger.by_data = "a buffer that is zero now"
             return
-        others = batch.otherwise(OTHER_VALUES)
+        others = batch.otherwise(OTHER_VALUES[: self.count])
         if not all(self._separate(subject, other, on_error=True) for other in others):
             ledger.by_data = "samples that would interact with other values"
 
@@ -102,8 +110,8 @@ class ForwardChecks:
         """Return True if samples give in other company what they give in the batch of three; ``on_error`` if they fail."""
         try:
             with self._precision(subject), torch.no_grad():
-                z = self._forward(subject, batch, ALL)
-                for samples in COMPANIES:
+                z = self._forward(subject, batch, self.all)
+                for samples in self.companies:
                     got = self._forward(subject, batch, samples)
                     want = z.narrow(self.out_dim, samples[0], 1).expand_as(got)
                     noise = partial(self._noise, subject, batch)
@@ -117,8 +125,8 @@ class ForwardChecks:
     def _apart(self, subject: Subject, batch: adapt.Batch, _ledger: Ledger) -> None:
         """Require that samples give in other company what they give in the batch of three."""
         with torch.no_grad():
-            z = self._forward(subject, batch, ALL)
-            for samples in COMPANIES:
+            z = self._forward(subject, batch, self.all)
+            for samples in self.companies:
                 got = self._forward(subject, batch, samples)
                 self._same(subject, batch, z, z.narrow(self.out_dim, samples[0], 1).expand_as(got), got)
 
@@ -129,8 +137,8 @@ class ForwardChecks:
         if alike(want, got):
             return
         with torch.no_grad():
-            plain = self._forward(subject, batch, ALL)
-            repeatable = alike(plain, self._forward(subject, batch, ALL))
+            plain = self._forward(subject, batch, self.all)
+            repeatable = alike(plain, self._forward(subject, batch, self.all))
             if repeatable and alike(z, plain):
                 raise InteractionError(self._interaction_message(subject, batch, close))
         if repeatable and self.is_folded:
@@ -147,21 +155,21 @@ class ForwardChecks:
 
     @on_demand.structure_only()
     def _noise(self, subject: Subject, batch: adapt.Batch) -> Noise | None:
-        """How far outputs of the three samples may be off by rounding."""
+        """How far outputs of the few samples may be off by rounding."""
         with Unfused():
-            x = batch.pick(ALL)
-            probe = Probe(subject.model, x, self.output, subject.tensors, subject.dtype)
+            x = batch.pick(self.all)
+            probe = Probe(subject.model, x, self.output, subject.tensors, subject.dtype, subject.stand_in)
             return measured_noise(probe, self.out_dim, partial(self._varies, subject, batch))
 
     def _varies(self, subject: Subject, batch: adapt.Batch) -> bool:
         """Return True if a sample gives other bits by the number of its copies or its place among them."""
         with torch.no_grad():
-            for sample in ALL:
+            for sample in self.all:
                 first: Tensor | None = None
-                for count in (1, 2, SAMPLES, 2 * SAMPLES):
+                for count in (1, 2, self.count, 2 * self.count):
                     try:
                         z = self._forward(subject, batch, [sample] * count)
-                    except adapt.FAILURES:  # too many for the model, or too few
+                    except (ModelError, *adapt.FAILURES):  # too many for the model, or too few
                         continue
                     first = z.narrow(self.out_dim, 0, 1) if first is None else first
                     if bool(gap(first.expand_as(z), z).any()):
@@ -174,15 +182,15 @@ class ForwardChecks:
 
         def hook_for(name: str) -> Callable:
             def hook(_module: nn.Module, _inputs: Any, result: Any) -> None:
-                if isinstance(result, Tensor) and result.ndim and result.shape[0] % SAMPLES == 0:
-                    records[-1].append((name, result.detach()[: len(result) // SAMPLES].clone()))
+                if isinstance(result, Tensor) and result.ndim and result.shape[0] % self.count == 0:
+                    records[-1].append((name, result.detach()[: len(result) // self.count].clone()))
 
             return hook
 
         modules = dict(subject.running.named_modules())
         handles = [module.register_forward_hook(hook_for(name)) for name, module in modules.items() if name]
         try:
-            for samples in (ALL, [0] * SAMPLES):
+            for samples in (self.all, [0] * self.count):
                 records.append([])
                 with torch.no_grad():
                     self._forward(subject, batch, samples)
@@ -243,7 +251,7 @@ class ForwardChecks:
                     p = subject.parameters[n]
                     noise = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p)
                     p.add_(noise * size * (p.abs().mean() + 0.2))
-                again = self._forward(subject, batch, ALL, fold=True)
+                again = self._forward(subject, batch, self.all, fold=True)
             finally:
                 for n in names:
                     subject.parameters[n].copy_(saved[n])

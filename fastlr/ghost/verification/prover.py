@@ -1,8 +1,9 @@
-"""The proof on three samples: rules against one backward pass a sample, the sample axes, interaction, randomness.
+"""The proof on a few samples: rules against one backward pass a sample, the sample axes, interaction, randomness.
 
-In: a model and three of its samples. Out: entries of a `Ledger`, or an error that says why per-sample gradients would mean
-nothing. The truth for sample b is the gradient of <v_b, z_b> from a plain backward pass, the sample run beside a copy of
-itself whose cotangent is zero; a rule holds if | |g|^2 - |truth|^2 | <= 1e-10 |truth|^2 + 1e-13 of the sample's total.
+In: a model and three of its samples (four, where it does not take three). Out: entries of a `Ledger`, or an error that says
+why per-sample gradients would mean nothing. The truth for sample b is the gradient of <v_b, z_b> from a plain backward pass,
+the sample run beside a copy of itself whose cotangent is zero; a rule holds if
+| |g|^2 - |truth|^2 | <= 1e-10 |truth|^2 + 1e-13 of the sample's total.
 
 It runs on a functional copy in float64 with every parameter and buffer perturbed, so that nothing is zero by
 initialisation; where that copy cannot run or is not finite, on a deep copy; where that cannot
@@ -41,7 +42,7 @@ from fastlr.ghost.ownership import trace
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ghost.verification.batch_checks import every_layout, explained
 from fastlr.ghost.verification.copies import Subject, subjects
-from fastlr.ghost.verification.forward_checks import ALL, SAMPLES, ForwardChecks
+from fastlr.ghost.verification.forward_checks import ForwardChecks
 from fastlr.ghost.verification.record import Ledger, ParameterProof, UseProof
 from fastlr.ghost.verification.stand_in import StandIn
 
@@ -54,10 +55,10 @@ def tolerance(dtype: torch.dtype) -> tuple[float, float]:
 
 
 class Prover(ForwardChecks):
-    """Proves the uses of a model on three samples; `prove` adds what it finds to a ledger."""
+    """Proves the uses of a model on three samples, or four; `prove` adds what it finds to a ledger."""
 
     def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
-        """Prove on the first three samples of ``batch``; raises what makes per-sample gradients meaningless."""
+        """Prove on the samples of ``batch``; raises what makes per-sample gradients meaningless."""
         self._on_copies(self._prove_on, batch, ledger, seed)
 
     def compare_outputs(self, batch: adapt.Batch, ledger: Ledger) -> None:
@@ -69,7 +70,7 @@ class Prover(ForwardChecks):
     ) -> None:
         """Take a step on the strictest of the copies that can, then see if samples would interact otherwise."""
         failure: Exception | None = None
-        stand_in = StandIn(self.model, batch.pick(ALL[:2]), self.output)
+        stand_in = StandIn(self.model, batch.pick(self.all[:2]), self.output)
 
         def both(subject: Subject, scale: float) -> None:
             with self._precision(subject):
@@ -108,14 +109,16 @@ class Prover(ForwardChecks):
         assert failure is not None
         if isinstance(failure, ModelError):
             raise failure
-        raise ModelError(f"the model could not be proven on three samples: {'; '.join(ledger.notes)}") from failure
+        raise ModelError(
+            f"the model could not be proven on {self.count} samples: {'; '.join(ledger.notes)}"
+        ) from failure
 
     def _prove_on(self, subject: Subject, batch: adapt.Batch, ledger: Ledger) -> None:
         """Prove on one copy; raises what is wrong with it or with the model."""
         with on_demand.structure_only():
-            z = self._forward(subject, batch, ALL, fold=True)
+            z = self._forward(subject, batch, self.all, fold=True)
         if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
-            raise NonFiniteError("the model's output is not finite on three samples of the inputs")
+            raise NonFiniteError(f"the model's output is not finite on {self.count} samples of the inputs")
         adapt.require_graph(z)
         graph = walk(z, subject.parameters)
         originals = {id(p) for p in self.parameters.values()}
@@ -130,7 +133,7 @@ class Prover(ForwardChecks):
         truth = self._truth(subject, batch, z, v, ledger)
         if on_demand.active():  # only now a graph that can be run backward: one at a time
             sides = graph.side, graph.keys
-            z = self._forward(subject, batch, ALL, fold=True)
+            z = self._forward(subject, batch, self.all, fold=True)
             graph = walk(z, subject.parameters)
             graph.side, graph.keys = sides
         if irregular:
@@ -148,7 +151,7 @@ class Prover(ForwardChecks):
         Returns why that cannot be (a loop over samples within the model), or an empty string.
         """
         with on_demand.structure_only():
-            z6 = self._forward(subject, batch, ALL * 2, fold=True)
+            z6 = self._forward(subject, batch, self.all * 2, fold=True)
         self._same(subject, batch, z, torch.cat([z, z], self.out_dim), z6)
         twice = walk(z6, subject.parameters)
         if graph.names != twice.names or graph.children != twice.children:
@@ -174,11 +177,11 @@ class Prover(ForwardChecks):
         sources = {u.source for u in graph.uses() if graph.view_chain(u.child) is None}
         if not sources:
             return
-        again = graph  # of the three samples
+        again = graph  # of the few samples
         if on_demand.active():  # it was walked for its structure alone
-            again = walk(self._forward(subject, batch, ALL, fold=True), subject.parameters)
+            again = walk(self._forward(subject, batch, self.all, fold=True), subject.parameters)
         one = self._pulled_back(graph, again, sources)
-        again = walk(self._forward(subject, batch, [0] * SAMPLES, fold=True), subject.parameters)
+        again = walk(self._forward(subject, batch, [0] * self.count, fold=True), subject.parameters)
         other = self._pulled_back(graph, again, sources)
         for place in sources:
             pairs = zip(one.get(place, ()), other.get(place, ()), strict=False)
@@ -215,7 +218,7 @@ class Prover(ForwardChecks):
         A model that does not take two samples is run on the sample alone, one that does not take one on three copies.
         """
         failure: Exception | None = None
-        for copies in (2, 1, SAMPLES):
+        for copies in (2, 1, self.count):
             try:
                 row, norms = all_beside_copy(
                     partial(self._forward, subject, batch),
@@ -241,9 +244,9 @@ class Prover(ForwardChecks):
         are found here.
         """
         names = list(subject.parameters)
-        truth = {name: torch.zeros(SAMPLES, dtype=torch.float64, device=v.device) for name in names}
+        truth = {name: torch.zeros(self.count, dtype=torch.float64, device=v.device) for name in names}
         at_scales: list[list[Tensor]] = []
-        for sample in range(SAMPLES):
+        for sample in range(self.count):
             scaled = [v * 2.0**e for e in SCALES] if sample == 0 and subject.dtype is not None else []
             row, (norms, *others) = self._exact(subject, batch, sample, [v, *scaled], ledger)
             self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), row)
@@ -252,7 +255,7 @@ class Prover(ForwardChecks):
                 truth[name][sample] = norm
         if not torch.isfinite(torch.stack(list(truth.values()))).all():
             bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
-            raise NonFiniteError(f"the gradient of parameter {bad} is not finite on three samples of the inputs")
+            raise NonFiniteError(f"the gradient of parameter {bad} is not finite on {self.count} samples of the inputs")
         self._linear(torch.stack([norms[0] for norms in truth.values()]), at_scales)
         return truth
 
@@ -262,7 +265,7 @@ class Prover(ForwardChecks):
         places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
         told: dict[Place, list[Layout]] = {place: [known[place]] if place in known else [] for place in places}
         layouts = explained(graph, structure, z, v, self.out_dim, told, known)
-        unknown = {place: every_layout(graph, place, SAMPLES) for place, held in layouts.items() if not held}
+        unknown = {place: every_layout(graph, place, self.count) for place, held in layouts.items() if not held}
         return layouts | (explained(graph, structure, z, v, self.out_dim, unknown) if unknown else {})
 
     def _compare(
@@ -290,7 +293,7 @@ class Prover(ForwardChecks):
         def deviations() -> tuple[dict[str, float], list[str]]:
             """Largest deviation of each parameter's norms from the truth, in parts of the total; and those that are wrong."""
             norms = sq_norms(
-                graph, structure, z, v, layouts, SAMPLES, routes, retain=True, reasons=reasons, tolerant=True
+                graph, structure, z, v, layouts, self.count, routes, retain=True, reasons=reasons, tolerant=True
             )
             gaps = {name: (value - truth[name]).abs() for name, value in norms.items()}
             wrong = [n for n, gap in gaps.items() if not bool((gap <= relative * truth[n] + part * total).all())]

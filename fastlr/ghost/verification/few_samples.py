@@ -1,0 +1,93 @@
+"""On how many samples a model is proven: on three, or on four where it does not take three.
+
+A model that halves its batch (``x.chunk(2)``, ``x.view(2, -1)``) takes even batches only. Three are tried first: they need
+less, and an odd number shows what depends on its being even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fastlr.distributed import on_demand
+from fastlr.errors import ModelError
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost.fusion.conv_bn import FoldRefuted
+from fastlr.ghost.fusion.mode import Folding
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.verification.forward_checks import EVEN_SAMPLES, SAMPLES
+from fastlr.ghost.verification.prover import Prover
+from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.deferred_checks import out_of_memory
+
+Step = Callable[[Prover, adapt.Batch], None]
+
+
+class FewSamples:
+    """Chooses the samples of one model's proofs.
+
+    Attributes:
+        count: how many.
+    """
+
+    def __init__(self) -> None:
+        self.count = SAMPLES
+
+    def take(
+        self,
+        view: ModelView,
+        batch: adapt.Batch,
+        ledger: Ledger,
+        step: Step,
+        start: int = 0,
+        folding: Folding | None = None,
+    ) -> None:
+        """Take a step of the proof on a few samples; on four, from then on, where the model does not take three.
+
+        Args:
+            view: the model.
+            batch: the samples to choose from.
+            ledger: where the step notes what it finds.
+            step: of a prover, for these samples.
+            start: number of the first one.
+            folding: what runs otherwise than the model says; None: nothing.
+        """
+        notes = list(ledger.notes)
+        try:
+            step(self._prover(view, folding), _few(batch, start, self.count))
+        except (FoldRefuted, ModelError):
+            if self.count == EVEN_SAMPLES or not _takes_even_only(view, batch):
+                raise
+            self.count, ledger.notes = EVEN_SAMPLES, notes
+            step(self._prover(view, folding), _few(batch, start, self.count))
+
+    def spread(self, count: int) -> list[int]:
+        """Numbers of the samples of a proof, from the first to the last of a batch."""
+        return sorted({k * (count - 1) // (self.count - 1) for k in range(self.count)})
+
+    def _prover(self, view: ModelView, folding: Folding | None) -> Prover:
+        return Prover(view.module, view.parameters, view.output, view.out_dim, folding, self.count)
+
+
+def _few(batch: adapt.Batch, start: int, need: int) -> adapt.Batch:
+    """Samples of the batch from number ``start`` on, made to differ."""
+    picked = [(start + k) % batch.count for k in range(min(batch.count, need))]
+    return batch.part(picked).distinct(need, torch.Generator().manual_seed(5))
+
+
+def _takes_even_only(view: ModelView, batch: adapt.Batch) -> bool:
+    """Return True if the model runs on four samples and not on three."""
+    return _takes(view, batch, EVEN_SAMPLES) and not _takes(view, batch, SAMPLES)
+
+
+@on_demand.structure_only()
+def _takes(view: ModelView, batch: adapt.Batch, count: int) -> bool:
+    """Return True if the model gives as many outputs for so many samples."""
+    try:
+        z = view.forward(_few(batch, 0, count).pick(range(count)))
+        return view.sample_count(z) == count
+    except adapt.FAILURES as error:
+        if out_of_memory(error):
+            raise
+        return False

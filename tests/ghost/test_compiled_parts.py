@@ -1,0 +1,127 @@
+"""Parts of a model that torch.compile has compiled are measured as they were written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+
+import pytest
+import torch
+from exact import assert_norms, truth
+from torch import Tensor, nn
+
+from fastlr.ghost.engine import Engine
+from fastlr.ops.compiled_parts import uncompiled
+
+BACKEND = "aot_eager"  # a compiled part is one node of the graph, without a compiler of C++
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> Iterator[None]:
+    torch._dynamo.reset()  # a function that was compiled too often is compiled no more
+    yield
+    torch._dynamo.reset()
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+class Decorated(nn.Module):
+    """Its forward is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = layers()
+
+    @torch.compile(backend=BACKEND)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(x).tanh()
+
+
+@torch.compile(backend=BACKEND)
+def bounded(weight: Tensor) -> Tensor:
+    return weight.tanh() * weight.norm()
+
+
+class OfAWeight(nn.Module):
+    """A compiled function of its weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ bounded(self.weight).T).tanh()
+
+
+def in_place() -> nn.Module:
+    net = layers()
+    net.compile(backend=BACKEND)
+    return net
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "submodule": lambda: torch.compile(layers(), backend=BACKEND),
+    "decorated": Decorated,
+    "of a weight": OfAWeight,
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize("part", MODELS.values(), ids=MODELS)
+def test_compiled_parts_go_by_rule(part: Callable[[], nn.Module]) -> None:
+    held(nn.Sequential(nn.Linear(4, 4), part(), nn.Linear(4, 3)))
+
+
+def test_they_do_so_where_they_have_run_compiled() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), OfAWeight(), nn.Linear(4, 3))
+    model(torch.randn(5, 4)).sum().backward()
+    held(model)
+
+
+def held(model: nn.Module) -> None:
+    """Require the truth of the norms, by rule, with rows that the graph tells."""
+    model, x = model.double(), torch.randn(5, 4, dtype=torch.float64)
+    v = torch.randn(5, 3, dtype=torch.float64)
+    with torch.compiler.set_stance("force_eager"):
+        want = truth(model, (x,), v).norms
+    engine = Engine(model)
+    got = engine.run(x, v)
+    assert_norms(got.per_parameter, want, 1e-10, 1e-13)
+    assert set(got.routes.values()) == {"rule"}
+    assert not engine.ledger.by_data
+
+
+def node(part: nn.Module) -> str:
+    """The kind of the node that the part ends in."""
+    return type(part(torch.randn(5, 4)).grad_fn).__name__
+
+
+def test_afterwards_they_run_compiled_again() -> None:
+    part = torch.compile(layers(), backend=BACKEND)
+    with uncompiled(), uncompiled():
+        assert node(part) == "AddmmBackward0"
+    assert "Compiled" in node(part)
+
+
+def test_threads_that_overlap_leave_the_stance_as_it_was() -> None:
+    """The first to enter is the first to leave: putting back what each has found would leave all functions uncompiled."""
+    first_is_in, both_are_in, first_is_out = Event(), Event(), Event()
+    part = torch.compile(layers(), backend=BACKEND)
+
+    def first() -> None:
+        with uncompiled():
+            first_is_in.set()
+            both_are_in.wait()
+        first_is_out.set()
+
+    thread = Thread(target=first)
+    thread.start()
+    first_is_in.wait()
+    with uncompiled():
+        both_are_in.set()
+        first_is_out.wait()
+        assert node(part) == "AddmmBackward0"
+    thread.join()
+    assert "Compiled" in node(part)

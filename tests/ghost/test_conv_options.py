@@ -1,0 +1,79 @@
+"""Convolutions whose options are given in every way that torch takes, alone and folded with their batch norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from exact import holds
+from folding import randomise
+from torch import Tensor, nn
+
+from fastlr.ops.geometry import ConvGeometry
+
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "valid": {"padding": "valid"},
+    "valid, strided": {"padding": "valid", "stride": (2,)},
+    "same": {"padding": "same"},
+    "same, dilated": {"padding": "same", "dilation": 2},
+    "one padding": {"padding": (1,)},
+    "one stride": {"stride": [2]},
+    "one dilation": {"dilation": (2,)},
+    "one of each": {"padding": [1], "stride": (2,), "dilation": (1,)},
+}
+OF_TRANSPOSED: dict[str, dict[str, Any]] = {
+    "one padding": {"padding": (1,)},
+    "one stride": {"stride": (2,)},
+    "one of each": {"padding": [1], "stride": (2,), "output_padding": (1,)},
+}
+
+
+class Call(nn.Module):
+    """A functional convolution of four channels to six; with ``norm`` a batch norm and an activation follow."""
+
+    def __init__(self, call: Callable[..., Tensor], weight: Tensor, options: dict, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.call, self.options, self.norm = call, options, norm
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.call(x, self.weight, self.bias, **self.options)
+        return (y if self.norm is None else self.norm(y).relu()).flatten(1)
+
+
+def images(axes: int) -> Tensor:
+    return torch.randn(4, 4, *[6] * axes, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("folded", [False, True])
+def test_convolutions_go_by_rule(axes: int, options: dict[str, Any], folded: bool) -> None:
+    weight = torch.randn(6, 4, *[3] * axes)
+    model = Call(CONVOLUTIONS[axes], weight, options, NORMS[axes](6) if folded else None)
+    engine = holds(randomise(model), images(axes))
+    assert set(engine.folding.folded) == ({"weight"} if folded else set())
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("options", OF_TRANSPOSED.values(), ids=OF_TRANSPOSED)
+def test_transposed_convolutions_go_by_rule(axes: int, options: dict[str, Any]) -> None:
+    weight = torch.randn(4, 6, *[3] * axes)
+    holds(randomise(Call(TRANSPOSED[axes], weight, options, None)), images(axes))
+
+
+def test_padding_that_differs_between_the_sides_is_not_folded() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 6, 4, padding="same"), nn.BatchNorm2d(6), nn.Flatten())
+    assert not holds(randomise(model), images(2)).folding.folded
+
+
+@pytest.mark.parametrize("options", [{"padding": (1, 1, 1)}, {"stride": (2, 2, 2)}, {"padding": "same", "stride": 2}])
+def test_what_torch_refuses_has_no_geometry(options: dict[str, Any]) -> None:
+    given = {"stride": 1, "padding": 0, "dilation": 1} | options
+    assert ConvGeometry.of((3, 3), **given) is None

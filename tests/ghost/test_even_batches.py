@@ -1,0 +1,86 @@
+"""Models that take batches of an even number of samples only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from exact import holds
+from folding import randomise
+from single_samples import Written
+from torch import Tensor, nn
+
+import fastlr
+from fastlr.errors import InputError, InteractionError
+
+
+def halved(x: Tensor) -> Tensor:
+    return torch.stack(x.chunk(2)).flatten(0, 1)
+
+
+def viewed(x: Tensor) -> Tensor:
+    return x.view(2, -1, x.shape[1]).flatten(0, 1)
+
+
+def paired(x: Tensor) -> Tensor:
+    return x.view(-1, 2, x.shape[1]).flatten(0, 1)
+
+
+def required(x: Tensor) -> Tensor:
+    assert len(x) % 2 == 0, "an even batch, please"
+    return x
+
+
+def mixed(x: Tensor) -> Tensor:
+    pairs = x.view(-1, 2, x.shape[1])
+    return (pairs - 0.1 * pairs.flip(1)).flatten(0, 1)
+
+
+def model(rearranged: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A folded convolution, and linear layers on what is rearranged."""
+
+    def forward(m: Written, x: Tensor) -> Tensor:
+        return m.last(rearranged(m.first(m.images(x).flatten(1)).tanh()))
+
+    images = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU())
+    return randomise(Written(forward, images=images, first=nn.Linear(8, 6), last=nn.Linear(6, 3)))
+
+
+def batch(count: int) -> Tensor:
+    return torch.randn(count, 1, 4, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rearranged", [halved, viewed, paired, required])
+@pytest.mark.parametrize("count", [2, 4, 6, 10])
+def test_they_are_proven_on_four_samples(rearranged: Callable[[Tensor], Tensor], count: int) -> None:
+    """Six and ten have halves of an odd number."""
+    engine = holds(model(rearranged), batch(count))
+    assert engine.folding.folded
+    assert engine.ledger.subject == "perturbed float64 copy"
+    assert not [note for note in engine.ledger.notes if "rows are found" not in note]
+
+
+def test_they_are_not_spared_the_proof() -> None:
+    net, x = model(mixed), batch(6)
+    with pytest.raises(InteractionError):
+        fastlr.per_sample_grad_sq_norms(net, x, torch.ones(6, 3, dtype=x.dtype))
+
+
+def test_others_are_proven_on_three() -> None:
+    engine = holds(model(lambda h: h), batch(6))
+    assert engine._few.count == 3
+
+
+@pytest.mark.parametrize("most", [7, 8, 16, 50])
+def test_estimates_take_even_chunks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastlr.estimator.chunks.chunk_for_memory", lambda *_: most)
+    net, inputs = model(required), fastlr.NoiseImages((1, 4, 4))
+    got = fastlr.estimate(net, inputs, 50)
+    assert got.batch_size % 2 == 0
+    torch.testing.assert_close(got.per_sample, fastlr.estimate(model(lambda h: h), inputs, 50).per_sample)
+
+
+def test_an_odd_number_of_inputs_is_an_error_of_theirs() -> None:
+    with pytest.raises(InputError, match="does not run on"):
+        fastlr.estimate(model(viewed), fastlr.NoiseImages((1, 4, 4)), 9)

@@ -1,0 +1,155 @@
+"""A user's own autograd Functions, whose arguments are tensors and anything else in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exact import holds
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fastlr.errors import FastlrWarning
+
+OTHERS: dict[str, Any] = {"n": None, "i": 3, "s": "text", "l": torch.arange(3), "o": object()}
+
+
+def product(order: str, *, early: bool, outputs: int = 1, backward: Callable | None = None) -> type:
+    """A Function of x, w and b (by letter, with other arguments between): x w^T + b.
+
+    Args:
+        order: letters of the arguments.
+        early: its context is set up in ``forward``, not by ``setup_context``.
+        outputs: 2: beside it 2 x; 3: also, first, one that has no gradient.
+        backward: in place of the plain one.
+    """
+    at = {letter: number for number, letter in enumerate(order)}
+
+    def result(args: tuple) -> Any:
+        z = args[at["x"]] @ args[at["w"]].T + args[at["b"]]
+        return {1: z, 2: (z, 2 * args[at["x"]]), 3: (z.argmax(1), z, 2 * args[at["x"]])}[outputs]
+
+    def keep(ctx: Any, args: tuple, given: Any) -> None:
+        ctx.save_for_backward(args[at["x"]], args[at["w"]])
+        if outputs == 3:
+            ctx.mark_non_differentiable(given[0])
+
+    def gradients(ctx: Any, *gs: Tensor) -> tuple:
+        x, w = ctx.saved_tensors
+        assert len(ctx.needs_input_grad) == len(order)
+        g = gs[1] if outputs == 3 else gs[0]
+        more = 2 * gs[-1] if outputs > 1 else torch.zeros_like(x)
+        by_letter = {"x": g @ w + more, "w": g.T @ x, "b": g.sum(0)}
+        return tuple(by_letter.get(letter) for letter in order)
+
+    def forward_with_context(ctx: Any, *args: Any) -> Any:
+        given = result(args)
+        keep(ctx, args, given)
+        return given
+
+    if early:
+        members = {"forward": forward_with_context}
+    else:
+        members = {"forward": lambda *args: result(args), "setup_context": keep}
+    members["backward"] = backward or gradients
+    return type("Product", (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})
+
+
+class Uses(nn.Module):
+    """A Function between layers; without ``before`` it is the first to have parameters."""
+
+    def __init__(self, order: str, function: type, before: bool) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4) if before else nn.Identity()
+        self.w, self.b, self.after = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5)), nn.Linear(5, 3)
+        self.order, self.functions = order, [function]
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = {"x": self.before(x), "w": self.w, "b": self.b, **OTHERS}
+        given = self.functions[0].apply(*[values[letter] for letter in self.order])
+        outputs = given if isinstance(given, tuple) else (given,)
+        z = next(t for t in outputs if t.is_floating_point())
+        return self.after(z.tanh())
+
+
+def held(order: str, function: type, before: bool, routes: set[str]) -> None:
+    """Require the truth of the norms, and these routes of the Function's own parameters."""
+    model = Uses(order, function, before).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    proofs = holds(model, x, route=None).ledger.parameters
+    assert {proofs["w"].route, proofs["b"].route} == routes
+
+
+@pytest.mark.parametrize("order", ["xwb", "nxwb", "xiwb", "sbxnw", "wlxb", "oibsnwlx"])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_arguments_that_are_no_tensors_have_no_slot(order: str, early: bool, before: bool) -> None:
+    for outputs in (1, 2, 3):
+        held(order, product(order, early=early, outputs=outputs), before, {"node"})
+
+
+def test_outputs_without_a_gradient_get_zeros() -> None:
+    def backward(ctx: Any, g: Tensor, more: Tensor) -> tuple:
+        x, w = ctx.saved_tensors
+        assert g.shape == (len(x), 5)
+        assert more.shape == x.shape
+        return None, g @ w + 2 * more, g.T @ x, g.sum(0)
+
+    held("nxwb", product("nxwb", early=True, outputs=2, backward=once_differentiable(backward)), True, {"node"})
+
+
+def test_a_formula_that_fails_by_itself_leaves_the_loop() -> None:
+    def backward(ctx: Any, chosen: Tensor, g: Tensor, more: Tensor) -> tuple:
+        x, w = ctx.saved_tensors
+        assert chosen.shape == g.shape[:1]  # autograd's engine knows the shape of an output that has no gradient
+        return None, g @ w + 2 * more, g.T @ x, g.sum(0)
+
+    with pytest.warns(FastlrWarning, match="formula of ProductBackward fails by itself"):
+        held("nxwb", product("nxwb", early=True, outputs=3, backward=backward), True, {"loop"})
+
+
+class Adjoint(torch.autograd.Function):
+    """Euler steps whose gradients are those of the steps backward in time, as torchdiffeq's ``odeint_adjoint`` takes them."""
+
+    @staticmethod
+    def forward(ctx: Any, field: nn.Module, steps: int, y: Tensor, *parameters: Tensor) -> Tensor:  # noqa: D102
+        ctx.field, ctx.steps = field, steps
+        ys = [y]
+        for _ in range(steps):
+            ys.append(ys[-1] + field(ys[-1]) / steps)
+        ctx.save_for_backward(*ys, *parameters)
+        return ys[-1]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # noqa: D102
+        ys, parameters = ctx.saved_tensors[: ctx.steps], ctx.saved_tensors[ctx.steps + 1 :]
+        sums = [torch.zeros_like(p) for p in parameters]
+        for y in reversed(ys):
+            with torch.enable_grad():
+                y = y.detach().requires_grad_()
+                moved = ctx.field(y) / ctx.steps
+            of_y, *of_parameters = torch.autograd.grad(moved, (y, *parameters), g)
+            g = g + of_y
+            sums = [a + b for a, b in zip(sums, of_parameters, strict=True)]
+        return None, None, g, *sums
+
+
+class Flow(nn.Module):
+    """A small neural differential equation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.field = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Adjoint.apply(self.field, 5, self.first(x), *self.field.parameters()))
+
+
+def test_an_adjoint_is_measured_without_the_loop() -> None:
+    engine = holds(Flow().double(), torch.randn(5, 4, dtype=torch.float64), route=None)
+    routes = {name: proof.route for name, proof in engine.ledger.parameters.items()}
+    assert {routes[name] for name in routes if name.startswith("field")} == {"node"}
+    assert {routes[name] for name in routes if not name.startswith("field")} == {"rule"}
