@@ -20,6 +20,7 @@ from fastlr.estimator.ranks import agree, merged, settled
 from fastlr.estimator.result import Estimate, paired_difference
 from fastlr.estimator.statistics import Moments, Stopping, memorization_gain, regression_memorization_bound
 from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ghost.runtime import as_it_was, describe, digest, read_together, reporter, same_device, versions
 
 __all__ = [
@@ -64,6 +65,7 @@ class LocalRedundancy:
         """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
         start = time.perf_counter()
         options, chunks, audits = self.options, self.chunks, self.engine.audits
+        refuse_surroundings(self.model.parameters())
         self.passes.renew()
         with full_params(self.model) as members, members.guard(), as_it_was(self.model, self.view.device):
             if members.size > 1:

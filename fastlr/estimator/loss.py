@@ -98,9 +98,10 @@ def redundancy_loss(
         raise InputError(f"reduction={reduction!r}: choose 'mean' or 'none'")
     if predictive is not None and not isinstance(predictive, Predictive):
         raise InputError(f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()")
-    seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     view = ModelView.of(model, output)
+    refuse_surroundings(view.parameters.values())
     x = view.inputs(x)
+    seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
     parameters = list(view.parameters.values())
     with as_it_was(view.module, view.device):
