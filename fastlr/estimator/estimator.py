@@ -22,6 +22,7 @@ from fastlr.estimator.result import Estimate, paired_difference
 from fastlr.estimator.statistics import Moments, Stopping, memorization_gain, regression_memorization_bound
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import as_it_was, describe, digest, read_together, reporter, same_device, versions
+from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ops.model_lock import locked
 
 __all__ = [
@@ -71,6 +72,7 @@ class LocalRedundancy:
         """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
         start = time.perf_counter()
         options, chunks, audits = self.options, self.chunks, self.engine.audits
+        refuse_surroundings(self.model.parameters())
         with (
             locked(self.model),
             full_params(self.model) as members,

@@ -22,6 +22,7 @@ from fastlr.ghost.program import fingerprint
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
+from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ops.fisher import power_of_two, signs
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.philox import check_seed
@@ -99,9 +100,10 @@ def redundancy_loss(
         raise InputError(f"reduction={reduction!r}: choose 'mean' or 'none'")
     if predictive is not None and not isinstance(predictive, Predictive):
         raise InputError(f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()")
-    seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     view = ModelView.of(model, output)
+    refuse_surroundings(view.parameters.values())
     x = view.inputs(x)
+    seed = int(torch.randint(1 << 62, ())) if seed is None else check_seed(seed)
     buffers = {name: buffer.detach().clone() for name, buffer in view.module.named_buffers()}
     parameters = list(view.parameters.values())
     with as_it_was(view.module, view.device):

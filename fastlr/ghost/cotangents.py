@@ -12,6 +12,7 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost.graph import exact_grads
+from fastlr.ghost.surroundings import refuse_transformed
 from fastlr.ops.deferred_checks import refuse_beyond
 
 
@@ -49,6 +50,7 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
 
     Confident networks make cotangents so small that their squares vanish in the model's dtype.
     """
+    refuse_transformed(v, "the cotangent")
     if v.shape != output.shape:
         raise InputError(f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}")
     small = v.is_floating_point() and v.dtype != torch.float64  # float32 holds these values, and twice 2^75 scales any

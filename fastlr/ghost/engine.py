@@ -30,6 +30,7 @@ from fastlr.ghost.planner import KEPT, Chunk, Plan, ShapePlan, State
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.state import BufferKeeper
+from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ghost.verification.audit import Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
@@ -97,6 +98,7 @@ class Engine(Auditor):
             InputError, ModelError and its kinds: see fastlr.errors.
         """
         self.view = self.view.renewed()
+        refuse_surroundings(self.parameters.values())
         device = self.view.device
         x = self.view.inputs(x)
         literal = self.folding.literal

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.state import attributes_kept
+from fastlr.ghost.surroundings import refuse_transformed
 from fastlr.ghost.tokens import version
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten, tree_map, tree_unflatten
@@ -141,7 +142,7 @@ class ModelView:
         """Return inputs detached (see `as_inputs`), checked.
 
         Raises:
-            InputError: an input tensor is empty, nested or on another device.
+            InputError: an input tensor is empty, nested, on another device or within a transform of torch.func.
             NonFiniteError: one holds NaN.
         """
         x = as_inputs(x)
@@ -149,6 +150,7 @@ class ModelView:
         for leaf in tree_flatten(x)[0]:
             if not isinstance(leaf, Tensor):
                 continue
+            refuse_transformed(leaf, "an input tensor")
             if leaf.is_nested:
                 require_pickable(leaf, "an input tensor")
             if leaf.numel() == 0:

@@ -91,6 +91,16 @@ def is_view(tensor: Tensor) -> bool:
     return _get("Tensor._is_view")(tensor)
 
 
+def within_transform() -> bool:
+    """Return True within a function that a transform of torch.func (vmap, grad, jvp) runs."""
+    return _get("_C._functorch.maybe_current_level")() is not None
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Return True for what such a transform has put in the place of a tensor."""
+    return _get("_C._functorch.is_functorch_wrapped_tensor")(tensor)
+
+
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 

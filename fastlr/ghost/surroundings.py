@@ -1,0 +1,32 @@
+"""Where nothing can be measured whatever the model: what PyTorch makes of tensors at the place of the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fastlr.errors import InputError
+from fastlr.ops.torch_private import is_transformed, within_transform
+
+
+def refuse_surroundings(parameters: Iterable[Tensor]) -> None:
+    """Raise InputError where new tensors have no values, or a function transform has put something else for parameters."""
+    if torch.get_default_device().type == "meta":
+        raise InputError(
+            "the default device is meta, on which tensors have no values, those that fastlr makes neither: measure outside of "
+            'torch.device("meta"), or after torch.set_default_device("cpu")'
+        )
+    if within_transform():
+        for parameter in parameters:
+            refuse_transformed(parameter, "a parameter")
+
+
+def refuse_transformed(tensor: Tensor, name: str) -> None:
+    """Raise InputError for a tensor that a transform of torch.func has wrapped: what is measured depends on its values."""
+    if is_transformed(tensor):
+        raise InputError(
+            f"{name} is one of torch.func's tensors within vmap, grad or jvp, which fastlr cannot read: call fastlr outside of "
+            "the transformed function, in a loop in place of vmap (it gives a value for each sample by itself)"
+        )

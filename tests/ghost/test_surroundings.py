@@ -1,0 +1,56 @@
+"""Where nothing can be measured whatever the model: a clear error, and nothing is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fastlr
+from fastlr.errors import InputError
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(3, 2).eval()
+
+
+def calls(model: nn.Module, x: torch.Tensor) -> list:
+    """The public functions that measure, on one model and its inputs."""
+    return [
+        lambda: fastlr.estimate(model, fastlr.TensorInputs(x), n=4),
+        lambda: fastlr.per_sample_grad_sq_norms(model, x, torch.ones(4, 2)),
+        lambda: fastlr.support_report(model, x),
+        lambda: fastlr.redundancy_loss(model, x),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_default_device_without_values_is_refused(model, which):
+    call = calls(model, torch.randn(4, 3))[which]
+    with torch.device("meta"), pytest.raises(InputError, match="default device is meta"):
+        call()
+    call()
+
+
+def test_within_vmap_norms_are_refused(model):
+    def norms(x):
+        return fastlr.per_sample_grad_sq_norms(model, x, torch.ones(4, 2))
+
+    with pytest.raises(InputError, match="torch.func"):
+        torch.func.vmap(norms)(torch.randn(5, 4, 3))
+
+
+def test_parameters_of_a_transform_are_refused(model):
+    def value(parameters, x):
+        def call(inputs):
+            return torch.func.functional_call(model, parameters, inputs)
+
+        wrapped = nn.Module()
+        wrapped.forward = call
+        for name, p in parameters.items():
+            wrapped.register_parameter(name, nn.Parameter(p))
+        return fastlr.redundancy_loss(wrapped, x, seed=0)
+
+    with pytest.raises(InputError, match="torch.func"):
+        torch.func.grad(value)(dict(model.named_parameters()), torch.randn(4, 3))
