@@ -21,6 +21,7 @@ from fastlr.estimator.cuda_graph import AUDITED, CudaRecorder, Replay, fingerpri
 from fastlr.ghost.verification import agreement, audit
 from fastlr.ghost.verification.agreement import output_differs
 from fastlr.ghost.verification.audit import Audits
+from fastlr.ghost.verification.noise import Probe
 
 HIDDEN = {"factor": 1.0}
 
@@ -358,17 +359,17 @@ def test_after_a_failed_audit_nothing_is_replayed() -> None:
 def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where folded and unfolded outputs differ by more than goes unexplained, as logits in bf16 may."""
     runs: list[torch.dtype] = []
-    plain = agreement.output_in
+    plain = Probe.in_other_precision
 
-    def output_in(dtype: torch.dtype, *given: Any, **how: Any) -> Tensor | None:
-        runs.append(dtype)
-        return plain(dtype, *given, **how)
+    def in_other_precision(probe: Probe, own: Tensor) -> Any:
+        runs.append(own.dtype)
+        return plain(probe, own)
 
     model = net("cpu")
     graphs = estimator(model)
     graphs.measure()
     monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
-    monkeypatch.setattr(agreement, "output_in", output_in)
+    monkeypatch.setattr(Probe, "in_other_precision", in_other_precision)
     monkeypatch.setattr(agreement, "rounding", lambda dtype, *, low: 1e-12)
     monkeypatch.setattr("fastlr.estimator.cuda_graph.rounding", lambda dtype, *, low: 1e-12, raising=False)
     replay = graphs.chunks.replays.held[8]
@@ -383,7 +384,7 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.Monke
         with torch.no_grad():
             model.head.weight.mul_(1.3 if step % 2 else 0.7)
         graphs.measure()
-    assert graphs.chunks.replays.held and runs == [torch.float64]
+    assert graphs.chunks.replays.held and runs == [torch.float32]
     monkeypatch.undo()
 
 

@@ -240,7 +240,10 @@ def _may_have_clone(model: nn.Module) -> bool:
     """Return False where a clone would not be what the model is, as where parts are compiled."""
     if on_demand.active() or caches_are_emptied() or any(hooks_of_all_modules()):
         return False
-    return all(map(_is_plain, all_modules(model)))
+    try:
+        return all(map(_is_plain, all_modules(model)))
+    except Exception:  # whatever an object raises that does not let itself be looked at
+        return False
 
 
 def _is_plain(module: nn.Module) -> bool:
