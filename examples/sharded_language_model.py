@@ -1,6 +1,4 @@
-"""Train a language model sharded by fully_shard (FSDP2), and watch it.
-
-All of its processes measure together.
+"""Train a language model sharded by fully_shard (FSDP2); all of its processes watch it together.
 
 Run ``torchrun --nproc-per-node 2 examples/sharded_language_model.py``: two processes of the CPU, or one for each of two GPUs.
 

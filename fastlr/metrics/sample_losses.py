@@ -23,7 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost.runtime import buffers_kept
-from fastlr.ghost.verification.agreement import agree
+from fastlr.ghost.verification.agreement import MARGIN, agree
+from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import tree_flatten, tree_map
 
@@ -285,7 +286,7 @@ class _Company:
             return False
         return agree(want, got, _rounding(self.gradient), self._noise, self.axis)
 
-    def _noise(self) -> Tensor | None:
+    def _noise(self) -> Noise | None:
         """Return how far the gradient is off by rounding: what the output's last digits do to it.
 
         No more than a little of the largest entry: a loss that draws random numbers moves it more.
@@ -297,7 +298,8 @@ class _Company:
         if other is None:
             return None
         off = (other - self.gradient).abs().nan_to_num(posinf=0.0)
-        return off.clamp(max=_NOISE * float(self.gradient.abs().max()))
+        most = _NOISE * float(self.gradient.abs().max())
+        return Noise(allowed=MARGIN * off.clamp(max=most), own=False)
 
 
 def _record(loss: Any) -> dict[torch.Size, int]:

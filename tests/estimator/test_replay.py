@@ -21,7 +21,7 @@ from fastlr.estimator.cuda_graph import AUDITED, CudaRecorder, Replay, fingerpri
 from fastlr.ghost.verification import agreement, audit
 from fastlr.ghost.verification.agreement import output_differs
 from fastlr.ghost.verification.audit import Audits
-from fastlr.ghost.verification.noise import Probe
+from fastlr.ghost.verification.noise import RoundingProbe
 
 HIDDEN = {"factor": 1.0}
 
@@ -359,9 +359,9 @@ def test_after_a_failed_audit_nothing_is_replayed() -> None:
 def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where folded and unfolded outputs differ by more than goes unexplained, as logits in bf16 may."""
     runs: list[torch.dtype] = []
-    plain = Probe.in_other_precision
+    plain = RoundingProbe.in_other_precision
 
-    def in_other_precision(probe: Probe, own: Tensor) -> Any:
+    def in_other_precision(probe: RoundingProbe, own: Tensor) -> Any:
         runs.append(own.dtype)
         return plain(probe, own)
 
@@ -369,7 +369,7 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.Monke
     graphs = estimator(model)
     graphs.measure()
     monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
-    monkeypatch.setattr(Probe, "in_other_precision", in_other_precision)
+    monkeypatch.setattr(RoundingProbe, "in_other_precision", in_other_precision)
     monkeypatch.setattr(agreement, "rounding", lambda dtype, *, low: 1e-12)
     monkeypatch.setattr("fastlr.estimator.cuda_graph.rounding", lambda dtype, *, low: 1e-12, raising=False)
     replay = graphs.chunks.replays.held[8]

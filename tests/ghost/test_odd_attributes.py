@@ -455,7 +455,7 @@ REFUSING = (
 )
 for _kind in REFUSING:
     CHANGES[_kind.__name__] = partial(lambda kind: (held := kind(), raise_alpha(held)), _kind)
-CHANGES["OfRefusingMeta"] = lambda: (held := odd.OfRefusingMeta(), raise_alpha(held))
+CHANGES["OfRefusingMeta"] = lambda: (held := odd.class_of_refusing_meta()(), raise_alpha(held))
 
 
 @pytest.fixture

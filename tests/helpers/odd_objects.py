@@ -9,7 +9,7 @@ import types
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -155,11 +155,15 @@ class RefusingMeta(type):
         return refuse()
 
 
-class OfRefusingMeta(metaclass=RefusingMeta):
-    """An object of a class that refuses everything."""
+@cache
+def class_of_refusing_meta() -> Any:
+    """Return a class that refuses everything. The file does not hold it: pytest looks at all there."""
 
-    def __init__(self, alpha: float = 0.0) -> None:
-        self.alpha = alpha
+    class OfRefusingMeta(metaclass=RefusingMeta):
+        def __init__(self, alpha: float = 0.0) -> None:
+            self.alpha = alpha
+
+    return OfRefusingMeta
 
 
 class Name(str, enum.Enum):
@@ -257,8 +261,8 @@ ODD: dict[str, Callable[[], Any]] = {
     "proxy of a tensor": lambda: Proxy(lambda: torch.ones(2)),
     "proxy of a module": lambda: _proxy_of(torch.nn.Linear(2, 2)),
     "proxy of a dict": lambda: Proxy(dict),
-    "metaclass": OfRefusingMeta,
-    "class of a metaclass": lambda: OfRefusingMeta,
+    "metaclass": lambda: class_of_refusing_meta()(),
+    "class of a metaclass": class_of_refusing_meta,
     "dead reference": _dead_reference,
     "dead proxy": _dead_proxy,
     "dead method": _dead_method,

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.ghost import model_io as adapt
-from fastlr.ghost.verification.noise import Noise, Probe, gap, lowest_dtype
+from fastlr.ghost.verification.noise import Noise, RoundingProbe, gap, lowest_dtype
 from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ops.torch_private import narrow_products
 
 _PART = 1 << 22  # elements compared at once
 _SEEN = 4096  # columns whose median says how large a sample's outputs are
 # Differences of this many times the largest rounding measured in a column are taken for rounding.
-_MARGIN = 32
+MARGIN = 32
 # Likewise where products have fewer digits than their sums, which alone depend on the company.
 _MARGIN_OF_FEW_DIGITS = 2
 _TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype shows
@@ -117,7 +117,7 @@ def _typical(a: Tensor, b: Tensor, dim: int) -> Tensor:
 
 
 def measured_noise(
-    probe: Probe,
+    probe: RoundingProbe,
     out_dim: int = 0,
     varies: Callable[[], bool] | None = None,
 ) -> Noise | None:
@@ -137,19 +137,19 @@ def measured_noise(
         return None
     own, lowest = first.detach(), lowest_dtype(first)
     other = probe.in_other_precision(own)
-    by_precision = None if other is None else Noise(_MARGIN * other.off, own=False)
+    by_precision = None if other is None else Noise(MARGIN * other.off, own=False)
     if other is not None and other.whole and (own.dtype != torch.float64 or lowest == own.dtype):
         return by_precision
     low = low_precision(own.device, {lowest})
     step = max(torch.finfo(lowest).eps, _TF32 if low else 0.0)
-    if not _is_repeatable(probe, own, min(_MARGIN * step, rounding(lowest, low=low))):
+    if not _is_repeatable(probe, own, min(MARGIN * step, rounding(lowest, low=low))):
         return by_precision
     if varies is not None and not varies():
         return by_precision
     moved = probe.with_moves(own, step, own.shape[out_dim])
     if moved is None:
         return by_precision
-    allowed = (_MARGIN_OF_FEW_DIGITS if low else _MARGIN) * moved
+    allowed = (_MARGIN_OF_FEW_DIGITS if low else MARGIN) * moved
     if by_precision is None:
         return Noise(allowed, own=True)
     return Noise(torch.maximum(allowed, by_precision.allowed), own=False)
@@ -163,11 +163,11 @@ def model_noise(model: nn.Module, x: object, output: adapt.OutputSelector, out_d
     """
     stand_in = StandIn(model, x, output)
     stand_in.take_known_clone()
-    probe = Probe(model, x, output, stand_in=stand_in)
+    probe = RoundingProbe(model, x, output, stand_in=stand_in)
     return stand_in.trusted(lambda: measured_noise(probe, out_dim))
 
 
-def _is_repeatable(probe: Probe, own: Tensor, relative: float) -> bool:
+def _is_repeatable(probe: RoundingProbe, own: Tensor, relative: float) -> bool:
     """Return True if another forward pass gives the same but for rounding: it draws nothing."""
     again = probe.run()
     return again is not None and agree(own, again.detach(), relative)

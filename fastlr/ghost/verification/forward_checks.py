@@ -24,7 +24,7 @@ from fastlr.ghost.graph import Graph
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import agree, measured_noise
 from fastlr.ghost.verification.copies import Subject, with_buffers_moved
-from fastlr.ghost.verification.noise import Noise, Probe, gap
+from fastlr.ghost.verification.noise import Noise, RoundingProbe, gap
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ghost.verification.stand_in import StandIn
 
@@ -158,7 +158,7 @@ class ForwardChecks:
         """How far outputs of the few samples may be off by rounding."""
         with Unfused():
             x = batch.pick(self.all)
-            probe = Probe(subject.model, x, self.output, subject.tensors, subject.dtype, subject.stand_in)
+            probe = RoundingProbe(subject.model, x, self.output, subject.tensors, subject.dtype, subject.stand_in)
             return measured_noise(probe, self.out_dim, partial(self._varies, subject, batch))
 
     def _varies(self, subject: Subject, batch: adapt.Batch) -> bool:

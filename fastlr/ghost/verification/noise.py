@@ -53,7 +53,7 @@ class OtherPrecision(NamedTuple):
 
 
 @dataclass
-class Probe:
+class RoundingProbe:
     """A model, or a copy of it, on a few samples, run with other parameters.
 
     Attributes:
