@@ -1,4 +1,7 @@
-"""The inputs of an estimate in chunks that fit the memory: run, replayed as CUDA graphs, halved where memory runs out."""
+"""The inputs of an estimate in chunks that fit the memory.
+
+Chunks are run, replayed as CUDA graphs, and halved where memory runs out.
+"""
 
 from __future__ import annotations
 
@@ -144,7 +147,10 @@ class Chunks:
         return min(fitted, chunk_for_peak(device, self.bytes_per_input))
 
     def _halve(self, size: int, failure: str) -> None:
-        """Halve the chunk after memory ran out at ``size`` inputs, warning once; ModelError where that cannot be."""
+        """Halve the chunk after memory ran out at ``size`` inputs, warning once.
+
+        Raises ModelError where the chunk cannot be halved.
+        """
         device = self.passes.view.device
         if size == 1 or self.options.probe == "batch":
             what = "one input does" if size == 1 else f"probe='batch' with batch_size={size} does"

@@ -1,4 +1,6 @@
-"""One chunk of an estimate as a CUDA graph: captured once for a shape, replayed for every other chunk.
+"""One chunk of an estimate as a CUDA graph.
+
+It is captured once for a shape and replayed for every other chunk.
 
 A chunk is generation of the inputs, forward pass, cotangent, backward pass and norms, hundreds of kernels of a few
 microseconds each; replayed, they follow each other without the host. The graph reads the weights where they are, so
@@ -40,7 +42,10 @@ class Recorder(Protocol):
     """Captures a function that works on fixed memory, and repeats it."""
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """Run the function to warm up, then keep it; return its result, whose tensors every replay fills anew."""
+        """Run the function to warm up, then capture it; return its result.
+
+        Every replay fills the tensors of the result anew.
+        """
 
     def replay(self) -> None:
         """Repeat what was captured."""
@@ -115,7 +120,7 @@ def _capture_with_own_generator(graph: Any) -> None:
 
 
 def fingerprint(model: nn.Module) -> tuple:
-    """Return everything about a model that a captured graph takes for granted, but for the values of its tensors.
+    """Return all about a model that a captured graph relies on, but its tensors' values.
 
     A graph reads tensors where they are, so their values may change.
     """
@@ -164,7 +169,10 @@ class Replay:
         self.noise: NoiseShare | None = None  # of the outputs, as last measured
 
     def in_place(self) -> bool:
-        """Return True if the model's parameters and buffers are where they were: replaying reads no memory of others."""
+        """Return True if the model's parameters and buffers are where they were.
+
+        Then replaying reads no memory of others.
+        """
         return self.fingerprint[1] == addresses(self.view.module)
 
     def current(self) -> bool:
@@ -187,7 +195,10 @@ class Replay:
         return self.table.clone()
 
     def doubts(self) -> Tensor:
-        """Ask without waiting for the answers, which `clean` takes: [a value was not finite, outputs differ], on the device."""
+        """Ask whether the replays hold, without waiting for the answers, which `clean` takes.
+
+        Returns flags on the device: [a value was not finite, outputs differ].
+        """
         with self.passes.autocast():
             differs = output_differs(*self._few())
         asked = torch.stack([self.seen_bad, differs])
@@ -195,7 +206,10 @@ class Replay:
         return asked
 
     def clean(self, bad: bool, differs: bool) -> bool:
-        """Return True if all values since the last question were finite, the last outputs are the model's, and audits pass."""
+        """Return True if all that was replayed since the last question holds.
+
+        All values were finite, the last outputs are the model's, and audits pass.
+        """
         with self.passes.autocast():
             if bad or (differs and not self._explained()):
                 return False
@@ -309,14 +323,19 @@ class Replays:
         self.clock = None
 
     def ran(self, size: int) -> None:
-        """A chunk of this size has been run as it is: what the engine knows of it serves a capture."""
+        """Keep what the engine knows of a chunk of this size, which has been run as it is.
+
+        It serves a capture.
+        """
         self.planned.pop(size, None)
         plan = self.engine.plan(size) if self._wanted() else None
         if plan is not None:
             self.planned[size] = plan, self.engine._last, fingerprint(self.engine.model)
 
     def _wanted(self) -> bool:
-        """Return True unless chunks are to run as they are; a graph reads parameters where they stay.
+        """Return True unless chunks are to run as they are.
+
+        A graph reads parameters where they stay.
 
         Once an audit has failed, every batch is looked at and audited.
         """
@@ -325,7 +344,10 @@ class Replays:
         return not on_demand.active()
 
     def _capture(self, size: int) -> Replay | None:
-        """Capture a chunk; None where none of this size has been run, or the model is another program since."""
+        """Capture a chunk and return it.
+
+        None where none of this size has been run, or the model is another program since.
+        """
         if self.recorder is None or size not in self.planned:
             return None
         plan, flags, before = self.planned.pop(size)
@@ -337,7 +359,9 @@ class Replays:
         return Replay(self.passes, size, self.recorder(self.passes.view.device))
 
     def run(self, start: int, stop: int, whole: int) -> Tensor | None:
-        """Squared norms [parameters, B] of a chunk by replay, or None where it must be run as it is.
+        """Return the squared norms [parameters, B] of a chunk by replay.
+
+        None where the chunk must be run as it is.
 
         A chunk shorter than a ``whole`` one is the end of one of those: what that has more are the inputs before it, real
         ones, so that checks and audits may look at them; their norms are left out.
@@ -368,7 +392,9 @@ class Replays:
         return table
 
     def doubts(self) -> Tensor | None:
-        """Ask if what was replayed since the last call holds, and do not wait: flags on the device, for `clean`.
+        """Ask whether what was replayed since the last call holds, without waiting.
+
+        Returns flags on the device, for `clean`.
 
         None where nothing was replayed, or where the model is another program since: then the graphs are dropped.
         """
@@ -380,7 +406,10 @@ class Replays:
         return torch.cat([replay.doubts() for replay in self.asked]) if self.asked else None
 
     def clean(self, doubts: Tensor | None) -> bool:
-        """Return True if what `doubts` asked of holds, given its answers on the host; otherwise the graphs are dropped."""
+        """Return True if what `doubts` asked of holds, given its answers on the host.
+
+        Otherwise the graphs are dropped.
+        """
         if self.clock is not None:  # the device has done all that was replayed
             self.engine.audits.measured_since(self.clock)
             self.clock = None

@@ -1,4 +1,7 @@
-"""The estimator: the local redundancy of a model on synthetic inputs, with its standard error (paper, Theorem 3.4)."""
+"""The estimator of the local redundancy of a model on synthetic inputs.
+
+The estimate has its standard error (paper, Theorem 3.4).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ ROUNDS = 3  # times that a measurement is made where the one before turned out n
 
 
 class LocalRedundancy:
-    """An estimator kept between measurements: its plan is made and proven once; the weights may change in between.
+    """An estimator of the local redundancy that is kept between measurements.
+
+    Its plan is made and proven once; the weights may change in between.
 
     Takes the arguments of :func:`estimate`, and raises its errors.
 
@@ -60,7 +65,10 @@ class LocalRedundancy:
         self._digests: dict[tuple[int, str], str] = {}
 
     def _passes(self) -> Passes:
-        """The passes over the inputs; refuses a model that is not where it is said to be, or nowhere."""
+        """Return the passes over the inputs.
+
+        Refuses a model that is not on the device asked for, or that is on the meta device.
+        """
         wanted, on = self.options.device, self.view.device
         if on.type == "meta":
             raise ModelError("the model's parameters are on the meta device, without values: load its weights first")
@@ -69,7 +77,10 @@ class LocalRedundancy:
         return Passes(self.options, self.view)
 
     def measure(self) -> Estimate:
-        """Measure the model as it is now. Returns an :class:`Estimate`; raises the errors of :func:`estimate`."""
+        """Measure the model as it is now.
+
+        Returns an :class:`Estimate`; raises the errors of :func:`estimate`.
+        """
         start = time.perf_counter()
         options, chunks, audits = self.options, self.chunks, self.engine.audits
         refuse_surroundings(self.model.parameters())
@@ -143,7 +154,10 @@ class LocalRedundancy:
         return measured
 
     def _values(self, members: Team) -> tuple[Tensor, Tensor | None, dict[str, str]]:
-        """Run over the inputs: the values kept, each parameter's sum over this rank's (None if it has none), and the routes."""
+        """Run over the inputs and return the values kept.
+
+        Also each parameter's sum over this rank's inputs (None if it has none), and the routes.
+        """
         options, chunks, total = self.options, self.chunks, self.options.total
         chunks.size = chunks.first_size(members)
         kept: list[Tensor] = []
@@ -187,7 +201,9 @@ class LocalRedundancy:
 
 @with_arguments_of(EstimateOptions)
 def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417  (the arguments of EstimateOptions)
-    """Estimate the local redundancy ``LR = mean over x of E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2`` of a model.
+    """Estimate the local redundancy of a model.
+
+    That is ``LR = mean over x of E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2``.
 
     theta are the parameters that require grad, P the model's predictive distribution in eval mode, x ``n`` synthetic
     inputs. The model is left as it was: flags, buffers, ``.grad``, hooks, random states. One under ``fully_shard`` is measured

@@ -50,7 +50,9 @@ def redundancy_loss(
     output: OutputSelector = None,
     reduction: Literal["mean", "none"] = "mean",
 ) -> Tensor:
-    r"""The local redundancy of a model on inputs x, as a scalar that can be differentiated with respect to the parameters.
+    r"""Return the local redundancy of a model on inputs x, as a differentiable scalar.
+
+    It can be differentiated with respect to the parameters.
 
     With z_b the output for input b, J_b its Jacobian with respect to the trainable parameters, F_b the Fisher matrix of the
     predictive distribution at z_b and random v_b with ``E v_b v_b^T = F_b``, independent and with mean zero, it is
@@ -123,7 +125,9 @@ def redundancy_loss(
 
 
 def refuse_interaction(view: ModelView, x: Any) -> None:
-    """Have the engine prove a model, in eval mode already, whose program or shapes of inputs were not looked at before.
+    """Have the engine prove a model that was not proven before, and refuse interaction.
+
+    The model is in eval mode already; its program or the shapes of its inputs are new.
 
     Raises:
         ModelError: Its samples interact, or what else makes the gradients of samples meaningless, by name.
@@ -159,14 +163,19 @@ def _look_at(z: Tensor, parameters: Mapping[str, Tensor]) -> None:
 def sample_gradients(
     z: Tensor, parameters: Sequence[Tensor], v: Tensor, *, create_graph: bool = False
 ) -> list[Tensor | None]:
-    """Gradients of each <z_b, v_b>, [B, *shape] for each parameter, None where it has no part: B backward passes, by vmap."""
+    """Return the gradients of each <z_b, v_b>, [B, *shape] for each parameter.
+
+    None for a parameter that has no part. They take B backward passes, by vmap.
+    """
     rows = torch.eye(len(z), dtype=z.dtype, device=z.device).view(len(z), len(z), *[1] * (z.ndim - 1)) * v
     options = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True, "is_grads_batched": True}
     return list(torch.autograd.grad(z, parameters, rows, **options))
 
 
 def _sq_norms(z: Tensor, parameters: Sequence[Tensor], v: Tensor, of_samples: bool) -> Tensor:
-    """Squared norm of the gradient of <z, v>, or of each <z_b, v_b> [B], in float64; gradients flow through it, also by v.
+    """Return the squared norm of the gradient of <z, v>, or of each <z_b, v_b> [B].
+
+    It is in float64; gradients flow through it, also by v.
 
     v is brought to unit size by a power of two, which has no gradient: small ones keep their bits. (torch.ldexp would do, but
     gives no gradient for negative exponents.)

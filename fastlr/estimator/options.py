@@ -100,7 +100,10 @@ class EstimateOptions:
 
 
 def total_inputs(n: int, inputs: Any, target: float | None, min_n: int, max_n: int | None) -> int:
-    """Return the most inputs to use, from n, the length of the inputs and the options of early stopping."""
+    """Return the most inputs that an estimate may use.
+
+    This follows from n, the length of the inputs and the options of early stopping.
+    """
     length = len(inputs) if hasattr(inputs, "__len__") else None
     if target is None:
         if max_n is not None:
@@ -123,7 +126,10 @@ def total_inputs(n: int, inputs: Any, target: float | None, min_n: int, max_n: i
 def with_arguments_of(
     source: Callable[Arguments, Any],
 ) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
-    """Give a function of ``*args, **kwargs`` the signature of ``source``, for inspection and for type checkers."""
+    """Give a function of ``*args, **kwargs`` the signature of ``source``.
+
+    Inspection and type checkers see it.
+    """
 
     def declare(function: Callable[..., Result]) -> Callable[..., Result]:
         signature = inspect.signature(function)

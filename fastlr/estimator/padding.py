@@ -11,7 +11,9 @@ from fastlr.ops.deferred_checks import refuse_where
 
 
 def padding_mask(x: Any, output: Tensor, out_dim: int) -> Tensor | None:
-    """Return which positions of the output are not padding, boolean [B, T], from a language model's inputs; None if all are.
+    """Return which output positions of a language model are not padding, boolean [B, T].
+
+    It goes by the model's inputs; None if no position is padding.
 
     That is what ``attention_mask`` [B, T] says of the input's tokens, ``decoder_attention_mask`` of a decoder's, for an output
     [B, T, C]; outputs with no positions have no padding.

@@ -1,4 +1,7 @@
-"""The passes of an estimate over some of its inputs: the inputs made, their cotangents, and the norms."""
+"""The passes of an estimate over some of its inputs.
+
+They make the inputs, their cotangents, and the norms.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ class Passes:
         return tree_map(lambda t: move_samples(t, options.in_dim, stop - start), x)
 
     def inputs_on_device(self) -> Callable[[Tensor, int], Any] | None:
-        """Return the function of (number of the first [1] int64, how many) that makes inputs, where they have one."""
+        """Return the function that makes inputs on the device, where the inputs have one.
+
+        Its arguments are (number of the first [1] int64, how many).
+        """
         options = self.options
         if options.in_dim != options.inputs_in_dim or not hasattr(options.inputs, "from_device"):
             return None
@@ -72,11 +78,16 @@ class Passes:
 
     @property
     def dtype_on_device(self) -> torch.dtype:
-        """Dtype of inputs made on the device: autocast's, where the model would have them cast to it before all else."""
+        """Return the dtype of inputs made on the device.
+
+        It is autocast's, where the model would have them cast to it before all else.
+        """
         return self.options.dtype if self.options.dtype and self.engine.folding.casts_inputs else self.dtype
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision asked for, whatever autocast region the caller is in; its cache of cast weights may be stale.
+        """Return a context of the precision asked for, whatever autocast region the caller is in.
+
+        The cache of cast weights of the caller's region may be stale.
 
         A chunk has a context of its own: the cache must not outlive it.
         """
@@ -94,7 +105,10 @@ class Passes:
     def cotangent(
         self, index: range | Tensor, x: Any, probe: str | None = None, *, scaled: bool = True
     ) -> Callable[[Tensor], Any]:
-        """Return the function of the output that gives the cotangents of the inputs x, with these global numbers."""
+        """Return the function of the output that gives the cotangents of the inputs x.
+
+        ``index`` holds the global numbers of these inputs.
+        """
         out_dim, seed, probe = self.options.out_dim, self.options.seed, probe or self.options.probe
 
         def cotangent(output: Tensor) -> Any:
@@ -115,7 +129,10 @@ class Passes:
         return cotangent
 
     def norms(self, start: int, stop: int) -> ChunkNorms:
-        """Return the norms of these samples; InputError where the model gives another number of them."""
+        """Return the norms of these samples.
+
+        Raises InputError where the model gives another number of samples.
+        """
         x = self.inputs(start, stop)
         with self.autocast():
             norms = self.engine.run(x, self.cotangent(range(start, stop), x))
@@ -128,7 +145,10 @@ class Passes:
         return norms
 
     def batch_gradient(self, start: int, stop: int) -> ChunkNorms:
-        """Return ``B ||gradient of the batch's mean log-likelihood of sampled labels||^2`` as the norms of one sample."""
+        """Return a batch gradient's squared norm, times B, as the norms of one sample.
+
+        It is ``B ||gradient of the batch's mean log-likelihood of sampled labels||^2``.
+        """
         if not self.refusals_checked:
             few = range(start, min(stop, start + 2))
             two = self.inputs(few.start, few.stop)
@@ -153,7 +173,10 @@ class Passes:
 
 
 def default_predictive(output: Tensor, out_dim: int) -> Predictive:
-    """Return Categorical() for logits [B, C >= 2]; InputError that says what to pass for other outputs."""
+    """Return Categorical() for logits [B, C >= 2].
+
+    For other outputs raises an InputError that says what to pass.
+    """
     shape = tuple(output.shape)
     if output.ndim == 2 and out_dim == 0 and shape[1] >= 2:
         refuse_probabilities(output)
@@ -173,7 +196,9 @@ def default_predictive(output: Tensor, out_dim: int) -> Predictive:
 
 
 def refuse_probabilities(output: Tensor) -> None:
-    """Raise InputError for outputs [B, C] that a softmax gave: their softmax is another, far flatter distribution.
+    """Raise InputError for outputs [B, C] that a softmax gave.
+
+    The softmax of these probabilities is another, far flatter distribution.
 
     Rows of 1 / C are such too: what a softmax gives of a zero-initialised layer. Logits hardly sum to one in every row.
     """

@@ -1,4 +1,6 @@
-"""Predictive distributions P(y|x), and the cotangents at the model's output that measure their scores.
+"""Predictive distributions P(y|x), and the cotangents that measure their scores.
+
+The cotangents are at the model's output.
 
 The local redundancy is a mean of ``E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2`` (paper, Theorem 3.4 and Corollary 3.6).
 With z the output and J = dz/dtheta of one sample, that expectation is ``tr(J^T F J)``, F the Fisher matrix of P at z.
@@ -49,7 +51,10 @@ def _check_index(index: Tensor | range, size: int, device: torch.device) -> Tens
 
 
 class Predictive(ABC):
-    """A distribution of the label given the model's output; subclasses say how its score reaches the output."""
+    """A distribution of the label given the model's output.
+
+    Subclasses say how its score reaches the output.
+    """
 
     limit: int
 
@@ -63,7 +68,9 @@ class Predictive(ABC):
         sample_dim: int = 0,
         counted: Tensor | None = None,
     ) -> Tensor | Iterator[Tensor]:
-        """Return the cotangent v at the output, one per sample, with ``E v v^T`` the Fisher matrix of P at the output.
+        """Return the cotangent v at the output, one per sample.
+
+        ``E v v^T`` is the Fisher matrix of P at the output.
 
         Args:
             output: the model's output; its axis ``sample_dim`` numbers the samples. Any floating dtype.
@@ -89,14 +96,19 @@ class Predictive(ABC):
     def differentiable_cotangent(
         self, output: Tensor, probe: str, index: Tensor | range, seed: int, **where: Any
     ) -> Tensor | Iterator[Tensor]:
-        """As `cotangent`, with the graph that leads to the output; not for ``"sampled"``: drawn labels have no derivative."""
+        """Return `cotangent`, with the graph that leads to the output.
+
+        Not for ``"sampled"``: drawn labels have no derivative.
+        """
         arguments = self._checked(output, probe, index, seed, **where)
         return self._cotangent(output, *arguments[1:])
 
     def scaled_cotangent(
         self, output: Tensor, probe: str, index: Tensor | range, seed: int, **where: Any
     ) -> tuple[Tensor, Tensor] | None:
-        """As `cotangent` (``where``: its sample_dim and counted), holding nothing larger than a tensor of the output's dtype.
+        """Return `cotangent`, holding nothing larger than a tensor of the output's dtype.
+
+        ``where`` stands for its sample_dim and counted.
 
         Returns:
             (v, exponent) with ``2^exponent v`` the cotangent: v of the output's shape and dtype, each sample scaled to unit
@@ -142,7 +154,9 @@ class Predictive(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Categorical(Predictive):
-    """P = softmax of the logits along ``dim``; outputs with several positions have independent labels, summed.
+    """P = softmax of the logits along ``dim``.
+
+    Outputs with several positions have independent labels, summed.
 
     With p = softmax(z), s = sqrt(p), k = argmax p and signs xi (xi_k = 0), t = <s, xi>, the rademacher cotangent is
     ``v_k = -s_k t`` and ``v_j = s_j xi_j - p_j t / (1 + s_k)`` for the other j. It is the square root
@@ -180,7 +194,10 @@ class Categorical(Predictive):
         return f"Categorical(dim={self.dim}{mask})"
 
     def _on(self, device: torch.device) -> Tensor:
-        """Return the mask on a device, where it stays: a CUDA graph cannot copy it from the host."""
+        """Return the mask on a device, where it stays.
+
+        A CUDA graph cannot copy it from the host.
+        """
         assert self.mask is not None
         if self.mask.device == device or self.mask.is_inference():  # an inference tensor does not tell when it changes
             return self.mask.to(device)
@@ -284,7 +301,10 @@ class Categorical(Predictive):
 
 
 def _counted_only(v: Tensor, mask: Tensor | None) -> Tensor:
-    """Cotangents (or the root) [B, P, C], zero at positions that do not count; NaN is refused at the others."""
+    """Set cotangents (or the root) [B, P, C] to zero at positions that do not count.
+
+    NaN is refused at the others.
+    """
     if mask is None:
         _refuse(v.isnan())
         return v
@@ -301,7 +321,10 @@ def _refuse(bad: Tensor) -> None:
 
 
 def _categorical_columns(root: Tensor, best: Tensor, positions: range | list[int]) -> Iterator[Tensor]:
-    """Yield the columns of the root, C - 1 for each position; a sample's column j is its j-th class after ``best``."""
+    """Yield the columns of the root, C - 1 for each position.
+
+    A sample's column j is its j-th class after ``best``.
+    """
     classes = root.shape[-1]
     for position in positions:
         row, top = root[:, position], best[:, position]

@@ -1,4 +1,7 @@
-"""Ranks that share an estimate: they measure the same, change together what runs, and merge what they have measured."""
+"""Ranks that share an estimate.
+
+They measure the same, change together what runs, and merge what they have measured.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def agree(members: Team, options: EstimateOptions, inputs_digest: str) -> None:
 
 
 def settled(members: Team, engine: Engine, chunks: Chunks, failed: int, doubts: Tensor | None = None) -> bool:
-    """Return True if the measurement holds; else all ranks change together what runs, and are to measure anew.
+    """Return True if the measurement holds for all ranks.
+
+    Otherwise all ranks change together what runs, and are to measure anew.
 
     Args:
         members: the ranks.

@@ -83,7 +83,9 @@ class Estimate:
         return ratio(self.stderr, self.value)
 
     def bound(self, epsilon: float, n: int | None = None, unit: str = "nats") -> float:
-        """Return ``epsilon * n * LR``: the redundancy of n inputs is at least this, up to O(epsilon^2) (Theorem 3.4).
+        """Return ``epsilon * n * LR``, a lower bound of the redundancy of n inputs.
+
+        The redundancy is at least this, up to O(epsilon^2) (Theorem 3.4).
 
         Args:
             epsilon: step size on the loss summed over the n inputs, in nats; at least 0.

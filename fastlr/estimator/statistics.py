@@ -1,4 +1,7 @@
-"""Statistics of estimates: streaming moments, early stopping, units, and the memorisation bounds of the paper."""
+"""Statistics of estimates and the memorisation bounds of the paper.
+
+Among them are streaming moments, early stopping and units.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def in_unit(nats: float, unit: str) -> float:
 
 @dataclass
 class Moments:
-    """Count, mean and sum of squared deviations of a stream of numbers (Chan, Golub and LeVeque's pairwise update)."""
+    """Count, mean and sum of squared deviations of a stream of numbers.
+
+    The update is Chan, Golub and LeVeque's pairwise one.
+    """
 
     n: int = 0
     mean: float = 0.0
@@ -69,7 +75,10 @@ class Stopping:
         self.target, self.min_n, self.batch, self.moments = target, min_n, batch, Moments()
 
     def look(self, values: Tensor, done: int, stop: int) -> tuple[int, bool]:
-        """Add the values of inputs done .. stop - 1 up to where the target is reached: (values to keep, whether it is)."""
+        """Add the values of inputs done .. stop - 1, up to where the target is reached.
+
+        Returns (the number of values to keep, whether the target is reached).
+        """
         moments = self.moments
         if self.target is None:
             moments.add(values)
@@ -95,14 +104,20 @@ class Stopping:
 
 
 def ratio(stderr: float, value: float) -> float:
-    """Relative standard error: 0 where the standard error is 0, infinite where only the value is."""
+    """Return the relative standard error.
+
+    It is 0 where the standard error is 0, infinite where only the value is 0.
+    """
     if stderr == 0:
         return 0.0
     return stderr / abs(value) if value else math.inf
 
 
 def count(name: str, value: Any) -> int:
-    """Return ``value`` as an int, or raise InputError naming it unless it is an integer of at least 1."""
+    """Return ``value`` as an int, or raise InputError naming it.
+
+    It must be an integer of at least 1.
+    """
     if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
         raise InputError(f"{name} must be an integer of at least 1, not {value!r}")
     return value.__index__()
@@ -111,7 +126,9 @@ def count(name: str, value: Any) -> int:
 def memorization_gain(
     log_likelihoods: Tensor | Sequence[float] | float, entropy: Tensor | Sequence[float] | float, unit: str = "nats"
 ) -> float:
-    """Memorisation gain ``H(P_0(Y^n|x^n)) + E_{y^n ~ P_0} [log P_fit(y^n|x^n)]``: a lower bound of the redundancy.
+    """Return the memorisation gain, a lower bound of the redundancy.
+
+    It is ``H(P_0(Y^n|x^n)) + E_{y^n ~ P_0} [log P_fit(y^n|x^n)]``.
 
     Args:
         log_likelihoods: in nats, of the labels y^n drawn from P_0 under the model fitted to them. One labeling: one
@@ -146,7 +163,9 @@ def memorization_gain(
 
 
 def regression_memorization_bound(n: int, m: int, variance: float, mse: float, unit: str = "nats") -> float:
-    """Lower bound ``(n m / 2) log(variance / mse)`` of the redundancy of a regression model that fits random targets.
+    """Return a lower bound of a regression model's redundancy from its fit of random targets.
+
+    It is ``(n m / 2) log(variance / mse)``.
 
     Args:
         n: number of samples.

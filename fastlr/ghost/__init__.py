@@ -1,4 +1,7 @@
-"""Per-sample squared gradient norms of any module by a walk over the autograd graph, proven on three samples."""
+"""Per-sample squared gradient norms of any module by a walk over the autograd graph.
+
+They are proven on three samples.
+"""
 
 from fastlr.ghost.api import per_sample_grad_sq_norms, support_report
 from fastlr.ghost.engine import ChunkNorms, Engine

@@ -48,7 +48,9 @@ def per_sample_grad_sq_norms(
     out_dim: int = 0,
     per_parameter: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """Squared norm of the gradient of <v_b, output_b> with respect to all trainable parameters, for each sample b.
+    """Return the squared norm of each sample's gradient of <v_b, output_b>.
+
+    The gradient is with respect to all trainable parameters, for each sample b.
 
     With v_b the gradient of a loss at the output, this is the squared norm of that loss's per-sample gradient. The
     gradients themselves are not formed: a walk over the autograd graph finds every use of every parameter, and one

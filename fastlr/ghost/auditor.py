@@ -1,4 +1,7 @@
-"""Audits of a model: a random sample of what is measured, beside a copy of itself, as the model is."""
+"""Audits of a model: a random sample of what is measured is measured again.
+
+It runs beside a copy of itself, as the model is.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ class Auditor(Planner):
         return forward
 
     def audit(self, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent) -> bool:
-        """Return True if a random sample of a batch that `run_planned` did has its own output and norms.
+        """Return True if a random sample of a batch has its own output and norms.
+
+        The batch is one that `run_planned` did.
 
         Args:
             x: inputs.
@@ -75,7 +80,9 @@ class Auditor(Planner):
         return right
 
     def _exact_of_one(self, chunk: Chunk, v: Tensor, *, fresh: bool) -> Spot:
-        """Exact squared norms of one random sample beside a copy of itself; its output must be its row of the batch.
+        """Return the exact squared norms of one random sample beside a copy of itself.
+
+        Its output must be its row of the batch.
 
         Raises:
             Disproved: it is another, and not ``fresh``: so what is known of the model is no longer true.
@@ -92,7 +99,11 @@ class Auditor(Planner):
         return j, exact
 
     def _draw_and_run(self, batch: adapt.Batch, output: Tensor, v: Tensor) -> tuple[int, bool, dict[str, Tensor]]:
-        """Return a random sample, whether beside a copy it has its row of the output, and its exact squared norms there."""
+        """Draw a random sample and run it beside a copy of itself.
+
+        Returns the sample, whether it has its row of the output there, and its exact squared norms
+        there.
+        """
         j = self.audits.draw(batch.count)
         sample = self._forward_of(batch), j, self.view.row(v, j), self.view.out_dim, self.parameters
         try:
@@ -105,7 +116,9 @@ class Auditor(Planner):
     def _disproved(
         self, norms: dict[str, Tensor], spot: Spot, chunk: Chunk, v: Tensor, *, fresh: bool
     ) -> dict[str, Tensor]:
-        """Return the parameters whose norm of the audited sample is not its exact norm: from now on done by the loop.
+        """Return the parameters whose norm of the audited sample is not its exact norm.
+
+        From now on they are done by the loop.
 
         Raises Disproved instead where the plan is an earlier batch's: it is proven anew first.
         """
@@ -128,7 +141,10 @@ class Auditor(Planner):
     def _refuted(
         self, norms: dict[str, Tensor], exact: dict[str, Tensor], x: Any, batch: adapt.Batch, v: Tensor, j: int
     ) -> list[str]:
-        """Return the parameters whose squared norms for sample j are not the exact ones, by more than rounding explains."""
+        """Return the parameters whose squared norms for sample j are not the exact ones.
+
+        They differ by more than rounding explains.
+        """
         total = torch.stack(list(exact.values())).sum()
         wrong = [name for name, value in norms.items() if not self._agrees(value, exact[name], total)]
         if wrong:
@@ -145,7 +161,9 @@ class Auditor(Planner):
         return wrong
 
     def _within(self, x: Any, v: Tensor, j: int) -> dict[str, Tensor]:
-        """Exact squared norms of sample j within the batch as it is measured, the other cotangents zero.
+        """Return the exact squared norms of sample j within the batch as it is measured.
+
+        The other samples' cotangents are zero.
 
         In few digits an activation near a kink may fall on its other side where the sample is alone: outputs then agree
         but for rounding, gradients less.
@@ -155,7 +173,10 @@ class Auditor(Planner):
         return dict(zip(self.parameters, exact_grads(self._forward(x), self.parameters, cotangent), strict=True))
 
     def _norm_noise(self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]) -> dict[str, Tensor]:
-        """How far the exact squared norms of a sample are off by rounding, from float64; empty if nobody can tell."""
+        """Return how far the exact squared norms of a sample are off by rounding.
+
+        It is found from float64; empty if nobody can tell.
+        """
         if v.dtype == torch.float64:
             return {}
         held = (*self.model.named_parameters(), *self.model.named_buffers())
@@ -182,7 +203,10 @@ class Auditor(Planner):
         return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True) if t}
 
     def _agrees(self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None) -> bool:
-        """Return True if squared norms agree within the model's own precision, or within some times the measured rounding."""
+        """Return True if squared norms agree within the model's own precision.
+
+        Or within some times the measured rounding.
+        """
         if norms_agree(value, exact, total, self._close(value)):
             return True
         return noise is not None and bool(((value - exact).abs() <= 8 * noise).all())

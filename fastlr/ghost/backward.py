@@ -1,4 +1,6 @@
-"""One backward pass that stops at the uses of parameters and turns each gradient there into per-sample norms.
+"""One backward pass that turns gradients at the uses of parameters into norms.
+
+It stops at the uses; the norms are per sample.
 
 In: the classified graph of an output z [*], a cotangent v like it, where the samples are (layouts), and routes. Out: the
 squared norm of the gradient of <v_b, z_b> for each sample b and parameter, [B] in float64 (`sq_norms`).
@@ -41,7 +43,10 @@ Layouts = Mapping[Place, Layout]  # fitted to the shapes at hand
 
 
 class Rerouted(Exception):
-    """A rule turned out not to apply, in a pass that cannot be completed: the routes are updated, run again."""
+    """A rule turned out not to apply, in a pass that cannot be completed.
+
+    The routes are updated: run the pass again.
+    """
 
 
 @dataclass(eq=False)
@@ -65,7 +70,10 @@ class Group:
 
 @dataclass
 class Structure:
-    """The part of a graph that does not depend on its shapes: uses by node, and the groups of parameters."""
+    """The part of a graph that does not depend on its shapes.
+
+    These are the uses by node, and the groups of parameters.
+    """
 
     uses: list[Use]
     by_node: dict[int, list[Use]] = field(default_factory=dict)
@@ -115,7 +123,10 @@ def _related(graph: Graph, group: Group) -> Group:
 
 
 def _is_transposed(graph: Graph, chain: list[Place]) -> bool | None:
-    """Return True if a chain of views of a matrix transposes it, False if it changes nothing, None for anything else."""
+    """Return True if a chain of views of a matrix transposes it.
+
+    False if it changes nothing, None for anything else.
+    """
     flip = False
     for node, _ in chain:
         name = graph.names[node]
@@ -136,7 +147,9 @@ def backward(
     *,
     retain: bool,
 ) -> None:
-    """One backward pass of ``v`` that calls ``visit(node, gradients at its outputs)`` once for every node with uses.
+    """Run one backward pass of ``v`` that visits every node with uses.
+
+    It calls ``visit(node, gradients at its outputs)`` once for each of these nodes.
 
     No weight gradient is computed, nor the input gradient of a node with no other parameters below. Raises ModelError
     if a planned node is not visited exactly once.
@@ -189,7 +202,9 @@ def sq_norms(
     reasons: dict[tuple, str] | None = None,
     tolerant: bool = False,
 ) -> dict[str, Tensor]:
-    """Squared norms [B] (float64) of the gradients of <v_b, z_b>, for every parameter in the graph but those in ``skip``.
+    """Return the squared norms [B] (float64) of the gradients of <v_b, z_b>.
+
+    There is one tensor for every parameter in the graph but those in ``skip``.
 
     Args:
         graph: below ``z``, classified.
@@ -267,7 +282,10 @@ def _by_rule(
     reasons: dict[tuple, str] | None,
     tolerant: bool,
 ) -> Mapping[int, Factor] | None:
-    """Factors of a node's parameter slots by its rule; None, with the route set to "node", where no rule applies."""
+    """Return the factors of a node's parameter slots by its rule.
+
+    None, with the route set to "node", where no rule applies.
+    """
     if any(routes.get(use.key, "rule") != "rule" for use in uses):
         return None
     name = graph.names[uses[0].node]
@@ -311,7 +329,11 @@ def _norms_of_group(graph: Graph, group: Group, factors: dict[Place, list[Factor
 
 
 def _through_parameter_side(graph: Graph, group: Group, factors: dict[Place, list[Factor]]) -> dict[str, Tensor]:
-    """Dense per-sample gradients of the sources, sent through the parameter side's own backward formulas."""
+    """Return the squared norms of a group's parameters, through the parameter side.
+
+    Dense per-sample gradients of the sources are sent through the parameter side's own backward
+    formulas.
+    """
     variables = [graph.nodes[p].variable for p in group.parameters]
     totals = {s: Sum(fs, graph.shape(*s)) for s, fs in factors.items()}
     elements = sum(t.shape.numel() for t in (*totals.values(), *variables))
@@ -329,7 +351,10 @@ def _through_parameter_side(graph: Graph, group: Group, factors: dict[Place, lis
 
 
 def _pull_back(graph: Graph, grads: dict[Place, Tensor], variables: list[Tensor]) -> list[Tensor | None]:
-    """Vector-Jacobian products [b, *shape] of the parameter side; batched, or one sample at a time where vmap cannot."""
+    """Return vector-Jacobian products [b, *shape] of the parameter side.
+
+    They are batched, or made one sample at a time where vmap cannot.
+    """
     edges = [GradientEdge(graph.nodes[node], output) for node, output in grads]
     options = {"retain_graph": True, "allow_unused": True}
     try:

@@ -1,4 +1,7 @@
-"""From what the user gives as cotangent to the passes of the engine: checked, and each sample scaled to unit size."""
+"""The user's cotangents, made ready for the passes of the engine.
+
+They are checked, and each sample is scaled to unit size.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ from fastlr.ops.deferred_checks import refuse_beyond
 
 
 class Scaled(NamedTuple):
-    """A cotangent ``2^exponent v`` whose samples are scaled to unit size: v of the output's shape and dtype, exponent [B]."""
+    """A cotangent ``2^exponent v`` whose samples are scaled to unit size.
+
+    v has the output's shape and dtype, exponent is [B].
+    """
 
     v: Tensor
     exponent: Tensor
@@ -27,7 +33,10 @@ Cotangent = Tensor | Callable[[Tensor], "Tensor | Scaled | Iterable[Tensor]"]
 
 
 def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Scaled cotangents, the factor [B] that undoes the scaling of squared norms, and whether more follow."""
+    """Yield (scaled cotangent, factor, whether more follow) for each backward pass.
+
+    The factor [B] undoes the scaling of squared norms.
+    """
     made = cotangent if isinstance(cotangent, Tensor) else cotangent(output)
     if isinstance(made, Scaled):
         yield made.v, _squared(made.exponent), False
@@ -80,7 +89,10 @@ def _squared(exponent: Tensor) -> Tensor:
 
 
 def batch_sq_norms(parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, size: int) -> Tensor:
-    """Squared norms [parameters, 1] of the gradients of ``<output, v>``, times ``size``, by one backward pass."""
+    """Return the squared norms [parameters, 1] of a batch's gradients, times ``size``.
+
+    The gradients are those of ``<output, v>``, by one backward pass.
+    """
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)  # unit size, as above: small cotangents keep their bits
     unit = (v * 2.0**-exponent).to(output.dtype)
     return torch.stack(exact_grads(output, parameters, unit))[:, None] * (4.0**exponent * size)

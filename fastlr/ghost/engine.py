@@ -148,7 +148,10 @@ class Engine(Auditor):
             return result
 
     def distrust(self) -> None:
-        """Prove the model anew, as another process has found it changed, and from now on look at every batch."""
+        """Prove the model anew, as another process has found it changed.
+
+        From now on every batch is looked at.
+        """
         self._forget(self._last)
         self.audits.failed = max(1, self.audits.failed)
 
@@ -160,7 +163,10 @@ class Engine(Auditor):
                 self.ledger.parameters[name] = ParameterProof("loop", alive=True, reason="so on another rank")
 
     def _distrust(self, failure: Disproved) -> None:
-        """A sample refutes what was proven earlier: prove anew, and from now on look at every batch."""
+        """Prove the model anew, as a sample refutes what was proven earlier.
+
+        From now on every batch is looked at.
+        """
         self.audits.fail(failure)
         self._forget(self._last)
         warnings.warn(
@@ -208,7 +214,10 @@ class Engine(Auditor):
         return result
 
     def _chunk(self, x: Any) -> tuple[Chunk, Tensor]:
-        """Run the model forward and walk the graph; return the chunk, and its output without the graph."""
+        """Run the model forward and walk the graph.
+
+        Returns the chunk, and its output without the graph.
+        """
         self._compared, self._last = False, self._flags()
         program_now = program.fingerprint(self.model, self._free_buffers(x))
         sizes = self._slice_key(x, 1)
@@ -237,7 +246,10 @@ class Engine(Auditor):
         return Chunk(x, z, count, graph), output
 
     def _free_buffers(self, x: Any) -> frozenset[int]:
-        """Buffers that the forward pass uses as running statistics only, so that their values change nothing of a plan."""
+        """Return the buffers that the forward pass uses as running statistics only.
+
+        Their values change nothing of a plan.
+        """
         assert self._last is not None
         if self._last not in self._observed:
             if len(self._observed) > KEPT:
@@ -262,7 +274,10 @@ class Engine(Auditor):
         return plan, fresh
 
     def plan(self, size: int) -> Plan | None:
-        """Return the last call's plan, for `run_planned`, if it had ``size`` samples and went by rules alone."""
+        """Return the last call's plan, for `run_planned`, or None.
+
+        There is one if the call had ``size`` samples and went by rules alone.
+        """
         if self._plan is None:
             return None
         state, plan, count = self._plan
@@ -272,7 +287,9 @@ class Engine(Auditor):
         return self._plan if count == size > 1 and simple and proven and not self._hooked_parameters else None
 
     def run_planned(self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The passes of an earlier call, for inputs of the same shapes, without a check that waits for the device.
+        """Run an earlier call's passes for inputs of the same shapes.
+
+        No check waits for the device.
 
         Returns:
             (squared norms [parameters, B] in the order of ``parameters``, float64; the output).
@@ -348,7 +365,10 @@ class Engine(Auditor):
         return norms
 
     def _by_loop(self, chunk: Chunk, v: Tensor, chosen: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Squared norms [B] of some parameters' gradients, one forward and backward pass a sample."""
+        """Return the squared norms [B] of some parameters' gradients by the loop.
+
+        It makes one forward and backward pass a sample.
+        """
         batch, close, out_dim = self._batch(chunk), self._close(v), self.view.out_dim
         key = self._single_key(batch, chosen)
         forward = self._forward_of(batch)
@@ -360,13 +380,19 @@ class Engine(Auditor):
         return dict(zip(chosen, torch.stack(rows, 1), strict=True))
 
     def _single_key(self, batch: adapt.Batch, chosen: Iterable[str]) -> tuple:
-        """Return what decides if a sample alone has its gradients, or only beside a copy: shapes, strides, the program."""
+        """Return what decides if a sample alone has its gradients, or only beside a copy.
+
+        These are shapes, strides and the program.
+        """
         leaves = adapt.tree_flatten(batch.pick([0]))[0]
         strides = tuple((t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided)
         return strides, self._last, self._seen, tuple(chosen)
 
     def _table(self, norms: dict[str, Tensor], device: torch.device, count: int) -> Tensor:
-        """Squared norms [parameters, B], in the order of ``parameters``; zero where there are none."""
+        """Return the squared norms [parameters, B], in the order of ``parameters``.
+
+        They are zero where there are none.
+        """
         zero = torch.zeros(count, dtype=torch.float64, device=device)
         return torch.stack([norms.get(name, zero) for name in self.parameters])
 
@@ -394,7 +420,10 @@ class Engine(Auditor):
 
 
 def _finite(z: Tensor) -> Tensor:
-    """The output without its graph, refused if it is not finite; minus infinity is a logit that classes may have."""
+    """Return the output without its graph, refused if it is not finite.
+
+    Minus infinity is allowed: it is a logit that classes may have.
+    """
     output = z.detach()
     if output.numel():
         refuse_beyond(

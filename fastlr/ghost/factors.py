@@ -118,7 +118,10 @@ class ComplexOuter(Outer):
 
 @dataclass
 class Rows(Factor):
-    """Gradients of rows of a table: ids [B, T], g [B, T, D]; the table has ``shape`` (number of rows, ...)."""
+    """Gradients of rows of a table: ids [B, T], g [B, T, D].
+
+    The table has ``shape`` (number of rows, ...).
+    """
 
     ids: Tensor
     g: Tensor
@@ -138,7 +141,10 @@ class Rows(Factor):
 
 @dataclass
 class Bilinear(Factor):
-    """sum_t g_t (x_t y_t^T) for x [B, T, I], y [B, T, J], g [B, T, O]: a tensor of shape (O, I, J)."""
+    """Gradients sum_t g_t (x_t y_t^T), of shape (O, I, J).
+
+    From x [B, T, I], y [B, T, J], g [B, T, O].
+    """
 
     x: Tensor
     y: Tensor
@@ -162,7 +168,10 @@ class Bilinear(Factor):
 
 @dataclass
 class Conv(Factor):
-    """Weight gradients of a convolution: x [B, K, C, *], g [B, K, O, *], geometry as in reference.norms.conv_grads."""
+    """Weight gradients of a convolution, from x [B, K, C, *] and g [B, K, O, *].
+
+    The geometry is as in reference.norms.conv_grads.
+    """
 
     x: Tensor
     g: Tensor
@@ -181,7 +190,10 @@ class Conv(Factor):
 
 @dataclass
 class Norms(Factor):
-    """Squared norms [B] of gradients that were found with others': ``whole`` gives their factor, if it can be had at all."""
+    """Squared norms [B] of gradients that were found together with others' norms.
+
+    ``whole`` gives the factor of these gradients, if it can be had at all.
+    """
 
     values: Tensor
     whole: Callable[[], Factor] | None = None
@@ -216,7 +228,10 @@ class Sum(Factor):
 
 
 def _tied(rows: Rows, outer: Outer) -> Tensor:
-    """Inner product of an embedding's and a linear layer's gradients of one table (tied weights): [B], float64."""
+    """Return the inner product of an embedding's and a linear layer's gradients: [B], float64.
+
+    Both are gradients of one table (tied weights).
+    """
     a, g = outer.a[:, 0], outer.g[:, 0]  # [B, S, D], [B, S, V]
     if outer.inputs_first:
         a, g = g, a

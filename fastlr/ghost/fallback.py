@@ -28,7 +28,10 @@ Forward = Callable[[Sequence[int]], Tensor]  # numbers of samples -> their outpu
 
 
 def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
-    """Per-sample gradients of the parameter slots of any node, by its own backward formula, sample by sample."""
+    """Return the per-sample gradients of the parameter slots of any node.
+
+    They are made by the node's own backward formula, sample by sample.
+    """
     masks: list[Tensor | None] = []
     for output, gradient in enumerate(site.gradients):
         if gradient is None:
@@ -89,7 +92,9 @@ def all_beside_copy(
     parameters: Mapping[str, Tensor],
     copies: int = 2,
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """Output row and exact squared norms (see `exact_grads`) of one sample, run beside copies whose cotangents are zero.
+    """Return the output row and exact squared norms of one sample, run beside copies.
+
+    See `exact_grads`; the cotangents of the copies are zero.
 
     Torch's backward formulas may be wrong for a batch of one, where the strides of a transposed view pass for another memory
     format (batch norm on a CPU, flattened and transposed); beside a copy they are right.
@@ -145,7 +150,9 @@ class Singles:
         key: tuple,
         close: float,
     ) -> list[Tensor]:
-        """Squared norms (float64 scalars) of one sample's gradients, in the order of ``parameters``.
+        """Return the squared norms of one sample's gradients, in the order of ``parameters``.
+
+        They are float64 scalars.
 
         Args:
             forward: runs the model.

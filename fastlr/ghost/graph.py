@@ -102,7 +102,9 @@ class Graph:
         return max(self.float_dtypes(), key=lambda d: torch.finfo(d).eps, default=torch.float64)
 
     def signature(self) -> tuple:
-        """Structure of the graph: kinds, edges, parameters, train flags of batch norms, and what views of parameters show.
+        """Return the structure of the graph, without shapes.
+
+        Kinds, edges, parameters, train flags of batch norms, and what views of parameters show.
 
         Shapes are not in it.
         """
@@ -177,7 +179,10 @@ class Graph:
         ]
 
     def is_root(self, node: int) -> bool:
-        """Return True if no parameter lies on the sample side below: the engine then captures the node's gradient."""
+        """Return True if no parameter lies on the sample side below the node.
+
+        The engine then captures the node's gradient.
+        """
         return not any(c >= 0 and self.side[c] == SAMPLE for c, _ in self.children[node])
 
     def parameters_below(self, node: int) -> tuple[int, ...]:
@@ -197,7 +202,10 @@ class Graph:
         return [self.parameters[p] for p in self.parameters_below(node)]
 
     def view_chain(self, node: int) -> list[Place] | None:
-        """Nodes from a source down to its one parameter if all are views (with the output number used), else None."""
+        """Return the nodes from a source down to its one parameter if all are views, else None.
+
+        With each node comes the output number used.
+        """
         chain, output = [], 0
         while node not in self.parameters:
             if self.names[node] not in VIEWS:
@@ -210,7 +218,10 @@ class Graph:
 
 
 def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
-    """Collect the graph below ``z``, inputs before consumers, in an order fixed by the graph alone."""
+    """Collect the graph below ``z``, inputs before consumers.
+
+    The order is fixed by the graph alone.
+    """
     names_of = {id(p): name for name, p in parameters.items()}
     index: dict = {}
     graph = Graph([], [], [], {}, [])
@@ -241,7 +252,10 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
 
 
 def _kind(node: Any) -> str:
-    """Kind of a node: its name, marked if it is a user's own Function, which must not pass for one of fastlr's."""
+    """Return the kind of a node: its name, marked if it is a user's own Function.
+
+    A user's Function must not pass for one of fastlr's.
+    """
     name = node.name()
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         function = own_function(node)
@@ -280,7 +294,9 @@ def _call_own(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor |
 
 
 def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """For each element of a parameter, how often a chain of views shows it and at which position of a result of ``shape``.
+    """Return how often and where a chain of views shows each element of a parameter.
+
+    Where: at which position of a result of ``shape``.
 
     Found by running the views' own backward formulas on ones and on 0, 1, 2, ...; float64 is exact to 2^53.
     """
@@ -297,7 +313,10 @@ def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[T
 
 
 def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retain: bool = False) -> list[Tensor]:
-    """Squared norms (float64 scalars) of the gradients of <v, z>, by plain autograd, in the order of ``parameters``."""
+    """Return the squared norms (float64 scalars) of the gradients of <v, z>.
+
+    They are made by plain autograd, in the order of ``parameters``.
+    """
     norms = [torch.zeros((), dtype=torch.float64, device=z.device)] * len(parameters)
 
     def take(number: int, gradient: Tensor) -> None:
@@ -309,7 +328,10 @@ def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retai
 
 
 def full_precision(device: torch.device) -> AbstractContextManager:
-    """No autocast: a backward pass has the precision of its forward pass, and norms are not for autocast to round."""
+    """Return a context without autocast.
+
+    A backward pass has the precision of its forward pass, and norms are not for autocast to round.
+    """
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 

@@ -1,4 +1,7 @@
-"""Calling any model and slicing its inputs: wrappers, output selection, the sample axis of inputs."""
+"""Calling any model and slicing its inputs.
+
+This covers wrappers, output selection and the sample axis of inputs.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,9 @@ def trainable(model: nn.Module, *, shards: bool = False) -> dict[str, nn.Paramet
 
 @dataclass(frozen=True, eq=False)
 class ModelView:
-    """A model as it is measured: its module without wrappers, its trainable parameters, and where its samples are.
+    """A model as it is measured.
+
+    It holds the module without wrappers, its trainable parameters, and where its samples are.
 
     The module is held weakly: what is kept about a model (plans, proofs) does not keep the model. The parameters are
     those that require grad when they are first asked for; `renewed` looks again.
@@ -103,7 +108,10 @@ class ModelView:
 
     @classmethod
     def of(cls, model: nn.Module, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0) -> ModelView:
-        """View a model, wrapped or not. Raises InputError or ModelError where it is none that can be measured."""
+        """View a model, wrapped or not.
+
+        Raises InputError or ModelError where it is none that can be measured.
+        """
         return cls(weakref.ref(unwrap(model)), output, in_dim, out_dim)
 
     def renewed(self) -> ModelView:
@@ -120,12 +128,18 @@ class ModelView:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The trainable parameters by name; ModelError if there is none, or one that cannot be measured."""
+        """Return the trainable parameters by name.
+
+        ModelError if there is none, or one that cannot be measured.
+        """
         return trainable(self.module)
 
     @cached_property
     def held(self) -> dict[str, nn.Parameter]:
-        """As `parameters`, but those of a model under ``fully_shard`` may be sharded: for their names, dtypes and device."""
+        """Return `parameters`, but those of a model under ``fully_shard`` may be sharded.
+
+        This serves for their names, dtypes and device.
+        """
         return trainable(self.module, shards=True) if holds_fully_sharded(self.module) else self.parameters
 
     @cached_property
@@ -179,12 +193,18 @@ class ModelView:
 
 
 def _holds_nan(t: Tensor) -> bool:
-    """By the sum, in a quarter of the time: it hides none. Where infinities cancel, each value is looked at."""
+    """Return True if a tensor holds NaN, by its sum, in a quarter of the time.
+
+    The sum hides no NaN. Where infinities cancel, each value is looked at.
+    """
     return (t.itemsize == 1 or math.isnan(t.sum())) and bool(torch.isnan(t).any())  # torch adds up no bytes
 
 
 def as_inputs(x: Any) -> Any:
-    """Normalise ``x`` (tensor, tuple, list or mapping), detached, so that no input takes part in the graph."""
+    """Normalise ``x`` (tensor, tuple, list or mapping), detached.
+
+    So no input takes part in the graph.
+    """
     if isinstance(x, Mapping) and not isinstance(x, dict):
         x = dict(x)
     if isinstance(x, list):
@@ -207,7 +227,10 @@ def versions(x: Any) -> list[int]:
 
 
 def copied(x: Any) -> Any:
-    """The inputs with copies of their tensors, for a model that writes to them; torch lets none write to expanded ones."""
+    """Return the inputs with copies of their tensors, for a model that writes to them.
+
+    Expanded tensors are not copied: torch lets no model write to them.
+    """
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) and not _expanded(t) else t, x)
 
 
@@ -238,7 +261,9 @@ def call_with(
     dtype: torch.dtype | None = None,
     within: AbstractContextManager[Any] | None = None,
 ) -> Any:
-    """`call` with other parameters and buffers, wherever the model holds them; ``within`` a context, nothing else in it.
+    """Make a `call` with other parameters and buffers, wherever the model holds them.
+
+    ``within``: a context in which the call runs, and nothing else.
 
     Each module is named once: of two names of one module, torch would put back the tensors of this call, not the model's.
     """
@@ -307,7 +332,10 @@ def sample_count(z: Tensor, out_dim: int) -> int:
 
 
 def require_graph(z: Tensor) -> None:
-    """Raise ModelError if no trainable parameter acts on the output z as far as autograd can see."""
+    """Raise ModelError if no trainable parameter acts on the output z.
+
+    As far as autograd can see.
+    """
     if not z.requires_grad:
         raise ModelError(
             "the output depends on no trainable parameter that autograd can see (no_grad, inference_mode, detach or .data?)"
@@ -336,7 +364,9 @@ def require_pickable(tensor: Tensor, name: str) -> None:
 
 
 class Batch:
-    """The inputs of one call, with the leaves that carry the sample axis, so that samples can be picked.
+    """The inputs of one call, from which samples can be picked.
+
+    The leaves that carry the sample axis are known.
 
     ``batched`` lists the indices of the flattened leaves of size ``count`` along ``in_dim``; the others are shared.
     """
@@ -370,7 +400,10 @@ class Batch:
         return Batch(self.pick(samples), len(samples), self.in_dim, self.batched)
 
     def otherwise(self, factors: Sequence[float]) -> Iterator[Batch]:
-        """Yield the batch with each sample's floating-point inputs times a factor, and with other integers of the last one.
+        """Yield the batch with other values: floats times a factor, then other integers.
+
+        Each sample's floating-point inputs have a factor; the other integers are in the last
+        sample.
 
         Inputs that are all zero become the factors. The last row of the last sample becomes zero, as padding is.
         """
@@ -395,7 +428,10 @@ class Batch:
                 yield Batch(tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched)
 
     def distinct(self, need: int, generator: torch.Generator) -> Batch:
-        """Return a batch of at least ``need`` samples that differ, made by jittering copies where there are too few."""
+        """Return a batch of at least ``need`` samples that differ.
+
+        Where there are too few, jittered copies are added.
+        """
         picked = list(range(min(self.count, need)))
         x = self.pick(picked)
         leaves = tree_flatten(x)[0]
@@ -417,7 +453,10 @@ class Batch:
 
 
 def _change(sample: Tensor) -> None:
-    """Halve a sample's integers; of a mask (0 and 1) turn the last entry if its row keeps both: none is left empty."""
+    """Halve a sample's integers; of a mask (0 and 1) turn the last entry instead.
+
+    It is turned only if its row then has both values: no mask is left empty.
+    """
     if bool((sample > 1).any()):
         sample.div_(2, rounding_mode="trunc")
     else:
@@ -427,14 +466,20 @@ def _change(sample: Tensor) -> None:
 
 
 def _index(samples: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers as a tensor; those of a range are made on the device, which a copy from the host would wait for."""
+    """Return the numbers of samples as a tensor on a device.
+
+    Those of a range are made on the device, as a copy from the host would wait for it.
+    """
     if isinstance(samples, range):
         return torch.arange(samples.start, samples.stop, samples.step, device=device)
     return torch.as_tensor(list(samples), device=device)
 
 
 def _ordered_like(original: Tensor, t: Tensor) -> Tensor:
-    """Give ``t`` the order of axes in memory that ``original`` has: some operations take another path by it."""
+    """Give ``t`` the order of axes in memory that ``original`` has.
+
+    Some operations take another path by it.
+    """
     strides = original.stride()
     order = sorted(range(t.ndim), key=lambda d: -strides[d])
     if order == list(range(t.ndim)):

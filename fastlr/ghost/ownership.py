@@ -1,4 +1,6 @@
-"""Which rows of a gradient belong to which sample, whatever the data: followed from the output down, node by node.
+"""Which rows of a gradient belong to which sample, whatever the data.
+
+They are followed from the output down, node by node.
 
 In: a classified graph and the samples' axis of the output. Out: a layout for every output whose rows are known (`trace`). A
 sample owns rows of the output. A node *keeps rows* if the gradient that it hands to an input has, in the rows of a sample,
@@ -24,7 +26,10 @@ from fastlr.ghost.sample_axis import Regular
 
 @dataclass
 class Step:
-    """One edge of the graph: an output of a node whose rows are known, and one of the node's inputs."""
+    """One edge of the graph, from an output of a node to one of the node's inputs.
+
+    The rows of the output are known.
+    """
 
     node: Any
     name: str
@@ -51,7 +56,10 @@ def axis(dim: int, ndim: int) -> int:
 
 
 def details(graph: Graph) -> tuple:
-    """The axes along which nodes of the graph work, as far as they have saved them: part of what a plan is kept by."""
+    """Return the axes along which nodes of the graph work, as far as they have saved them.
+
+    They are part of what a plan is kept by.
+    """
     return tuple(
         tuple(getattr(graph.nodes[i], attribute, None) for attribute in READ[name])
         for i, name in enumerate(graph.names)
@@ -60,7 +68,10 @@ def details(graph: Graph) -> tuple:
 
 
 def _list(names: str, keeps: Keeps, *read: str) -> None:
-    """Enter kinds of nodes that keep rows, with what they have saved of the axes along which they work."""
+    """Enter kinds of nodes that keep rows in the table.
+
+    With what they have saved of the axes along which they work.
+    """
     for name in names.split():
         kind = name if "Backward" in name else f"{name}Backward0"
         KEEPS[kind] = keeps
@@ -72,7 +83,10 @@ def _list(names: str, keeps: Keeps, *read: str) -> None:
 
 
 def _elementwise(s: Step) -> Regular | None:
-    """Axes correspond from the last on; an input that is broadcast along the samples would get the sum over them."""
+    """Follow rows through an elementwise node: axes correspond from the last on.
+
+    An input that is broadcast along the samples would get the sum over them.
+    """
     return s.at(s.layout.dim - (len(s.outer) - len(s.inner)))
 
 
@@ -94,7 +108,11 @@ _list("Angle Complex Conj ConjPhysical Polar", _elementwise)
 
 
 def _reshaped(s: Step) -> Regular | None:
-    """Sample b owns the elements whose flat index, divided by its stride, is b modulo the number of samples."""
+    """Follow rows through a reshape, by the flat index of an element.
+
+    Sample b owns the elements whose flat index, divided by its stride, is b modulo the number of
+    samples.
+    """
     count = s.outer[s.layout.dim] // (s.layout.outer * s.layout.inner)
     stride = s.layout.inner * prod(s.outer[s.layout.dim + 1 :])
     below = prod(s.inner)
@@ -254,7 +272,11 @@ def _layer_norm(s: Step) -> Regular | None:
 
 
 def _batch_norm(s: Step) -> Regular | None:
-    """With running statistics, a scaling of every element; with the batch's (instance norm), alike for every channel."""
+    """Follow rows through a batch norm.
+
+    With running statistics it scales every element; with the batch's (instance norm) it works alike
+    for every channel.
+    """
     training = getattr(s.node, "_saved_training", True)
     return s.at(s.layout.dim) if s.slot == 0 and s.output == 0 and (not training or s.layout.dim == 1) else None
 
@@ -267,7 +289,9 @@ _list("NativeBatchNorm", _batch_norm, "training")
 
 
 def _product(first: int) -> Keeps:
-    """``left @ right``, the factors in slots ``first`` and ``first + 1``; before them what is added to the product.
+    """Return the keeper of rows for ``left @ right``, in slots ``first`` and ``first + 1``.
+
+    Before the factors is what is added to the product.
 
     Rows of the product are rows of the left factor, its columns are those of the right one; an axis before these two is one
     of both. The other factor of rows or columns gets the sum over them.

@@ -1,4 +1,7 @@
-"""The plan of a model: what was proven, by structure of its graph, and where the samples are, by the shapes at hand."""
+"""The plan of a model: what was proven of it and where its samples are.
+
+The proofs are kept by the structure of the graph, the samples' places by the shapes at hand.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,10 @@ Plan = tuple[State, ShapePlan, int]  # with the number of samples
 
 @dataclass(eq=False)
 class Chunk:
-    """A batch that is measured: its inputs, the output for them with its graph, and the number of samples."""
+    """A batch that is measured.
+
+    It holds its inputs, the output for them with its graph, and the number of samples.
+    """
 
     x: Any
     z: Tensor
@@ -127,7 +133,10 @@ class Planner:
 
     @property
     def _hooked_parameters(self) -> bool:
-        """Return True if hooks of parameters may change their gradients, which rules do not take."""
+        """Return True if hooks of parameters may change their gradients.
+
+        Rules do not take such hooks.
+        """
         return any(p._backward_hooks for p in self.parameters.values())
 
     def _flags(self) -> tuple:
@@ -140,11 +149,16 @@ class Planner:
         )
 
     def without_caches(self, x: Any) -> AbstractContextManager[None]:
-        """Within this context the model runs without what earlier forward passes have left in it (see `_caches`)."""
+        """Run the model within this context without what earlier forward passes have left in it.
+
+        See `_caches`.
+        """
         return emptied(self._caches(x))
 
     def _caches(self, x: Any) -> list[tuple[nn.Module, str]]:
-        """Dicts of tensors in the model that forward passes of ours run without: caches of what its parameters give.
+        """Return the dicts of tensors in the model that forward passes of ours run without.
+
+        They are caches of what the model's parameters give.
 
         A forward pass without a graph may have filled them (LeViT's attention biases): then parameters would seem unused.
 
@@ -183,7 +197,10 @@ class Planner:
         return set(walk(z, self.parameters).parameters.values()) if z.requires_grad else set()
 
     def _state(self, chunk: Chunk) -> tuple[tuple, State]:
-        """Find or make the plan for this structure, with the key of its shapes; prove what is not proven yet."""
+        """Find or make the plan for this structure, with the key of its shapes.
+
+        What is not proven yet is proven.
+        """
         graph, count = chunk.graph, chunk.count
         signature = (self._last, graph.signature())
         state = self._states.get(signature)
@@ -228,7 +245,9 @@ class Planner:
         return key, state
 
     def _try_program(self, chunk: Chunk) -> None:
-        """Require of a program not tried yet that samples do not interact, in float64 and under other conditions.
+        """Prove in float64 that samples of a program not tried yet do not interact.
+
+        They must not under other conditions either (`ForwardChecks._otherwise`).
 
         Where activations saturate, the batch at hand may hide in its few digits what the next one shows.
         """
@@ -261,7 +280,10 @@ class Planner:
         return graph.side == state.side and not graph.undecided
 
     def _unproven(self, graph: Graph, ledger: Ledger) -> list[str]:
-        """Parameters of which some use, or the absence, is not in the ledger; classifies the graph on the way."""
+        """Return the parameters of which some use, or the absence, is not in the ledger.
+
+        The graph is classified on the way.
+        """
         graph.classify(ledger.decide(graph))
         missing: dict[str, None] = {}
         for i in graph.undecided:
@@ -285,9 +307,11 @@ class Planner:
         return count, shapes
 
     def _batch(self, chunk: Chunk, *, compare: bool = False) -> adapt.Batch:
-        """Find the batched inputs: with their samples in other company, all outputs must be what they are in the batch.
+        """Find the batched inputs, and require that samples do not depend on their company.
 
-        Looked at once for each shape, and where ``compare``.
+        With their samples in other company, all outputs must be what they are in the batch.
+
+        The outputs are compared once for each shape, and where ``compare`` asks for it.
 
         Raises:
             InteractionError: the outputs depend on the company.
@@ -329,7 +353,9 @@ class Planner:
 
     @on_demand.structure_only()
     def _alike(self, batch: adapt.Batch, z: Tensor) -> bool:
-        """Return True if random halves of the batch, shuffled, give what they gave in it (few samples: each beside a copy).
+        """Return True if random halves of the batch, shuffled, give what they gave in it.
+
+        Where there are few samples, each is run beside a copy instead.
 
         Where samples are known to interact under other conditions, as many as ALONE also each beside a copy.
         """
@@ -359,7 +385,10 @@ class Planner:
         got: Tensor,
         noise: Callable[[], Noise | None] | None = None,
     ) -> bool:
-        """Return True if outputs of the same samples agree within the model's own precision (see `agree`)."""
+        """Return True if outputs of the same samples agree within the model's own precision.
+
+        See `agree`.
+        """
         low = low_precision(want.device, {p.dtype for p in self.parameters.values()})
         return agree(want, got, rounding(want.dtype, low=low), noise, self.view.out_dim)
 
@@ -372,7 +401,10 @@ class Planner:
         return noise
 
     def _blame(self, batch: adapt.Batch, *, alike: bool) -> None:
-        """Samples in other company give something else: find out exactly, on the copy, who is to blame."""
+        """Find out exactly, on the copy, why samples in other company give something else.
+
+        The error names who is to blame.
+        """
         count, ledger = batch.count, Ledger()
         some = batch.part(self._few.spread(count))
         self._few.take(self.view, some, ledger, lambda prover, few: prover.prove(few, ledger))
@@ -384,7 +416,10 @@ class Planner:
             )
 
     def _layouts(self, chunk: Chunk, state: State, *, fresh: bool) -> ShapePlan:
-        """Layouts of all uses, told by the graph or found in this batch; parameters where none holds go to the loop."""
+        """Return the layouts of all uses, told by the graph or found in this batch.
+
+        Parameters where none holds go to the loop.
+        """
         ledger, structure, graph = self.ledger, state.structure, chunk.graph
         z, count, out_dim = chunk.z, chunk.count, self.view.out_dim
         known, by_data = ownership.trace(graph, z, out_dim)

@@ -43,12 +43,17 @@ CALLS: dict[Callable, str] = {getattr(torch, kind): kind for kind in _KINDS}
 
 
 def expected(names: Iterable[str]) -> bool:
-    """Return True if a model with parameters of these names may have recurrent layers, by torch's names of their weights."""
+    """Return True if a model with parameters of these names may have recurrent layers.
+
+    It goes by torch's names of their weights.
+    """
     return any("weight_hh" in name for name in names)
 
 
 class Unfused(TorchFunctionMode):
-    """Recurrent layers run by torch's own steps: their gradients exist in eval mode, and rules cover their nodes.
+    """Run recurrent layers by torch's own steps.
+
+    Then their gradients exist in eval mode, and rules cover their nodes.
 
     Attributes:
         calls: how many calls ran so.
@@ -82,7 +87,9 @@ def _fused_off() -> Iterator[None]:
 
 
 def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, ...] | None:
-    """The result of a call of torch.lstm, gru, rnn_tanh or rnn_relu; None if it is not one over a padded sequence.
+    """Return the result of a call of torch.lstm, gru, rnn_tanh or rnn_relu.
+
+    None if the call is not one over a padded sequence.
 
     Args:
         func: one of CALLS.
@@ -140,7 +147,10 @@ class Steps:
 
     @staticmethod
     def of(kind: str, t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
-        """From a layer's inputs, initial states and weights by role, and its outputs; all float32 or float64."""
+        """Compute the steps from a layer's inputs, initial states, weights and outputs.
+
+        The tensors are named by role; all are float32 or float64.
+        """
         if kind == "lstm":
             return _lstm(t, before, out)
         if kind == "gru":
@@ -177,7 +187,10 @@ def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
 
 
 def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:
-    """Gates in torch's order: reset, update, new. The new gate takes two places in ``local``: first by x, last by h."""
+    """Return the steps of a GRU, with gates in torch's order: reset, update, new.
+
+    The new gate takes two places in ``local``: first by x, last by h.
+    """
     x_gates = raised(F.linear(t["x"], t["w_ih"], t.get("b_ih"))).unflatten(2, (3, -1))
     h_gates = raised(F.linear(before, t["w_hh"], t.get("b_hh"))).unflatten(2, (3, -1))
     r, z = (x_gates[:, :, :2] + h_gates[:, :, :2]).sigmoid_().unbind(2)
@@ -192,7 +205,9 @@ def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:
 
 
 class Scan(torch.autograd.Function):
-    """The outputs of a recurrent layer in one direction as a function of its inputs, initial states and weights.
+    """The outputs of a recurrent layer in one direction.
+
+    They are a function of its inputs, initial states and weights.
 
     Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has computed before the backward
     pass reaches the node (the gradients at the outputs and what `Scan.sweep` gives for them); ``norms_only`` says that the
@@ -308,7 +323,10 @@ def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 
 def _in_one_product(sides: Sides, rows: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Squared norms [B] by role of what has the same gates for inputs and states, where these are few."""
+    """Return squared norms [B] by role, all from one product over the rows.
+
+    It serves where inputs and states have the same gates, and these are few; else there are none.
+    """
     (x, g), (before, by_h) = sides["w_ih"], sides["w_hh"]
     assert x is not None and before is not None
     widths = [x.shape[2], before.shape[2], 1]

@@ -1,4 +1,7 @@
-"""What a model raises when it is called, as an error that names the inputs it was given and says what to do."""
+"""What a model raises when it is called, as an error that says what to do.
+
+It names the inputs that the model was given.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ _OF_SHAPES = ("shape", "size", "dimension", "channel", "length", "broadcast", "e
 
 @contextmanager
 def refusals(view: ModelView, x: Any) -> Iterator[None]:
-    """Turn what the model raises for inputs x also when it runs alone into fastlr's error; that exception is the cause.
+    """Turn what the model raises for inputs x into fastlr's error.
+
+    Only if it raises also when it runs alone. The model's exception is the cause.
 
     Raises:
         InputError: the inputs are not those that the model is made for, as far as its exception tells.

@@ -1,4 +1,6 @@
-"""One rule for each kind of autograd node: from what the node saved and the gradient at its output to per-sample gradients.
+"""Rules that give per-sample gradients, one for each kind of autograd node.
+
+A rule starts from what the node saved and the gradient at its output.
 
 In: a `Site` (a node, the gradients g at its outputs, where the samples are in them) and the slots, those inputs of the node
 that come from parameters. Out: for each slot a `Factor` (fastlr.ghost.factors), which stands for the gradients [B, *shape].
@@ -126,7 +128,9 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 
 def _product(site: Site, slot: int, left: str, right: str, shape: torch.Size, scale: float = 1.0) -> Factor:
-    """Factor of the left (``slot`` 0) or right (1) operand of a product [N, n, k] @ [N, k, m] or [n, k] @ [k, m].
+    """Return the factor of the left (``slot`` 0) or right (1) operand of a product.
+
+    The product is [N, n, k] @ [N, k, m] or [n, k] @ [k, m].
 
     The gradient of the right operand is sum_t a_t g_t^T over the sample's rows t of the left one and of g; that of the left
     operand is the transposed, over columns. ``left``, ``right``: names under which the node has saved the operands.
@@ -159,7 +163,10 @@ def product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 @rule("AddmmBackward0", "BaddbmmBackward0", about="addmm, baddbmm: linear with bias, any number of leading dimensions")
 def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Slot 0 is the added term (times beta), slots 1 and 2 the operands of the product (times alpha)."""
+    """Return the factors of an added term and of the operands of a product.
+
+    Slot 0 is the added term (times beta), slots 1 and 2 the operands (times alpha).
+    """
     if 1 in slots and 2 in slots:
         raise Unsupported("both sides are parameters")
     n = site.node
@@ -191,7 +198,10 @@ def _reduced(
     shape: torch.Size,
     other: Tensor | None = None,  # broadcasts to the output
 ) -> Tensor:
-    """Sum ``g``, or ``g * other``, over the axes along which a tensor of ``shape`` was broadcast: [B, *shape]."""
+    """Sum ``g``, or ``g * other``, over the axes along which a tensor was broadcast.
+
+    The tensor is of ``shape``; the result is [B, *shape].
+    """
     dim = site.layout.dim
     lead = g.ndim - len(shape)
     kept = dim - lead
@@ -208,7 +218,10 @@ def _reduced(
 
 
 def _summed(g: Tensor, other: Tensor | None, axes: Sequence[int]) -> Tensor:
-    """Sum ``g``, or ``g * other``, over axes; where nothing is added up or multiplied, ``g`` itself in its dtype."""
+    """Sum ``g``, or ``g * other``, over axes.
+
+    Where nothing is added up or multiplied, return ``g`` itself in its dtype.
+    """
     if other is None and all(g.shape[axis] == 1 for axis in axes):
         return g.squeeze(tuple(axes))
     if g.is_complex():
@@ -229,7 +242,10 @@ def _times(t: Tensor, factor: float) -> Tensor:
     on_complex=True,
 )
 def additive(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Sum of the output gradient over broadcast axes (times alpha, or -alpha for the second term of a difference)."""
+    """Return the factors of terms of a sum: the output gradient over broadcast axes.
+
+    It is summed over these axes, times alpha (-alpha for the second term of a difference).
+    """
     factors: dict[int, Factor] = {}
     for slot in slots:
         grads = _reduced(site, site.g, site.shapes[slot])
@@ -358,7 +374,9 @@ def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 
 def _by_row(site: Site, op: str, names: Sequence[str]) -> list[Tensor]:
-    """Sums over the rows of each sample, by an op, for a norm over the trailing axes: [B, *normalised shape] each.
+    """Return sums over the rows of each sample, for a norm over the trailing axes.
+
+    They are made by an op: [B, *normalised shape] each.
 
     The op gets [B, rows, size]: the node's input, the gradient, and the statistics of each row saved under ``names``.
     """

@@ -1,4 +1,6 @@
-"""Rules for tables of which rows are picked: embedding, bags of embeddings, indexing. See fastlr.ghost.rules.
+"""Rules for tables of which rows are picked.
+
+These are embedding, bags of embeddings and indexing. See fastlr.ghost.rules.
 
 The gradient of a table is g_t in the row that position t has picked; positions that pick the same row add up, so that the
 squared norm is the sum over the pairs with equal ids of <g_t, g_s> (see fastlr.ops.reference.norms).
@@ -33,7 +35,10 @@ def embedding(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 
 def _table_rows(site: Site, ids: Tensor, g: Tensor) -> Rows:
-    """The rows of the table in slot 0 that ``ids`` [*] picked, with their gradients ``g`` [*, *row]."""
+    """Return the picked rows of the table in slot 0, with their gradients.
+
+    ``ids`` [*] picked the rows; ``g`` [*, *row] are the gradients.
+    """
     if site.layout.dim >= ids.ndim:
         raise Unsupported("the samples are not along an axis of the index")
     rows = site.split(ids, site.layout.dim).reshape(site.count, -1)
@@ -45,7 +50,11 @@ def _table_rows(site: Site, ids: Tensor, g: Tensor) -> Rows:
 
 @rule("EmbeddingBagBackward0", about="bags of embeddings: sum, mean and max, with weights and padding_idx")
 def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Each row of a bag has the bag's gradient, weighted; for max, each element of it belongs to one row."""
+    """Return the gradient of an embedding bag's table.
+
+    Each row of a bag has the bag's gradient, weighted; for max, each element of it belongs to one
+    row.
+    """
     n = site.node
     if n._saved_scale_grad_by_freq:
         raise Unsupported("scale_grad_by_freq")
@@ -68,7 +77,10 @@ def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 
 def _largest(site: Site, picked: Tensor, g: Tensor) -> Rows:
-    """Gradients of the elements of a table that were the largest: ``picked`` [bags, D] has their rows."""
+    """Return the gradients of the elements of a table that were the largest.
+
+    ``picked`` [bags, D] has the rows of these elements.
+    """
     elements = picked.clamp_min(0) * g.shape[1] + torch.arange(g.shape[1], device=g.device)
     ids, g = (site.split(t, 0).flatten(1) for t in (elements, g))
     return Rows(ids.long(), g[..., None], (prod(site.shapes[0]), 1))

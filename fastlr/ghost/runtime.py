@@ -1,4 +1,7 @@
-"""The surroundings of an estimate: model state kept, memory, progress, versions, a hash of the inputs."""
+"""The surroundings of an estimate.
+
+Model state kept, memory, progress, versions, and a hash of the inputs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ _SHARE = 0.4  # of the free memory, where the peak is known: a captured chunk ke
 
 @contextmanager
 def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put the model into eval mode with gradients on; afterwards flags, buffers and random states are as before.
+    """Put the model into eval mode with gradients on, and restore its state afterwards.
+
+    Flags, buffers and random states are then as before.
 
     Flags are set directly: ``model.eval()`` may be overridden, and merge or freeze things.
     """
@@ -113,7 +118,10 @@ def move_samples(t: Any, in_dim: int, size: int) -> Any:
 
 
 def read_together(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Return one-dimensional tensors on the host as float64, from one device by one transfer; None stays None."""
+    """Return one-dimensional tensors on the host as float64, by one transfer.
+
+    They come from one device; None stays None.
+    """
     there = [first, *(t.to(first.device) for t in others if t is not None)]
     parts = iter(torch.cat([t.detach().double() for t in there]).cpu().split([len(t) for t in there]))
     return tuple(None if t is None else next(parts) for t in (first, *others))
@@ -127,14 +135,19 @@ def clock(device: torch.device) -> float:
 
 
 def same_device(asked: torch.device, actual: torch.device) -> bool:
-    """Return True if a device that the user named is the one the model is on; "cuda" means the current one."""
+    """Return True if a device that the user named is the one the model is on.
+
+    "cuda" means the current one.
+    """
     if asked.type == "cuda" and asked.index is None and actual.type == "cuda":
         return actual.index == torch.cuda.current_device()
     return asked.type == actual.type and (asked.index or 0) == (actual.index or 0)
 
 
 def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -> int:
-    """Return how many inputs fit a quarter of the free memory, from the bytes that a small forward pass saves.
+    """Return how many inputs fit a quarter of the free memory.
+
+    This is told from the bytes that a small forward pass saves.
 
     Args:
         view: the model that the forward pass runs.
@@ -158,7 +171,10 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -
 
 
 def peak_bytes(device: torch.device, work: Callable[[], Any]) -> int:
-    """Return the most memory that ``work()`` held on a GPU beside what was there; torch's record of its peak begins anew."""
+    """Return the most memory that ``work()`` held on a GPU beside what was there.
+
+    torch's record of its peak begins anew.
+    """
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
@@ -188,7 +204,9 @@ def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
 
 @contextmanager
 def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | None]:
-    """Yield a function to call as (done, total, value, stderr): a progress bar's, the user's, or None.
+    """Yield a function to call as (done, total, value, stderr).
+
+    It is a progress bar's, the user's, or None.
 
     For ``progress=None`` the bar comes after `PATIENCE` seconds, where somebody may see it.
     """
@@ -239,7 +257,10 @@ def describe(thing: Any) -> str:
 
 
 def digest(inputs: Any, used: int, seed: int) -> str:
-    """Return a hash of the first two inputs and the last, made on the CPU in float32 whatever the model."""
+    """Return a hash of the first two inputs and the last.
+
+    They are made on the CPU in float32 whatever the model.
+    """
     total = hashlib.sha256()
     for start, stop in ((0, min(2, used)), (used - 1, used)):
         x = inputs.batch(start, stop, seed=seed, device=torch.device("cpu"), dtype=torch.float32)

@@ -46,7 +46,10 @@ class Regular:
         return ids.expand(self.outer, count, self.inner).reshape(size)
 
     def split(self, t: Tensor, dim: int, count: int) -> Tensor:
-        """Bring the samples of axis ``dim`` of ``t`` first: [B, outer*inner, other axes in order]."""
+        """Bring the samples of axis ``dim`` of ``t`` first.
+
+        The result is [B, outer*inner, other axes in order].
+        """
         t = t.movedim(dim, 0)
         rest = t.shape[1:]
         if self.outer == 1:
@@ -61,7 +64,10 @@ class Regular:
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Axis ``dim`` holds rows of samples in any order: ``ids`` [size] has the sample of each (None until marks tell)."""
+    """Axis ``dim`` holds rows of samples in any order.
+
+    ``ids`` [size] has the sample of each row (None until marks tell).
+    """
 
     dim: int
     ids: Tensor | None = None
@@ -77,7 +83,10 @@ class Ragged:
         return self.ids
 
     def split(self, t: Tensor, dim: int, count: int) -> Tensor:
-        """Bring the rows of each sample together, zero-padded: [B, most rows of a sample, other axes]."""
+        """Bring the rows of each sample together, zero-padded.
+
+        The result is [B, most rows of a sample, other axes].
+        """
         t = t.movedim(dim, 0)
         ids = self.samples(len(t), count, t.device)
         order = torch.argsort(ids, stable=True)
@@ -139,7 +148,9 @@ SINGLE = 1e-3
 
 @dataclass(frozen=True)
 class Marks:
-    """Known factors for the samples' cotangents, one row a marked backward pass, that tell the samples apart.
+    """Known factors for the samples' cotangents, that tell the samples apart.
+
+    There is one row of factors for each marked backward pass.
 
     All are powers of two: they change no rounding, so that a row of one sample is scaled by its factor to the last bit, be it
     little else than rounding. The last pass is a check: each sample has a random factor. Those before it spell the samples'
@@ -160,7 +171,10 @@ class Marks:
 
     @staticmethod
     def make(count: int, dtype: torch.dtype, device: torch.device, *, regular: bool) -> Marks:
-        """Marks for ``count`` samples in a graph of this dtype; ``regular``: no digits, for layouts that name owners."""
+        """Return marks for ``count`` samples in a graph of this dtype.
+
+        ``regular``: without digits, for layouts that name owners.
+        """
         generator = torch.Generator().manual_seed(count)
         size = OCTAVES.get(dtype, IN_SINGLE) + 1
         digits = 0 if regular else max(1, math.ceil(math.log(count, size) - 1e-9))

@@ -46,7 +46,10 @@ def _same(a: Collection, b: Collection) -> bool:
 
 
 class _Kept:
-    """The state of one module: its entries, the contents of those that are containers, and which buffers it has."""
+    """The state of one module.
+
+    Its entries, the contents of those that are containers, and which buffers it has.
+    """
 
     __slots__ = ("buffers", "built", "contents", "entries", "held", "hooks", "module")
 
@@ -61,7 +64,11 @@ class _Kept:
         self.built = (*module._modules.values(), *module._parameters.values())
 
     def restore(self) -> None:
-        """Put back what differs; nothing in a module that has made submodules or parameters: they belong together."""
+        """Put back what differs in the module.
+
+        Nothing is put back in a module that has made submodules or parameters: they belong
+        together.
+        """
         module, held, entries = self.module, self.held, self.entries
         if not _same((*module._modules.values(), *module._parameters.values()), self.built):
             return
@@ -105,7 +112,10 @@ _emptied: ContextVar[Collection[tuple[nn.Module, str]]] = ContextVar("fastlr_emp
 
 @contextmanager
 def emptied(caches: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
-    """Within this context forward passes of ours (`attributes_kept`) run with these dicts empty (see `tensor_caches`)."""
+    """Run forward passes of ours within this context with these dicts empty.
+
+    These passes are in `attributes_kept`; for the dicts see `tensor_caches`.
+    """
     token = _emptied.set(caches)
     try:
         yield
@@ -120,7 +130,10 @@ def caches_are_emptied() -> bool:
 
 @contextmanager
 def attributes_kept(model: Callable, *, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Put back the attributes of all modules, what is in those that are containers, their hooks, and which buffers they have.
+    """Put back the state of all modules after this context.
+
+    That is their attributes, what is in those that are containers, their hooks, and which buffers
+    they have.
 
     What is written into tensors stays. Entries are compared by identity, and only what differs is touched.
 
@@ -142,7 +155,10 @@ def attributes_kept(model: Callable, *, dtype: torch.dtype | None = None) -> Ite
 
 
 def _cast(held: dict[str, Any], dtype: torch.dtype) -> None:
-    """Cast plain floating-point tensors among a module's attributes, one container deep; not those that require grad."""
+    """Cast plain floating-point tensors among a module's attributes.
+
+    One container deep; not those that require grad.
+    """
 
     def cast(t: Any) -> Any:
         plain = is_instance(t, Tensor) and t.is_floating_point() and not t.requires_grad
@@ -167,7 +183,9 @@ def _cast(held: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """(module, name) of the plain dicts among the modules' attributes that hold tensors and nothing else.
+    """Return the plain dicts among the modules' attributes that hold only tensors.
+
+    As (module, name), for dicts that hold tensors and nothing else.
 
     Such as the attention biases that timm's LeViT keeps: what an earlier forward pass has computed, maybe without a graph.
     """

@@ -1,4 +1,6 @@
-"""The plasticity measures that local redundancy is compared with (section 4.1 and appendix A.1 of the paper).
+"""The plasticity measures that local redundancy is compared with.
+
+See section 4.1 and appendix A.1 of the paper.
 
 All are for any model, in eval mode, and leave the model as it was (flags, buffers, gradients, hooks, random states). Each
 returns a `Measure`: a float that carries the name of its definition.

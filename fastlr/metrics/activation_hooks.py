@@ -1,4 +1,6 @@
-"""Watching one forward pass: the activations of its units, and the layer that its output comes from.
+"""Watching one forward pass, for the activations of its units.
+
+The layer that the output comes from is found, too.
 
 A `Watch` is a TorchFunctionMode, so it sees functional calls (``F.relu`` in a model's forward) as well as modules, and it
 reduces each activation to one sum a unit at once, so that nothing is kept and later in-place changes do not matter.
@@ -55,7 +57,10 @@ MOVES = {
 
 @dataclass(eq=False)
 class Activation:
-    """One call of an activation: its units' sums of |a| (signed: of a) and the number of values behind each."""
+    """One call of an activation: its units' sums of |a| (signed: of a).
+
+    With the number of values behind each sum.
+    """
 
     name: str
     kind: str
@@ -74,7 +79,9 @@ class Origin:
 
 
 class Watch(TorchFunctionMode):
-    """Sees the activations and the origins of a model's forward passes in its thread; used through `watching`.
+    """Record the activations and the origins of a model's forward passes in its thread.
+
+    It is used through `watching`.
 
     Args:
         model: the model, unwrapped.
@@ -137,7 +144,10 @@ class Watch(TorchFunctionMode):
             )
 
     def _ours(self, name: str) -> bool:
-        """Note a call of a module; True unless another thread makes it, whose forward pass is not the one that is watched."""
+        """Note a call of a module; return True unless another thread makes it.
+
+        Another thread's forward pass is not the one that is watched.
+        """
         ours = threading.get_ident() == self.thread
         (self.here if ours else self.elsewhere).add(name)
         return ours
@@ -194,7 +204,9 @@ class Watch(TorchFunctionMode):
         return result
 
     def features(self, output: Tensor | None) -> tuple[Tensor, int, str]:
-        """The representation behind the output, its axis of features, and the layer that it goes into.
+        """Return the representation behind the output.
+
+        Returned with it are its axis of features, and the name of the layer that it goes into.
 
         Raises ModelError where there is none.
         """
@@ -308,7 +320,10 @@ def _plain(name: str) -> str:
 
 
 def moved(func: Any, args: tuple, kwargs: dict, source: Tensor, axis: int) -> int | None:
-    """Place of an axis after a permutation, by running it on a small tensor that is 2 long there and 1 elsewhere."""
+    """Return an axis's place after a permutation, None where it cannot be told.
+
+    The permutation is run on a small tensor that is 2 long there and 1 elsewhere.
+    """
     if not args or args[0] is not source:
         return None
     marker = torch.empty([2 if d == axis else 1 for d in range(source.ndim)])
@@ -317,7 +332,10 @@ def moved(func: Any, args: tuple, kwargs: dict, source: Tensor, axis: int) -> in
 
 
 def _kept(source: Tensor, axis: int, result: Tensor) -> int | None:
-    """Place of an axis in a result: the same place, or where a view has the same size with as much before it."""
+    """Return an axis's place in a result: the same place, or where a view has put it.
+
+    A view has put it where an axis of the same size has as many elements before it.
+    """
     size = source.shape[axis]
     if result.numel() == source.numel() and result.shape != source.shape:
         before, wanted = 1, source.shape[:axis].numel()

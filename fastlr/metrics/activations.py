@@ -1,4 +1,7 @@
-"""Measures of the activations: dormant units and the rank of the representation, all from one forward pass."""
+"""Measures of the activations, all from one forward pass.
+
+They are dormant units and the rank of the representation.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,9 @@ def dormant_ratio(
     signed: bool = False,
     also: Sequence[Any] = (),
 ) -> Measure:
-    """Share of dormant units: dormant over all units of all activations, in eval mode on a batch of real data.
+    """Return the share of dormant units among all units of all activations.
+
+    The model runs in eval mode on a batch of real data.
 
     A unit is a channel of a convolution (its positions pooled with the samples) or an element of the last axis after a linear
     layer; with ``m_u`` the mean of ``|a_u|`` over all samples and positions, its score is ``s_u = m_u / mean_v m_v``, v
@@ -155,7 +160,9 @@ def effective_rank(
     layer: str | None = None,
     output: adapt.OutputSelector = None,
 ) -> Measure:
-    """Effective rank of the representation: of the features ``Phi`` [n, d], with singular values ``s_1 >= s_2 >= ...``.
+    """Return the effective rank of the representation.
+
+    That is of the features ``Phi`` [n, d], with singular values ``s_1 >= s_2 >= ...``.
 
     - ``kind="srank"``: ``srank_delta = min {k: sum_{i<=k} s_i >= (1 - delta) sum_i s_i}`` (Kumar et al., as the paper cites);
     - ``kind="entropy"``: ``exp(-sum_i p_i log p_i)`` with ``p_i = s_i / sum_j s_j`` (Roy and Vetterli).
@@ -204,7 +211,9 @@ def feature_rank(
     layer: str | None = None,
     output: adapt.OutputSelector = None,
 ) -> Measure:
-    """Feature rank: the number of singular values of ``Phi / sqrt(n)`` above ``epsilon``, an absolute threshold.
+    """Return the feature rank: the number of large singular values of ``Phi / sqrt(n)``.
+
+    These are those above ``epsilon``, an absolute threshold.
 
     The features ``Phi`` [n, d], the other arguments and the errors are those of `effective_rank`; ``epsilon`` > 0 is in the
     unit of the features.
@@ -243,7 +252,10 @@ def _observe(
     signed: bool = False,
     then: Callable[[Tensor], Any] | None = None,
 ) -> tuple[list[Activation], Spectrum]:
-    """One forward pass for each batch: the activations' sums, and the features if ``ranks``; the output goes to ``then``."""
+    """Run one forward pass for each batch and return the activations' sums.
+
+    Also the features if ``ranks``; the output goes to ``then``.
+    """
     view = adapt.ModelView.of(model, output)
     module = view.module
     parameter = next(module.parameters(), None)

@@ -138,7 +138,10 @@ def gradient_measures(
 
 
 def batch_gradient_norm(view: ModelView, z: Tensor, y: Any, loss: Loss) -> Measure:
-    """Return "train_grad_norm_batch" of `gradient_measures` from an output z of the model, whose graph is used up."""
+    """Return "train_grad_norm_batch" of `gradient_measures` from an output z of the model.
+
+    The graph of z is used up.
+    """
     v = SampleLosses(loss, view.out_dim).gradient(z.detach(), y)
     return _batch_measure(_gradient(z, list(view.parameters.values()), v), view.sample_count(z))
 
@@ -162,7 +165,9 @@ def gradient_noise_scale(
     in_dim: int = 0,
     out_dim: int = 0,
 ) -> Measure:
-    """The batch size at which noise and signal of the gradient are equal: ``tr(Sigma) / ||G||^2``, in samples.
+    """Return the batch size at which noise and signal of the gradient are equal.
+
+    It is ``tr(Sigma) / ||G||^2``, in samples.
 
     G is the expected gradient of a sample's loss, Sigma its covariance over samples, in eval mode. From the mean S of the
     squared norms of n samples' gradients and the squared norm M of their mean, both are estimated without bias:
@@ -234,7 +239,11 @@ def gradient_noise_scale(
 def _parts(
     view: ModelView, x: Any, y: Any, loss: Loss, batch_size: int | None, measures: Collection[str]
 ) -> Iterator[tuple[Tensor | None, list[Tensor] | None, int]]:
-    """For each part of the samples: squared norms of their gradients [b], the sum of these gradients, and their number."""
+    """Yield the gradients' norms and sums for each part of the samples.
+
+    Namely the squared norms of the samples' gradients [b], the sum of these gradients, and their
+    number.
+    """
     parameters = list(view.parameters.values())
     x = view.inputs(x)
     losses = SampleLosses(loss, view.out_dim)
@@ -280,7 +289,10 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
 
 
 def _gradient(z: Tensor, parameters: list[nn.Parameter], v: Tensor) -> list[Tensor]:  # z, v [*output]
-    """Gradient of <v, z> in float64; v at unit size in the backward pass, so that half precision keeps its bits."""
+    """Return the gradient of <v, z> in float64.
+
+    v has unit size in the backward pass, so that half precision keeps its bits.
+    """
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
     unit = (v.double() * 2.0**-exponent).to(z.dtype)
     grads = torch.autograd.grad(z, parameters, unit, materialize_grads=True)

@@ -1,4 +1,7 @@
-"""Measures that try a model out: how fast a copy of it learns, and how many directions its outputs can move in."""
+"""Measures that try a model out.
+
+How fast a copy of it learns, and how many directions its outputs can move in.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def trainability(
     predictive: Predictive | None = None,
     output: OutputSelector = None,
 ) -> Measure:
-    """How far a copy of the model gets on random labels in ``steps`` steps: the share of a guess's loss that it is rid of.
+    """Measure how far a copy of the model gets on random labels in ``steps`` steps.
+
+    The value is the share of a guess's loss that the copy is rid of.
 
     With L the mean negative log-likelihood of the inputs' labels after so many steps of AdamW (weight decay 0) on all of them
     at once, in train mode, and H that of the best guess, the value is ``1 - L / H``: 1 where they are learned, 0 where nothing
@@ -110,7 +115,9 @@ def memorization_capacity(
     predictive: Predictive | None = None,
     output: OutputSelector = None,
 ) -> Measure:
-    """Bits of random labels that a parameter takes up on n inputs: the memorization gain, over the number of parameters.
+    """Return the bits of random labels that a parameter takes up on n inputs.
+
+    It is the memorization gain, over the number of parameters.
 
     ``(H(Y^n) + E log P_fit(y^n | x^n)) / ln 2 / parameters``: labels y uniform over the classes (fair coins, standard normal
     targets), P_fit a copy after ``steps`` steps of AdamW (weight decay 0) on all n inputs at once in train mode, its likelihood
@@ -190,7 +197,10 @@ def memorization_capacity(
 
 
 class _Fit(NamedTuple):
-    """A training on random labels: losses [steps + 1] in train mode and at its end, nats a label."""
+    """A training on random labels: its losses [steps + 1] in train mode, in nats a label.
+
+    With the loss at its end.
+    """
 
     n: int
     losses: list[float]
@@ -211,7 +221,10 @@ def _fit(
     labels: Tensor | None = None,
     evaluate: bool = True,
 ) -> _Fit:
-    """Train a copy of the model on random labels; ``evaluate``: its end in eval mode, else in train mode."""
+    """Train a copy of the model on random labels.
+
+    ``evaluate``: the loss at its end is in eval mode, else in train mode.
+    """
     checked_count("steps", steps)
     if not (math.isfinite(rate) and rate > 0):
         raise InputError(f"learning_rate={rate}: give a positive number")
@@ -298,7 +311,9 @@ def curvature_rank(
     predictive: Predictive | None = None,
     output: OutputSelector = None,
 ) -> Measure:
-    """Effective rank of the Gauss-Newton matrix on n inputs: the smallest k whose k largest eigenvalues make up 1 - delta.
+    """Return the effective rank of the Gauss-Newton matrix on n inputs.
+
+    It is the smallest k whose k largest eigenvalues make up 1 - delta of their sum.
 
     The matrix is ``(1/n) sum_b J_b^T F_b J_b``, which local redundancy is the trace of: the Hessian of the loss but for the
     curvature of the outputs themselves. Each ``J_b^T F_b J_b`` is sampled by ``g_b g_b^T``, ``g_b = J_b^T v_b`` (see

@@ -12,13 +12,19 @@ from fastlr.metrics.value import Measure
 
 
 def effective_rank(values: Tensor, delta: float) -> int:  # [k], largest first
-    """Return the smallest k whose largest k values make up 1 - delta of the sum; 0 where all are zero."""
+    """Return the smallest k whose k largest values make up 1 - delta of the sum.
+
+    It is 0 where all are zero.
+    """
     sums = values.cumsum(0)
     return int((sums < (1 - delta) * sums[-1]).sum()) + 1 if float(sums[-1]) > 0 else 0
 
 
 class Spectrum:
-    """The singular values of a matrix [n, d] that comes in pieces of rows: a triangular factor stands for the rows so far."""
+    """The singular values of a matrix [n, d] that comes in pieces of rows.
+
+    A triangular factor stands for the rows so far.
+    """
 
     def __init__(self) -> None:
         self.n, self.layer = 0, ""

@@ -51,7 +51,10 @@ class Measure(float):
         return (float(self),)
 
     def to_dict(self, *, layers: bool = False) -> dict[str, Any]:
-        """Return a flat dict for JSON: value, definition, details; the value of each layer if asked for."""
+        """Return a flat dict for JSON: value, definition, details.
+
+        With the value of each layer if ``layers`` asks for it.
+        """
         record = {"value": float(self), "definition": self.definition, **self.details}
         if layers and self.layers:
             record["layers"] = dict(self.layers)

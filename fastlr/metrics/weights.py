@@ -18,7 +18,9 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 @locks_model
 def weight_norm(model: nn.Module) -> Measure:
-    """l2 norm of all trainable parameters together: ``||theta|| = sqrt(sum over parameters p of sum of p^2)``.
+    """Return the l2 norm of all trainable parameters together.
+
+    It is ``||theta|| = sqrt(sum over parameters p of sum of p^2)``.
 
     It is the norm, not its square and not a mean over parameters. A parameter held twice (tied weights) counts once;
     frozen parameters and buffers do not count. Summed in float64 on the model's device.

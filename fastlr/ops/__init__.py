@@ -1,4 +1,4 @@
-"""The ops: a table of their backends (dispatch), their definitions (reference/) and fast plain torch."""
+"""The ops: a table of their backends (dispatch), definitions (reference/) and fast plain torch."""
 
 from __future__ import annotations
 

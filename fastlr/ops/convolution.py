@@ -1,4 +1,6 @@
-"""Per-sample weight gradients of convolutions and their norms in fast plain torch; the form is chosen from shapes.
+"""Per-sample weight gradients of convolutions and their norms in fast plain torch.
+
+The form of the computation is chosen from the shapes.
 
 As in fastlr.ops.linear, low-precision inputs are raised to float32 before products.
 """
@@ -27,7 +29,10 @@ def conv_sq_norms(
     weight: Tensor,  # [O, C / groups, *kernel]
     geometry: ConvGeometry,
 ) -> Tensor:  # [B]
-    """See the definition of that name. By shape: as a matrix product, Gram matrices, or the gradients themselves."""
+    """See the definition of that name; the shapes choose how it is computed.
+
+    Either as a matrix product, by Gram matrices, or from the gradients themselves.
+    """
     x, g = raised(x), raised(g)
     kernel = tuple(weight.shape[2:])
     if geometry.transposed:
@@ -91,7 +96,10 @@ def weight_grads(
 
 
 def _library(x: Tensor, g: Tensor, like: Tensor, geometry: ConvGeometry) -> Tensor:
-    """Weight gradient of a whole batch by the library: x [B, C, *], g [B, O, *], like [O, C / groups, *kernel]."""
+    """Return a whole batch's weight gradient, as PyTorch's convolution backward computes it.
+
+    From x [B, C, *] and g [B, O, *]; its shape is that of ``like``, [O, C / groups, *kernel].
+    """
     return aten.convolution_backward(g, x, like, None, *geometry, [False, True, False])[1]
 
 
@@ -198,7 +206,10 @@ def gram_pays(
     shape: torch.Size,
     geometry: ConvGeometry,
 ) -> bool:
-    """Return True if few positions and many channels make inner products of pixels cheaper than gradients (2d, one group)."""
+    """Return True if inner products of pixels cost less than gradients (2d, one group).
+
+    That is so for few positions and many channels.
+    """
     if len(shape) != 4 or x.shape[1] != shape[1]:
         return False
     positions, outputs, fan_in, channels = prod(g.shape[2:]), shape[0], prod(shape[1:]), shape[1]
@@ -218,7 +229,9 @@ def conv_gram(
     kernel: Sequence[int],
     geometry: ConvGeometry,
 ) -> Tensor:  # [B], float64
-    """`_gram` of a 2d convolution [B, C, H, W] without unfolding: patches' inner products are sums of pixels' ones.
+    """Return `_gram` of a 2d convolution [B, C, H, W] without unfolding the input.
+
+    Inner products of patches are sums of inner products of pixels.
 
     With P = X^T X over the pixels of the padded image, <patch_t, patch_s> = sum over taps of P[t + tap, s + tap]. Pixels
     and gradients are centred by channel first, as in `_gram`.

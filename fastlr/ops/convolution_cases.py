@@ -1,4 +1,7 @@
-"""Small calls of the ops on convolutions: odd sizes, memory formats and strides, each kind of tile and of split."""
+"""Small calls of the ops on convolutions, for tests of the kernels.
+
+They have odd sizes, many memory formats and strides, and each kind of tile and of split.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,10 @@ def convolution(name: str, dtype: torch.dtype, transposed: bool) -> tuple[Tensor
 
 
 def laid_out(t: Tensor, layout: str) -> Tensor:
-    """The values (for "expanded" and "repeated" other ones) with the strides of that layout; ``t`` [B, C, H, W]."""
+    """Return the values of ``t`` [B, C, H, W] with the strides of that layout.
+
+    For "expanded" and "repeated" the values are other ones.
+    """
     if layout == "last":
         return t.contiguous(memory_format=torch.channels_last)
     if layout in ("sliced", "repeated"):
@@ -121,7 +127,9 @@ def case(
     want: bool = True, residual: str | None = None, before: str | None = None, gate: bool = False,
     settled: bool = False, more: str | None = None, mean: bool = False,
 ) -> dict:  # fmt: skip
-    """Arguments of a forward and a backward call of a folded convolution; ``layout`` is one of LAYOUTS or MIXED.
+    """Return the arguments of a forward and a backward call of a folded convolution.
+
+    ``layout`` is one of LAYOUTS or MIXED.
 
     ``before`` is applied to the inputs and to the residual; ``more`` is the layout of a gradient that is added.
     """
@@ -149,7 +157,10 @@ def case(
 
 
 def closed(calls: dict) -> dict:
-    """The calls with gradients that are infinite where the activation before or after is closed: nothing passes there."""
+    """Return the calls with gradients that are infinite where an activation is closed.
+
+    Nothing passes through the activation before or after the convolution there.
+    """
     x, grad, kept, *rest = calls["folded_conv_backward"]
     grad = torch.where(kept > 0, grad, torch.inf) if rest[0] == "relu" else grad
     if len(rest) > 10 and rest[10] is not None:
@@ -262,7 +273,10 @@ def folded_calls() -> dict[str, dict[str, tuple]]:
 
 
 def _has_kernel(layer: Convolution) -> bool:
-    """Return True for one or two dimensions; depthwise with one image a sample is among the folded ones."""
+    """Return True if a kernel serves this convolution: one of one or two dimensions.
+
+    Not a depthwise one with one image a sample, which is among the folded ones.
+    """
     depthwise = layer.groups == layer.channels == layer.outputs
     return len(layer.kernel) < 3 and not (depthwise and layer.images == 1)
 

@@ -1,4 +1,7 @@
-"""Checks of values on a device: at once, or gathered as flags while a CUDA graph is captured, which must not wait."""
+"""Checks of values on a device, at once or gathered as flags.
+
+They are gathered while a CUDA graph is captured, which must not wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ _gathered: list[Tensor] | None = None
 
 
 def refuse_where(bad: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise ``error()`` if any element of ``bad`` is true; within `gathered`, keep the question instead."""
+    """Raise ``error()`` if any element of ``bad`` is true.
+
+    Within `gathered`, keep the question instead.
+    """
     if _gathered is not None:
         _gathered.append(bad.any())
     elif bool(bad.any()):
@@ -21,7 +27,10 @@ def refuse_where(bad: Tensor, error: Callable[[], Exception]) -> None:
 
 
 def refuse_beyond(largest: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise ``error()``, or keep the question, if any element of ``largest`` is infinite or not a number."""
+    """Raise ``error()`` if any element of ``largest`` is infinite or not a number.
+
+    Within `gathered`, keep the question instead.
+    """
     if _gathered is not None or not float(largest.amax()) < math.inf:  # nor is that so of what is not a number
         refuse_where(~(largest < math.inf), error)
 

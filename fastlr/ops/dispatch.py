@@ -1,4 +1,6 @@
-"""One table: op -> backend -> function. The reference is the definition; the other backends are tested against it.
+"""The table of the ops: op -> backend -> function.
+
+The reference is the definition; the other backends are tested against it.
 
 Backends: ``reference`` (fastlr.ops.reference, the definition), ``torch`` (fast plain torch, fastlr.ops), ``triton``
 (kernels/). Functions are imported on first use, so that importing fastlr never imports triton. A kernel may return
@@ -57,7 +59,10 @@ SAMPLES: dict[str, tuple[int, ...]] = {name: samples for name, (*_, samples) in 
 
 @cache
 def get(name: str, backend: str) -> Callable[..., Any]:
-    """Return op ``name`` on ``backend``: the function of that name in the backend's module (KeyError if there is none)."""
+    """Return the function that implements op ``name`` on ``backend``.
+
+    It is the function of that name in the backend's module (KeyError if there is none).
+    """
     return getattr(import_module(TABLE[name][backend]), name)
 
 
@@ -67,7 +72,10 @@ def backends(name: str) -> tuple[str, ...]:
 
 
 def twin(name: str) -> Callable[..., Any]:
-    """Return the function that serves where the kernel of op ``name`` does not: plain torch, or else the definition."""
+    """Return the function that serves op ``name`` where its kernel does not.
+
+    It is plain torch, or else the definition.
+    """
     return get(name, "torch" if "torch" in TABLE[name] else "reference")
 
 
@@ -77,7 +85,10 @@ def backend_for(*args: Any) -> str:
 
 
 def run(name: str, *args: Any) -> Any:
-    """Run op ``name``: by its Triton kernel on a GPU, where there is one that covers the case, else in plain torch."""
+    """Run op ``name`` by its Triton kernel on a GPU, else in plain torch.
+
+    Plain torch serves also where no kernel covers the case.
+    """
     chosen = backend_for(*args)
     if chosen in TABLE[name] and chosen != "torch" and not _by_twins:
         result = get(name, chosen)(*args) if _forced and not _checked else _by_kernel(name, args)
@@ -96,7 +107,10 @@ MOST_CALLS = 1 << 16  # kept in mind
 
 
 def switched_off() -> list[list[str]]:
-    """The kernels that were found to disagree with plain torch in this process: [op, signature], sorted; for JSON."""
+    """Return the kernels that were found to disagree with plain torch in this process.
+
+    A sorted list of [op, signature], for JSON.
+    """
     return _comparisons.switched_off()
 
 
@@ -108,7 +122,10 @@ def switch_off(kernels: list[list[str]]) -> None:
 
 
 def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
-    """The kernel's result, or NotImplemented where plain torch serves; the first call of a kind is compared."""
+    """Return the kernel's result, or NotImplemented where plain torch serves.
+
+    The first call of a kind is compared with plain torch.
+    """
     call = _call(name, args)
     if call in _serves:
         return _launched(name, args, call) if _serves[call] else NotImplemented
@@ -128,7 +145,10 @@ def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _launched(name: str, args: tuple[Any, ...], call: tuple) -> Any:
-    """The kernel's result; NotImplemented where Triton cannot compile it, for this call from now on."""
+    """Return the kernel's result, or NotImplemented where Triton cannot compile it.
+
+    Then plain torch serves this call from now on.
+    """
     try:
         return get(name, "triton")(*args)
     except Exception as error:
@@ -144,7 +164,10 @@ def _launcher(name: str) -> Callable[..., Any] | None:
 
 
 def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
-    """Return True if the kernels of shape images give every bit of the definition with these options; compared once."""
+    """Return True if the kernels of shape images give every bit of the definition.
+
+    They are compared once for these options.
+    """
     call = (str(device), repr({name: value for name, value in options.items() if name not in ("table", "seed")}))
     if call not in _serves:
         if not waiting():
@@ -174,7 +197,10 @@ def _capturing() -> bool:
 
 
 def _call(name: str, args: tuple[Any, ...]) -> tuple:
-    """All that a call's kernel goes by: the op, sizes, strides, dtypes, the device, whether memory is aligned, and options."""
+    """Return all that the choice of a call's kernel depends on.
+
+    That is the op, sizes, strides, dtypes, the device, whether memory is aligned, and options.
+    """
     parts: list[Any] = [name]
     for a in args:
         if isinstance(a, Tensor):
@@ -189,7 +215,10 @@ def _call(name: str, args: tuple[Any, ...]) -> tuple:
 
 
 def _is_compilers(error: Exception) -> bool:
-    """Return True if Triton could not compile or load a kernel: nothing has run then. Wrong kernels are not caught."""
+    """Return True if the error says that Triton could not compile or load a kernel.
+
+    Nothing has run then. Wrong kernels are not caught.
+    """
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -217,7 +246,9 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
 
 @contextmanager
 def using(backend: str | None, *, checked: bool = False, twins: bool = False) -> Iterator[None]:
-    """Run ops on this backend where it has them (``None``: by device, as usual), for tests and benchmarks.
+    """Run ops on this backend where it has them, for tests and benchmarks.
+
+    ``None``: the backend goes by the device, as usual.
 
     ``checked``: kernels that are asked for by name are held to plain torch all the same. ``twins``: models run in the
     blocks that this backend has, and plain torch serves them.

@@ -1,4 +1,6 @@
-"""Fast plain torch for the ops of fastlr.ops.reference.fisher, same names and signatures, and draws for all predictives.
+"""Fast plain torch for the ops of fastlr.ops.reference.fisher, and draws for all predictives.
+
+The ops have the names and signatures of their definitions.
 
 Softmax cotangents are made in blocks that stay in the cache: with large vocabularies nothing as large as the logits is held
 but the result.
@@ -49,14 +51,21 @@ def signs_of(words: Tensor, count: int, first: int = 0) -> Tensor:
 
 
 def normals(index: Tensor, count: int, seed: int) -> Tensor:
-    """Return normal draws [B, count] in float64: 16 bits choose a quantile from a table, so every device agrees."""
+    """Return standard normal draws [B, count] in float64.
+
+    16 random bits choose each from a table of quantiles, so that every device gives the same
+    values.
+    """
     words = random_words(seed, index, _STREAM, -(-count // 2), _NORMALS)
     halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, :count]
     return normal_quantiles().to(index.device)[halves].double()
 
 
 def uniforms(index: Tensor, count: int, seed: int) -> Tensor:
-    """Return uniforms [B, count] in [0, 1), float64, from 128 bits each: fine near zero, for rare labels."""
+    """Return uniforms [B, count] in [0, 1), float64, each from 128 random bits.
+
+    So many bits make them fine near zero, for rare labels.
+    """
     words = random_words(seed, index, _STREAM, 4 * count, _LABELS).double().unflatten(1, (count, 4))
     a, b, c, d = words.unbind(-1)
     uniform = (a + (b + (c + d * 2.0**-32) * 2.0**-32) * 2.0**-32) * 2.0**-32
@@ -64,7 +73,10 @@ def uniforms(index: Tensor, count: int, seed: int) -> Tensor:
 
 
 def categorical_root(root: Tensor, best: Tensor, xi: Tensor) -> Tensor:
-    """Apply the Householder root of diag(p) - p p^T to xi [..., C] with xi = 0 at ``best``; root = sqrt(p)."""
+    """Apply the Householder root of diag(p) - p p^T to xi [..., C].
+
+    xi is 0 at ``best``; root = sqrt(p).
+    """
     top = root.gather(-1, best)
     v = xi * root
     t = v.sum(-1, keepdim=True)
@@ -85,7 +97,9 @@ def categorical_root_cotangent(
 
 
 def categorical_values(z: Tensor, probe: str, index: Tensor, seed: int) -> Callable[[slice, slice], Tensor]:
-    """The function (samples, positions) -> that part of the cotangents of logits z [B, P, C], float64.
+    """Return a function (samples, positions) -> that part of the cotangents, float64.
+
+    They are the cotangents of the logits z [B, P, C].
 
     NaN where NaN, +inf or only -inf leave no distribution. ``probe``: "rademacher" or "sampled".
     """
@@ -137,7 +151,9 @@ def scaled_blocks(
     *,
     refuse: Callable[[Tensor], None],
 ) -> tuple[Tensor, Tensor]:
-    """Put together a tensor [B, P, C] from blocks in float64, each sample scaled by a power of two to unit size.
+    """Assemble a tensor [B, P, C] from float64 blocks, each sample scaled to unit size.
+
+    The scales are powers of two.
 
     Args:
         block: (samples, positions) -> that part of the tensor, float64.

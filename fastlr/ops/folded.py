@@ -1,4 +1,6 @@
-"""Fast plain torch for the ops of fastlr.ops.reference.folded, same names and signatures; inputs stay in their dtype.
+"""Fast plain torch for the ops of fastlr.ops.reference.folded.
+
+Names and signatures are those of the definitions; inputs stay in their dtype.
 
 The backward pass goes through the batch a few samples at a time, so that the gradient before the activation stays in the
 cache between its three uses (input gradient, weight gradients, sums) and no large temporary is made.
@@ -52,7 +54,10 @@ def entering(x: Tensor, before: str, gate: Tensor | None) -> Tensor:
 def leaving(
     gx: Tensor, x: Tensor, before: str, settled: bool, gate: Tensor | None, more: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients at what is stored and at the gate, from the one at what entered a convolution."""
+    """Return the gradients at what is stored and at the gate.
+
+    They are computed from the gradient at what entered a convolution.
+    """
     of_gate = None
     if gate is not None:
         gx, of_gate = ops.run("gate_grad", gx, ACTIVATIONS[before](x), gate)
@@ -72,7 +77,9 @@ def keeps_product(
     weight: Tensor,  # [O, C / groups, *kernel]
     geometry: ConvGeometry,
 ) -> bool:
-    """Return True if `folded_conv_sq_norms` will ask for ``x`` convolved with the unfolded weight, and it is cheap to keep.
+    """Return True if the unfolded convolution of ``x`` is needed later and cheap to keep.
+
+    `folded_conv_sq_norms` will ask for it: ``x`` convolved with the unfolded weight.
 
     So it is where Gram matrices serve (few positions), on a CPU. In low precision what is kept would be too coarse.
     """
@@ -91,7 +98,10 @@ def conv_and_product(
     geometry: ConvGeometry,
     residual: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`folded_conv` by the unfolded weight, whose output is scaled afterwards: (output, kept, unfolded convolution)."""
+    """Compute `folded_conv` by the unfolded weight, whose output is scaled afterwards.
+
+    Returns (output, kept, unfolded convolution).
+    """
     product = aten.convolution(x, weight.to(x.dtype), None, *geometry)
     scale, bias = (t.to(x.dtype).view(-1, *[1] * (x.ndim - 2)) for t in (scale, bias))
     return *_activated(torch.addcmul(bias, product, scale), act, residual), product
@@ -131,7 +141,10 @@ def gate_grad(
     x: Tensor,  # [B, C, *spatial]
     gate: Tensor,  # [B, C, 1, ...]
 ) -> tuple[Tensor, Tensor]:  # of the shapes of x and gate
-    """See fastlr.ops.reference.folded.gate_grad. On a CPU sample by sample, so that the product stays in the cache."""
+    """See fastlr.ops.reference.folded.gate_grad.
+
+    On a CPU it goes sample by sample, so that the product stays in the cache.
+    """
     axes = list(range(2, x.ndim))
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.device.type != "cpu":
@@ -189,7 +202,10 @@ def folded_conv_backward(
     more: Tensor | None = None,  # [B, C, *spatial]
     of_mean: Tensor | None = None,  # [B, O, 1, ...]
 ) -> tuple[Tensor | None, ...]:  # of the shape of x, four of [B], with a gate one of its shape
-    """See fastlr.ops.reference.folded.folded_conv_backward: its parts in turn, on a CPU for a few samples at a time."""
+    """See fastlr.ops.reference.folded.folded_conv_backward.
+
+    It runs the parts of the backward pass in turn, on a CPU for a few samples at a time.
+    """
     if of_mean is not None:
         grad, act = arriving(grad, kept, act, of_mean), "none"
     if before != "none" or gate is not None or more is not None:

@@ -1,4 +1,7 @@
-"""How a convolution's output positions meet its inputs: one argument of every op on convolutions."""
+"""The geometry of a convolution: how its output positions meet its inputs.
+
+It is one argument of every op on convolutions.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ Option = int | tuple[int, ...] | list[int]  # a number for all axes, or one for 
 
 
 class ConvGeometry(NamedTuple):
-    """Options of a convolution, in the order in which ``torch.ops.aten.convolution`` takes them: unpack it there.
+    """Options of a convolution, in the order of ``torch.ops.aten.convolution``.
+
+    They can be unpacked as its arguments.
 
     Attributes:
         stride: one number for each spatial axis, as in torch.nn.functional.conv2d; likewise padding and dilation.
@@ -57,12 +62,18 @@ class ConvGeometry(NamedTuple):
         return cls(stride, zeros, dilation, transposed, output_padding, groups)
 
     def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> list[int]:
-        """Size of the output along each spatial axis (not transposed); below 1 where the kernel does not fit."""
+        """Return the size of the output along each spatial axis (not transposed).
+
+        A size is below 1 where the kernel does not fit.
+        """
         axes = zip(size, kernel, self.stride, self.padding, self.dilation, strict=True)
         return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes]
 
     def forward(self) -> ConvGeometry:
-        """The same without the transposition: its weight has the same gradient, with inputs and gradients exchanged."""
+        """Return the same geometry without the transposition.
+
+        Its weight has the same gradient, with inputs and output gradients exchanged.
+        """
         return self._replace(transposed=False, output_padding=(0,))
 
     def with_rows(self) -> ConvGeometry:
@@ -93,7 +104,10 @@ def _padding_by_name(
 
 
 def kind_of(weight: Tensor, geometry: ConvGeometry) -> str | None:
-    """``"pointwise"``, ``"depthwise"`` or None: which kernels serve a folded convolution with this weight."""
+    """Return which kernels serve a folded convolution with this weight.
+
+    One of ``"pointwise"`` and ``"depthwise"``, or None.
+    """
     if not 3 <= weight.ndim <= 4:
         return None
     if geometry.groups == 1 and max(weight.shape[2:]) == 1 and max(geometry.padding) == 0:

@@ -1,4 +1,6 @@
-"""Small calls of every op that has a kernel: odd sizes, memory formats and strides, each kind of tile and of split.
+"""Small calls of every op that has a kernel.
+
+They have odd sizes, many memory formats and strides, and each kind of tile and of split.
 
 What the tests and ``fastlr doctor --kernels`` hold the kernels to their definitions and to plain torch on.
 """
@@ -222,7 +224,10 @@ LOW = {"folded_conv": (1,), "folded_conv_backward": (4,)}  # arguments without s
 
 
 def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tuple:
-    """Arguments on a device with the same strides, data that is float32 in ``dtype``; parameters and statistics stay."""
+    """Return a call's arguments on a device, their float32 data in ``dtype``.
+
+    Strides are the same; parameters and statistics keep their dtype.
+    """
     if op == "fold_weights":
         return dtype, *(_on(a, device, None) for a in args[1:])
     data = (*ops.SAMPLES[op], *LOW.get(op, ()))
@@ -233,7 +238,10 @@ def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tup
 
 
 def _on(a: object, device: torch.device, dtype: torch.dtype | None) -> object:
-    """A tensor on a device, in ``dtype`` if there is one, with the same strides; anything else as it is."""
+    """Return a tensor on a device, with the same strides; anything else as it is.
+
+    It is in ``dtype`` if there is one.
+    """
     if not isinstance(a, Tensor):
         return a
     return with_strides(without_repeats(a).to(device, dtype or a.dtype), a)

@@ -1,4 +1,6 @@
-"""Kernels held to plain torch: the first call of each kind in a process is compared with its twin on a few samples.
+"""Checks that hold kernels to plain torch, their twin.
+
+The first call of each kind in a process is compared with its twin on a few samples.
 
 The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain
 torch here. Two calls are of one kind if they run the same compiled variants of the same kernels
@@ -33,18 +35,26 @@ SEVERAL = 2  # kinds of call that disagree: then no other kind of that op is tru
 
 
 def divisor(n: int) -> int:
-    """All that a kernel may know of a number: that it is 0 or 1, or the largest power of two up to 16 that divides it."""
+    """Return all that a kernel may know of a number's divisibility.
+
+    That it is 0 or 1, or the largest power of two up to 16 that divides it.
+    """
     return n if 0 <= n <= 1 else min(n & -n, 16)
 
 
 def kind_of_call(launcher: Callable[..., Any] | None, args: Sequence[Any], samples: Sequence[int]) -> str:
-    """The kind of a call, the same in every process: its `signature`, and the `variants` that its launcher runs."""
+    """Return the kind of a call, the same in every process.
+
+    It is the call's `signature` and the `variants` that its launcher runs.
+    """
     alike, launched = signature(args, samples), variants(launcher, args)
     return f"{alike} by {' and '.join(launched)}" if launched else alike
 
 
 def variants(launcher: Callable[..., Any] | None, args: Sequence[Any]) -> list[str]:
-    """The compiled variants of kernels that a launcher runs for these arguments, found without running them.
+    """Return the compiled variants of kernels that a launcher runs for these arguments.
+
+    They are found without running them.
 
     Launchers choose block sizes, splits and forms by thresholds of their own: they are asked, and
     launch nothing meanwhile.
@@ -57,7 +67,10 @@ def variants(launcher: Callable[..., Any] | None, args: Sequence[Any]) -> list[s
 
 
 def signature(args: Sequence[Any], samples: Sequence[int]) -> str:
-    """How a call looks: what is alike in calls that are compared once; the same in every process. See `compared`."""
+    """Return the signature of a call: what is alike in calls that are compared once.
+
+    It is the same in every process. See `compared`.
+    """
     parts = []
     for i, a in enumerate(args):
         if isinstance(a, Tensor):
@@ -72,7 +85,10 @@ def signature(args: Sequence[Any], samples: Sequence[int]) -> str:
 
 
 def _layout(t: Tensor, by_sample: bool) -> str:
-    """Dtype, and of each axis the order of magnitude of its size, what divides size and stride, and how axes join.
+    """Describe a tensor's dtype and layout for the signature of a call.
+
+    Of each axis: the order of magnitude of its size, what divides size and stride, and how axes
+    join.
 
     Of the number of samples, the first axis then, the order of magnitude alone.
     """
@@ -87,7 +103,10 @@ def _layout(t: Tensor, by_sample: bool) -> str:
 
 
 class Deviation(NamedTuple):
-    """How far a result is from the truth: as a share of what is allowed (above 1: wrong), and relative to its size."""
+    """How far a result is from the truth.
+
+    As a share of what is allowed (above 1: wrong), and relative to the result's size.
+    """
 
     share: float
     relative: float
@@ -137,7 +156,10 @@ def compared(
 def _deviation(
     results: list[Tensor], args: Sequence[Any], twin: Callable[..., Any], by_sample: bool
 ) -> tuple[Deviation, bool]:
-    """How far results are from the truth, and True if that says nothing: no result is finite and not zero."""
+    """Return how far results are from the truth, and True if that says nothing.
+
+    It says nothing where no result is finite and not zero.
+    """
     dtypes = [a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()]
     if not dtypes:
         return _exact(results, _leaves(twin(*args)))
@@ -184,7 +206,10 @@ def _wide(a: Any) -> Any:
 
 
 def _has_samples(args: Sequence[Any], samples: Sequence[int], i: int) -> bool:
-    """Return True if argument ``i`` has the samples along axis 0: a factor may be broadcast instead."""
+    """Return True if argument ``i`` has the samples along axis 0.
+
+    A factor may be broadcast instead.
+    """
     a = args[i]
     return i in samples and isinstance(a, Tensor) and a.ndim > 0 and a.shape[0] == args[samples[0]].shape[0]
 
@@ -199,7 +224,9 @@ def _of(t: Tensor, chosen: Tensor | None) -> Tensor:
 
 
 def _drawn(a: Any, few: int | None) -> Any:
-    """Numbers from 0.5 to 1.5 with the strides of a tensor of floating-point numbers; anything else as it is.
+    """Return random numbers from 0.5 to 1.5 with the strides of a floating-point tensor.
+
+    Anything else is returned as it is.
 
     Args:
         a: an argument of a call.
@@ -232,7 +259,10 @@ def with_strides(values: Tensor, t: Tensor) -> Tensor:
 
 
 class Comparisons:
-    """The kinds of call whose kernels were compared in this process, and those that are switched off."""
+    """The kinds of call whose kernels were compared in this process.
+
+    It also knows those that are switched off.
+    """
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, int]] = set()
@@ -259,7 +289,9 @@ class Comparisons:
         self, name: str, kind: str, kernel: Callable[..., Any], twin: Callable[..., Any], args: Sequence[Any],
         samples: Sequence[int], result: Any,
     ) -> bool | None:  # fmt: skip
-        """Return True if a kernel's result of a first call is its twin's; None where memory did not suffice to tell.
+        """Return True if a kernel's result of a first call agrees with its twin's.
+
+        None where memory did not suffice to tell.
 
         One that disagrees is switched off for calls of this kind, with a warning.
         """

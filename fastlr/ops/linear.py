@@ -1,4 +1,6 @@
-"""Fast plain torch for the ops of fastlr.ops.reference.norms, same names and signatures, the form chosen by cost from shapes.
+"""Fast plain torch for the ops of fastlr.ops.reference.norms.
+
+Names and signatures are those of the definitions; the form is chosen by its cost, from shapes.
 
 Low-precision inputs are raised to float32 before products, so that sums are accumulated in float32 at least. The choice
 depends on shapes alone: the same call gives the same bits.
@@ -60,7 +62,10 @@ def linear_sq_norms(
     a: Tensor,  # [B, N, T, I]
     g: Tensor,  # [B, N, T, O]
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.linear_sq_norms. Three forms: one row, Gram matrices, or the product itself."""
+    """See fastlr.ops.reference.norms.linear_sq_norms.
+
+    It has three forms: one row, Gram matrices, or the product itself.
+    """
     count, groups, rows, inputs = a.shape
     outputs = g.shape[-1]
     if rows == 1:
@@ -92,7 +97,9 @@ def column_sq_norms(
 
 
 def _gram(a: Tensor, g: Tensor) -> Tensor:
-    """<A A^T, G G^T> for each sample, summed over groups: the squared norm of G^T A without forming it.
+    """Return each sample's squared norm of G^T A, summed over groups, by Gram matrices.
+
+    It is <A A^T, G G^T>, so that G^T A is not formed.
 
     Both sides are centred over the rows: M = sum_t g'_t a'_t^T + T mean(g) mean(a)^T. Rows that are nearly constant
     (activations after a ReLU, blank images) have a common part that M hardly sees and that Gram matrices would square:
@@ -115,7 +122,10 @@ def _gram(a: Tensor, g: Tensor) -> Tensor:
 
 
 def _centred(t: Tensor) -> Tensor:
-    """[B, groups, rows, C] -> [B, groups, 1 + rows, C]: the mean over rows, and the rows less it."""
+    """Return the mean over rows and the rows less it, joined along the axis of rows.
+
+    [B, groups, rows, C] -> [B, groups, 1 + rows, C].
+    """
     count, groups, rows, width = t.shape
     if t.stride(2) == 1 < t.stride(3):  # the order in memory is kept
         both = t.new_empty(count, groups, width, rows + 1).mT
@@ -127,7 +137,9 @@ def _centred(t: Tensor) -> Tensor:
 
 
 def gram_strips(t: Tensor) -> list[tuple[int, int]]:
-    """Ranges of rows of [B, groups, rows, C]: a Gram matrix is made strip by strip on a CPU, at most nine, at once on a GPU.
+    """Return the ranges of rows of [B, groups, rows, C] that Gram matrices are made of.
+
+    On a CPU a Gram matrix is made strip by strip, at most nine; on a GPU at once.
 
     The first strip is one row narrower: one more column goes with it.
     """
@@ -143,7 +155,10 @@ def embedding_sq_norms(
     ids: Tensor,  # [B, T]
     g: Tensor,  # [B, T, D]
 ) -> Tensor:  # [B]
-    """See fastlr.ops.reference.norms.embedding_sq_norms. Rows of one id are added in a fixed order."""
+    """See fastlr.ops.reference.norms.embedding_sq_norms.
+
+    Rows of one id are added in a fixed order.
+    """
     g = raised(g)
     count, rows, _ = g.shape
     if g.device.type == "cpu":
@@ -170,7 +185,10 @@ def channel_sums(
     g: Tensor,  # [B, K, C, *spatial]
     mean: Tensor | None = None,  # [1, C] or [B, C]
 ) -> tuple[Tensor, Tensor]:  # [B, C], [B, C]
-    """See fastlr.ops.reference.norms.channel_sums. Both sums in one pass, by the backward of a batch norm that only centres."""
+    """See fastlr.ops.reference.norms.channel_sums.
+
+    Both sums are made in one pass, by the backward of a batch norm that only centres.
+    """
     x, g = raised(x), raised(g)
     count, images, channels = x.shape[:3]
     if images > 1 or x.ndim == 3:
@@ -193,7 +211,10 @@ def layer_norm_sums(
     mean: Tensor,  # [B, T, 1]
     rstd: Tensor,  # [B, T, 1]
 ) -> tuple[Tensor, Tensor]:  # [B, D], [B, D]
-    """See fastlr.ops.reference.norms.layer_norm_sums. Large samples on a CPU one by one, by the library's own backward pass."""
+    """See fastlr.ops.reference.norms.layer_norm_sums.
+
+    Large samples on a CPU go one by one, by PyTorch's own backward pass.
+    """
     x, g = raised(x), raised(g)
     if x.device.type == "cpu" and x[0].numel() >= ONE_BY_ONE:
         one = x.new_ones(x.shape[2])

@@ -10,7 +10,10 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be had on the device now, the allocator's cache included; on the CPU, available RAM."""
+    """Return the bytes of memory that can be had on the device now.
+
+    The allocator's cache is included; on the CPU it is the available RAM.
+    """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached

@@ -1,4 +1,6 @@
-"""Counter-based random words in plain integer torch: Philox4x32-10 (Salmon et al., SC 2011, "as easy as 1, 2, 3").
+"""Counter-based random words in plain integer torch, by Philox4x32-10.
+
+The generator is that of Salmon et al., SC 2011, "as easy as 1, 2, 3".
 
 A word is a pure function of (seed, stream, index, draw): the seed is the 64-bit key, and the 128-bit counter holds
 ``[draw // 4, stream, index % 2**32, index // 2**32]``. Nothing depends on chunks, order, rank or device. Words are
@@ -46,7 +48,9 @@ _NORMAL_FRACTION = 20
 def philox4x32(
     c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10: four random 32-bit words for each counter (c0, c1, c2, c3) under the key (k0, k1).
+    """Return four random 32-bit words for each counter by Philox4x32-10.
+
+    The counters are (c0, c1, c2, c3), the key is (k0, k1).
 
     Args:
         c0: counter words, int64 in ``[0, 2**32)``; the four broadcast against each other.
@@ -98,14 +102,20 @@ def signed64(value: int) -> int:
 
 
 def indices(start: int, stop: int, device: torch.device | str | None = None) -> Tensor:
-    """The sample indices start..stop-1 as int64 (indices from 2**63 on wrap to the int64 with the same bits)."""
+    """Return the sample indices start..stop-1 as int64.
+
+    Indices from 2**63 on wrap to the int64 with the same bits.
+    """
     start, stop = check_range(start, stop)
     first = torch.tensor(signed64(start), dtype=torch.int64, device=device)
     return torch.arange(stop - start, dtype=torch.int64, device=device) + first
 
 
 def check_index(index: Tensor) -> Tensor:
-    """Return ``index``, contiguous, or raise InputError unless it is ``[n]`` int64 with n of at least 1."""
+    """Return ``index``, contiguous, or raise InputError unless it is valid.
+
+    It must be ``[n]`` int64 with n of at least 1.
+    """
     if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.ndim != 1 or not len(index):
         got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
         raise InputError(f"index must be an int64 tensor [n] with n of at least 1, got {got}")
@@ -137,7 +147,9 @@ def random_words(seed: int, index: Tensor, stream: int, count: int, first: int =
 
 
 def uniform_integers(words: Tensor, bound: int | Tensor) -> Tensor:
-    """Map 32-bit words to integers in ``[0, bound)``, ``1 <= bound < 2**31``, by ``word * bound // 2**32``.
+    """Map 32-bit words to integers in ``[0, bound)``, for ``1 <= bound < 2**31``.
+
+    A word becomes ``word * bound // 2**32``.
 
     The probabilities of two values differ by at most ``2**-32``.
     """
@@ -146,7 +158,9 @@ def uniform_integers(words: Tensor, bound: int | Tensor) -> Tensor:
 
 @cache
 def normal_quantiles() -> Tensor:
-    """The ``2**16`` standard normal values that a 16-bit uniform draw picks from, float32, ascending.
+    """Return the ``2**16`` standard normal values that a 16-bit uniform draw picks from.
+
+    They are float32, ascending.
 
     Entry k is the normal quantile at ``(k + 1/2) / 2**16``, multiplied by 1.0000101 so that the mean of the squares is
     1, and rounded to a multiple of ``2**-20`` (exact in float32, hence the same on every machine). As a discrete
@@ -164,7 +178,10 @@ def normal_quantiles() -> Tensor:
 
 
 def half_words(seed: int, index: Tensor, stream: int, count: int) -> Tensor:
-    """Uniform 16-bit draws, two a word, the low half first: ``[n, count]`` int64 in ``[0, 2**16)``."""
+    """Return uniform 16-bit draws: ``[n, count]`` int64 in ``[0, 2**16)``.
+
+    Each random word gives two, the low half first.
+    """
     words = random_words(seed, index, stream, (count + 1) // 2)
     return torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, :count]
 
@@ -180,7 +197,9 @@ def normals(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Independent N(0, 1) values for the samples ``start .. stop-1``, from :func:`normal_quantiles`.
+    """Return independent N(0, 1) values for the samples ``start .. stop-1``.
+
+    They are drawn from :func:`normal_quantiles`.
 
     Args:
         start: index of the first sample.

@@ -1,4 +1,6 @@
-"""Synthetic images of random shapes, the vision inputs of the paper (Section 3.6, "Synthetic Memorization Datasets").
+"""Synthetic images of random shapes, the vision inputs of the paper.
+
+Section 3.6, "Synthetic Memorization Datasets".
 
 The definition, in plain torch; ``kernels/shape_images.py`` is the same op in Triton, bit for bit.
 """
@@ -23,7 +25,10 @@ WORDS_PER_SHAPE = 8  # kind, colour, three or four for the geometry, the rest un
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest height and width of a rectangle and radius of a circle, in pixels; all included."""
+    """The least and greatest sizes of shapes, in pixels; both ends are included.
+
+    They bound the height and width of a rectangle and the radius of a circle.
+    """
 
     least_height: int
     greatest_height: int
@@ -54,7 +59,10 @@ class Shapes(NamedTuple):
 
 
 def check_images(size: tuple[int, ...], rectangles: int, circles: int) -> tuple[int, int, int]:
-    """Return ``size`` as (channels, height, width), or raise InputError naming the argument that is wrong."""
+    """Return ``size`` as (channels, height, width), or raise InputError.
+
+    The error names the argument that is wrong.
+    """
     if not (isinstance(size, (tuple, list)) and len(size) == 3 and all(type(side) is int for side in size)):
         raise InputError(f"size must be three integers (channels, height, width), got {size!r}")
     channels, height, width = size
@@ -73,7 +81,9 @@ def check_images(size: tuple[int, ...], rectangles: int, circles: int) -> tuple[
 def shape_bounds(
     height: int, width: int, rectangle_sides: tuple[float, float], circle_radii: tuple[float, float]
 ) -> Bounds:
-    """Return the sizes that shapes may have in an image, from shares of its sides (radii: of the shorter), rounded down.
+    """Return the sizes that shapes may have in an image, from shares of its sides.
+
+    Shares of radii are of the shorter side. Sizes are rounded down.
 
     Raises:
         InputError: Not two shares with 0 <= least <= greatest <= 1.
@@ -89,7 +99,10 @@ def shape_bounds(
 
 
 def resolve_table(table: Tensor | None, channels: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    """The ``[channels, 256]`` table of outputs in ``dtype``, checked; by default the byte (uint8) or byte / 255."""
+    """Return the ``[channels, 256]`` table of outputs in ``dtype``, checked.
+
+    By default it holds the byte (uint8) or byte / 255.
+    """
     if dtype != torch.uint8 and not dtype.is_floating_point:
         raise InputError(f"dtype must be a floating-point type, or torch.uint8 for raw bytes, got {dtype}")
     if table is None:
@@ -114,7 +127,10 @@ def draw_shapes(
     rectangle_sides: tuple[float, float] = RECTANGLE_SIDES,
     circle_radii: tuple[float, float] = CIRCLE_RADII,
 ) -> Shapes:
-    """Draw the canvas colours and the shapes of the images ``index`` (``[n]`` int64); see :func:`shape_images`."""
+    """Draw the canvas colours and the shapes of the images ``index`` (``[n]`` int64).
+
+    See :func:`shape_images`.
+    """
     channels, height, width = size
     count = rectangles + circles
     words = random_words(seed, index, STREAMS["shapes"], WORDS_PER_SHAPE * (1 + count)).unflatten(1, (1 + count, -1))
@@ -144,7 +160,10 @@ def draw_shapes(
 
 
 def paint(shapes: Shapes, height: int, width: int) -> Tensor:
-    """Return the shape on top at each pixel: ``[n, height, width]`` int64, 0 for the canvas, s for the s-th shape."""
+    """Return the number of the shape on top at each pixel: ``[n, height, width]`` int64.
+
+    It is 0 for the canvas, s for the s-th shape.
+    """
     circle, top, bottom, left, right = (t.int()[..., None] for t in shapes[:5])
     n, count = shapes.circle.shape
     circle, radius = circle.bool(), (bottom - top) // 2
@@ -168,7 +187,9 @@ def paint(shapes: Shapes, height: int, width: int) -> Tensor:
 def shape_images(
     start: int, stop: int, *, device: torch.device | str | None = None, **options: Any
 ) -> Tensor:  # [stop - start, C, H, W]
-    """Images ``start .. stop-1`` of overlapping random shapes: image i is a pure function of (seed, i).
+    """Return the images ``start .. stop-1`` of overlapping random shapes.
+
+    Image i is a pure function of (seed, i).
 
     The canvas has one uniform random colour; then ``rectangles`` rectangles and ``circles`` circles are painted over it
     in uniformly random order, each in a uniform random 8-bit colour. With all integers uniform in their ranges:
@@ -258,6 +279,9 @@ def shape_images_from(
     n: int,
     **options: Any,
 ) -> Tensor:  # [n, C, H, W]
-    """`shape_images` ``start .. start + n - 1`` with the start in ``first`` (int64, the same 64 bits), on its device."""
+    """Return `shape_images` ``start .. start + n - 1`` on the device of ``first``.
+
+    ``first`` holds the start (int64, the same 64 bits).
+    """
     start = int(first) % (1 << 64)
     return shape_images(start, start + n, device=first.device, **options)

@@ -1,4 +1,6 @@
-"""All private names of PyTorch that fastlr uses, so that a version that moved one is told of here and repaired here.
+"""All private names of PyTorch that fastlr uses.
+
+They are in one place, so that a version that moved one is reported here and repaired here.
 
 Each was seen in the versions of ``SEEN``, unless its line says otherwise. A name that is gone is a `FastlrError` with the
 version and the remedy, when it is first needed; what fastlr cannot do without (below "At import") when it is imported.
@@ -105,7 +107,9 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def saved_tensors_are_hooked(but: tuple[Any, Any] | None = None) -> bool:
-    """Return True if what nodes save goes through default hooks here, as within a checkpointed part; not if they are ``but``.
+    """Return True if default hooks see what autograd's nodes save here.
+
+    They do within a checkpointed part; hooks that are ``but`` do not count.
 
     The private name was seen from 2.11.0 on; before it, that hooks cannot be disabled shows it, more slowly.
     """
@@ -120,7 +124,10 @@ def saved_tensors_are_hooked(but: tuple[Any, Any] | None = None) -> bool:
 
 
 def run_backward(z: Tensor, inputs: Any, v: Tensor, *, retain: bool) -> tuple[Tensor | None, ...]:
-    """As torch.autograd.grad, which modes of torch functions see and are then off for all that runs within it."""
+    """Run ``torch.autograd.grad`` in a way that modes of torch functions see.
+
+    The modes are then off for all that runs within it.
+    """
     run = _get("autograd.graph._engine_run_backward")
     return run((z,), (v,), retain, False, tuple(inputs), True, accumulate_grad=False)
 
@@ -132,12 +139,18 @@ def distance_gradients(g: Tensor, points: Tensor, rows: Tensor, p: float, distan
 
 
 def output_metadata(node: Any) -> Any:
-    """Of each output of a node in the forward pass: an object with its ``shape``, ``dtype`` and ``device``."""
+    """Return what a node's outputs were like in the forward pass.
+
+    One object for each output, with its ``shape``, ``dtype`` and ``device``.
+    """
     return node._input_metadata
 
 
 def own_function(node: Any) -> type | None:
-    """Return the `torch.autograd.Function` whose backward formula a node is; None for torch's own nodes."""
+    """Return the `torch.autograd.Function` whose backward formula a node is.
+
+    None for torch's own nodes.
+    """
     return getattr(type(node), "_forward_cls", None)
 
 
@@ -158,7 +171,10 @@ def module_calls() -> list[Any]:
 
 
 def fused_recurrence() -> tuple[bool, bool]:
-    """Whether oneDNN and cuDNN are on; unlike ``torch.backends`` also where its flags are frozen."""
+    """Return whether oneDNN and cuDNN are on.
+
+    Unlike ``torch.backends`` it tells also where its flags are frozen.
+    """
     return _get("_C._get_mkldnn_enabled")(), _get("_C._get_cudnn_enabled")()
 
 
@@ -200,7 +216,9 @@ _NARROW = ("tf32", "bf16")
 
 
 def narrow_products(device: str) -> bool:
-    """Return True if products of float32 numbers on this type of device have fewer digits, as the user has set it.
+    """Return True if float32 products have fewer digits on this type of device.
+
+    That is as the user has set it.
 
     What `full_products` sets meanwhile, in another thread perhaps, does not count.
     """
@@ -209,7 +227,10 @@ def narrow_products(device: str) -> bool:
 
 @contextmanager
 def full_products() -> Iterator[None]:
-    """Products of float32 numbers with all their digits (no TF32), sums of 16-bit ones in float32: in all threads meanwhile."""
+    """Have float32 products keep all their digits within the context, in all threads.
+
+    No TF32; sums of 16-bit products are in float32.
+    """
     _products.enter()
     try:
         yield
@@ -218,7 +239,10 @@ def full_products() -> Iterator[None]:
 
 
 class _Products:
-    """The digits of products: the first that asks for all of them sets it, the last that needs them puts back what was."""
+    """The precision of products, shared by all that ask for full precision.
+
+    The first that asks for all digits sets it, the last that needs them puts back what was.
+    """
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -263,7 +287,10 @@ class _Products:
 
 
 class _Setting(NamedTuple):
-    """A setting by which products have fewer digits: how it is read and written, what it was, what all digits are."""
+    """A setting by which products have fewer digits.
+
+    It holds how it is read and written, what it was, and what stands for all digits.
+    """
 
     read: Callable[[], Any]
     write: Callable[[Any], Any]
@@ -287,7 +314,9 @@ def _narrow(device: str) -> bool:
 
 
 def _narrow_settings() -> Iterator[_Setting]:
-    """The settings by which products have fewer digits, each read once those before it were set to all digits.
+    """Return the settings by which products have fewer digits.
+
+    Each is read once those before it were set to all digits.
 
     Precisions of all operations come first: then one that still reads as narrow is an operation's
     own.
@@ -329,7 +358,10 @@ def _narrow_precision(backend: str, operation: str) -> Iterator[_Setting]:
 
 
 def _allow_tf32_of_matmul(precision: str | bool | None) -> None:
-    """Set the flag of matmul, from ``torch.get_float32_matmul_precision``; False: none, None: what it was is not known."""
+    """Set the TF32 flag of matmul from ``torch.get_float32_matmul_precision``.
+
+    False: no TF32; None: what it was is not known.
+    """
     if precision != "medium":
         _get("_C._set_cublas_allow_tf32")(precision is not False)
         return
@@ -370,7 +402,10 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 def group_store(group: Any) -> Any:
-    """The store over which a process group was made; 2.7.1 has a function for it in place of the method."""
+    """Return the store over which a process group was made.
+
+    PyTorch 2.7.1 has a function for it in place of the method.
+    """
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return _get("distributed.distributed_c10d._get_process_group_store")(group)
@@ -380,18 +415,27 @@ def group_store(group: Any) -> Any:
 
 
 def fully_sharded(module: nn.Module) -> bool:
-    """Return True if a module is one that ``fully_shard`` was applied to; parameters of others in it may be sharded, too."""
+    """Return True if ``fully_shard`` was applied to a module itself.
+
+    The parameters of other modules in it may be sharded, too.
+    """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and issubclass(type(module), kind)
 
 
 def holds_fully_sharded(model: nn.Module) -> bool:
-    """Return True if ``fully_shard`` was applied to a part of a model; at once where its package was never imported."""
+    """Return True if ``fully_shard`` was applied to a part of a model.
+
+    The answer comes at once where its package was never imported.
+    """
     return "torch.distributed.fsdp" in sys.modules and any(map(fully_sharded, model.modules()))
 
 
 def fully_shard_state(module: nn.Module) -> Any:
-    """What ``fully_shard`` keeps about a module that it was applied to: the same for all modules of one call."""
+    """Return what ``fully_shard`` keeps about a module that it was applied to.
+
+    It is the same object for all modules of one call.
+    """
     return _of(module, "_get_fsdp_state")()
 
 
@@ -432,7 +476,10 @@ class Unit:
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in containers of any kind, dataclasses too, as ``fully_shard`` casts them."""
+    """Cast the floating-point tensors in containers as ``fully_shard`` casts them.
+
+    The containers may be of any kind, dataclasses too.
+    """
     cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
     return _get("distributed.utils._apply_to_tensors")(cast, values)
 

@@ -1,4 +1,6 @@
-"""Block sizes of kernels by measurement: a table by architecture, kernel and shape, which `python -m bench.tune` writes.
+"""Block sizes of kernels by measurement, from a table that `python -m bench.tune` writes.
+
+The table goes by architecture, kernel and shape.
 
 In: the arguments of a rule that gives a kernel's block sizes. Out: the table's for them, else the rule's. The table is part
 of fastlr, so that the same call has the same block sizes, and gives the same bits, in every process on such a GPU.
@@ -25,14 +27,19 @@ _forced: dict[str, dict[str, int]] = {}
 
 
 class Asked(NamedTuple):
-    """What a rule was asked: the block sizes it gave, and which of them a kernel may have otherwise."""
+    """One question to a rule: the block sizes that it gave, and which of them may differ.
+
+    The kernel may have other values of those that are ``free``.
+    """
 
     tile: Any
     free: tuple[str, ...]
 
 
 def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Arguments, Tile]]:
-    """Let the table overrule a rule that returns a NamedTuple of block sizes, or None where the kernel does not serve.
+    """Let the table overrule a rule that gives a kernel's block sizes.
+
+    The rule returns a NamedTuple of block sizes, or None where the kernel does not serve.
 
     Args:
         free: the fields with which the kernel is right whatever they are.
@@ -63,7 +70,10 @@ def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Argument
 
 @functools.cache
 def table() -> dict[str, dict[str, dict[str, int]]]:
-    """Architecture -> rule and its arguments -> fields of the block sizes that are other than the rule's."""
+    """Return the measured block sizes: architecture -> rule and its arguments -> fields.
+
+    The fields are those of the block sizes that are other than the rule's.
+    """
     return json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
 
 

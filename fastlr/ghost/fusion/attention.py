@@ -21,7 +21,9 @@ _FALSE = ("add_zero_attn", "use_separate_proj_weight", "is_causal")  # likewise 
 
 
 def self_attention(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, None] | None:
-    """The result of a call of multi_head_attention_forward (``func``); None if it is not a plain self-attention.
+    """Return the result of a call of multi_head_attention_forward (``func``).
+
+    None if it is not a plain self-attention.
 
     Plain: one tensor [S, B, E] that lies in memory as [B, S, E] (batch_first), no mask, no dropout, no weights wanted.
     """

@@ -1,4 +1,6 @@
-"""Batch norm in eval mode as a scaling and a shift of each channel: one node of the autograd graph, and its rule.
+"""Batch norm in eval mode as a scaling and a shift of each channel.
+
+It is one node of the autograd graph, with its rule.
 
 For where no convolution comes before that it could be folded into. On a CPU, torch's own backward pass of batch norm
 takes ten times as long as the multiplication that it is, unless channels lie apart in memory; and its result is laid
@@ -20,7 +22,9 @@ NODE = "FixedNormBackward"
 
 
 class FixedNorm(torch.autograd.Function):
-    """``gamma (x - mean) / sqrt(var + eps) + beta`` for each channel (axis 1), keeping the strides of ``x``.
+    """Batch norm in eval mode of each channel (axis 1), keeping the strides of ``x``.
+
+    It is ``gamma (x - mean) / sqrt(var + eps) + beta``.
 
     Attributes of a node: ``roles`` names its inputs; ``norms_only`` says that the gradients of the parameters will not be
     looked at.

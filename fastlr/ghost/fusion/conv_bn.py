@@ -1,4 +1,6 @@
-"""Convolution, batch norm in eval mode and activation as one node of the autograd graph, and its rule.
+"""Convolution, batch norm in eval mode and activation as one node, with its rule.
+
+The node is one of the autograd graph.
 
 The definitions and identities are in fastlr.ops.reference.folded; which blocks of a model run so is decided in
 fastlr.ghost.fusion.mode.
@@ -38,7 +40,10 @@ class FoldRefuted(Exception):
 
 
 class FoldedWeights:
-    """The folded weights of a forward pass. By kernels all are made at once, if an earlier pass has asked for the same."""
+    """The folded weights of a forward pass.
+
+    By kernels all are made at once, if an earlier pass has asked for the same.
+    """
 
     def __init__(self) -> None:
         self._passes: dict[tuple, list[tuple]] = {}  # first weight -> what was asked for, by weak references
@@ -47,7 +52,10 @@ class FoldedWeights:
         self._alone = False  # some were made one by one
 
     def begin(self) -> None:
-        """Begin a forward pass, or end one: what was not made at once then is now, so that a CUDA graph finds it compared."""
+        """Begin a forward pass, or end one.
+
+        What was not made at once in the pass is now, so that a CUDA graph finds it compared.
+        """
         if self._asked:
             if len(self._passes) >= PASSES:
                 self._passes.clear()
@@ -76,7 +84,10 @@ class FoldedWeights:
         return self._made[key][1]
 
     def _before(self) -> list[tuple]:
-        """What the last pass that began like this one has asked for; None for tensors that are gone."""
+        """Return what the last pass that began like this one has asked for.
+
+        It holds None for tensors that are gone.
+        """
         return [(*call[:2], tuple(t and t() for t in call[2])) for call in self._passes.get(self._first, [])]
 
     @torch.no_grad()
@@ -102,7 +113,9 @@ def _identity(dtype: torch.dtype, eps: float, tensors: tuple[Tensor | None, ...]
 
 
 class Entry(NamedTuple):
-    """How a folded convolution that works by a kernel takes its inputs, and what it gives beside its output.
+    """How a folded convolution takes its inputs, and what it gives beside its output.
+
+    This is for convolutions that work by a kernel.
 
     Attributes:
         act: applied to ``x`` as it is loaded: what is stored is the activation's input.
@@ -122,7 +135,9 @@ class Entry(NamedTuple):
 
 
 class FoldedConv(torch.autograd.Function):
-    """Activation of batch norm (running statistics) of a convolution (plus a residual), one node with correct gradients.
+    """Activation of batch norm (running statistics) of a convolution, as one node.
+
+    A residual may be added before the activation. The node has correct gradients.
 
     With an `Entry` there are three outputs, of which the second and third may be None.
 
@@ -180,7 +195,11 @@ class FoldedConv(torch.autograd.Function):
     def sq_norms(
         ctx: Any, grad: Tensor | None, more: Tensor | None = None, of_mean: Tensor | None = None
     ) -> tuple[Any, ...]:
-        """The gradient handed to the residual, and what fastlr.ops.reference.folded.folded_conv_backward returns."""
+        """Return the gradients and the squared norms of a folded convolution.
+
+        First the gradient handed to the residual, then what
+        fastlr.ops.reference.folded.folded_conv_backward returns.
+        """
         x, product, kept, weight, folded, statistics, gate = ctx.saved_tensors
         want, entry = ctx.needs_input_grad[0], ctx.entry
         act = "none" if entry is not None and entry.mean and of_mean is None else ctx.act
@@ -224,7 +243,10 @@ class FoldedConv(torch.autograd.Function):
 
 @rule(NODE, about="convolution folded with batch norm in eval mode and an activation")
 def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Weight, bias, gamma and beta; the input gradient comes with their norms and is kept for the node."""
+    """Return the norms of weight, bias, gamma and beta of a folded convolution.
+
+    The input gradient comes with their norms and is kept for the node.
+    """
     node = site.node
     reached = [o for o, g in enumerate(site.gradients) if g is not None]
     if 0 not in reached and not (node.entry and node.entry.mean):
@@ -240,25 +262,37 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 
 def weight_of(graph: Graph, node: int) -> list[str]:
-    """Name by which a node of ours is known to the folding, that of its first parameter; none if it is frozen."""
+    """Return the name by which a node of ours is known to the folding, in a list.
+
+    It is that of its first parameter; the list is empty if that is frozen.
+    """
     child, _ = graph.children[node][1]  # after x
     return [graph.parameters[child]] if child in graph.parameters else []
 
 
 def parameters_of(graph: Graph, node: int) -> list[str]:
-    """Names of all parameters of a node of ours, first the one that the folding knows it by; none if that is frozen."""
+    """Return the names of all parameters of a node of ours.
+
+    First the one that the folding knows it by; none if that is frozen.
+    """
     names = [graph.parameters[child] for child, _ in graph.children[node][1:] if child in graph.parameters]
     return names if weight_of(graph, node) else []
 
 
 def refuse_blocks(blocks: Iterable[list[str]], reason: str) -> NoReturn:
-    """Raise FoldRefuted with the names of the parameters of these blocks; without any if one has none, or if there is none."""
+    """Raise FoldRefuted with the names of the parameters of these blocks.
+
+    Without any names if one block has none, or if there is no block.
+    """
     names = list(blocks)
     raise FoldRefuted([] if [] in names else [name for block in names for name in block], reason)
 
 
 def refuse_parts_of_samples(graph: Graph, layouts: Mapping[Place, Regular]) -> None:
-    """Raise FoldRefuted with all folded convolutions of which a sample is known to own several images: they have no rule."""
+    """Raise FoldRefuted where a sample is known to own several images.
+
+    It names all folded convolutions of which that is so: they have no rule.
+    """
     nodes = [i for i, kind in enumerate(graph.names) if kind == NODE and layouts.get((i, 0), ONE_IMAGE) != ONE_IMAGE]
     if nodes:
         refuse_blocks((weight_of(graph, i) for i in nodes), SEVERAL)

@@ -1,4 +1,6 @@
-"""The folded path: convolution, batch norm in eval mode and activation run as one node of the autograd graph.
+"""The folded path: blocks with a convolution run as one node of the autograd graph.
+
+A block is a convolution, batch norm in eval mode and an activation.
 
 While a `Folding` is active, a convolution's result is a `Pending` tensor that has not been computed. If batch norm, and
 then perhaps an activation, is the only thing that happens to it, the three run as one `FoldedConv` with folded weights
@@ -73,7 +75,10 @@ _FIRST = frozenset({F.batch_norm, *_CONVOLUTIONS, *_REPLACEMENTS})  # calls of i
 
 
 def _activation(func: Callable, args: tuple, kwargs: dict) -> tuple[str, bool] | None:
-    """Name of the activation that a call is, and whether it works in place; None if it is none of ours."""
+    """Return (the name of the activation that a call is, whether it works in place).
+
+    None if the call is none of ours.
+    """
     rest = args[1:]
     if func in (torch.relu, Tensor.relu) and not rest:
         return "relu", False
@@ -120,7 +125,9 @@ class Folding(TorchFunctionMode):
         self._forget()
 
     def run(self, tensors: Mapping[str, Tensor], forward: Callable[[], Any], inputs: Any = None) -> Any:
-        """Run ``forward`` with its blocks folded; once more where something turned out that forbids one.
+        """Run ``forward`` with its blocks folded.
+
+        Once more where something turned out that forbids folding one.
 
         Args:
             tensors: the model's parameters by name, as this forward pass uses them.
@@ -175,7 +182,10 @@ class Folding(TorchFunctionMode):
         self.disabled, self.again = reason, True
 
     def give_up(self, names: list[str], reason: str) -> None:
-        """Leave these convolutions unfolded from now on; if none is named all of them, but first the replaced calls."""
+        """Leave these convolutions unfolded from now on.
+
+        If none is named, leave all of them, but first the replaced calls.
+        """
         self.refused.update(dict.fromkeys(names, reason))
         if not names and self.replaced:
             self.literal = reason
@@ -263,7 +273,11 @@ class Folding(TorchFunctionMode):
 
     @staticmethod
     def _left_open(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-        """A mean over all positions of a block's result, or its product with one number a channel, by kernels."""
+        """Return a mean over all positions of a block's result, or a product, by kernels.
+
+        The product is that of a block's result with one number a channel. None if the call is
+        neither.
+        """
         if func in MEANS and isinstance(args[0] if args else None, Pending):
             keeps = whole_mean(func, args, kwargs)
             mean = None if keeps is None else args[0].squeezed()
@@ -300,7 +314,10 @@ class Folding(TorchFunctionMode):
         return pending.followed(norm)
 
     def _fixed(self, given: dict[str, Any]) -> Tensor | None:
-        """A batch norm after something else than a convolution, as a scaling and a shift: pays on a CPU."""
+        """Run a batch norm after something else than a convolution as a scaling and a shift.
+
+        This pays on a CPU; None where it is not possible.
+        """
         x, gamma, beta = given["input"], given["weight"], given["bias"]
         affine = [t for t in (gamma, beta) if t is not None]
         statistics = [given["running_mean"], given["running_var"]]

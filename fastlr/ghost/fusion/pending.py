@@ -32,7 +32,10 @@ def result_dtype(x: Tensor) -> torch.dtype:
 
 
 class Folds(Protocol):
-    """The mode that made a pending result (fastlr.ghost.fusion.mode.Folding), to be told what forbids folding."""
+    """The mode that made a pending result, to be told what forbids folding.
+
+    It is a fastlr.ghost.fusion.mode.Folding.
+    """
 
     weights: FoldedWeights
 
@@ -89,7 +92,10 @@ class Lazy(Tensor):
         return Stored(self.compute())
 
     def left_open(self) -> bool:
-        """Return True if those who load the result have something to apply, or may add to its gradient."""
+        """Return True if something is left to those who load the result.
+
+        They have something to apply, or may add to its gradient.
+        """
         return False
 
     def passed(self, tensor: Tensor) -> None:
@@ -113,7 +119,10 @@ class Lazy(Tensor):
 
 
 class Product(Lazy):
-    """A product with one number a sample and channel, which whoever loads the other factor may apply."""
+    """A product with one number a sample and channel.
+
+    Whoever loads the other factor may apply it.
+    """
 
     origin: Lazy
     numbers: Tensor
@@ -219,7 +228,10 @@ class Pending(Lazy):
         return None
 
     def _folded(self, act: str, *, mean: bool = False) -> tuple[Tensor, Tensor | None]:
-        """The block as one node with this activation; with ``mean`` (before the activation, mean after it)."""
+        """Return the block as one node with this activation.
+
+        With ``mean``: (before the activation, mean after it).
+        """
         x, weight, bias, geometry = self.source
         running_mean, var, gamma, beta, eps = self.normed or ()
         how, added = stored_of(x), None if self.residual is None else stored_of(self.residual)
@@ -252,7 +264,10 @@ class Pending(Lazy):
         return self.before is not None
 
     def squeezed(self) -> Tensor | None:
-        """The mean over all positions [B, C, 1, ...], if it can be had from where the result is computed."""
+        """Return the mean over all positions [B, C, 1, ...], or None.
+
+        There is one if it can be had from where the result is computed.
+        """
         of_images = self.ndim == 4 and kind_of(self.source[1], self.source[3]) == "depthwise"
         if self.residual is not None or not of_images or not self.lazy:
             return None
@@ -271,7 +286,10 @@ def stored_of(t: Tensor) -> Stored:
 
 
 def computed(tree: Any) -> Any:
-    """Replace what is pending in arguments or results by its value; the usual kinds without pytree, which is slow."""
+    """Replace what is pending in arguments or results by its value.
+
+    The usual kinds go without pytree, which is slow.
+    """
     if isinstance(tree, Lazy):
         return tree.compute()
     if isinstance(tree, (Tensor, int, float, str, NoneType)):

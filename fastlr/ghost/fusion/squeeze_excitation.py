@@ -1,4 +1,6 @@
-"""Squeeze-and-excitation's mean over all positions, and its product with one number a sample and channel, as own nodes.
+"""The mean and the product of squeeze-and-excitation, as own autograd nodes.
+
+The mean is over all positions, the product is with one number a sample and channel.
 
 The product's backward pass reads the gradient and the input once, where torch's own makes and reads a product of their
 size. The mean's gives one number a sample and channel, expanded, where torch's own writes a tensor of the input's size.
@@ -25,7 +27,10 @@ _LITTLE = 1 << 15  # elements of a sample [C, L] below which a node of ours cost
 
 
 class Squeeze(torch.autograd.Function):
-    """``mean(x)``, for x [B, C, *spatial] and a function that takes the mean over all spatial axes."""
+    """``mean(x)``, for x [B, C, *spatial].
+
+    ``mean`` is a function that takes the mean over all spatial axes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: D102
@@ -59,7 +64,10 @@ def whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool | No
 
 
 def squeeze(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """The result of a call that is a mean over all spatial axes, by `Squeeze`; None if it is not one that it can take."""
+    """Return the result of a call that is a mean over all spatial axes, by `Squeeze`.
+
+    None if the call is not one that `Squeeze` can take.
+    """
     if whole_mean(func, args, kwargs) is None or not args[0].requires_grad or args[0].is_leaf:
         return None
     if func not in _POOLS and _is_little(args[0]):
@@ -81,7 +89,10 @@ class Gate(torch.autograd.Function):
 
 
 def gate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-    """The result of a call that is a product with one number a sample and channel, by `Gate`; None if it is none."""
+    """Return the result of a call that is a product of x with numbers, by `Gate`.
+
+    There is one number a sample and channel; None if the call is no such product.
+    """
     if len(args) != 2 or kwargs or not all(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in args):
         return None
     numbers, x = sorted(args, key=Tensor.numel)
@@ -91,7 +102,10 @@ def gate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
 
 
 def is_gate(numbers: Any, x: Tensor) -> bool:
-    """Return True for one number a sample and channel of ``x`` [B, C, *spatial], computed of parameters."""
+    """Return True for one number a sample and channel of ``x``, computed of parameters.
+
+    ``x`` is [B, C, *spatial].
+    """
     if not isinstance(numbers, Tensor) or not numbers.requires_grad or numbers.is_leaf:
         return False
     per_channel = (*x.shape[:2], *[1] * (x.ndim - 2))

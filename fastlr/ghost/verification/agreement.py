@@ -28,7 +28,10 @@ _TF32 = 2.0**-10  # the rounding of products in fewer digits than their dtype sh
 
 
 def low_precision(device: torch.device, dtypes: Collection[torch.dtype]) -> bool:
-    """Return True if products have fewer digits than float32: autocast, narrow parameters, TF32 (cuDNN's default)."""
+    """Return True if products have fewer digits than float32.
+
+    So they do under autocast, with narrow parameters, and under TF32 (cuDNN's default).
+    """
     if torch.is_autocast_enabled(device.type) or any(d.itemsize < 4 for d in dtypes):
         return True
     return torch.float32 in dtypes and narrow_products(device.type)
@@ -92,7 +95,11 @@ def _by_sample(want: Tensor, got: Tensor, out_dim: int) -> tuple[Tensor, Tensor]
 
 
 def _compared(a: Tensor, b: Tensor, relative: float) -> tuple[Tensor, list[slice], Tensor]:
-    """The size of each sample's outputs, parts of the columns, and which of them have an element that is off by more."""
+    """Compare two outputs element by element.
+
+    Returns the size of each sample's outputs, parts of the columns, and which of them have an
+    element that is off by more.
+    """
     rows = _typical(a[:, :: max(1, a.shape[1] // _SEEN)], b[:, :: max(1, a.shape[1] // _SEEN)], 1)
     step = max(1, _PART // len(a))
     parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
@@ -105,7 +112,10 @@ def _finite(a: Tensor) -> Tensor:
 
 
 def _size(a: Tensor, b: Tensor, part: slice, rows: Tensor) -> Tensor:
-    """The size that an element's difference is measured by: its own, or that of its sample's and its column's others."""
+    """Return the size that an element's difference is measured by.
+
+    It is its own, or that of its sample's and its column's others.
+    """
     columns = _typical(a[:, part], b[:, part], 0)
     return torch.maximum(_finite(a[:, part]), torch.minimum(rows, columns))
 
@@ -179,13 +189,19 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
 
 
 def same_output(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> bool:
-    """Return True if ``got`` is the model's own output for ``x``, but for what its precision explains."""
+    """Return True if ``got`` is the model's own output for ``x``.
+
+    But for what its precision explains.
+    """
     own, relative = _own(model, x, output)
     return agree(got, own, relative, lambda: model_noise(model, x, output, out_dim), out_dim)
 
 
 def output_differs(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> Tensor:
-    """Return true on the device, waiting for nothing, if `same_output` would have to look closer at some element."""
+    """Return on the device whether `same_output` would have to look closer.
+
+    True if that is so at some element; nothing is waited for.
+    """
     own, relative = _own(model, x, output)
     if own.shape != got.shape:
         return torch.ones((), dtype=torch.bool, device=got.device)

@@ -35,15 +35,25 @@ class Audits:
         self._owed = False
 
     def due(self, *, fresh: bool) -> bool:
-        """Return True for the first batch of every shape, for more within their share of the time, and after a failure."""
+        """Return True if the next batch is to be audited.
+
+        So are the first batch of every shape, more within their share of the time, and any after a
+        failure.
+        """
         return fresh or self._owed or self.failed > 0 or self._spent + self._last <= SHARE * self._measured
 
     def owe(self) -> None:
-        """Make the next batch that runs as it is due, whatever the time: a sample of what was replayed was not right."""
+        """Make the next batch that runs as it is due for an audit, whatever the time.
+
+        For a sample of what was replayed was not right.
+        """
         self._owed = True
 
     def draw(self, count: int) -> int:
-        """The sample to audit among ``count``: random, another at every call; once more the one that failed."""
+        """Return the number of the sample to audit among ``count``.
+
+        It is random, another at every call; once more the one that failed.
+        """
         self._owed = False
         again, self._again = self._again, None
         if again is not None and again < count:

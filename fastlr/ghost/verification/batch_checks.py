@@ -1,4 +1,6 @@
-"""Which rows of the gradients belong to which sample, by marked backward passes on the batch at hand.
+"""Which rows of the gradients belong to which sample, by marked backward passes.
+
+The passes run on the batch at hand.
 
 With the cotangent of sample j scaled by known factors, the gradient that arrives at a use must be scaled, row by row, by the
 factors of the sample that the row belongs to. This tells the rows where the graph does not (fastlr.ghost.ownership), in every

@@ -1,4 +1,7 @@
-"""Copies of a model to prove on: functional or deep, in float64, every parameter and buffer perturbed."""
+"""Copies of a model to prove on.
+
+They are functional or deep, in float64, with every parameter and buffer perturbed.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,9 @@ def _perturbed_anew(name: str, scale: float, seed: int, trainable: bool, t: Tens
 def with_buffers_moved(
     model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int, stand_in: StandIn | None = None
 ) -> Subject | None:
-    """A perturbed float64 copy in which buffers that are all zero have additive noise; None where no buffer is all zero.
+    """Return a perturbed float64 copy in which buffers that are all zero have noise.
+
+    The noise is additive; None where no buffer is all zero.
 
     The noise of the other subjects is multiplicative and leaves a zero where it is, so a buffer that switches something
     on (``h - alpha * h.mean(0)``) is not exercised by them. A failure here says that the model could be another program,
@@ -130,7 +135,10 @@ def with_buffers_moved(
 def subjects(
     model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int, stand_in: StandIn | None = None
 ) -> Iterator[Subject]:
-    """Copies to prove on, the strictest first; the functional one is run by the stand-in, else by the model."""
+    """Yield copies to prove on, the strictest first.
+
+    The functional one is run by the stand-in, else by the model.
+    """
     tensors = _perturbed_state(model, parameters, scale, torch.Generator().manual_seed(seed))
     chosen = {n: tensors[n] for n in parameters}
     if stand_in is not None:

@@ -76,7 +76,10 @@ class ForwardChecks:
             yield
 
     def _forward(self, subject: Subject, batch: adapt.Batch, samples: Sequence[int], *, fold: bool = False) -> Tensor:
-        """The output for some samples; ``fold``: as it will be measured, otherwise as the model is."""
+        """Return the output for some samples.
+
+        ``fold``: as it will be measured, otherwise as the model is.
+        """
         with torch.enable_grad():
             x = batch.pick(samples)
             with nullcontext() if fold else Unfused():
@@ -92,7 +95,9 @@ class ForwardChecks:
     def _otherwise(
         self, subject: Subject, stand_in: StandIn, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger
     ) -> None:
-        """Where samples would interact if something were otherwise, the model is looked at in every batch.
+        """Try if samples interact where something is otherwise.
+
+        Where they do, the model is looked at in every batch from then on.
 
         Tried are buffers that are zero, moved; samples whose values are far apart; and several copies of one sample, which
         go the same way and may be too many for it.
@@ -107,7 +112,10 @@ class ForwardChecks:
 
     @on_demand.structure_only()
     def _separate(self, subject: Subject, batch: adapt.Batch, *, on_error: bool) -> bool:
-        """Return True if samples give in other company what they give in the batch of three; ``on_error`` if they fail."""
+        """Return True if samples give in other company what they give in the batch of three.
+
+        Return ``on_error`` where the model fails on them.
+        """
         try:
             with self._precision(subject), torch.no_grad():
                 z = self._forward(subject, batch, self.all)
@@ -131,7 +139,10 @@ class ForwardChecks:
                 self._same(subject, batch, z, z.narrow(self.out_dim, samples[0], 1).expand_as(got), got)
 
     def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
-        """Require that samples give what they gave in the batch of three; say what is wrong if they do not."""
+        """Require that samples give what they gave in the batch of three.
+
+        If they do not, the error says what is wrong.
+        """
         close = _unexplained(z.dtype)
         alike = partial(agree, relative=close, noise=partial(self._noise, subject, batch), out_dim=self.out_dim)
         if alike(want, got):
@@ -209,7 +220,10 @@ class ForwardChecks:
         return f"{message}. Make it work on each sample alone"
 
     def _absent(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
-        """Parameters that are not in the graph: zero if they do not move the output, otherwise an error."""
+        """Record parameters that are not in the graph as zero, or refuse them.
+
+        They are zero if they do not move the output; otherwise they are an error.
+        """
         present = set(graph.parameters.values())
         absent = [n for n in self.parameters if n not in present]
         if not absent or any(set(absent) <= tested for tested in ledger.absent):
@@ -234,7 +248,9 @@ class ForwardChecks:
             ledger.parameters.setdefault(n, ParameterProof("zero", reason="not used by the output", alive=True))
 
     def _moves(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str]) -> bool:
-        """Return True if parameters move the output, and not by a choice alone, as the scores of hard routing do.
+        """Return True if parameters move the output, and not by a choice alone.
+
+        Scores of hard routing move it by such a choice alone.
 
         Such a choice has no gradient: it does not move with the least of changes.
         """

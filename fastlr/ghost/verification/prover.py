@@ -50,7 +50,10 @@ SCALES = (-20, 20)  # powers of two of cotangents that gradients must follow
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    """(relative to the parameter's own squared norm, relative to the sample's total) for a rule against the truth."""
+    """Return the tolerances of a rule against the truth.
+
+    These are (relative to the parameter's own squared norm, relative to the sample's total).
+    """
     return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
 
 
@@ -68,7 +71,10 @@ class Prover(ForwardChecks):
     def _on_copies(
         self, step: Callable[[Subject, adapt.Batch, Ledger], None], batch: adapt.Batch, ledger: Ledger, seed: int
     ) -> None:
-        """Take a step on the strictest of the copies that can, then see if samples would interact otherwise."""
+        """Take a step on the strictest of the copies that can.
+
+        Then see if samples would interact otherwise.
+        """
         failure: Exception | None = None
         stand_in = StandIn(self.model, batch.pick(self.all[:2]), self.output)
 
@@ -146,7 +152,9 @@ class Prover(ForwardChecks):
     # -- forward checks ---------------------------------------------------------------------------------------------
 
     def _sides(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> str:
-        """Tell parameter side from sample side: with every sample twice, the sample side doubles, the other does not.
+        """Tell the parameter side from the sample side of the graph.
+
+        With every sample twice, the sample side doubles, the other does not.
 
         Returns why that cannot be (a loop over samples within the model), or an empty string.
         """
@@ -170,7 +178,9 @@ class Prover(ForwardChecks):
         return ""
 
     def _varying(self, subject: Subject, batch: adapt.Batch, graph: Graph, ledger: Ledger) -> None:
-        """Note what seems computed of parameters alone but is of the data too: a buffer of fixed size that samples fill.
+        """Note what seems computed of parameters alone but depends on the data, too.
+
+        Such is a buffer of fixed size that samples fill.
 
         With other samples the same cotangents must give the same gradients there.
         """
@@ -213,7 +223,9 @@ class Prover(ForwardChecks):
     def _exact(
         self, subject: Subject, batch: adapt.Batch, sample: int, cotangents: list[Tensor], ledger: Ledger
     ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Output row and, for each cotangent, exact squared norms of one sample beside a copy of itself.
+        """Return the output row and exact squared norms of one sample beside a copy of itself.
+
+        There are squared norms for each cotangent.
 
         A model that does not take two samples is run on the sample alone, one that does not take one on three copies.
         """
@@ -238,7 +250,9 @@ class Prover(ForwardChecks):
         raise failure
 
     def _truth(self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, ledger: Ledger) -> dict[str, Tensor]:
-        """Exact squared norms [3] of every parameter: each sample beside a copy of itself, one plain backward pass each.
+        """Return the exact squared norms [3] of every parameter, sample by sample.
+
+        Each sample runs beside a copy of itself, with one plain backward pass each.
 
         So a sample must give what it gave in the batch: samples that interact through anything, be it a detached mean,
         are found here.
@@ -260,7 +274,10 @@ class Prover(ForwardChecks):
         return truth
 
     def _layouts(self, graph: Graph, structure: Structure, z: Tensor, v: Tensor) -> dict[Place, list[Layout]]:
-        """Layouts of every output of a use: what the graph tells and marks confirm, else what marks find."""
+        """Return the layouts of every output of a use.
+
+        What the graph tells and marks confirm, else what marks find.
+        """
         known, _ = trace(graph, z, self.out_dim)
         places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
         told: dict[Place, list[Layout]] = {place: [known[place]] if place in known else [] for place in places}
@@ -278,7 +295,10 @@ class Prover(ForwardChecks):
         alternatives: dict[Place, list[Layout]],
         ledger: Ledger,
     ) -> None:
-        """Run the rules on the three samples at once, compare each parameter's norms with the truth, record the outcome."""
+        """Run the rules on the three samples at once and record the outcome.
+
+        Each parameter's norms are compared with the truth.
+        """
         layouts = {place: held[0] for place, held in alternatives.items() if held}
         relative, part = tolerance(graph.lowest_dtype())
         total = torch.stack(list(truth.values())).sum(0)
@@ -291,7 +311,10 @@ class Prover(ForwardChecks):
                 uses_of.setdefault(name, []).append(use)
 
         def deviations() -> tuple[dict[str, float], list[str]]:
-            """Largest deviation of each parameter's norms from the truth, in parts of the total; and those that are wrong."""
+            """Return how far each parameter's norms are from the truth, and those that are wrong.
+
+            The largest deviation, in parts of the total.
+            """
             norms = sq_norms(
                 graph, structure, z, v, layouts, self.count, routes, retain=True, reasons=reasons, tolerant=True
             )
@@ -334,7 +357,10 @@ class Prover(ForwardChecks):
     def _refute_folds(
         graph: Graph, structure: Structure, routes: dict[tuple, str], reasons: dict[tuple, str], wrong: list[str]
     ) -> None:
-        """Raise FoldRefuted with all folded blocks whose norms are wrong or have no rule: each refusal is another proof."""
+        """Raise FoldRefuted with all folded blocks whose norms are wrong or have no rule.
+
+        All at once, as each refusal is another proof.
+        """
         blocks: dict[tuple[str, ...], str] = {}
         for use in structure.uses:
             if graph.names[use.node] not in OURS:
@@ -348,7 +374,10 @@ class Prover(ForwardChecks):
 
     @staticmethod
     def _linear(want: Tensor, at_scales: list[list[Tensor]]) -> None:
-        """Require that a sample's gradients scale as the cotangent does: of squared norms at SCALES, if any were taken."""
+        """Require that a sample's gradients scale as the cotangent does.
+
+        The test is of squared norms at SCALES, if any were taken.
+        """
         for exponent, norms in zip(SCALES, at_scales, strict=False):
             scaled = torch.stack(norms) * 4.0**-exponent
             if not bool(((scaled - want).abs() <= 1e-6 * want.sum()).all()):

@@ -1,4 +1,6 @@
-"""The record of what has been proven of a model, by local structure: node kind, slot, parameter side below.
+"""The record of what has been proven of a model, by local structure.
+
+That is by node kind, slot, and the parameter side below.
 
 So a larger batch, whose graph has the same uses, needs no new proof.
 """

@@ -135,7 +135,10 @@ class StandIn:
         return result
 
     def trusted(self, work: Callable[[], _Result]) -> _Result:
-        """Do work that calls `call_with`; all of it in place where the clone is not to be trusted."""
+        """Do work that calls `call_with`.
+
+        Where the clone is not to be trusted, all of the work is done again in place.
+        """
         try:
             return work()
         except ReadsModel:

@@ -1,4 +1,6 @@
-"""The Fisher matrices of predictive distributions, by enumeration or in one line: the truth for the predictives.
+"""The Fisher matrices of predictive distributions, by enumeration or in one line.
+
+They are the truth that the predictives are tested against.
 
 All of them are ``F = E_{y ~ P(.|z)} [grad_z log P(y|z) grad_z log P(y|z)^T]`` at the output z of one sample, float64.
 """
@@ -14,14 +16,20 @@ from fastlr.ops.philox import STREAMS, random_words
 
 
 def categorical_fisher(logits: Tensor) -> Tensor:
-    """Fisher matrix [C, C] of softmax(logits [C]), summed label by label: sum_y p_y (e_y - p) (e_y - p)^T."""
+    """Return the Fisher matrix [C, C] of softmax(logits [C]), summed label by label.
+
+    It is sum_y p_y (e_y - p) (e_y - p)^T.
+    """
     p = logits.double().softmax(-1)
     scores = torch.eye(len(p), dtype=torch.float64) - p
     return torch.einsum("y,yi,yj->ij", p, scores, scores)
 
 
 def bernoulli_fisher(logits: Tensor) -> Tensor:
-    """Fisher matrix [E, E] of independent labels with P(y = 1) = sigmoid(logits [E]), over all 2^E labelings."""
+    """Return the Fisher matrix [E, E] of independent labels, summed over all 2^E labelings.
+
+    P(y = 1) = sigmoid(logits [E]).
+    """
     p = torch.sigmoid(logits.double())
     fisher = torch.zeros(len(p), len(p), dtype=torch.float64)
     for labels in product((0.0, 1.0), repeat=len(p)):

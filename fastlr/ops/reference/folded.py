@@ -1,4 +1,6 @@
-"""Convolution, batch norm in eval mode and activation as one op: the definition of the folded path (DESIGN: kernels).
+"""Convolution, batch norm in eval mode and activation as one op.
+
+This is the definition of the folded path (DESIGN: kernels).
 
 With sigma = sqrt(running variance + eps), s = gamma / sigma and, for each sample b and output channel c, M_bc the gradient
 of the folded weight s_c W_c and S_bc = sum_t g_bct the gradient of the folded bias, the gradients of the original
@@ -47,7 +49,9 @@ def folded_conv(
     residual_before: str = "none",
     mean: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, O, *spatial'], both; with ``mean`` the second [B, O, 1, ...]
-    """Activation of a convolution with folded weight and bias, and perhaps of its sum with another tensor.
+    """Return the activation of a convolution with folded weight and bias.
+
+    Or of the convolution's sum with another tensor, the residual.
 
     Args:
         x: what is stored of the inputs [B, C, *spatial]: the convolution is of ``before(x) gate``.
@@ -79,7 +83,9 @@ def activation_grad(
     kept: Tensor,  # [...]
     act: str,
 ) -> Tensor:  # [...]
-    """Gradient at the input of an activation from the one at its output; ``kept`` as returned by `folded_conv`.
+    """Return the gradient at the input of an activation from the one at its output.
+
+    ``kept`` is as returned by `folded_conv`.
 
     ReLU and ReLU6 pass nothing where the output is at a bound. Shapes and dtype are those of ``grad``.
     """
@@ -121,7 +127,9 @@ def folded_conv_sq_norms(
     geometry: ConvGeometry,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, ...]:  # four of [B]
-    """Squared norms of the gradients of the parameters of a folded convolution, from sums over positions alone.
+    """Return the squared norms of the gradients of a folded convolution's parameters.
+
+    They are computed from sums over positions alone.
 
     Args:
         x: inputs [B, C, *spatial].
@@ -205,7 +213,9 @@ def fold_weights(
     eps: tuple[float, ...],
     *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
 ) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
-    """Folded weights and biases of convolutions and the batch norms (running statistics) after them.
+    """Fold batch norms into the weights and biases of the convolutions before them.
+
+    The batch norms use their running statistics.
 
     Args:
         dtype: of the folded weights.

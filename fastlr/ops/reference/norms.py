@@ -1,4 +1,6 @@
-"""Per-sample squared gradient norms, one sample at a time in plain torch: the definitions that fast twins are tested against.
+"""Per-sample squared gradient norms, one sample at a time in plain torch.
+
+These are the definitions that the fast twins are tested against.
 
 Throughout, ``B`` is the number of samples; a sample may own several rows. Results are float64, whatever the inputs.
 """
@@ -33,7 +35,9 @@ def column_sq_norms(
     a: Tensor,  # [B, T, I]
     g: Tensor,  # [B, T, O]
 ) -> Tensor:  # [B, I]
-    """Squared norm of what each input contributes to a sample's weight gradient sum_t g_t a_t^T: of its columns.
+    """Return the squared norm of what each input contributes to a sample's weight gradient.
+
+    That is of the columns of sum_t g_t a_t^T.
 
     Args:
         a: inputs [B, T, I].
@@ -82,7 +86,10 @@ def conv_sq_norms(
     weight: Tensor,  # [O, C / groups, *kernel]
     geometry: ConvGeometry,
 ) -> Tensor:  # [B]
-    """Squared norm of each sample's convolution weight gradient; arguments as in `conv_grads`. Returns [B], float64."""
+    """Return the squared norm [B] of each sample's convolution weight gradient, in float64.
+
+    The arguments are as in `conv_grads`.
+    """
     return conv_grads(x.double(), g.double(), weight, geometry).flatten(1).square().sum(1)
 
 
@@ -90,7 +97,9 @@ def embedding_sq_norms(
     ids: Tensor,  # [B, T]
     g: Tensor,  # [B, T, D]
 ) -> Tensor:  # [B]
-    """Squared norm of each sample's gradient of a table of rows: rows with the same id add up first.
+    """Return the squared norm of each sample's gradient of a table of rows (an embedding).
+
+    Rows with the same id add up first.
 
     Args:
         ids: row numbers [B, T].
@@ -112,7 +121,9 @@ def channel_sums(
     g: Tensor,  # [B, K, C, *spatial]
     mean: Tensor | None = None,  # [1, C] or [B, C]
 ) -> tuple[Tensor, Tensor]:  # [B, C], [B, C]
-    """Sums over rows and positions of g (x - mean) and of g, for each sample and channel (affine parameters of batch norm).
+    """Sum g (x - mean) and g over rows and positions, for each sample and channel.
+
+    These are the gradients of the affine parameters of batch norm.
 
     Args:
         x: inputs ``[B, K, C, *spatial]``.
@@ -135,7 +146,9 @@ def layer_norm_sums(
     mean: Tensor,  # [B, T, 1]
     rstd: Tensor,  # [B, T, 1]
 ) -> tuple[Tensor, Tensor]:  # [B, D], [B, D]
-    """Each sample's gradients of the weight and bias of a layer norm: sums over rows of g x-hat and of g.
+    """Return each sample's gradients of the weight and bias of a layer norm.
+
+    They are the sums over rows of g x-hat and of g.
 
     Args:
         x: inputs [B, T, D].
@@ -173,7 +186,9 @@ def broadcast_sums(
     other: Tensor | None,  # broadcastable to the shape of g
     axes: Sequence[int],
 ) -> Tensor:  # [B, *axes of g that are left]
-    """Each sample's gradient of a parameter that was broadcast: sum of g, or of g times the other factor.
+    """Return each sample's gradient of a parameter that was broadcast.
+
+    It is the sum of g, or of g times the other factor.
 
     Args:
         g: output gradients [B, ...].

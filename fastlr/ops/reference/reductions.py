@@ -1,4 +1,7 @@
-"""Reductions over the ranks of a group in plain torch: the definitions. Everyone gathers everything."""
+"""Reductions over the ranks of a group in plain torch: the definitions.
+
+Every rank gathers everything.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch import Tensor
 
 
 def fixed_order_sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of tensors in their order, ``((p_0 + p_1) + p_2) + ...``, in float32 (float64 for float64), not rounded after.
+    """Sum tensors in their order, ``((p_0 + p_1) + p_2) + ...``, without rounding the result.
+
+    The sum is in float32 (in float64 for float64), not rounded afterwards.
 
     Args:
         parts: tensors of one shape and dtype, one for each rank.
@@ -48,7 +53,9 @@ def all_reduce(tensor: Tensor, group: Any = None, *, average: bool = False) -> T
 
 
 def reduce_sq_norm(tensors: Tensor | Iterable[Tensor], group: Any = None) -> Tensor:
-    """Return ``sum over tensors of || sum over ranks of t_r ||^2``; see `fastlr.distributed.reduce_sq_norm`.
+    """Return ``sum over tensors of || sum over ranks of t_r ||^2``.
+
+    See `fastlr.distributed.reduce_sq_norm`.
 
     The sums over ranks are those of :func:`all_reduce` before the last rounding; squares and their sum are in float64.
     """

@@ -1,4 +1,6 @@
-"""The local redundancy itself, by the Shtarkov sum: exponentially many labelings, for tiny models only.
+"""The local redundancy itself, by the Shtarkov sum, for tiny models only.
+
+The sum runs over exponentially many labelings.
 
 Paper, section 3: ``R(theta_0, eps) = sup_x^n log Z(x^n)``, ``Z(x^n) = sum_y^n sup_theta P_theta(y^n | x^n)``; the
 inner supremum over the local parameter set: ``theta_0 - eta grad L(theta_0; x'^n, y'^n)`` for any dataset (x'^n, y'^n)
@@ -29,7 +31,9 @@ def local_redundancy_exact(
     etas: Sequence[float] | None = None,
     limit: int = 50_000_000,
 ) -> float:
-    """Local redundancy R(theta_0, epsilon) in nats over finitely many candidate inputs, by enumeration.
+    """Compute the local redundancy R(theta_0, epsilon) in nats by enumeration.
+
+    The inputs are from finitely many candidates.
 
     The outer supremum runs over all x^n in candidates^n, the sum over all C^n labelings, and the family holds the
     gradient steps of *all* datasets of size n over the candidates, each at every eta of the grid. Order within a
