@@ -34,7 +34,9 @@ def multiple(n, ALIGN: tl.constexpr):
 
 
 def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
-    """Launch so many programs of a kernel on the current device; within `asked` note the compiled variant instead.
+    """Launch so many programs of a kernel on the current device.
+
+    Within `asked` the compiled variant is noted instead.
 
     Args:
         kernel: of `triton.jit`.
@@ -60,7 +62,10 @@ _noted = _Noted()
 
 @contextmanager
 def asked() -> Iterator[list[str]]:
-    """Within it nothing is launched in this thread; the list is of the compiled variants that launches would need."""
+    """Within it nothing is launched in this thread.
+
+    The list is of the compiled variants that launches would need.
+    """
     before = _noted.variants
     _noted.variants = variants = list[str]()
     try:
@@ -94,7 +99,10 @@ def parameters(kernel: Any) -> list[Parameter]:
 
 
 def _declared(kernel: Any, option: str) -> tuple[str, ...]:
-    """The names given for an option of `triton.jit`; none where an interpreter's version does not tell: variants are finer."""
+    """The names given for an option of `triton.jit`.
+
+    None where an interpreter's version does not tell: variants are finer then.
+    """
     given = getattr(kernel, option, None) or getattr(kernel, "kwargs", {}).get(option)
     return tuple(given or ())
 

@@ -127,7 +127,10 @@ def tile_sizes(kept: Axis, summed: Axis) -> tuple[int, int]:
 
 
 def aligned_space(like: Tensor, count: int, *shape: int) -> Tensor:
-    """Space [count, *shape] for float32 results, each aligned: else the number of samples would decide the compiled variant."""
+    """Space [count, *shape] for float32 results, each aligned.
+
+    Else the number of samples would decide the compiled variant.
+    """
     elements = prod(shape)
     rows = like.new_empty(count, triton.cdiv(elements, 4) * 4, dtype=torch.float32)
     return rows[:, :elements].unflatten(1, shape)

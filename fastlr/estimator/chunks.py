@@ -48,7 +48,10 @@ class Chunks:
         self._routes: dict[str, str] = {}  # of the last chunk that was not replayed
 
     def begin(self) -> None:
-        """Begin a measurement: the model may be another program since the one before, or of another precision."""
+        """Begin a measurement.
+
+        The model may be another program since the one before, or of another precision.
+        """
         self.replays.begin()
         if self.passes.dtype != self._dtype:
             self._most, self._dtype = None, self.passes.dtype
@@ -172,7 +175,9 @@ class Chunks:
 
 
 def _of_one_size(total: int, most: int, ranks: int) -> int:
-    """Return how many of ``total`` inputs to take at a time, at most ``most``, so that chunks have one size, as far as it goes.
+    """Return how many of ``total`` inputs to take at a time, at most ``most``.
+
+    Chunks have one size, as far as it goes.
 
     One CUDA graph serves them all, and all ranks have as many.
     """

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """An estimate of the local redundancy ``LR = mean over x of E_{y ~ P(.|x)} ||grad log P(y|x)||^2``.
+    """An estimate of local redundancy.
+
+    ``LR = mean over x of E_{y ~ P(.|x)} ||grad log P(y|x)||^2``.
 
     Attributes:
         value: the estimate; times epsilon and the number of inputs it bounds the redundancy in nats (:meth:`bound`).
@@ -173,7 +175,9 @@ class Estimate:
 
 
 def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
-    """Return (a - b, its standard error) of two estimates on the same inputs, from the differences per sample.
+    """Return (a - b, its standard error) of two estimates on the same inputs.
+
+    The standard error is that of the differences per sample.
 
     The variance between inputs that both estimates share cancels, so this is sharper than adding their standard errors.
 

@@ -39,7 +39,10 @@ class Factor:
         raise NotImplementedError
 
     def real(self) -> Factor:
-        """The real parts of the gradients: what a real tensor gets where complex numbers are computed of it."""
+        """The real parts of the gradients.
+
+        A real tensor gets these where complex numbers are computed of it.
+        """
         return self
 
     def transpose(self) -> Factor | None:

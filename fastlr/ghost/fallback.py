@@ -66,7 +66,10 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
 
 
 def _formula(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """`call_node`; Unsupported where a user's own formula does not take what it is given outside of autograd's engine."""
+    """`call_node`, or Unsupported where a user's own formula does not run here.
+
+    Some take what they are given only within autograd's engine.
+    """
     try:
         return call_node(node, gradients)
     except FAILURES as error:

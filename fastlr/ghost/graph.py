@@ -264,7 +264,10 @@ def _kind(node: Any) -> str:
 
 
 def call_node(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Run the backward formula of one node: its vector-Jacobian product with respect to its inputs, by slot."""
+    """Run the backward formula of one node.
+
+    Returns its vector-Jacobian product with respect to its inputs, by slot.
+    """
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return _call_own(node, gradients)
     result = node(*gradients)

@@ -239,7 +239,9 @@ def _expanded(t: Tensor) -> bool:
 
 
 def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
-    """Call the model with a tensor, a tuple (positional) or a dict (keywords); its modules' attributes stay as they were.
+    """Call the model with a tensor, a tuple (positional) or a dict (keywords).
+
+    Its modules' attributes stay as they were.
 
     What torch.compile has compiled of it runs as it was written.
 

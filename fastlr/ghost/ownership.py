@@ -319,7 +319,10 @@ _list("Addmv", _matrix_vector(1))
 
 
 def _distances(s: Step) -> Regular | None:
-    """Between the rows of two matrices: rows of the result are rows of the first, its columns are rows of the second."""
+    """Distances between the rows of two matrices.
+
+    Rows of the result are rows of the first, its columns are rows of the second.
+    """
     from_end = len(s.outer) - s.layout.dim
     if from_end > 2:
         return s.at(len(s.inner) - from_end)

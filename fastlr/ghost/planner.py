@@ -261,7 +261,10 @@ class Planner:
         ledger.programs.add(tried)
 
     def _prove(self, batch: adapt.Batch, start: int, ledger: Ledger) -> None:
-        """Prove on a few samples of the batch, from number ``start`` on, folded as they will be measured."""
+        """Prove on a few samples of the batch, folded as they will be measured.
+
+        The first is number ``start`` of the batch.
+        """
 
         def prove(prover: Prover, few: adapt.Batch) -> None:
             prover.prove(few, ledger, seed=start)

@@ -1,4 +1,6 @@
-"""A fingerprint of all that a model's forward pass may branch on, beside the values of its trainable tensors.
+"""A fingerprint of all that a model's forward pass may branch on.
+
+The values of its trainable tensors are not in it.
 
 In: a model. Out: 32 bytes, equal for equal contents (fastlr.ghost.reader says how values are read).
 
@@ -41,7 +43,9 @@ _NORM_FORWARDS = frozenset((BatchNorm.forward, nn.SyncBatchNorm.forward, Instanc
 
 
 def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool = True) -> bytes:
-    """A hash of everything that a forward pass may branch on and that can be seen cheaply; equal for equal contents.
+    """A hash of what a forward pass may branch on, as far as it is cheap to see.
+
+    It is equal for equal contents.
 
     Of trainable parameters it knows the names and dtypes only. Not read are the running statistics of torch's own norm
     layers, which no forward pass in eval mode branches on.
@@ -59,19 +63,27 @@ def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool 
 
 
 def tensors_held(model: nn.Module) -> list[Tensor]:
-    """The memory of the tensors that a forward pass may read beside parameters and buffers, as far as a fingerprint sees it."""
+    """The memory of tensors that are read beside parameters and buffers.
+
+    It goes as far as a fingerprint sees them.
+    """
     program = _Program()
     program.read(model)
     return [t.detach() for t in program.reader.tensors if type(t) in TENSORS]
 
 
 def function_key(function: Any) -> bytes:
-    """A hash of what a function does: its code, closure and defaults; modules in them count as the objects they are."""
+    """A hash of what a function does: its code, closure and defaults.
+
+    Modules in them count as the objects they are.
+    """
     return digest(Reader().top(function))
 
 
 def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
-    """A hash of the inputs that a forward pass may branch on: everything but large tensors and those on a GPU.
+    """A hash of the inputs that a forward pass may branch on.
+
+    These are all but large tensors and those on a GPU.
 
     Args:
         x: inputs, nested.
@@ -99,7 +111,10 @@ class _Program:
         self.known: dict[int, int] = {}  # id of a module -> its place
 
     def read(self, model: nn.Module) -> tuple:
-        """The token of the model, of its modules' classes and of the hooks that all modules have."""
+        """The token of the model.
+
+        It holds its modules' classes and the hooks that all modules have, too.
+        """
         whole = self.whole(model)
         classes: list[tuple] = []
         # What a class holds may be of classes that were not met before.
@@ -111,7 +126,10 @@ class _Program:
         return whole, *classes, *calls, *hooks
 
     def module(self, module: nn.Module) -> Any:
-        """The token of a module that is held in an attribute: its place, or where it has none all that it holds."""
+        """The token of a module that is held in an attribute.
+
+        It is the module's place, or where it has none all that it holds.
+        """
         place = self.known.get(id(module))
         return place if place is not None else (number(module), self.whole(module))
 
@@ -144,7 +162,10 @@ class _Program:
         return tuple(tokens)
 
     def buffer(self, b: Tensor, statistic: bool) -> Any:
-        """The token of a buffer; of one that is free, or a statistic of torch's own norm layers, its dtype."""
+        """The token of a buffer.
+
+        Of one that is free, or a statistic of torch's own norm layers, it is the dtype.
+        """
         return dtype_name(b.dtype) if statistic or id(b) in self.free else of_tensor(b, self.reader.versions)
 
     def parameter(self, p: Tensor) -> tuple:
@@ -163,7 +184,12 @@ class _Program:
 
 
 class _Uses(TorchFunctionMode):
-    """Records which buffers enter batch norm as running statistics, which enter anything else, and hooks of gradients."""
+    """Records what buffers enter: batch norm as running statistics, or anything else.
+
+    Hooks of gradients are recorded, too.
+
+    Hooks of gradients are recorded, too.
+    """
 
     def __init__(self, buffers: Collection[int]) -> None:
         super().__init__()
@@ -183,7 +209,9 @@ class _Uses(TorchFunctionMode):
 
 
 def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], bool]:
-    """The facts of a forward pass that its graph does not show: free buffers, and hooks of gradients.
+    """The facts of a forward pass that its graph does not show.
+
+    These are free buffers, and hooks of gradients.
 
     Args:
         model: any module.
@@ -210,7 +238,10 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
 
 
 def hook_programs(model: nn.Module) -> tuple:
-    """The code of the hooks that modules and parameters have: (whose, of which kind, code), without what it was given."""
+    """The code of the hooks that modules and parameters have.
+
+    For each: whose it is, of which kind, and its code without what it was given.
+    """
     registries: list[tuple[int, str, dict | None]] = []
     for module in all_modules(model):
         registries += [(id(module), kind, vars(module).get(kind)) for kind in _HOOKS]

@@ -84,7 +84,9 @@ DESCRIPTIONS: dict[str, str] = {}
 
 
 def rule(*kinds: str, about: str, on_complex: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for autograd node kinds; ``about`` says what it covers (the table of supported operations).
+    """Register a rule for autograd node kinds.
+
+    ``about`` says what it covers (the table of supported operations).
 
     ``on_complex``: it takes complex numbers. Their gradients are those of the conjugates, as torch's are.
     """

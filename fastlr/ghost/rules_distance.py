@@ -1,4 +1,6 @@
-"""Rule for distances to points that are parameters (torch.cdist to prototypes). See fastlr.ghost.rules.
+"""Rule for distances to points that are parameters (torch.cdist to prototypes).
+
+See fastlr.ghost.rules.
 
 The gradient of a point p_m is the sum over the rows x_t of a sample of g_tm times the derivative of ||x_t - p_m||: torch's own
 formula gives it for all samples at once where they are an axis before those of the rows and of the points.
@@ -20,7 +22,9 @@ from fastlr.ops.torch_private import distance_gradients
 
 @dataclass
 class Distances(Factor):
-    """Gradients of points from their distances to a sample's rows; ``groups`` of rows have points of their own.
+    """Gradients of points from their distances to a sample's rows.
+
+    ``groups`` of rows have points of their own.
 
     Attributes:
         points: [*groups, M, D].
@@ -48,7 +52,9 @@ class Distances(Factor):
         return torch.cat([Dense(self.dense(lo, hi)).sq_norms() for lo, hi in ranges])
 
     def _of_one_row(self) -> Tensor:
-        """Where samples have one row: by the lengths of the gradients at each point, which are those of g.
+        """Squared norms where samples have one row.
+
+        They follow from the lengths of the gradients at each point, which are those of g.
 
         They are not quite where the distances were taken from a product of matrices, which loses digits.
         """
@@ -65,7 +71,10 @@ class Distances(Factor):
 
 @rule("CdistBackward0", about="distances to points that are parameters (cdist), any norm")
 def distance(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """One side is the parameter; the samples are along the rows of the other, or along an axis of groups of them."""
+    """The rule where one side is the parameter.
+
+    The samples are along the rows of the other, or along an axis of groups of them.
+    """
     if len(slots) != 1:
         raise Unsupported("both sides are parameters")
     (slot,) = slots

@@ -1,4 +1,6 @@
-"""Rule for products of groups of rows with a matrix each: the experts of a mixture. See fastlr.ghost.rules.
+"""Rule for products of groups of rows with a matrix each: the experts of a mixture.
+
+See fastlr.ghost.rules.
 
 The rows of a sample that went to one expert give that expert's matrix a sum of outer products, as those of a linear layer do.
 """
@@ -19,7 +21,9 @@ from fastlr.ghost.sample_axis import Ragged
 
 @dataclass
 class Grouped(Factor):
-    """Gradients [B, E, I, O] of E matrices from pairs of a sample and a matrix: sum_t a_t g_t^T over the rows of a pair.
+    """Gradients [B, E, I, O] of E matrices from pairs of a sample and a matrix.
+
+    Each is sum_t a_t g_t^T over the rows of a pair.
 
     Attributes:
         a: rows before the product, those of a pair together, zero-padded [pairs, T, I].
@@ -52,7 +56,10 @@ class Grouped(Factor):
 
 @rule("GroupedMmBackward0", about="products of groups of rows with a matrix each (grouped_mm): mixtures of experts")
 def grouped_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
-    """Rows [S, I], sorted by matrix, with matrices [E, I, O]; ``offs`` [E] says where the rows of each end."""
+    """The rule for rows [S, I], sorted by matrix, with matrices [E, I, O].
+
+    ``offs`` [E] says where the rows of each matrix end.
+    """
     site.require_slot(slots, 1)
     site.require_axis(0)
     n = site.node

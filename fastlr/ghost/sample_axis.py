@@ -127,7 +127,9 @@ def row_sums(gradient: Tensor, dim: int) -> Tensor:
 
 
 def vanishing(dtypes: Collection[torch.dtype], tolerance: float) -> float:
-    """The size of gradients up to which marks may fail although they are their own: denormal, or nearly.
+    """The size up to which marks may fail on gradients that are their own.
+
+    Such gradients are denormal, or nearly.
 
     Where gradients vanish, as over hundreds of steps of a recurrence, they end in numbers with few digits or none, so that
     a factor of two is no longer exact. Those of all dtypes but float16 may also be flushed to zero.
@@ -195,7 +197,9 @@ class Marks:
 
 
 def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, least: float = 0.0) -> Layout | None:
-    """Return the layout (a ragged one with its ids) if it explains how marking changed the row sums, else None.
+    """Return the layout if it explains how marking changed the row sums, else None.
+
+    A ragged layout is returned with its ids.
 
     Args:
         layout: what is tried.

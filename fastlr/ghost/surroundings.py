@@ -1,4 +1,7 @@
-"""Where nothing can be measured whatever the model: what PyTorch makes of tensors at the place of the call."""
+"""Where nothing can be measured whatever the model.
+
+PyTorch makes something else of tensors at the place of the call.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from fastlr.ops.torch_private import is_transformed, within_transform
 
 
 def refuse_surroundings(parameters: Iterable[Tensor]) -> None:
-    """Raise InputError where new tensors have no values, or a function transform has put something else for parameters."""
+    """Raise InputError where new tensors have no values.
+
+    So it is where a function transform has put something else for parameters.
+    """
     if torch.get_default_device().type == "meta":
         raise InputError(
             "the default device is meta, on which tensors have no values, those that fastlr makes neither: measure outside of "
@@ -24,7 +30,10 @@ def refuse_surroundings(parameters: Iterable[Tensor]) -> None:
 
 
 def refuse_transformed(tensor: Tensor, name: str) -> None:
-    """Raise InputError for a tensor that a transform of torch.func has wrapped: what is measured depends on its values."""
+    """Raise InputError for a tensor that a transform of torch.func has wrapped.
+
+    What is measured depends on its values.
+    """
     if is_transformed(tensor):
         raise InputError(
             f"{name} is one of torch.func's tensors within vmap, grad or jvp, which fastlr cannot read: call fastlr outside of "

@@ -40,7 +40,9 @@ def train_grad_norm(
     in_dim: int = 0,
     out_dim: int = 0,
 ) -> Measure:
-    """Mean squared per-sample gradient norm on labelled data: ``(1/n) sum_b ||grad_theta loss(f(x_b), y_b)||^2``.
+    """Mean squared per-sample gradient norm on labelled data.
+
+    It is ``(1/n) sum_b ||grad_theta loss(f(x_b), y_b)||^2``.
 
     The counterpart of local redundancy with real inputs and real labels. Not the squared norm of the batch gradient, which
     is smaller by what the samples' gradients cancel (`gradient_measures` gives both). The model is in eval mode: in train

@@ -27,7 +27,10 @@ class _Stance:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The first to enter sets the stance, the last to leave puts the one before back, whatever thread that is."""
+        """The first to enter sets the stance, the last to leave puts back the one before.
+
+        That holds whatever thread each is.
+        """
         with self._lock:
             if not self._holders:
                 self._context = torch.compiler.set_stance("force_eager")  # it is set from here on

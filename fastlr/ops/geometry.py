@@ -45,7 +45,9 @@ class ConvGeometry(NamedTuple):
         output_padding: Option = 0,
         groups: int = 1,
     ) -> ConvGeometry | None:
-        """The geometry as callers and autograd's nodes give it, with one number for each axis of the kernel.
+        """The geometry as callers and autograd's nodes give it.
+
+        It has one number for each axis of the kernel.
 
         Torch takes one number, or a sequence of one, for all axes, and its nodes save some as they were given. ``padding``
         may be "valid" or "same". Returns None for what torch refuses, and for more zeros on one side than on the other.
@@ -92,7 +94,10 @@ def _each_axis(option: Option, axes: int) -> tuple[int, ...]:
 def _padding_by_name(
     name: str, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Zeros on either side for "valid" or "same"; None if they differ between the sides, or torch refuses."""
+    """Zeros on either side for "valid" or "same".
+
+    None if they differ between the sides, or torch refuses.
+    """
     if name == "valid":
         return (0,) * len(kernel)
     if name != "same" or max(stride) > 1:

@@ -133,7 +133,10 @@ def run_backward(z: Tensor, inputs: Any, v: Tensor, *, retain: bool) -> tuple[Te
 
 
 def distance_gradients(g: Tensor, points: Tensor, rows: Tensor, p: float, distances: Tensor) -> Tensor:
-    """The gradients [*, M, D] of ``points`` [*, M, D] for ``g`` [*, M, T] at their p-norm distances to ``rows`` [*, T, D]."""
+    """The gradients [*, M, D] of points at their p-norm distances to rows.
+
+    ``points`` are [*, M, D], ``g`` [*, M, T] and ``rows`` [*, T, D].
+    """
     backward = _get("ops.aten._cdist_backward")
     return backward(g.contiguous(), points.contiguous(), rows.contiguous(), p, distances.contiguous())
 

@@ -357,7 +357,10 @@ def test_after_a_failed_audit_nothing_is_replayed() -> None:
 
 
 def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where folded and unfolded outputs differ by more than goes unexplained, as logits in bf16 may."""
+    """Folded and unfolded outputs differ by more than goes unexplained.
+
+    Logits in bf16 may.
+    """
     runs: list[torch.dtype] = []
     plain = RoundingProbe.in_other_precision
 
@@ -400,7 +403,10 @@ def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known
 
 
 def test_other_threads_draw_random_numbers_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in of torch's generators: the one that a capture makes its own is not the device's."""
+    """With a stand-in of torch's generators.
+
+    The one that a capture makes its own is not the device's.
+    """
 
     class Generator:
         def __init__(self, device: Any = None, state: dict | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Models that cast to a dtype themselves: right, not refused by chance, and interactions in them are found."""
+"""Models that cast to a dtype themselves.
+
+They are right, not refused by chance, and interactions in them are found.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def _single() -> Iterator[None]:
 
 
 class Cast(nn.Module):
-    """Casts its floating-point inputs to float32 before a model sees them: a float64 copy does not run."""
+    """Casts its floating-point inputs to float32 before a model sees them.
+
+    A float64 copy of it does not run.
+    """
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -42,7 +48,10 @@ class Cast(nn.Module):
 
 
 class Within(nn.Module):
-    """Two layers in a dtype of their own, whatever the parameters': a float64 copy runs, and is none within."""
+    """Two layers in a dtype of their own, whatever the parameters'.
+
+    A float64 copy runs, and is none within.
+    """
 
     def __init__(self, dtype: torch.dtype, outputs: int = 1000, mix: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -68,7 +77,10 @@ def mlp(width: int = 64, outputs: int = 1000) -> nn.Module:
 
 @pytest.mark.parametrize("seed", [1, 9, 13])
 def test_a_model_that_casts_its_inputs_is_right(seed: int) -> None:
-    """Logits near zero are off by more than a thousandth of themselves: these seeds were refused."""
+    """Logits near zero are off by more than a thousandth of themselves.
+
+    These seeds were refused.
+    """
     torch.manual_seed(seed)
     inner = mlp()
     x = torch.randn(16, 64)
@@ -80,7 +92,10 @@ def test_a_model_that_casts_its_inputs_is_right(seed: int) -> None:
 @pytest.mark.parametrize("outer", [torch.float32, torch.float64])
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_a_model_that_works_in_fewer_digits_within_is_right(outer: torch.dtype, dtype: torch.dtype) -> None:
-    """In float32 each was refused, as its float64 copy is off by more than 1e-9; in float64 audits sent it to the loop."""
+    """Each was refused in float32, and in float64 audits sent it to the loop.
+
+    Its float64 copy is off by more than 1e-9.
+    """
     torch.manual_seed(0)
     torch.set_default_dtype(outer)
     model = Within(dtype)
@@ -214,7 +229,10 @@ MASKS = [name for name in cases.LARGE if name.endswith(("interacting", "later"))
 @pytest.mark.parametrize("name", [*(n for n in LATER if n in cases.CASES), *MASKS])
 @pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
 def test_interactions_that_trust_tests_know_are_found(name: str) -> None:
-    """Those without a gradient that begin in a later batch passed: such models were tried under no other conditions."""
+    """Interactions without a gradient that begin in a later batch are found.
+
+    Such models were tried under no other conditions, and passed.
+    """
     torch.manual_seed(0)
     wrapped: dict[nn.Module, Cast] = {}
     for call in (cases.CASES | cases.LARGE)[name]():
@@ -268,7 +286,10 @@ def test_measured_rounding_is_each_columns_own() -> None:
 
 
 class Masked(nn.Module):
-    """CANINE's way: a float32 mask times the least value of the parameters' dtype, which in float64 overflows."""
+    """A float32 mask times the least value of the parameters' dtype, as in CANINE.
+
+    In float64 it overflows.
+    """
 
     def __init__(self, mix: float = 0.0, scale: float = 1.0) -> None:
         super().__init__()

@@ -106,7 +106,10 @@ def test_afterwards_they_run_compiled_again() -> None:
 
 
 def test_threads_that_overlap_leave_the_stance_as_it_was() -> None:
-    """The first to enter is the first to leave: putting back what each has found would leave all functions uncompiled."""
+    """The first to enter is the first to leave.
+
+    Putting back what each has found would leave all functions uncompiled.
+    """
     first_is_in, both_are_in, first_is_out = Event(), Event(), Event()
     part = torch.compile(layers(), backend=BACKEND)
 

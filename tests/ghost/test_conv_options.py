@@ -1,4 +1,7 @@
-"""Convolutions whose options are given in every way that torch takes, alone and folded with their batch norm."""
+"""Convolutions whose options are given in every way that torch takes.
+
+They stand alone, and are folded with their batch norm.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ OF_TRANSPOSED: dict[str, dict[str, Any]] = {
 
 
 class Call(nn.Module):
-    """A functional convolution of four channels to six; with ``norm`` a batch norm and an activation follow."""
+    """A functional convolution of four channels to six.
+
+    With ``norm`` a batch norm and an activation follow.
+    """
 
     def __init__(self, call: Callable[..., Tensor], weight: Tensor, options: dict, norm: nn.Module | None) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Distances to points and products of spectra go by rule, their rows are known of the graph; values are the zoo's."""
+"""Distances to points and products of spectra go by rule.
+
+Their rows are known of the graph; values are the zoo's.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ def test_by_rule_and_looked_at_once(name: str) -> None:
 
 
 def test_rows_that_are_nearly_a_point() -> None:
-    """Where distances of float32 have lost their digits, norms are those of the gradients that torch takes then."""
+    """Norms are those of the gradients that torch takes.
+
+    That holds where distances of float32 have lost their digits, too.
+    """
     torch.manual_seed(0)
     points = 30
     model = Written(lambda m, x: torch.cdist(x, m.w), w=nn.Parameter(10 + torch.randn(points, 3)))

@@ -1,4 +1,7 @@
-"""Products of groups of rows with a matrix each (grouped_mm), as in mixtures of experts, against one pass a sample."""
+"""Products of groups of rows with a matrix each (grouped_mm), as in mixtures of experts.
+
+They are held against one pass a sample.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,10 @@ def test_a_formula_that_fails_by_itself_leaves_the_loop() -> None:
 
 
 class Adjoint(torch.autograd.Function):
-    """Euler steps whose gradients are those of the steps backward in time, as torchdiffeq's ``odeint_adjoint`` takes them."""
+    """Euler steps whose gradients are those of the steps backward in time.
+
+    torchdiffeq's ``odeint_adjoint`` takes them so.
+    """
 
     @staticmethod
     def forward(ctx: Any, field: nn.Module, steps: int, y: Tensor, *parameters: Tensor) -> Tensor:  # noqa: D102

@@ -38,7 +38,10 @@ def redundancy(model, inputs):
 
 
 def three_threads(tries, chosen):
-    """Three threads estimate one model: each gets what one thread gets alone, and the model is as before."""
+    """Three threads estimate one model.
+
+    Each gets what one thread gets alone, and the model is as before.
+    """
     for name in chosen:
         model, shape = small_models()[name]
         inputs = fastlr.TensorInputs(samples(shape))
@@ -148,7 +151,10 @@ def test_models_of_their_own_do_not_wait_for_each_other():
 
 
 def test_random_labels_do_not_depend_on_other_threads():
-    """Dropout and labels are drawn from the generator of the process, which others seed and put back."""
+    """Dropout and labels are drawn from the generator of the process.
+
+    Others seed it and put it back.
+    """
     model, shape = small_models()["mlp"]
     x = samples(shape)
 
@@ -432,7 +438,10 @@ def test_ordinary_models_have_a_clone(monkeypatch, name):
 
 
 def exact(model, x, v):
-    """Squared norms by one backward pass a sample, in float64, each beside a copy whose cotangent is zero."""
+    """Squared norms by one backward pass a sample, in float64.
+
+    Each stands beside a copy whose cotangent is zero.
+    """
     parameters = dict(model.named_parameters())
     rows = []
     for sample, cotangent in zip(x, v, strict=True):

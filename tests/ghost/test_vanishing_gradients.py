@@ -1,4 +1,7 @@
-"""Gradients that vanish on their way down, as over the steps of a recurrence: marks on them tell nothing."""
+"""Gradients that vanish on their way down, as over the steps of a recurrence.
+
+Marks on them tell nothing.
+"""
 
 from __future__ import annotations
 

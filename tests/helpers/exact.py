@@ -133,7 +133,10 @@ def seeded() -> torch.Generator:
 
 
 def holds(model: nn.Module, x: Tensor, *, rtol: float = 1e-10, route: str | None = "rule") -> Engine:
-    """Require every parameter's norms to be the truth, by this route or, if None, by any; returns the engine."""
+    """Require every parameter's norms to be the truth; return the engine.
+
+    They go by this route or, if None, by any.
+    """
     z = model(x)
     v = torch.randn(z.shape, dtype=z.dtype, generator=seeded())
     engine = Engine(model)

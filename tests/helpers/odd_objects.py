@@ -128,7 +128,10 @@ class PrivateSlot:
 
 
 class Proxy:
-    """As werkzeug's LocalProxy: asks all that it is asked of what it stands for, if there is any."""
+    """Stands for another object, as werkzeug's LocalProxy.
+
+    It asks all that it is asked of that object, if there is any.
+    """
 
     __slots__ = ("__find",)
 
@@ -157,7 +160,10 @@ class RefusingMeta(type):
 
 @cache
 def class_of_refusing_meta() -> Any:
-    """Return a class that refuses everything. The file does not hold it: pytest looks at all there."""
+    """Return a class that refuses everything.
+
+    The file does not hold it: pytest looks at all there.
+    """
 
     class OfRefusingMeta(metaclass=RefusingMeta):
         def __init__(self, alpha: float = 0.0) -> None:

@@ -41,7 +41,10 @@ def small_models() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
 
 
 def together(*work: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
-    """Results of functions that threads call at once, in their order; the first error of them is raised."""
+    """Return the results of functions that threads call at once, in their order.
+
+    The first error of them is raised.
+    """
     results: list[Any] = [None] * len(work)
     errors: list[BaseException] = []
     start = threading.Barrier(len(work))

@@ -1,4 +1,7 @@
-"""A kernel is compared with its twin when a compiled variant is new, known without a GPU by asking the launchers."""
+"""A kernel is compared with its twin when a compiled variant is new.
+
+That is known without a GPU, by asking the launchers.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,10 @@ def test_a_new_variant_is_compared_at_its_first_call(monkeypatch: pytest.MonkeyP
 
 
 def test_zeros_are_replaced_by_numbers_on_as_many_samples() -> None:
-    """What is compared is the compiled variant of the call, also where nothing can be learnt of its own numbers."""
+    """What is compared is the compiled variant of the call.
+
+    So it is where nothing can be learnt of its own numbers, too.
+    """
     seen: list[int] = []
 
     def kernel(x: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Products with all their digits, whatever the user has set in either of torch's two ways, and as set afterwards."""
+"""Products with all their digits, whatever the user has set.
+
+That is in either of torch's two ways, and as set afterwards.
+"""
 
 from __future__ import annotations
 

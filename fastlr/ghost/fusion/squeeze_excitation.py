@@ -45,7 +45,10 @@ class Squeeze(torch.autograd.Function):
 
 
 def _is_little(x: Tensor) -> bool:
-    """Whether a tensor is one of few numbers a sample, along one axis: norms written in Python work on these (RMS norm)."""
+    """Return True for few numbers a sample, along one axis.
+
+    Norms written in Python work on these (RMS norm).
+    """
     return x.ndim == 3 and prod(x.shape[1:]) < _LITTLE
 
 

@@ -131,7 +131,9 @@ def measured_noise(
     out_dim: int = 0,
     varies: Callable[[], bool] | None = None,
 ) -> Noise | None:
-    """How far the outputs of a few samples are off by rounding; None if nobody can tell (random ones).
+    """Measure how far the outputs of a few samples are off by rounding.
+
+    None if nobody can tell (random ones).
 
     Another precision tells where the whole forward pass takes it. Where the model casts, its
     parameters are moved.
@@ -166,7 +168,9 @@ def measured_noise(
 
 
 def model_noise(model: nn.Module, x: object, output: adapt.OutputSelector, out_dim: int = 0) -> Noise | None:
-    """Measure how far a model's own outputs for some samples are off by rounding; None if nobody can tell.
+    """Measure how far a model's own outputs for some samples are off by rounding.
+
+    None if nobody can tell.
 
     A clone runs in its place where one of this very program was found to be right: other threads do
     not see the model with other tensors then.

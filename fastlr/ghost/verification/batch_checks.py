@@ -32,7 +32,9 @@ def explained(
     told: Container[Place] = (),
     in_any_order: bool = False,
 ) -> dict[Place, list[Layout]]:
-    """For every output of a use where a gradient arrives: the layouts among ``options`` that marked passes confirm.
+    """Find the layouts among ``options`` that marked passes confirm.
+
+    They are given for every output of a use where a gradient arrives.
 
     Args:
         graph: below ``z``, classified; kept.
@@ -68,7 +70,10 @@ def explained(
 def first_explained(
     graph: Graph, structure: Structure, z: Tensor, v: Tensor, out_dim: int, options: Options
 ) -> dict[Place, list[Layout]]:
-    """As `explained`, but of the layouts that marks confirm at most the likeliest: the others are looked at where it fails."""
+    """As `explained`, but at most the likeliest of the layouts that marks confirm.
+
+    The others are looked at where it fails.
+    """
     likeliest = {place: held[:1] for place, held in options.items()}
     found = explained(graph, structure, z, v, out_dim, likeliest, in_any_order=True)
     others = {place: options[place][1:] for place, held in found.items() if not held}

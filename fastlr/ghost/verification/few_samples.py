@@ -43,7 +43,9 @@ class FewSamples:
         start: int = 0,
         folding: Folding | None = None,
     ) -> None:
-        """Take a step of the proof on a few samples; on four, from then on, where the model does not take three.
+        """Take a step of the proof on a few samples.
+
+        From then on on four, where the model does not take three.
 
         Args:
             view: the model.

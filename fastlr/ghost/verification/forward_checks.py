@@ -1,4 +1,6 @@
-"""Forward passes on a few samples: do they interact, is a pass random, does a parameter move the output outside the graph?
+"""Forward passes on a few samples.
+
+Do they interact, is a pass random, does a parameter move the output outside the graph?
 
 In: a copy of the model (fastlr.ghost.verification.copies) and a batch of three or four. Out: errors that name the module, or
 notes in the ledger. Samples are run in other company and must give what they gave; parameters that are not in the graph are
@@ -60,7 +62,10 @@ class ForwardChecks:
 
     @property
     def companies(self) -> list[list[int]]:
-        """Copies of one sample each: two, and of the last one twice as many as there are samples, perhaps too many."""
+        """Copies of one sample each: two, and of the last one twice the number of samples.
+
+        That may be too many for the model.
+        """
         *others, last = self.all
         return [*([sample] * 2 for sample in others), [last] * 2 * self.count]
 
@@ -173,7 +178,10 @@ class ForwardChecks:
             return measured_noise(probe, self.out_dim, partial(self._varies, subject, batch))
 
     def _varies(self, subject: Subject, batch: adapt.Batch) -> bool:
-        """Return True if a sample gives other bits by the number of its copies or its place among them."""
+        """Return True if a sample's bits depend on its company.
+
+        That is the number of its copies, or its place among them.
+        """
         with torch.no_grad():
             for sample in self.all:
                 first: Tensor | None = None

@@ -120,7 +120,9 @@ class RoundingProbe:
         return OtherPrecision(_distance(own, other.detach()) * part, lowest_dtype(other) == dtype)
 
     def with_moves(self, own: Tensor, step: float, samples: int) -> Tensor | None:
-        """How far an output moves with parameters moved by parts of themselves, at most by ``step``.
+        """How far an output moves with parameters moved by parts of themselves.
+
+        These are at most ``step``.
 
         Buffers stay: their values may be places. Of fewer ``samples`` there are more moves, each
         element's largest distance counts. None if the model does not run so.

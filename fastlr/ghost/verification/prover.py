@@ -1,4 +1,6 @@
-"""The proof on a few samples: rules against one backward pass a sample, the sample axes, interaction, randomness.
+"""The proof on a few samples.
+
+Rules against one backward pass a sample, the sample axes, interaction, randomness.
 
 In: a model and three of its samples (four, where it does not take three). Out: entries of a `Ledger`, or an error that says
 why per-sample gradients would mean nothing. The truth for sample b is the gradient of <v_b, z_b> from a plain backward pass,
@@ -58,7 +60,10 @@ def tolerance(dtype: torch.dtype) -> tuple[float, float]:
 
 
 class Prover(ForwardChecks):
-    """Proves the uses of a model on three samples, or four; `prove` adds what it finds to a ledger."""
+    """Proves the uses of a model on three samples, or four.
+
+    `prove` adds what it finds to a ledger.
+    """
 
     def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
         """Prove on the samples of ``batch``; raises what makes per-sample gradients meaningless."""
@@ -202,7 +207,9 @@ class Prover(ForwardChecks):
 
     @staticmethod
     def _pulled_back(graph: Graph, again: Graph, sources: set[Place]) -> dict[Place, tuple[Tensor | None, ...]]:
-        """Gradients in ``again`` of the parameters below each of the sources, where it is as ``graph`` there.
+        """Gradients in ``again`` of the parameters below each of the sources.
+
+        That is where it is as ``graph`` there.
 
         The cotangents at the sources are always the same.
         """
