@@ -187,8 +187,6 @@ class _Uses(TorchFunctionMode):
     """Records what buffers enter: batch norm as running statistics, or anything else.
 
     Hooks of gradients are recorded, too.
-
-    Hooks of gradients are recorded, too.
     """
 
     def __init__(self, buffers: Collection[int]) -> None:
