@@ -23,7 +23,9 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 if int(setuptools.__version__.split(".")[0]) < 77:  # PEP 639
-    sys.exit(f"fastlr: setuptools {setuptools.__version__} is too old, 77 is needed: pip install -U setuptools wheel")
+    sys.exit(
+        f"fastlr: setuptools {setuptools.__version__} is too old, 77 is needed: pip install -U setuptools wheel"
+    )
 
 HERE = Path(__file__).parent.resolve()
 
@@ -36,7 +38,9 @@ def cuda_root() -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "x.cu").write_text("")
         try:
-            run = subprocess.run([nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, cwd=folder, timeout=60)
+            run = subprocess.run(
+                [nvcc, "--dryrun", "x.cu"], capture_output=True, text=True, cwd=folder, timeout=60
+            )
         except (OSError, subprocess.SubprocessError):
             return None
     top = re.search(r"^#\$ _?TOP=(.+)$", run.stderr + run.stdout, re.MULTILINE)
@@ -69,7 +73,10 @@ def extension() -> dict:
         builder, headers = cpp_extension.BuildExtension, cpp_extension.include_paths()
         gpu = bool(root and torch.version.cuda)
     except ImportError:
-        print("fastlr: torch is not importable here (use --no-build-isolation): no GPU part", file=sys.stderr)
+        print(
+            "fastlr: torch is not importable here (use --no-build-isolation): no GPU part",
+            file=sys.stderr,
+        )
     try:
         import pybind11
 
@@ -93,7 +100,9 @@ def extension() -> dict:
             extra_compile_args={"cxx": flags, "nvcc": ["-O3"]} if options else flags,
             **options,
         )
-        made.libraries = [name for name in made.libraries if name == "cudart"]  # nothing of torch's is called
+        made.libraries = [
+            name for name in made.libraries if name == "cudart"
+        ]  # nothing of torch's is called
         return made
 
     def on_cpu() -> Any:
@@ -107,7 +116,9 @@ def extension() -> dict:
         ]
         toolkit = [str(p) for folder in sys.path for p in Path(folder).glob("nvidia/cu*/include")]
         files = sources(".cpp") + sources(".cu")
-        return described(cpp_extension.CUDAExtension, files, include_dirs=toolkit, define_macros=define)
+        return described(
+            cpp_extension.CUDAExtension, files, include_dirs=toolkit, define_macros=define
+        )
 
     class OptionalBuild(builder):
         """With the GPU's part if there is nvcc, else without, else not at all: a failure leaves a working install."""

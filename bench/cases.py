@@ -110,7 +110,9 @@ def cut(case: Case, x: Any, samples: slice) -> Any:
 
 def to_dtype(x: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point inputs, leave indices and masks."""
-    return map_inputs(x, lambda _, t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t)
+    return map_inputs(
+        x, lambda _, t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t
+    )
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -151,7 +153,9 @@ def loop_norms(
             z = forward(case.model, cut(case, case.x, slice(j, j + 1)), case.kwargs.get("output"))
         v = cotangent.narrow(case.out_dim, j, 1).to(z.dtype)
         if z.shape != v.shape:
-            raise ValueError(f"{case.name!r}: one sample's output is {tuple(z.shape)}, its cotangent {tuple(v.shape)}")
+            raise ValueError(
+                f"{case.name!r}: one sample's output is {tuple(z.shape)}, its cotangent {tuple(v.shape)}"
+            )
         grads = torch.autograd.grad(z, list(params.values()), v, materialize_grads=True)
         rows.append(torch.stack([g.to_dense().double().square().sum() for g in grads]))
     return dict(zip(params, torch.stack(rows, 1)))
@@ -159,7 +163,9 @@ def loop_norms(
 
 def as_double(case: Case) -> Case:
     """The same case in float64, on a copy of the model."""
-    return dataclasses.replace(case, model=copy.deepcopy(case.model).double(), x=to_dtype(case.x, torch.float64))
+    return dataclasses.replace(
+        case, model=copy.deepcopy(case.model).double(), x=to_dtype(case.x, torch.float64)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the networks

@@ -20,7 +20,13 @@ from fastlr.experiments.continual.experiment import DRIVER
 
 OF_NETWORK = ("weight_norm", "dormant_ratio", "effective_rank", "train_grad_norm")
 MEASURES = ("local_redundancy", "local_redundancy_next_task", *OF_NETWORK)
-COMMON = {"measures": MEASURES, "measure_every": 4, "redundancy_n": 256, "redundancy_batch": 256, "fused": True}
+COMMON = {
+    "measures": MEASURES,
+    "measure_every": 4,
+    "redundancy_n": 256,
+    "redundancy_batch": 256,
+    "fused": True,
+}
 SMOOTH = {"model_kwargs": {"activation": "GELU"}}
 FLOOR = {"redundancy_floor": 500.0, "floor_images": 16}
 INTERVENTIONS: dict[str, dict[str, Any]] = {
@@ -45,7 +51,11 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "orthogonal": {"initialisation": "orthogonal_"},
     "kaiming-normal": {"initialisation": "kaiming_normal_"},
 }
-LABELS = {"data": "random-labels-digits", "random_images": 256, "epochs": 20}  # 160 steps a task, as the next has
+LABELS = {
+    "data": "random-labels-digits",
+    "random_images": 256,
+    "epochs": 20,
+}  # 160 steps a task, as the next has
 PIXELS = {"data": "permuted-digits", "random_images": 512, "epochs": 10}
 TRANSFORMER = {
     "model": "timm/vit_tiny_patch16_224",
@@ -89,7 +99,9 @@ def cells(seeds: int, problems: Iterable[str]) -> list[tuple[str, str, int]]:
         for variant, settings in problem.variants.items():
             dear = "redundancy_floor" in settings  # second derivatives
             some = range(min(seeds, problem.seeds))
-            found += [(("model" in problem.settings, dear, seed), (name, variant, seed)) for seed in some]
+            found += [
+                (("model" in problem.settings, dear, seed), (name, variant, seed)) for seed in some
+            ]
     return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -104,11 +116,22 @@ def main() -> None:
     given = parser.parse_args()
     if not given.images and "class-pairs" in (given.problems or ()):
         parser.error("class-pairs needs --images")
-    problems = given.problems or [name for name in PROBLEMS if given.images or name != "class-pairs"]
+    problems = given.problems or [
+        name for name in PROBLEMS if given.images or name != "class-pairs"
+    ]
     for name, variant, seed in cells(given.seeds, problems):
         problem, path = PROBLEMS[name], given.out / name / f"{variant},seed-{seed}"
-        tasks, records = min(given.tasks, problem.tasks), path / "records.jsonl"  # none yet where killed as it began
-        settings = {**COMMON, **problem.settings, **problem.variants[variant], "seed": seed, "tasks": tasks}
+        tasks, records = (
+            min(given.tasks, problem.tasks),
+            path / "records.jsonl",
+        )  # none yet where killed as it began
+        settings = {
+            **COMMON,
+            **problem.settings,
+            **problem.variants[variant],
+            "seed": seed,
+            "tasks": tasks,
+        }
         settings.setdefault("data", str(given.images))
         try:
             if not (path / "config.json").exists():

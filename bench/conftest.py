@@ -20,8 +20,19 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from bench.paired import CannotRun, Child, Work, Wrong, ratios
 from fastlr.ops.torch_private import narrow_products
 
-PACKAGES = ("torch", "torchvision", "triton", "numpy", "transformers", "opacus", "backpack-for-pytorch")
-FEW, LONG = 3, 8.0  # so many rounds where one, with its plain round, takes longer than so many seconds
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "triton",
+    "numpy",
+    "transformers",
+    "opacus",
+    "backpack-for-pytorch",
+)
+FEW, LONG = (
+    3,
+    8.0,
+)  # so many rounds where one, with its plain round, takes longer than so many seconds
 REFUSED: pytest.StashKey[list[dict[str, str]]] = pytest.StashKey()
 
 
@@ -31,8 +42,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     ``--benchmark-min-rounds`` is the number of rounds (5), OMP_NUM_THREADS that of threads.
     """
     group = parser.getgroup("fastlr's benchmark")
-    group.addoption("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
-    group.addoption("--quick", action="store_true", help="small inputs, few cases: whether all of it runs")
+    group.addoption(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:1",
+    )
+    group.addoption(
+        "--quick", action="store_true", help="small inputs, few cases: whether all of it runs"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,7 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(0))
 
 
-def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+def pytest_benchmark_update_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any]
+) -> None:
     """Add command, device and versions to pytest-benchmark's machine; drop the host's name."""
     del machine_info["node"]
     installed = {each.name: each.version for each in distributions()}
@@ -68,7 +87,10 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
     if config.option.device.startswith("cuda") and torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.device(config.option.device))
         machine_info |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 1)}
-        machine_info |= {"compute_capability": f"{gpu.major}.{gpu.minor}", "cuda": torch.version.cuda}
+        machine_info |= {
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "cuda": torch.version.cuda,
+        }
         machine_info |= {
             "cudnn": torch.backends.cudnn.version(),
             "tf32": narrow_products("cuda"),
@@ -110,7 +132,9 @@ def beside_plain(
     cannot run is an expected failure with the reason; fastlr's own are failures.
     """
 
-    def measure(factory: Callable[..., Work], *args: Any, group: str, name: str, rival: bool = False) -> dict[str, Any]:
+    def measure(
+        factory: Callable[..., Work], *args: Any, group: str, name: str, rival: bool = False
+    ) -> dict[str, Any]:
         benchmark.group, info = group, benchmark.extra_info
         info["contender"] = name
         own: list[float] = []

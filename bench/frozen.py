@@ -40,7 +40,15 @@ PREDICTIVES = {"patchtst": fastlr.Gaussian(), "lstm": fastlr.Gaussian()}
 RUNS = {
     "continual": ["fastlr", "continual", "demo", "--tasks", "12"],
     "transfer": ["fastlr", "transfer", "demo"],
-    "memorize-vision": ["fastlr", "memorize", "vision-small", "--set", "epochs=12", "--set", "n=256"],
+    "memorize-vision": [
+        "fastlr",
+        "memorize",
+        "vision-small",
+        "--set",
+        "epochs=12",
+        "--set",
+        "n=256",
+    ],
     "memorize-series": ["fastlr", "memorize", "series-small", "--set", "epochs=100"],
 }
 STUDY = ["bench.causes", "--problems", "random-labels", "--seeds", "2", "--tasks", "40"]
@@ -57,12 +65,18 @@ OF_A_RUN = {
 
 def main() -> None:
     """Carry out the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make", help="compute everything into a new folder")
     making.add_argument("folder", type=Path)
-    making.add_argument("--reports-of", type=Path, help="an earlier folder, whose runs are reported")
-    making.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these alone")
+    making.add_argument(
+        "--reports-of", type=Path, help="an earlier folder, whose runs are reported"
+    )
+    making.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these alone"
+    )
     comparing = commands.add_parser("compare", help="list the differences of two folders")
     comparing.add_argument("old", type=Path)
     comparing.add_argument("new", type=Path)
@@ -87,7 +101,9 @@ def make_estimates(folder: Path, _reported: Path) -> None:
             table[f"{name} {precision}"] = estimate_in_hexadecimal(name, precision)
             print(name, precision, flush=True)
     made_by = {"processor": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
-    (folder / "estimates.json").write_text(json.dumps({"made_by": made_by, **table}, indent=1) + "\n")
+    (folder / "estimates.json").write_text(
+        json.dumps({"made_by": made_by, **table}, indent=1) + "\n"
+    )
 
 
 def estimate_in_hexadecimal(name: str, precision: str) -> dict[str, str]:
@@ -107,7 +123,9 @@ def estimate_in_hexadecimal(name: str, precision: str) -> dict[str, str]:
         "value": first.value.hex(),
         "stderr": first.stderr.hex(),
         "per_sample": digest(first.per_sample),
-        "per_parameter": digest(torch.tensor(list(first.per_parameter.values()), dtype=torch.float64)),
+        "per_parameter": digest(
+            torch.tensor(list(first.per_parameter.values()), dtype=torch.float64)
+        ),
         "again": digest(again.per_sample),
         "routes": json.dumps(sorted(set(first.routes.values()))),
     }
@@ -130,7 +148,9 @@ def make_runs(folder: Path, _reported: Path) -> None:
 def make_reports(folder: Path, reported: Path) -> None:
     """Write the reports of runs in ``reported`` and of committed records, pictures left out."""
     runs = {name: reported / "runs" / name for name in RUNS}
-    runs |= {f"causes-{path.name}": path for path in sorted((reported / "runs" / "causes").iterdir())}
+    runs |= {
+        f"causes-{path.name}": path for path in sorted((reported / "runs" / "causes").iterdir())
+    }
     runs |= COMMITTED
     for name, path in runs.items():
         out = folder / "reports" / name
@@ -158,7 +178,11 @@ def run(command: list[str]) -> None:
     print(" ".join(command), flush=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     if output.returncode:
         sys.exit(output.stdout.decode())
@@ -175,7 +199,9 @@ def compared(old: Path, new: Path) -> Iterator[str]:
     for path in files(old / "runs"):
         yield from records_that_differ(old / "runs" / path, new / "runs" / path, f"runs/{path}")
     for path in files(old / "reports"):
-        yield from texts_that_differ(old / "reports" / path, new / "reports" / path, f"reports/{path}")
+        yield from texts_that_differ(
+            old / "reports" / path, new / "reports" / path, f"reports/{path}"
+        )
     for room in ("runs", "reports"):
         for path in sorted(set(files(new / room)) - set(files(old / room))):
             yield f"{room}/{path}: only in the new folder"
@@ -192,7 +218,9 @@ def records_that_differ(old: Path, new: Path, name: str) -> Iterator[str]:
         yield f"{name}: missing"
         return
     if old.suffix == ".jsonl":
-        lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in (old, new)]
+        lines = [
+            [json.loads(line) for line in path.read_text().splitlines()] for path in (old, new)
+        ]
     else:
         lines = [[json.loads(path.read_text())] for path in (old, new)]
     if len(lines[0]) != len(lines[1]):

@@ -44,11 +44,21 @@ class Part(NamedTuple):
 
 
 DOCTOR = Part("doctor", ("fastlr", "doctor"), 0)
-HEADLINE = Part("headline", ("pytest", "bench/test_estimate.py", "-k", f"{MAIN}-bfloat16-default"), 0)
+HEADLINE = Part(
+    "headline", ("pytest", "bench/test_estimate.py", "-k", f"{MAIN}-bfloat16-default"), 0
+)
 OPS = Part("ops", ("pytest", "bench/test_norms.py"), 30)
 FURTHER = (
     Part("tests", ("pytest", "tests/ops", "tests/estimator/test_replay.py")),
-    Part("modes", ("pytest", "bench/test_estimate.py", "-k", f"{MAIN} and not bfloat16-default or test_plain")),
+    Part(
+        "modes",
+        (
+            "pytest",
+            "bench/test_estimate.py",
+            "-k",
+            f"{MAIN} and not bfloat16-default or test_plain",
+        ),
+    ),
     Part("training", ("pytest", "bench/test_training.py", "-k", "graph"), 40),
     Part("peers", ("pytest", "bench/test_peers.py", "-k", MAIN), 40),
     Part("networks", ("pytest", "bench/test_estimate.py", "-k", "resnet50 or vit_b_16")),
@@ -72,7 +82,13 @@ def compile_ahead(networks: Sequence[str], limit: float) -> None:
     names = [name for name in ops.TABLE if "triton" in ops.backends(name)]
     count = min(8, max(1, (os.cpu_count() or 2) // 2))
     for i in range(count):
-        commands.append([sys.executable, "-c", f"from fastlr.cli import doctor; doctor.kernels({names[i::count]})"])
+        commands.append(
+            [
+                sys.executable,
+                "-c",
+                f"from fastlr.cli import doctor; doctor.kernels({names[i::count]})",
+            ]
+        )
     with ThreadPoolExecutor(len(commands)) as threads:  # what is not done in time is killed
         for command in commands:
             threads.submit(subprocess.run, command, cwd=ROOT, capture_output=True, timeout=limit)
@@ -84,10 +100,17 @@ def run(part: Part, out: Path, device: str, quick: bool, limit: float) -> str:
     if part.words[0] == "pytest":
         command += ["-v", "-rxXs", "-p", "no:cacheprovider"]
     if part.words[1].startswith("bench"):
-        command += ["--device", device, f"--benchmark-json={out / part.name}.json", *(["--quick"] if quick else [])]
+        command += [
+            "--device",
+            device,
+            f"--benchmark-json={out / part.name}.json",
+            *(["--quick"] if quick else []),
+        ]
     with open(out / f"{part.name}.txt", "w", encoding="utf-8") as log:
         try:
-            code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=limit).returncode
+            code = subprocess.run(
+                command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=limit
+            ).returncode
         except subprocess.TimeoutExpired:
             return f"not done within the {limit:.0f} s that were left"
     return "ok" if code == 0 else f"failed (exit code {code}): see {part.name}.txt"
@@ -95,13 +118,19 @@ def run(part: Part, out: Path, device: str, quick: bool, limit: float) -> str:
 
 def roofline(record: dict[str, Any], path: Path) -> None:
     """Draw each op's bytes a second over arithmetic intensity, under a large copy's bandwidth."""
-    rows = [row["extra_info"] for row in record["benchmarks"] if "bytes_per_second" in row["extra_info"]]
+    rows = [
+        row["extra_info"] for row in record["benchmarks"] if "bytes_per_second" in row["extra_info"]
+    ]
     bandwidth = max(row["copy_bandwidth"] for row in rows) / 1e9
     figure, axes = new_figure((9.0, 6.0), 1, 1)
     style(axes, "GB/s", f"Every op against its memory: {record['machine_info'].get('gpu', 'CPU')}")
     axes.axhline(bandwidth, color=INK)
-    axes.axhline(0.7 * bandwidth, color=MUTED, linestyle="--")  # the share that large layers are to reach
-    axes.text(LEAST_INTENSITY, 1.02 * bandwidth, f"copy {bandwidth:,.0f} GB/s", fontsize=8, color=MUTED)
+    axes.axhline(
+        0.7 * bandwidth, color=MUTED, linestyle="--"
+    )  # the share that large layers are to reach
+    axes.text(
+        LEAST_INTENSITY, 1.02 * bandwidth, f"copy {bandwidth:,.0f} GB/s", fontsize=8, color=MUTED
+    )
     for place, name in enumerate(dict.fromkeys(row["op"] for row in rows)):
         mine = [row for row in rows if row["op"] == name]
         x = [max(LEAST_INTENSITY, row["operations"] / row["bytes"]) for row in mine]
@@ -110,7 +139,9 @@ def roofline(record: dict[str, Any], path: Path) -> None:
         axes.scatter(x, y, s=26, color=COLOURS[place % len(COLOURS)], marker=marker, label=name)
     axes.set(xscale="log", yscale="log")
     axes.grid(True, which="major", color=GRID, linewidth=0.8)
-    axes.set_xlabel("floating-point operations per byte that must be moved (left edge: none)", color=INK)
+    axes.set_xlabel(
+        "floating-point operations per byte that must be moved (left edge: none)", color=INK
+    )
     figure.legend(loc="outside right center", fontsize=7.5, frameon=False)
     save_figure(figure, path)
 
@@ -118,7 +149,9 @@ def roofline(record: dict[str, Any], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run everything; see the module."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="doctor, headline and main ops, about two minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="doctor, headline and main ops, about two minutes"
+    )
     parser.add_argument("--budget", type=float, help="seconds (480; 180 with --quick)")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:1")
     args = parser.parse_args(arguments)
@@ -126,13 +159,20 @@ def main(arguments: list[str] | None = None) -> int:
         print("error: torch finds no GPU here; `make bench` runs the CPU cases", file=sys.stderr)
         return 2
     if importlib.util.find_spec("fastlr.kernels") is None:
-        print("error: install fastlr first: pip install --no-build-isolation --no-deps -e .", file=sys.stderr)
+        print(
+            "error: install fastlr first: pip install --no-build-isolation --no-deps -e .",
+            file=sys.stderr,
+        )
         return 2
-    short = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(torch.device(args.device)).lower()).strip("-")
+    short = re.sub(
+        r"[^a-z0-9]+", "-", torch.cuda.get_device_name(torch.device(args.device)).lower()
+    ).strip("-")
     out = Path(os.environ.get("OUT") or ROOT / "bench" / "results" / short.removeprefix("nvidia-"))
     out.mkdir(parents=True, exist_ok=True)
     end, lines = time.monotonic() + (args.budget or (180.0 if args.quick else 480.0)), []
-    compile_ahead([MAIN] if args.quick else [MAIN, "resnet50", "vit_b_16"], 60 if args.quick else 150)
+    compile_ahead(
+        [MAIN] if args.quick else [MAIN, "resnet50", "vit_b_16"], 60 if args.quick else 150
+    )
     for part in (DOCTOR, HEADLINE, OPS, *(() if args.quick else FURTHER)):
         left, outcome = end - time.monotonic(), "left out: the budget is spent"
         if part in (DOCTOR, HEADLINE):

@@ -65,7 +65,9 @@ class Call(NamedTuple):
     options: dict[str, Any] = {}
 
 
-Cases = dict[str, Callable[[Draw], Call]]  # the label of a layer to what makes an op's arguments on it
+Cases = dict[
+    str, Callable[[Draw], Call]
+]  # the label of a layer to what makes an op's arguments on it
 
 
 # --------------------------------------------------------------------------------------------------------- convolutions
@@ -81,9 +83,15 @@ class Layer:
         depthwise, *numbers, act = match.groups()
         window, stride, inputs, outputs, self.side = (int(number or 0) for number in numbers)
         self.label, self.act, self.window, self.inputs = label, act or "none", window, inputs
-        self.outputs, self.groups, self.stride = outputs or inputs, inputs if depthwise else 1, stride or 1
+        self.outputs, self.groups, self.stride = (
+            outputs or inputs,
+            inputs if depthwise else 1,
+            stride or 1,
+        )
         padding = (window - 1) // 2, (window - 1) // 2
-        self.geometry = ConvGeometry((self.stride, self.stride), padding, (1, 1), groups=self.groups)
+        self.geometry = ConvGeometry(
+            (self.stride, self.stride), padding, (1, 1), groups=self.groups
+        )
 
     def tensors(self, draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
         """Input, gradient at the output, weight (float32)."""
@@ -106,7 +114,9 @@ def _folded_conv(layer: Layer, residual: bool, draw: Draw) -> Call:
 
 def _folded_conv_sq_norms(layer: Layer, draw: Draw) -> Call:
     x, g, weight = layer.tensors(draw)
-    return Call((x, g, weight, 1 + draw.weights(3, layer.outputs) / 10, layer.geometry), layer.operations(g))
+    return Call(
+        (x, g, weight, 1 + draw.weights(3, layer.outputs) / 10, layer.geometry), layer.operations(g)
+    )
 
 
 def _folded_conv_backward(layer: Layer, draw: Draw) -> Call:
@@ -128,7 +138,9 @@ def _conv_sq_norms(layer: Layer, draw: Draw) -> Call:
 def _fold_weights(outputs: int, inputs: int, draw: Draw) -> Call:
     gamma, beta, mean, var = (draw.weights(outputs) for _ in range(4))
     weight = draw.weights(outputs, inputs, 1, 1)
-    return Call((draw.dtype, (1e-3,), weight, None, gamma, beta, mean, 0.5 + var.abs()), weight.numel())
+    return Call(
+        (draw.dtype, (1e-3,), weight, None, gamma, beta, mean, 0.5 + var.abs()), weight.numel()
+    )
 
 
 # ------------------------------------------------------------------------------------- products, small sums, cotangents
@@ -174,7 +186,13 @@ def _cotangent(classes: int, draw: Draw) -> Call:
 def _shape_images(op: str, dtype: torch.dtype | None, draw: Draw) -> Call:
     size, index = (3, draw.side(224), draw.side(224)), torch.arange(draw.batch, device=draw.device)
     table = ShapeImages(size).table().to(draw.device)
-    options = {"size": size, "table": table, "dtype": dtype or draw.dtype, "channels_last": True, "seed": 3}
+    options = {
+        "size": size,
+        "table": table,
+        "dtype": dtype or draw.dtype,
+        "channels_last": True,
+        "seed": 3,
+    }
     if op == "shape_images":
         return Call((0, draw.batch), 0, {**options, "device": draw.device})
     return Call((index[:1], draw.batch) if op == "shape_images_from" else (index,), 0, options)
@@ -212,14 +230,20 @@ CASES: dict[str, Cases] = {
         "224x224 float32": partial(_shape_images, "shape_images_from", torch.float32),
     },
     "shape_images": {"224x224 as the run's dtype": partial(_shape_images, "shape_images", None)},
-    "shape_images_at": {"224x224 as the run's dtype": partial(_shape_images, "shape_images_at", None)},
+    "shape_images_at": {
+        "224x224 as the run's dtype": partial(_shape_images, "shape_images_at", None)
+    },
     "folded_conv": {
         **_layers(_folded_conv, MOBILE, False),
         "1x1 72>24 @56, residual": partial(_folded_conv, Layer("1x1 72>24 @56"), True),
     },
     "folded_conv_backward": _layers(_folded_conv_backward, MOBILE),
-    "folded_conv_sq_norms": _layers(_folded_conv_sq_norms, (*DENSE, *MOBILE[:2], MOBILE[3], MOBILE[10])),
-    "conv_sq_norms": _layers(_conv_sq_norms, (*MOBILE[:3], *DENSE, MOBILE[4], MOBILE[10], MOBILE[12], RESNET)),
+    "folded_conv_sq_norms": _layers(
+        _folded_conv_sq_norms, (*DENSE, *MOBILE[:2], MOBILE[3], MOBILE[10])
+    ),
+    "conv_sq_norms": _layers(
+        _conv_sq_norms, (*MOBILE[:3], *DENSE, MOBILE[4], MOBILE[10], MOBILE[12], RESNET)
+    ),
     "fold_weights": {"1x1 160>960": partial(_fold_weights, 960, 160)},
     "dense_sq_norms": {"1.2 M": partial(_dense_sq_norms, 960 * 1280)},
     "linear_sq_norms": {

@@ -71,11 +71,16 @@ class Child:
         watch_memory: large blocks are mapped one by one, so that what is freed is gone and the peak is of live memory.
     """
 
-    def __init__(self, factory: Callable[..., Work], *args: Any, watch_memory: bool = False) -> None:
+    def __init__(
+        self, factory: Callable[..., Work], *args: Any, watch_memory: bool = False
+    ) -> None:
         self._pool, self._made_by = ProcessPoolExecutor(1, get_context("spawn")), (factory, *args)
         self._environment = {"PYTHONWARNINGS": "ignore"}
         if watch_memory:
-            self._environment |= {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+            self._environment |= {
+                "MALLOC_MMAP_THRESHOLD_": "262144",
+                "MALLOC_TRIM_THRESHOLD_": "262144",
+            }
 
     def ask(self, part: str) -> Any:
         """Let the child do one part, and return its answer.
@@ -125,7 +130,11 @@ def _done(work: Work, part: str) -> Any:
             function()  # the first call makes plans and thread pools
             peaks.append(peak_bytes(function, work.device, before))
         return peaks
-    wait = (lambda: torch.cuda.synchronize(work.device)) if work.device.type == "cuda" else (lambda: None)
+    wait = (
+        (lambda: torch.cuda.synchronize(work.device))
+        if work.device.type == "cuda"
+        else (lambda: None)
+    )
     gc.collect()
     wait()
     start = time.perf_counter()
@@ -171,6 +180,8 @@ def peak_bytes(function: Callable[[], Any], device: torch.device, before: int) -
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     with suppress(OSError):  # then the peak of the whole life counts
-        Path("/proc/self/clear_refs").write_text("5")  # sets the record of the peak to the present size
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # sets the record of the peak to the present size
     function()
     return max(0, resident("VmHWM") - before)

@@ -193,7 +193,9 @@ def show(folder: Path, counts: Counts, worst: int) -> None:
     size = f"{counts.lines} lines, {counts.tokens} tokens, {counts.statements} statements"
     print(f"{folder.name}: {size}")
     print(f"  lines over {WIDTH} columns: {counts.wide}")
-    print(f"  packed statements in 1,000: {counts.packed:.1f}, very packed {counts.very_packed:.1f}")
+    print(
+        f"  packed statements in 1,000: {counts.packed:.1f}, very packed {counts.very_packed:.1f}"
+    )
     print(f"  comprehensions in 1,000: {1000 * counts.comprehensions / counts.statements:.1f}")
     print(f"  conditional expressions: {1000 * counts.conditionals / counts.statements:.1f}")
     print(f"  functions over {MOST_BRANCHES} branches: {counts.branchy}")

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def repaired(model: nn.Module, *further: Callable[[nn.Module], list[str]]) -> tuple[nn.Module, list[str]]:
+def repaired(
+    model: nn.Module, *further: Callable[[nn.Module], list[str]]
+) -> tuple[nn.Module, list[str]]:
     """A copy whose parameters know their names (``original``), rewritten; and what was rewritten.
 
     ``further``: rewrites that this tool needs beside those that all of them do.
@@ -37,7 +39,9 @@ def part(original: nn.Parameter, rows: slice | int = slice(None)) -> nn.Paramete
     return new
 
 
-def replace(model: nn.Module, kind: type, make: Callable[[Any], nn.Module], what: str = "") -> list[str]:
+def replace(
+    model: nn.Module, kind: type, make: Callable[[Any], nn.Module], what: str = ""
+) -> list[str]:
     """Put ``make(module)`` in the place of every module of a kind; how many became what."""
     found = [name for name, m in model.named_modules() if name and isinstance(m, kind)]
     for name in found:
@@ -104,7 +108,9 @@ class FrozenNorm(nn.Module):
         return self.normalise(x) * self.column(self.weight) + self.column(self.bias)
 
 
-frozen_batch_norm = partial(replace, kind=_BatchNorm, make=FrozenNorm, what="BatchNorm as frozen affine maps")
+frozen_batch_norm = partial(
+    replace, kind=_BatchNorm, make=FrozenNorm, what="BatchNorm as frozen affine maps"
+)
 
 
 class SplitLayerNorm(nn.Module):
@@ -126,7 +132,9 @@ class SplitLayerNorm(nn.Module):
         return self.affine(x.transpose(1, 2)).transpose(1, 2) if x.dim() == 3 else self.affine(x)
 
 
-layer_norm_as_batch_norm = partial(replace, kind=nn.LayerNorm, make=SplitLayerNorm, what="LayerNorm by BatchNorm")
+layer_norm_as_batch_norm = partial(
+    replace, kind=nn.LayerNorm, make=SplitLayerNorm, what="LayerNorm by BatchNorm"
+)
 
 
 # --------------------------------------------------------------------------------------------- attention and raw tables
@@ -136,16 +144,26 @@ class SplitAttention(nn.Module):
     def __init__(self, attention: nn.MultiheadAttention):
         super().__init__()
         if not attention.batch_first or attention.in_proj_weight is None:
-            raise ValueError("only batch-first self-attention with one stacked projection is rewritten")
+            raise ValueError(
+                "only batch-first self-attention with one stacked projection is rewritten"
+            )
         width, self.heads = attention.embed_dim, attention.num_heads
         for k, name in enumerate(("query", "key", "value")):
             layer, rows = nn.Linear(width, width), slice(k * width, (k + 1) * width)
-            layer.weight, layer.bias = part(attention.in_proj_weight, rows), part(attention.in_proj_bias, rows)
+            layer.weight, layer.bias = (
+                part(attention.in_proj_weight, rows),
+                part(attention.in_proj_bias, rows),
+            )
             setattr(self, name, layer)
         self.out = nn.Linear(width, width)
-        self.out.weight, self.out.bias = part(attention.out_proj.weight), part(attention.out_proj.bias)
+        self.out.weight, self.out.bias = (
+            part(attention.out_proj.weight),
+            part(attention.out_proj.bias),
+        )
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, **options: object) -> tuple[Tensor, None]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, **options: object
+    ) -> tuple[Tensor, None]:
         """Attend; the weights are not returned."""
         q, k, v = (
             layer(t).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -154,7 +172,9 @@ class SplitAttention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)), None
 
 
-split_attention = partial(replace, kind=nn.MultiheadAttention, make=SplitAttention, what="attention as linear layers")
+split_attention = partial(
+    replace, kind=nn.MultiheadAttention, make=SplitAttention, what="attention as linear layers"
+)
 
 
 class Rows(nn.Module):
@@ -188,7 +208,10 @@ def tables_as_embeddings(model: nn.Module) -> list[str]:
         x = self._process_input(x)
         return self.heads(self.encoder(torch.cat([self.token(len(x)), x], 1))[:, 0])
 
-    encoder.forward, model.forward = types.MethodType(encode, encoder), types.MethodType(forward, model)
+    encoder.forward, model.forward = (
+        types.MethodType(encode, encoder),
+        types.MethodType(forward, model),
+    )
     return ["class token and position table as embeddings"]
 
 
@@ -205,10 +228,18 @@ class Unfolded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Unfold, apply, fold."""
-        if isinstance(self.layer, nn.Linear):  # as rows [B, channels * T, D]: ghost clipping has no rule for more axes
-            return self.layer(x.reshape(-1, self.channels * x.shape[-2], x.shape[-1])).reshape(*x.shape[:-1], -1)
+        if isinstance(
+            self.layer, nn.Linear
+        ):  # as rows [B, channels * T, D]: ghost clipping has no rule for more axes
+            return self.layer(x.reshape(-1, self.channels * x.shape[-2], x.shape[-1])).reshape(
+                *x.shape[:-1], -1
+            )
         if isinstance(self.layer, nn.BatchNorm2d):  # channels of the norm on axis 1
-            return self.layer(x.unflatten(0, (-1, self.channels)).transpose(1, 2)).transpose(1, 2).flatten(0, 1)
+            return (
+                self.layer(x.unflatten(0, (-1, self.channels)).transpose(1, 2))
+                .transpose(1, 2)
+                .flatten(0, 1)
+            )
         return self.layer(x.unflatten(0, (-1, self.channels))).flatten(0, 1)
 
 

@@ -38,7 +38,11 @@ TITLES = {
     "backpack": "BackPACK",
 }
 Row = Mapping[str, Any]
-_BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # of a number where the dashed line may pass
+_BEHIND = {
+    "facecolor": "white",
+    "edgecolor": "none",
+    "pad": 1.0,
+}  # of a number where the dashed line may pass
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -52,7 +56,9 @@ def read(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is no JSON that can be read ({error})") from error
     if not isinstance(record, dict) or "benchmarks" not in record:
-        raise InputError(f"{path} is no record of pytest bench/ --benchmark-json: it holds no benchmarks")
+        raise InputError(
+            f"{path} is no record of pytest bench/ --benchmark-json: it holds no benchmarks"
+        )
     return record
 
 
@@ -62,8 +68,15 @@ def peers(record: Mapping[str, Any]) -> dict[str, dict[str, Row]]:
     The latter has a "kind" and a "reason".
     """
     rows: dict[str, dict[str, Row]] = {name: {} for name in NAMES}
-    found = [(each["group"], each["extra_info"]) for each in record["benchmarks"] if "ratio" in each["extra_info"]]
-    for group, row in [*found, *((refusal["group"], refusal) for refusal in record.get("refused", ()))]:
+    found = [
+        (each["group"], each["extra_info"])
+        for each in record["benchmarks"]
+        if "ratio" in each["extra_info"]
+    ]
+    for group, row in [
+        *found,
+        *((refusal["group"], refusal) for refusal in record.get("refused", ())),
+    ]:
         if group in rows:
             rows[group][row["contender"]] = row
     return {network: contenders for network, contenders in rows.items() if contenders}
@@ -81,23 +94,41 @@ def why(row: Row) -> str:
 
 def markdown_table(*rows: Iterable[Any]) -> str:
     """Return a table, its heads in the first row; numbers to three digits."""
-    heads, *body = ([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows)
+    heads, *body = (
+        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    )
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *body))
 
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Return the table of the README."""
-    lines = [["model", "fastlr, time", "fastlr, memory", "best correct peer, time", "loop over samples", "wrong"]]
+    lines = [
+        [
+            "model",
+            "fastlr, time",
+            "fastlr, memory",
+            "best correct peer, time",
+            "loop over samples",
+            "wrong",
+        ]
+    ]
     for network, rows in peers(record).items():
-        ratios = {name: row["ratio"] for name, row in rows.items() if "ratio" in row and name != "fastlr"}
+        ratios = {
+            name: row["ratio"] for name, row in rows.items() if "ratio" in row and name != "fastlr"
+        }
         best = min(ratios, key=lambda name: ratios[name], default=None)
-        refused = [f"{TITLES[name]}: {why(row)}" for name, row in rows.items() if "ratio" not in row]
+        refused = [
+            f"{TITLES[name]}: {why(row)}" for name, row in rows.items() if "ratio" not in row
+        ]
         own = rows.get("fastlr", {})
         cells = [NAMES[network], "not timed", "not timed"]
         if "ratio" in own:
             cells[1:] = f"**{own['ratio']:.2f}**", f"{own['memory_ratio']:.2f}"
         cells.append("not timed" if best is None else f"{ratios[best]:.2f} ({TITLES[best]})")
-        cells += [f"{ratios['loop']:.2f}" if "loop" in ratios else "not timed", "; ".join(refused) or "none"]
+        cells += [
+            f"{ratios['loop']:.2f}" if "loop" in ratios else "not timed",
+            "; ".join(refused) or "none",
+        ]
         lines.append(cells)
     return markdown_table(*lines)
 
@@ -122,7 +153,9 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
     contenders = [name for name in TITLES if any(name in rows for rows in results.values())][::-1]
     rows_of_panels = -(-len(results) // 2)
     size = (9.0, rows_of_panels * (0.3 * len(contenders) + 0.7) + 0.5)
-    figure, axes = new_figure(size, rows_of_panels, min(2, len(results)), sharey=True, squeeze=False)
+    figure, axes = new_figure(
+        size, rows_of_panels, min(2, len(results)), sharey=True, squeeze=False
+    )
     for panel in axes.flat[len(results) :]:
         panel.set_visible(False)
     for (network, rows), panel in zip(results.items(), axes.flat):
@@ -132,11 +165,18 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
             own, ratio = row["contender"] == "fastlr", row.get("ratio", 0.0)
             panel.barh(y, ratio, color=COLOURS[0] if own else "#b9c3cc", height=0.66)
             text, colour = (f"{ratio:.2f}", INK) if ratio else (why(row), COLOURS[4])
-            look = {"fontsize": 8, "color": colour, "fontweight": "bold" if own else "normal", "bbox": _BEHIND}
+            look = {
+                "fontsize": 8,
+                "color": colour,
+                "fontweight": "bold" if own else "normal",
+                "bbox": _BEHIND,
+            }
             panel.text(ratio + 0.02 * widest, y, text, va="center", **look)
         panel.axvline(1, color=MUTED, linewidth=1, linestyle=(0, (3, 2)), zorder=0.5)
         panel.set_xlim(0, 1.2 * widest)
-        panel.set_yticks(range(len(contenders)), [TITLES[name] for name in contenders], color=INK, fontsize=9)
+        panel.set_yticks(
+            range(len(contenders)), [TITLES[name] for name in contenders], color=INK, fontsize=9
+        )
     text = "Time of the squared gradient norms of every sample, all parameters: ratio to one plain forward and backward pass"
     about = f"batch of 16, float32, eval mode, {record['machine_info'].get('gpu') or record['machine_info']['cpu']}"
     figure.supxlabel(f"{text} (dashed)\n{about}", fontsize=8, color=MUTED)
@@ -160,7 +200,9 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         if name not in by_name[0] or name not in by_name[1]:
             yield f"{name}: only in the {'first' if name in by_name[0] else 'second'} record"
             continue
-        (low, middle, high), (new_low, new_middle, new_high) = (_spread(rows[name]) for rows in by_name)
+        (low, middle, high), (new_low, new_middle, new_high) = (
+            _spread(rows[name]) for rows in by_name
+        )
         verdict = "slower" if new_low > high else "faster" if new_high < low else "same"
         unit = "of plain" if "ratio" in by_name[0][name]["extra_info"] else "s"
         yield f"{name}: {middle:.3g} -> {new_middle:.3g} {unit} ({new_middle / middle:.2f}): {verdict}"
@@ -179,7 +221,9 @@ def _spread(row: Row) -> tuple[float, float, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print; draw where a picture is named."""
-    parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.table", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("file", type=Path, help="a record")
     parser.add_argument("other", type=Path, nargs="?", help="another, to compare it with")
     parser.add_argument("--figure", type=Path, help="where to draw the times (.png, .pdf, .svg)")
@@ -187,7 +231,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         record = read(args.file)
         tables = [markdown(record)] if peers(record) else []
-        print("\n".join(compared(record, read(args.other))) if args.other else "\n\n".join([*tables, *further(record)]))
+        print(
+            "\n".join(compared(record, read(args.other)))
+            if args.other
+            else "\n\n".join([*tables, *further(record)])
+        )
         if args.figure:
             draw(record, args.figure)
     except InputError as error:

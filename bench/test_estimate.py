@@ -21,7 +21,9 @@ from fastlr import Estimate, LocalRedundancy, ShapeImages, ops
 from fastlr.ghost.fusion.mode import unfolded
 
 FULL, LOW = 1e-3, 2e-2  # root mean square of the samples' relative deviations: float32, 16 bits
-AS_TORCH = 2.0  # times the error of torch's own backward pass in the same precision, where that is more
+AS_TORCH = (
+    2.0  # times the error of torch's own backward pass in the same precision, where that is more
+)
 
 
 class Mode(NamedTuple):
@@ -47,13 +49,17 @@ ON_CPU = ("default", "unfolded")
 class Network:
     """A network in eval mode on its device, channels_last; its images; its precision's autocast."""
 
-    def __init__(self, name: str, precision: str, size: int, device: torch.device, calibration: int = 64) -> None:
+    def __init__(
+        self, name: str, precision: str, size: int, device: torch.device, calibration: int = 64
+    ) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model: Any = image_network(name, size)
         model = model.to(device, memory_format=torch.channels_last)
         self.device, self.images = device, ShapeImages((3, size, size), channels_last=True)
-        calibrate(model, self.images.batch(0, calibration, seed=1, device=device, dtype=torch.float32))
+        calibrate(
+            model, self.images.batch(0, calibration, seed=1, device=device, dtype=torch.float32)
+        )
         low = precision.endswith("weights")  # the weights themselves in 16 bits, without autocast
         self.model: nn.Module = model.bfloat16() if low else model
         self.weights = torch.bfloat16 if low else torch.float32
@@ -102,7 +108,9 @@ def measure(estimator: LocalRedundancy, mode: Mode) -> Estimate:
 
 def check_mode(estimator: LocalRedundancy, mode: Mode) -> None:
     """Raise Wrong where the estimate did not run as the mode says."""
-    estimate = [measure(estimator, mode) for _ in range(2)][-1]  # where all images are one chunk, the second captures
+    estimate = [measure(estimator, mode) for _ in range(2)][
+        -1
+    ]  # where all images are one chunk, the second captures
     problems = [note for note in estimate.notes if "CUDA graph" not in note]
     replays = estimator.chunks.replays
     if estimator.view.device.type == "cuda" and mode.graph and not replays.held:
@@ -129,13 +137,19 @@ def check_norms(network: Network, mode: Mode, samples: int) -> dict[str, float]:
     truth, own = loop_norms(as_double(case), v), loop_norms(case, v, under=network.autocast)
     truth, own = (torch.stack(list(norms.values())).sum(0) for norms in (truth, own))
     off, torch_off = (float((found / truth - 1).square().mean().sqrt()) for found in (values, own))
-    limit = max(FULL if network.dtype is None and x.dtype == torch.float32 else LOW, AS_TORCH * torch_off)
+    limit = max(
+        FULL if network.dtype is None and x.dtype == torch.float32 else LOW, AS_TORCH * torch_off
+    )
     if not off <= limit:
-        raise Wrong(f"norms are off by {off:.2g} (root mean square), torch's own by {torch_off:.2g}")
+        raise Wrong(
+            f"norms are off by {off:.2g} (root mean square), torch's own by {torch_off:.2g}"
+        )
     return {"deviation_rms": off, "torch_deviation_rms": torch_off}
 
 
-def estimate_pair(name: str, precision: str, mode: str, n: int, size: int, samples: int, device: torch.device) -> Work:
+def estimate_pair(
+    name: str, precision: str, mode: str, n: int, size: int, samples: int, device: torch.device
+) -> Work:
     """Return a network's estimate in one mode beside an eager plain pass over as many images.
 
     The plain pass runs in chunks that suit it.
@@ -145,7 +159,9 @@ def estimate_pair(name: str, precision: str, mode: str, n: int, size: int, sampl
     estimator = network.estimator(n, chunk)
 
     def check() -> dict[str, Any]:
-        exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # of float32 numbers, exact products
+        exact = torch.backends.cudnn.flags(
+            enabled=True, allow_tf32=False
+        )  # of float32 numbers, exact products
         with exact if precision == "float32" else nullcontext():
             found = check_norms(network, MODES[mode], samples)
         check_mode(estimator, MODES[mode])
@@ -174,13 +190,19 @@ def plain_pair(kind: str, n: int, device: torch.device) -> Work:
         model = fuse(copy.deepcopy(model)).to(memory_format=torch.channels_last)
     if "compiled" in kind:
         model = torch.compile(model, dynamic=False)
-    return Work(*(network.plain(each, images, chunk) for each in (network.model, model)), device=device)
+    return Work(
+        *(network.plain(each, images, chunk) for each in (network.model, model)), device=device
+    )
 
 
 PRECISIONS = ("bfloat16", "float32", "bfloat16 weights")
 CASES = [  # network, precision, mode; the headline first
     *((MAIN, precision, mode) for precision in PRECISIONS[:2] for mode in MODES),
-    *((name, precision, "default") for name in ("resnet50", "vit_b_16") for precision in PRECISIONS),
+    *(
+        (name, precision, "default")
+        for name in ("resnet50", "vit_b_16")
+        for precision in PRECISIONS
+    ),
     (MAIN, PRECISIONS[2], "default"),
 ]
 

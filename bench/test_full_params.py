@@ -31,7 +31,9 @@ from fastlr.distributed import full_params
 VOCABULARY, RANKS = 512, 2
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]  # layers, width, inputs of all ranks, tokens of each
-pytestmark = pytest.mark.peer  # minutes and 8 GB of memory for each of two processes: not for make bench
+pytestmark = (
+    pytest.mark.peer
+)  # minutes and 8 GB of memory for each of two processes: not for make bench
 Made = tuple[nn.Module, Callable[[], Any], fastlr.LocalRedundancy]
 
 
@@ -62,7 +64,12 @@ def timed(rank: int, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
     The first round, which has the proof, is left out.
     """
     model, plain, estimator = made(rank, *sizes)
-    seconds: dict[str, list[float]] = {"plain": [], "estimate": [], "plain, processor": [], "estimate, processor": []}
+    seconds: dict[str, list[float]] = {
+        "plain": [],
+        "estimate": [],
+        "plain, processor": [],
+        "estimate, processor": [],
+    }
     for _ in range(rounds + 1):
         for name, run in (("plain", plain), ("estimate", estimator.measure)):
             dist.barrier()
@@ -97,7 +104,11 @@ def held(rank: int, sizes: Sizes, whole: bool) -> dict[str, int]:
     for name, run in (("training step", step), ("first estimate", measure), ("estimate", measure)):
         peaks[name] = peak_bytes(run, CPU, before)
     shards = sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
-    return {**peaks, "gradients": shards, "whole parameters": sum(p.nbytes for p in model.parameters())}
+    return {
+        **peaks,
+        "gradients": shards,
+        "whole parameters": sum(p.nbytes for p in model.parameters()),
+    }
 
 
 @pytest.mark.benchmark(group="fully_shard")
@@ -107,11 +118,24 @@ def test_time(benchmark: BenchmarkFixture, quick: bool, rounds: int) -> None:
     The ratio is that of the slowest ranks of a round, the median of the rounds.
     """
     sizes = (2, 64, 4, 16) if quick else (6, 512, 16, 128)
-    results = benchmark.pedantic(lambda: good(run_ranks(RANKS, timed, sizes, rounds, limit=3000)), rounds=1)
-    slowest = {name: [*map(max, zip(*(each[name] for each in results), strict=True))] for name in results[0]}
+    results = benchmark.pedantic(
+        lambda: good(run_ranks(RANKS, timed, sizes, rounds, limit=3000)), rounds=1
+    )
+    slowest = {
+        name: [*map(max, zip(*(each[name] for each in results), strict=True))]
+        for name in results[0]
+    }
     plain, own, *busy = slowest.values()
-    ratio, share = (statistics.median(b / a for a, b in zip(*pair, strict=True)) for pair in ((plain, own), busy))
-    benchmark.extra_info |= {"contender": "estimate", "ratio": ratio, "processor_ratio": share, **slowest}
+    ratio, share = (
+        statistics.median(b / a for a, b in zip(*pair, strict=True))
+        for pair in ((plain, own), busy)
+    )
+    benchmark.extra_info |= {
+        "contender": "estimate",
+        "ratio": ratio,
+        "processor_ratio": share,
+        **slowest,
+    }
     assert quick or ratio <= 1.0
 
 
@@ -123,9 +147,14 @@ def test_memory(benchmark: BenchmarkFixture, quick: bool, whole: bool) -> None:
     On demand it is less than in training without its gradients.
     """
     sizes = (2, 64, 4, 16) if quick else (16, 1024, 4, 32)
-    results = benchmark.pedantic(lambda: good(run_ranks(RANKS, held, sizes, whole, limit=3000)), rounds=1)
+    results = benchmark.pedantic(
+        lambda: good(run_ranks(RANKS, held, sizes, whole, limit=3000)), rounds=1
+    )
     most = {name: max(each[name] for each in results) for name in results[0]}
     benchmark.extra_info |= {"contender": "memory, whole" if whole else "memory, on demand", **most}
     if not (quick or whole):
         for each in results:
-            assert max(each["first estimate"], each["estimate"]) < each["training step"] - each["gradients"]
+            assert (
+                max(each["first estimate"], each["estimate"])
+                < each["training step"] - each["gradients"]
+            )

@@ -24,8 +24,13 @@ def test_monitor(benchmark: BenchmarkFixture, device: torch.device, quick: bool)
     torch.manual_seed(0)
     model = resnet18(num_classes=10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    x, y = torch.randn(BATCH, 3, 32, 32, device=device), torch.randint(0, 10, (BATCH,), device=device)
-    monitor = Monitor(model, fastlr.ShapeImages((3, 32, 32)), 8 if quick else 64, every_n_steps=EVERY)
+    x, y = (
+        torch.randn(BATCH, 3, 32, 32, device=device),
+        torch.randint(0, 10, (BATCH,), device=device),
+    )
+    monitor = Monitor(
+        model, fastlr.ShapeImages((3, 32, 32)), 8 if quick else 64, every_n_steps=EVERY
+    )
     monitor.measure()  # plans and proves
     inside, beyond = [], []  # seconds of each call of step, and those of them that no estimate took
 

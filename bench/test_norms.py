@@ -44,7 +44,9 @@ def check(name: str, result: Any, call: Call, device: torch.device) -> float:
         return 0.0
     define = ops.get(name, "reference")
     off = compared(define, define, call.args, ops.SAMPLES[name], result)
-    assert off.share <= 1, f"off by {off.relative:.2g} of the definition, {off.share:.2g} times what rounding explains"
+    assert off.share <= 1, (
+        f"off by {off.relative:.2g} of the definition, {off.share:.2g} times what rounding explains"
+    )
     assert name in STORED or off.relative <= SUMMED, f"off by {off.relative:.2g} of the definition"
     return off.relative
 
@@ -66,7 +68,9 @@ def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
         from triton.testing import do_bench
 
         return do_bench(function, warmup=10, rep=50, return_mode="median") / 1000
-    return Timer("function()", globals={"function": function}).blocked_autorange(min_run_time=1).median
+    return (
+        Timer("function()", globals={"function": function}).blocked_autorange(min_run_time=1).median
+    )
 
 
 @cache
@@ -90,13 +94,21 @@ def small_calls(name: str, device: torch.device, dtype: torch.dtype) -> doctor.F
 def cases() -> list[Any]:
     """Every op and case, the first cases of all ops first."""
     places = sorted(
-        ((place, name, label) for name in OPS for place, label in enumerate(CASES[name])), key=lambda p: p[0]
+        ((place, name, label) for name in OPS for place, label in enumerate(CASES[name])),
+        key=lambda p: p[0],
     )
     return [pytest.param(*each, id="-".join(each[1:]).replace(" ", "_")) for each in places]
 
 
 @pytest.mark.parametrize("place, name, label", cases())
-def test_op(benchmark: BenchmarkFixture, place: int, name: str, label: str, device: torch.device, quick: bool) -> None:
+def test_op(
+    benchmark: BenchmarkFixture,
+    place: int,
+    name: str,
+    label: str,
+    device: torch.device,
+    quick: bool,
+) -> None:
     """One op on one layer; two layers of each op in a quick run."""
     if quick and place > 1:
         pytest.skip("not in a quick run")
@@ -117,8 +129,13 @@ def test_op(benchmark: BenchmarkFixture, place: int, name: str, label: str, devi
     spoil(run(), call)
     result = run()
     off = check(name, result, call, device)
-    assert all(torch.equal(a, b) for a, b in zip(leaves(result), leaves(run()))), "another call gave other bits"
-    moved = sum(t.nbytes for t in {t.data_ptr(): t for t in leaves((call.args, call.options, result))}.values())
+    assert all(torch.equal(a, b) for a, b in zip(leaves(result), leaves(run()))), (
+        "another call gave other bits"
+    )
+    moved = sum(
+        t.nbytes
+        for t in {t.data_ptr(): t for t in leaves((call.args, call.options, result))}.values()
+    )
     del result
     benchmark.group = f"op {name}"
     benchmark.extra_info |= {"contender": label, "op": name, "backend": backend, "deviation": off}
@@ -128,5 +145,9 @@ def test_op(benchmark: BenchmarkFixture, place: int, name: str, label: str, devi
         return
     seconds = seconds_of(run, device) if gpu else benchmark.stats.stats.median
     rate, bandwidth = moved / seconds, copy_bandwidth(device)
-    benchmark.extra_info |= {"seconds": seconds, "bytes_per_second": rate, "share": rate / bandwidth}
+    benchmark.extra_info |= {
+        "seconds": seconds,
+        "bytes_per_second": rate,
+        "share": rate / bandwidth,
+    }
     benchmark.extra_info["copy_bandwidth"] = bandwidth

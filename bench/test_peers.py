@@ -22,7 +22,9 @@ from bench.paired import Work, Wrong
 from fastlr import per_sample_grad_sq_norms
 
 TOLERANCE = 1e-3  # of the sample's total. Float32 is off by up to 2e-4 where a ReLU's input is zero within rounding.
-OWN_TOLERANCE = 0.05  # of the parameter's own norm, for the parameters with a visible share of the total:
+OWN_TOLERANCE = (
+    0.05  # of the parameter's own norm, for the parameters with a visible share of the total:
+)
 VISIBLE = 1e-9  # a tool may be off by 15 times in every depthwise layer of a network and hardly move the total
 CHECKED = 4  # samples held to the truth
 BATCH = 16
@@ -46,7 +48,11 @@ def fastlr(case: Case, cotangent: Tensor) -> Contender:
 
     The plan and its proof are made by the first call and kept.
     """
-    return Contender(lambda: per_sample_grad_sq_norms(case.model, case.x, cotangent, per_parameter=True, **case.kwargs))
+    return Contender(
+        lambda: per_sample_grad_sq_norms(
+            case.model, case.x, cotangent, per_parameter=True, **case.kwargs
+        )
+    )
 
 
 def loop(case: Case, cotangent: Tensor) -> Contender:
@@ -56,7 +62,10 @@ def loop(case: Case, cotangent: Tensor) -> Contender:
 
 def vmap(case: Case, cotangent: Tensor, chunk: int = 4) -> Contender:
     """torch.func: vmap over samples of grad of a functional call, ``chunk`` samples at a time."""
-    state = {name: t.detach() for name, t in (*case.model.named_parameters(), *case.model.named_buffers())}
+    state = {
+        name: t.detach()
+        for name, t in (*case.model.named_parameters(), *case.model.named_buffers())
+    }
     params = {name: state.pop(name) for name in cases.trainable(case.model)}
     batched = {key for key, t in cases.items(case.x) if case.is_batched(key, t)}
 
@@ -65,7 +74,9 @@ def vmap(case: Case, cotangent: Tensor, chunk: int = 4) -> Contender:
             return torch.func.functional_call(case.model, {**params, **state}, args, kwargs)
 
         one = cases.map_inputs(x, lambda key, t: t.unsqueeze(case.in_dim) if key in batched else t)
-        return (forward(stateless, one, case.kwargs.get("output")) * v.unsqueeze(case.out_dim)).sum()
+        return (
+            forward(stateless, one, case.kwargs.get("output")) * v.unsqueeze(case.out_dim)
+        ).sum()
 
     def norms(x: Any, v: Tensor) -> Norms:
         return {name: g.square().sum() for name, g in torch.func.grad(value)(params, x, v).items()}
@@ -76,7 +87,11 @@ def vmap(case: Case, cotangent: Tensor, chunk: int = 4) -> Contender:
 
 
 def left_by_backward(
-    model: nn.Module, attribute: str, sq_norms: Callable[[Tensor], Tensor], case: Case, cotangent: Tensor
+    model: nn.Module,
+    attribute: str,
+    sq_norms: Callable[[Tensor], Tensor],
+    case: Case,
+    cotangent: Tensor,
 ) -> Callable[[], Norms]:
     """Return what runs backward and reads squared norms of what each parameter is left.
 
@@ -102,24 +117,42 @@ def opacus(case: Case, cotangent: Tensor, ghost: bool = False) -> Contender:
 
     ``ghost``: norms without them where it has a rule.
     """
-    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping, register_grad_sampler
+    from opacus.grad_sample import (
+        GradSampleModule,
+        GradSampleModuleFastGradientClipping,
+        register_grad_sampler,
+    )
 
-    def frozen_norm(layer: repairs.FrozenNorm, activations: list[Tensor], grad: Tensor) -> dict[nn.Parameter, Tensor]:
+    def frozen_norm(
+        layer: repairs.FrozenNorm, activations: list[Tensor], grad: Tensor
+    ) -> dict[nn.Parameter, Tensor]:
         others = [d for d in range(1, grad.dim()) if d != grad.dim() + layer.axis]
         of_weight = grad * layer.normalise(activations[0])
-        return {p: t.sum(others) if others else t for p, t in ((layer.weight, of_weight), (layer.bias, grad))}
+        return {
+            p: t.sum(others) if others else t
+            for p, t in ((layer.weight, of_weight), (layer.bias, grad))
+        }
 
     register_grad_sampler(repairs.FrozenNorm)(frozen_norm)
     model, notes = repairs.repaired(case.model, repairs.frozen_batch_norm)
-    for m in model.modules():  # its hooks record only these; repaired, they do the same in both modes
+    for (
+        m
+    ) in model.modules():  # its hooks record only these; repaired, they do the same in both modes
         m.training = any(True for _ in m.parameters(recurse=False))
     notes.append("modules with parameters in train mode")
     if ghost:
-        wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum", use_ghost_clipping=True)
-        return Contender(left_by_backward(wrapped, "_norm_sample", torch.square, case, cotangent), notes)
+        wrapped = GradSampleModuleFastGradientClipping(
+            model, loss_reduction="sum", use_ghost_clipping=True
+        )
+        return Contender(
+            left_by_backward(wrapped, "_norm_sample", torch.square, case, cotangent), notes
+        )
     wrapped = GradSampleModule(model, loss_reduction="sum")
     return Contender(
-        left_by_backward(wrapped, "grad_sample", lambda g: g.flatten(1).square().sum(1), case, cotangent), notes
+        left_by_backward(
+            wrapped, "grad_sample", lambda g: g.flatten(1).square().sum(1), case, cotangent
+        ),
+        notes,
     )
 
 
@@ -198,28 +231,49 @@ def pair(model: str, peer: str, batch: int, truth: Path, device: torch.device) -
     contender = PEERS[peer](case, cotangent)
 
     def plain() -> None:
-        torch.autograd.grad(forward(case.model, case.x, case.kwargs.get("output")), params, cotangent)
+        torch.autograd.grad(
+            forward(case.model, case.x, case.kwargs.get("output")), params, cotangent
+        )
 
     def check() -> dict[str, Any]:
         norms, samples = contender.run(), checked_samples(case.batch)
         if not truth.exists():
             exact = cases.build(model, batch)
-            torch.save(loop_norms(cases.as_double(exact), cases.cotangent_for(exact), samples), truth)
-        return {**hold(norms, torch.load(truth, weights_only=True), samples), "notes": contender.notes}
+            torch.save(
+                loop_norms(cases.as_double(exact), cases.cotangent_for(exact), samples), truth
+            )
+        return {
+            **hold(norms, torch.load(truth, weights_only=True), samples),
+            "notes": contender.notes,
+        }
 
     return Work(plain, contender.run, check, device)
 
 
-SHORT = [(network, "fastlr") for network in cases.MODELS if network != "vit_b_16"]  # 10 s a plain pass on two cores
-LONG = [("vit_b_16", "fastlr"), *((network, peer) for network in cases.PAPER for peer in PEERS if peer != "fastlr")]
+SHORT = [
+    (network, "fastlr") for network in cases.MODELS if network != "vit_b_16"
+]  # 10 s a plain pass on two cores
+LONG = [
+    ("vit_b_16", "fastlr"),
+    *((network, peer) for network in cases.PAPER for peer in PEERS if peer != "fastlr"),
+]
 
 
-@pytest.mark.parametrize("network, peer", [*SHORT, *(pytest.param(*each, marks=pytest.mark.peer) for each in LONG)])
+@pytest.mark.parametrize(
+    "network, peer", [*SHORT, *(pytest.param(*each, marks=pytest.mark.peer) for each in LONG)]
+)
 def test_peer(
-    beside_plain: Callable, tmp_path_factory: Any, network: str, peer: str, device: torch.device, quick: bool
+    beside_plain: Callable,
+    tmp_path_factory: Any,
+    network: str,
+    peer: str,
+    device: torch.device,
+    quick: bool,
 ) -> None:
     """A tool beside plain: right, or refused before it is timed."""
     batch = 2 if quick else BATCH
-    truth = tmp_path_factory.getbasetemp() / f"{network}-{batch}.pt"  # one for all contenders of this run
+    truth = (
+        tmp_path_factory.getbasetemp() / f"{network}-{batch}.pt"
+    )  # one for all contenders of this run
     arguments = network, peer, batch, truth, device
     beside_plain(pair, *arguments, group=network, name=peer, rival=peer != "fastlr")

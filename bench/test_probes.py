@@ -35,7 +35,11 @@ def convolutional(act: type[nn.Module], norm: bool) -> nn.Module:
     """Return three strided convolutions with or without batch norm, and a two-class head."""
     layers: list[nn.Module] = []
     for a, b in ((3, 16), (16, 32), (32, 64)):
-        layers += [nn.Conv2d(a, b, 3, 2, 1, bias=not norm), *([nn.BatchNorm2d(b)] if norm else []), act()]
+        layers += [
+            nn.Conv2d(a, b, 3, 2, 1, bias=not norm),
+            *([nn.BatchNorm2d(b)] if norm else []),
+            act(),
+        ]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 4, 2))
 
 
@@ -46,7 +50,9 @@ class Attention(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.position = nn.Parameter(0.02 * torch.randn(16, width))
-        block = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
         self.head = nn.Linear(width, 2)
 
@@ -130,9 +136,13 @@ def test_probes(benchmark: BenchmarkFixture, name: str, quick: bool) -> None:
             if done:
                 train(model, *next(stream), seed=done)
             if done in trained:
-                rows.append({"network": name, "tasks": done, **variances(model, 200 if quick else 2000)})
+                rows.append(
+                    {"network": name, "tasks": done, **variances(model, 200 if quick else 2000)}
+                )
 
     benchmark.pedantic(run, rounds=1)
     benchmark.extra_info |= {"contender": name, "rows": rows, "inputs": repr(INPUTS)}
     ratios = [row["sampled / rademacher"] for row in rows if row["tasks"]]
-    assert quick or min(ratios) >= TRAINED_RATIO, f"sampled has {min(ratios):.1f} times the variance of rademacher"
+    assert quick or min(ratios) >= TRAINED_RATIO, (
+        f"sampled has {min(ratios):.1f} times the variance of rademacher"
+    )

@@ -32,7 +32,12 @@ from fastlr.experiments.statistics.seeds import mean_over_seeds
 from fastlr.experiments.training import data_parallel
 from fastlr.ops import reference
 
-CALLS = ((1 << 14, 200), (1 << 18, 50), (1 << 22, 5), (1 << 40, 1))  # (bytes up to which, calls in one timing)
+CALLS = (
+    (1 << 14, 200),
+    (1 << 18, 50),
+    (1 << 22, 5),
+    (1 << 40, 1),
+)  # (bytes up to which, calls in one timing)
 SIZES = (*(1024 * 8**k for k in range(7)), 1 << 30)  # bytes: 1 KB, 8 KB, 64 KB, ... 256 MB, 1 GB
 ERROR_SIZE = 1 << 20  # elements of the comparison with float64
 TRAINED: dict[str, Any] = {  # 10 steps an epoch, each of 4 parts
@@ -65,7 +70,11 @@ def contenders(route: Route) -> dict[str, Callable[[Tensor], Any]]:
         dist.all_reduce(x)
         return torch.linalg.vector_norm(x, dtype=torch.float32).square()
 
-    return {**made, f"{library} all_reduce": dist.all_reduce, f"{library} all_reduce + vector_norm": library_norm}
+    return {
+        **made,
+        f"{library} all_reduce": dist.all_reduce,
+        f"{library} all_reduce + vector_norm": library_norm,
+    }
 
 
 def wrong(route: Route, rank: int, device: torch.device) -> list[str]:
@@ -107,15 +116,22 @@ def measure(rank: int, kind: str, largest: int, rounds: int) -> dict[str, Any]:
     made = contenders(route)
     if kind == "cuda" and "cuda:nccl" not in dist.get_backend_config(dist.group.WORLD):
         made = {name: call for name, call in made.items() if "extension" in name}
-    result: dict[str, Any] = {"backend": f"{route.name} ({route.why})", "errors": errors(rank, device)}
+    result: dict[str, Any] = {
+        "backend": f"{route.name} ({route.why})",
+        "errors": errors(rank, device),
+    }
     result["wrong"] = wrong(route, rank, device)
     if not result["wrong"]:
         sizes = [size for size in SIZES if size <= largest]
-        result["seconds"] = {n: times(made, drawn(rank, n // 2).to(device), n, rounds) for n in sizes}
+        result["seconds"] = {
+            n: times(made, drawn(rank, n // 2).to(device), n, rounds) for n in sizes
+        }
     return result
 
 
-def times(made: dict[str, Callable[[Tensor], Any]], source: Tensor, size: int, rounds: int) -> dict[str, list[float]]:
+def times(
+    made: dict[str, Callable[[Tensor], Any]], source: Tensor, size: int, rounds: int
+) -> dict[str, list[float]]:
     """Return the seconds of a call of every contender in every round, all in turn.
 
     The first round is not counted.
@@ -137,7 +153,9 @@ def times(made: dict[str, Callable[[Tensor], Any]], source: Tensor, size: int, r
 
 @pytest.mark.benchmark(group="reductions")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_reductions(benchmark: BenchmarkFixture, ranks: int, device: torch.device, quick: bool, rounds: int) -> None:
+def test_reductions(
+    benchmark: BenchmarkFixture, ranks: int, device: torch.device, quick: bool, rounds: int
+) -> None:
     """All contenders and sizes at one number of ranks; rows are in ``extra_info``."""
     gpu = device.type == "cuda"
     if not gpu and ranks > (os.cpu_count() or 1):
@@ -148,18 +166,34 @@ def test_reductions(benchmark: BenchmarkFixture, ranks: int, device: torch.devic
     largest = 1 << 13 if quick else 1 << 30 if gpu else 1 << 26
 
     def world() -> list[dict[str, Any]]:
-        return good(run_ranks(ranks, measure, device.type, largest, rounds, limit=3000, backend=backend))
+        return good(
+            run_ranks(ranks, measure, device.type, largest, rounds, limit=3000, backend=backend)
+        )
 
     results = benchmark.pedantic(world, rounds=1)
     assert not any(result["wrong"] for result in results), results[0]["wrong"]
     rows = []
     for size, by_name in results[0]["seconds"].items():
         for name in by_name:
-            slowest = map(max, zip(*(result["seconds"][size][name] for result in results), strict=True))
+            slowest = map(
+                max, zip(*(result["seconds"][size][name] for result in results), strict=True)
+            )
             seconds = statistics.median(slowest)
             bus = 2 * (ranks - 1) / ranks * size / seconds
-            rows.append({"ranks": ranks, "bytes": size, "name": name, "seconds": seconds, "bus bytes/s": bus})
-    benchmark.extra_info |= {"contender": f"{ranks} ranks", "rows": rows, "errors": results[0]["errors"]}
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "bytes": size,
+                    "name": name,
+                    "seconds": seconds,
+                    "bus bytes/s": bus,
+                }
+            )
+    benchmark.extra_info |= {
+        "contender": f"{ranks} ranks",
+        "rows": rows,
+        "errors": results[0]["errors"],
+    }
     benchmark.extra_info["backend"] = results[0]["backend"]
 
 
@@ -196,9 +230,14 @@ def trained(rank: int, epochs: int, seeds: int, rounds: int) -> dict[str, Any]:
         for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             losses = []
             for seed in reversed(range(seeds)):
-                options, noted = MemorizeOptions(**TRAINED, reduce_dtype=dtype, seed=seed), Noted(reduce)
+                options, noted = (
+                    MemorizeOptions(**TRAINED, reduce_dtype=dtype, seed=seed),
+                    Noted(reduce),
+                )
                 with distributed.sharded(timeout=120):
-                    memorizer = Memorizer(DRIVER.open_data(options)[0], options, torch.device("cpu"))
+                    memorizer = Memorizer(
+                        DRIVER.open_data(options)[0], options, torch.device("cpu")
+                    )
                     data_parallel.all_reduce = noted  # type: ignore[assignment]
                     for epoch in range(1, epochs + 1):
                         memorizer.epoch(epoch)
@@ -207,7 +246,9 @@ def trained(rank: int, epochs: int, seeds: int, rounds: int) -> dict[str, Any]:
             before, after = (t[: memorizer.parameters].double() for t in noted.first)
             truth = truth if rows else by_library(before.clone())  # of float32, added in float64
             x = torch.randn(EXCHANGED, generator=torch.Generator().manual_seed(rank)).to(kind)
-            seconds = times({dtype: lambda x, reduce=reduce: reduce(x, None)}, x, x.nbytes, rounds)[dtype]
+            seconds = times({dtype: lambda x, reduce=reduce: reduce(x, None)}, x, x.nbytes, rounds)[
+                dtype
+            ]
             row = {
                 "sum": f"{dtype} by {name}",
                 "bytes a step": noted.sent // steps,
@@ -220,7 +261,9 @@ def trained(rank: int, epochs: int, seeds: int, rounds: int) -> dict[str, Any]:
 
 @pytest.mark.benchmark(group="gradients of a shared training")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_trained(benchmark: BenchmarkFixture, ranks: int, device: torch.device, quick: bool, rounds: int) -> None:
+def test_trained(
+    benchmark: BenchmarkFixture, ranks: int, device: torch.device, quick: bool, rounds: int
+) -> None:
     """Train with gradients in float32 and bfloat16, summed by fastlr and by the library.
 
     Times are taken only where each rank has a core.
@@ -234,9 +277,17 @@ def test_trained(benchmark: BenchmarkFixture, ranks: int, device: torch.device, 
     result = benchmark.pedantic(world, rounds=1)[0]
     rows = [{"ranks": ranks, **row} for row in result["rows"]]
     for row in rows:
-        row |= {key: f"{mean.value:.3g} ± {mean.stderr:.1g}" for key, mean in row.items() if key.startswith("loss")}
+        row |= {
+            key: f"{mean.value:.3g} ± {mean.stderr:.1g}"
+            for key, mean in row.items()
+            if key.startswith("loss")
+        }
     errors = [row["error of the first step"] for row in rows]
     assert errors[0] < 1e-6 and errors[2] < 1e-6 and errors[1] < errors[3] * 1.01 < 2e-2, errors
     if ranks > (os.cpu_count() or 1):
         rows = [{**row, "ms": "-"} for row in rows]
-    benchmark.extra_info |= {"contender": f"{ranks} ranks", "rows": rows, "backend": result["backend"]}
+    benchmark.extra_info |= {
+        "contender": f"{ranks} ranks",
+        "rows": rows,
+        "backend": result["backend"],
+    }

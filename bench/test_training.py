@@ -44,7 +44,10 @@ class Preset(NamedTuple):
 
 
 # 2600 images x 100 epochs in the paper's 9.7 s; 2000 tasks of 1200 images x 250 epochs in half an hour
-ON_GPU = (Preset("paper", 224, 2600, 2, 2600 * 100 / 9.7), Preset("dohare32", 32, 1200, 20, 2000 * 1200 * 250 / 1800))
+ON_GPU = (
+    Preset("paper", 224, 2600, 2, 2600 * 100 / 9.7),
+    Preset("dohare32", 32, 1200, 20, 2000 * 1200 * 250 / 1800),
+)
 ON_CPU = Preset("small", 32, 400, 1)
 
 
@@ -61,23 +64,36 @@ def random_task(preset: Preset, device: torch.device) -> Task:
     """Images of random bytes: what they show does not matter to the time."""
     generator = torch.Generator().manual_seed(0)
     shape = (preset.images, preset.size, preset.size, 3)
-    x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).permute(0, 3, 1, 2).to(device)
+    x = (
+        torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        .permute(0, 3, 1, 2)
+        .to(device)
+    )
     y = torch.randint(0, 2, (preset.images,), generator=generator).to(device)
     return Task(x, y, x[:100], y[:100])
 
 
 def training_pair(preset: Preset, mode: str, device: torch.device) -> Work:
     """One task learned in a mode, beside launched steps."""
-    task, trainers = random_task(preset, device), [trainer(preset, each, device) for each in ("eager", mode)]
+    task, trainers = (
+        random_task(preset, device),
+        [trainer(preset, each, device) for each in ("eager", mode)],
+    )
 
     def check() -> dict[str, float]:
-        losses = [[each.learn(task, number) for number in range(2)][-1] for each in trainers]  # the second captures
+        losses = [
+            [each.learn(task, number) for number in range(2)][-1] for each in trainers
+        ]  # the second captures
         off = abs(losses[1] / losses[0] - 1)
         if not off <= AGREE:
             raise Wrong(f"loss {losses[1]:.4g} instead of {losses[0]:.4g}")
         if device.type != "cpu" and mode not in trainers[1].step_mode:
             raise Wrong(f"ran as {trainers[1].step_mode}")
-        return {"loss_deviation": off, "images": preset.images * preset.epochs, "aim_images_per_second": preset.aim}
+        return {
+            "loss_deviation": off,
+            "images": preset.images * preset.epochs,
+            "aim_images_per_second": preset.aim,
+        }
 
     plain, run = ((lambda each=each: each.learn(task, 1)) for each in trainers)
     return Work(plain, run, check, device)
@@ -85,7 +101,9 @@ def training_pair(preset: Preset, mode: str, device: torch.device) -> Work:
 
 @pytest.mark.parametrize("mode", ["graph", "compile"])
 @pytest.mark.parametrize("preset", [*ON_GPU, ON_CPU], ids=lambda preset: preset.name)
-def test_training(beside_plain: Callable, preset: Preset, mode: str, device: torch.device, quick: bool) -> None:
+def test_training(
+    beside_plain: Callable, preset: Preset, mode: str, device: torch.device, quick: bool
+) -> None:
     """A mode beside launched steps."""
     if (preset == ON_CPU) != (device.type == "cpu") or mode == "graph" and device.type == "cpu":
         pytest.skip("a case of another device")
@@ -123,12 +141,21 @@ def learned(dtype: str, seed: int, tasks: int, epochs: int) -> dict[str, float]:
     Accuracy is the mean over tasks; still weights no longer move in the last task, at whose end
     redundancy is measured.
     """
-    settings: dict[str, Any] = {"epochs": epochs, "batch_size": 50, "norm_batch": 0, "seed": seed, "device": "cpu"}
+    settings: dict[str, Any] = {
+        "epochs": epochs,
+        "batch_size": 50,
+        "norm_batch": 0,
+        "seed": seed,
+        "device": "cpu",
+    }
     settings |= {"dtype": dtype, "model": "fastlr.models.convnet:ConvNet"}
     options = resolve(ContinualOptions, PRESETS, "paper", settings)
     seed_everything(seed)
     model = load_model(options.model, num_classes=2, kwargs={"widths": (16, 32, 64), "hidden": 64})
-    trainer, sequence = Trainer(model, options, choose_device(options)), ClassPairs(textures(), seed)
+    trainer, sequence = (
+        Trainer(model, options, choose_device(options)),
+        ClassPairs(textures(), seed),
+    )
     still, accuracies = Still(trainer), []
     trainer.interventions.append(still)
     for number in range(tasks):
@@ -136,21 +163,33 @@ def learned(dtype: str, seed: int, tasks: int, epochs: int) -> dict[str, float]:
         task = sequence.load(number)
         trainer.learn(task, number)
         accuracies.append(100 * trainer.accuracy(task.test_x, task.test_y))
-    found = {"accuracy %": sum(accuracies) / tasks, "still in a step %": 100 * sum(still.shares) / len(still.shares)}
+    found = {
+        "accuracy %": sum(accuracies) / tasks,
+        "still in a step %": 100 * sum(still.shares) / len(still.shares),
+    }
     images = fastlr.ShapeImages((3, 32, 32))
     found["LR"] = fastlr.estimate(model, images, 1000, dtype=trainer.autocast_dtype).value
-    found["LR measured in float32"] = fastlr.estimate(copy.deepcopy(model).float(), images, 1000).value
+    found["LR measured in float32"] = fastlr.estimate(
+        copy.deepcopy(model).float(), images, 1000
+    ).value
     return found
 
 
 @pytest.mark.benchmark(group="precision of training")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-weights"])
-def test_precision(benchmark: BenchmarkFixture, dtype: str, device: torch.device, quick: bool) -> None:
+def test_precision(
+    benchmark: BenchmarkFixture, dtype: str, device: torch.device, quick: bool
+) -> None:
     """What a precision changes: means over seeds, with standard errors."""
     if device.type != "cpu":
         pytest.skip("a small network on the CPU")
     seeds, tasks, epochs = (2, 1, 1) if quick else (4, 10, 10)
-    runs = benchmark.pedantic(lambda: [learned(dtype, seed, tasks, epochs) for seed in range(seeds)], rounds=1)
+    runs = benchmark.pedantic(
+        lambda: [learned(dtype, seed, tasks, epochs) for seed in range(seeds)], rounds=1
+    )
     means = {name: mean_over_seeds([run[name] for run in runs]) for name in runs[0]}
-    row = {"dtype": dtype, **{name: f"{mean.value:.4g} ± {mean.stderr:.2g}" for name, mean in means.items()}}
+    row = {
+        "dtype": dtype,
+        **{name: f"{mean.value:.4g} ± {mean.stderr:.2g}" for name, mean in means.items()},
+    }
     benchmark.extra_info |= {"contender": dtype, "rows": [row]}

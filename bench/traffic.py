@@ -80,9 +80,14 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
         result = func(*args, **(kwargs or {}))
-        given, made = ([t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in ((args, kwargs), result))
+        given, made = (
+            [t for t in tree_leaves(part) if isinstance(t, Tensor)]
+            for part in ((args, kwargs), result)
+        )
         name, known = func.overloadpacket.__name__, {t.untyped_storage()._cdata for t in given}
-        written = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+        written = any(
+            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+        )
         view = bool(made) and not written and all(t.untyped_storage()._cdata in known for t in made)
         if not view and name not in FREE and any(t.numel() for t in made):
             self.traffic.add(name, [*given, *made])
@@ -132,13 +137,17 @@ def chunk_traffic(
         dtype: Of autocast.
         options: Others of `fastlr.LocalRedundancy`.
     """
-    estimator = fastlr.LocalRedundancy(model, inputs, batch, batch_size=batch, dtype=dtype, progress=False, **options)
+    estimator = fastlr.LocalRedundancy(
+        model, inputs, batch, batch_size=batch, dtype=dtype, progress=False, **options
+    )
     with ops.using("triton", twins=True):  # the plan is of the graph that there is on a GPU
         estimator.measure()
     passes = estimator.chunks.passes
     plan = passes.engine.plan(batch)
     if plan is None:
-        raise SystemExit("this model has no plan that needs no look at the batch: it is not captured on a GPU either")
+        raise SystemExit(
+            "this model has no plan that needs no look at the batch: it is not captured on a GPU either"
+        )
     first = torch.zeros(1, dtype=torch.int64)
     made = getattr(inputs, "_options", None)
     how = made(0, inputs.table(), passes.dtype_on_device) if made else {}
@@ -158,18 +167,27 @@ def chunk_traffic(
 
 def main() -> None:
     """Print the table of a network."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("network", help="a torchvision or timm name")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--gpu", choices=BANDWIDTHS, default="h200")
     parser.add_argument("--bandwidth", type=float, help="TB/s; else the vendor's figure for --gpu")
-    parser.add_argument("--fraction", type=float, default=0.85, help="of the bandwidth that kernels reach")
     parser.add_argument(
-        "--gap", type=float, default=1.5, help="microseconds that a launch in a graph costs beside its bytes"
+        "--fraction", type=float, default=0.85, help="of the bandwidth that kernels reach"
     )
-    parser.add_argument("--images", type=int, default=5000, help="of the estimate whose time is predicted")
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=1.5,
+        help="microseconds that a launch in a graph costs beside its bytes",
+    )
+    parser.add_argument(
+        "--images", type=int, default=5000, help="of the estimate whose time is predicted"
+    )
     parser.add_argument("--chunk", type=int, default=1000, help="images a chunk there")
     given = parser.parse_args()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[given.dtype]
@@ -185,14 +203,20 @@ def main() -> None:
     total = sum(traffic.bytes.values())
     for name in sorted(traffic.bytes, key=lambda name: -traffic.bytes[name]):
         touched = traffic.bytes[name]
-        table.add_row(name, f"{traffic.launches[name]}", f"{touched / given.batch / 1e6:.2f}", f"{touched / total:.1%}")
+        table.add_row(
+            name,
+            f"{traffic.launches[name]}",
+            f"{touched / given.batch / 1e6:.2f}",
+            f"{touched / total:.1%}",
+        )
     launches = sum(traffic.launches.values())
     table.add_row("all", f"{launches}", f"{total / given.batch / 1e6:.2f}", "", style="bold")
     console = Console(highlight=False)
     console.print(table)
     bandwidth = 1e12 * (given.bandwidth or BANDWIDTHS[given.gpu]) * given.fraction
     seconds = (
-        total / given.batch * given.images / bandwidth + launches * -(-given.images // given.chunk) * given.gap * 1e-6
+        total / given.batch * given.images / bandwidth
+        + launches * -(-given.images // given.chunk) * given.gap * 1e-6
     )
     console.print(
         f"predicted, not measured: {1e3 * seconds:.0f} ms for {given.images} images in chunks of {given.chunk} on one "

@@ -26,10 +26,20 @@ from bench.cases import calibrate, image_network
 from fastlr import ops
 from fastlr.ops import dispatch, tuning
 
-CONFIGURATIONS, GAIN = 8, 0.05  # of a shape, the rule's among them; the part of the time that a change must save
+CONFIGURATIONS, GAIN = (
+    8,
+    0.05,
+)  # of a shape, the rule's among them; the part of the time that a change must save
 MOST_CALLS = 3  # of one shape that are timed
-ALLOWED = {"num_warps": (1, 8), "num_stages": (1, 4), "columns": (1, 256), "channels": (1, 256)}  # else from 16 on
-Calls = dict[str, list[tuple[str, tuple]]]  # shape -> calls of ops in which its rule was asked: (op, arguments)
+ALLOWED = {
+    "num_warps": (1, 8),
+    "num_stages": (1, 4),
+    "columns": (1, 256),
+    "channels": (1, 256),
+}  # else from 16 on
+Calls = dict[
+    str, list[tuple[str, tuple]]
+]  # shape -> calls of ops in which its rule was asked: (op, arguments)
 
 
 def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
@@ -45,11 +55,17 @@ def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
             if least <= other <= most:
                 found.append({field: other})
     for i, first in enumerate(found[1:], 1):
-        found += [first | second for second in found[i + 1 :] if len(second) == 1 and not first.keys() & second]
+        found += [
+            first | second
+            for second in found[i + 1 :]
+            if len(second) == 1 and not first.keys() & second
+        ]
     return found[:CONFIGURATIONS]
 
 
-def choose(asked: dict[str, tuning.Asked], clock: Callable[[str, dict[str, int]], float | None]) -> dict[str, dict]:
+def choose(
+    asked: dict[str, tuning.Asked], clock: Callable[[str, dict[str, int]], float | None]
+) -> dict[str, dict]:
     """Return, by shape, the fields of the fastest block sizes where they save more than `GAIN`.
 
     Args:
@@ -78,7 +94,9 @@ def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], 
         asked.update(here)
         for key in here:
             if len(calls.setdefault(key, [])) < MOST_CALLS:
-                calls[key].append((name, tuple(a.detach() if isinstance(a, Tensor) else a for a in args)))
+                calls[key].append(
+                    (name, tuple(a.detach() if isinstance(a, Tensor) else a for a in args))
+                )
         return result
 
     for network in networks:
@@ -86,9 +104,14 @@ def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], 
         images = fastlr.ShapeImages((3, 224, 224), channels_last=True)
         model = image_network(network, 224).to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
         calibrate(model, images.batch(0, 8, seed=1, device="cuda"))
-        estimator = fastlr.LocalRedundancy(model, images, batch, batch_size=batch, dtype=torch.bfloat16, progress=False)
+        estimator = fastlr.LocalRedundancy(
+            model, images, batch, batch_size=batch, dtype=torch.bfloat16, progress=False
+        )
         estimator.measure()
-        with patch.object(dispatch, "_launched", noted), estimator.chunks.replays.pause():  # no tensors of a graph's
+        with (
+            patch.object(dispatch, "_launched", noted),
+            estimator.chunks.replays.pause(),
+        ):  # no tensors of a graph's
             estimator.measure()
     return asked, calls
 
@@ -114,9 +137,16 @@ def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float |
             try:
                 with tuning.forcing(key, fields):
                     got = zip(want, results(*call), strict=True)
-                    if not all(torch.allclose(b.float(), a.float(), 2e-2, 1e-3 * float(a.abs().max())) for a, b in got):
+                    if not all(
+                        torch.allclose(b.float(), a.float(), 2e-2, 1e-3 * float(a.abs().max()))
+                        for a, b in got
+                    ):
                         return None
-                    total += 1e-3 * do_bench(lambda call=call: results(*call), return_mode="median") if timed else 0.0
+                    total += (
+                        1e-3 * do_bench(lambda call=call: results(*call), return_mode="median")
+                        if timed
+                        else 0.0
+                    )
             except Exception as error:  # of the compiler, or too much memory asked for
                 print(f"{key} with {fields}: {type(error).__name__}", file=sys.stderr)
                 return None
@@ -127,17 +157,28 @@ def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float |
 
 def main(arguments: list[str] | None = None) -> int:
     """Tune, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("networks", nargs="*", default=["mobilenet_v3_large", "resnet50"])
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--part", help=argparse.SUPPRESS)  # I/N: compile only, every Nth shape
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("bench.tune times kernels on a GPU, and torch finds none here: run it on the machine to be tuned")
+        print(
+            "bench.tune times kernels on a GPU, and torch finds none here: run it on the machine to be tuned"
+        )
         return 2
     if given.part is None:
         count = min(8, max(1, (os.cpu_count() or 2) // 2))
-        command = [sys.executable, "-m", "bench.tune", *given.networks, f"--batch={given.batch}", "--part"]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.tune",
+            *given.networks,
+            f"--batch={given.batch}",
+            "--part",
+        ]
         for process in [subprocess.Popen([*command, f"{i}/{count}"]) for i in range(count)]:
             process.wait()
     asked, calls = recorded(given.networks, given.batch)
@@ -146,9 +187,15 @@ def main(arguments: list[str] | None = None) -> int:
         choose({key: asked[key] for key in sorted(asked)[first::step]}, on_gpu(calls, timed=False))
         return 0
     found = choose(asked, on_gpu(calls, timed=True))
-    table = tuning.table() | {"{}.{}".format(*torch.cuda.get_device_capability()): dict(sorted(found.items()))}
-    tuning.TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8")
-    print(f"{len(found)} of {len(asked)} shapes have faster block sizes than the rules': {tuning.TABLE}")
+    table = tuning.table() | {
+        "{}.{}".format(*torch.cuda.get_device_capability()): dict(sorted(found.items()))
+    }
+    tuning.TABLE.write_text(
+        json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8"
+    )
+    print(
+        f"{len(found)} of {len(asked)} shapes have faster block sizes than the rules': {tuning.TABLE}"
+    )
     return 0
 
 

@@ -30,7 +30,9 @@ highlight_language = "python"
 add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-autodoc_mock_imports = [name for name in ("lightning", "avalanche") if importlib.util.find_spec(name) is None]
+autodoc_mock_imports = [
+    name for name in ("lightning", "avalanche") if importlib.util.find_spec(name) is None
+]
 napoleon_google_docstring, napoleon_numpy_docstring, napoleon_use_ivar = True, False, True
 html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["formulas.css"]

@@ -12,7 +12,9 @@ import fastlr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from fastlr.integrations.avalanche import LocalRedundancyMetric  # first: it says which extra is missing
+    from fastlr.integrations.avalanche import (
+        LocalRedundancyMetric,
+    )  # first: it says which extra is missing
 
     # isort: split
     from avalanche.benchmarks import tensors_benchmark
@@ -55,8 +57,12 @@ def main() -> None:
     steps, values = curves["local_redundancy/train_phase/train_stream"]
     errors = curves["local_redundancy_stderr/train_phase/train_stream"][1]
     norms = curves["weight_norm/train_phase/train_stream"][1]
-    for task, (step, value, error, norm) in enumerate(zip(steps, values, errors, norms, strict=True)):
-        print(f"after {task} tasks (step {step}): {value:.4g} +- {error:.2g}, weight norm {norm:.4g}")
+    for task, (step, value, error, norm) in enumerate(
+        zip(steps, values, errors, norms, strict=True)
+    ):
+        print(
+            f"after {task} tasks (step {step}): {value:.4g} +- {error:.2g}, weight norm {norm:.4g}"
+        )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ A tiny BERT, made here, learns whether a sentence of random tokens holds token 5
 from tempfile import mkdtemp
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 import fastlr
 from fastlr.integrations.huggingface import LocalRedundancyCallback
@@ -28,8 +34,15 @@ def sentences(n: int, seed: int) -> list[dict[str, torch.Tensor]]:
 def main() -> None:
     """Train for two epochs, measure at every evaluation."""
     set_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    model = BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes))
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **sizes)
+    )
     arguments = TrainingArguments(
         mkdtemp(prefix="fastlr-"),
         num_train_epochs=2,
@@ -44,15 +57,21 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(model, arguments, train_dataset=sentences(128, 1), eval_dataset=sentences(32, 2))
+    trainer = Trainer(
+        model, arguments, train_dataset=sentences(128, 1), eval_dataset=sentences(32, 2)
+    )
 
     inputs = fastlr.TokenInputs(VOCABULARY, LENGTH)
-    trainer.add_callback(LocalRedundancyCallback(trainer, inputs, n=128))  # without every_n_steps: at evaluations
+    trainer.add_callback(
+        LocalRedundancyCallback(trainer, inputs, n=128)
+    )  # without every_n_steps: at evaluations
     trainer.train()
 
     for row in trainer.state.log_history:
         if "local_redundancy" in row:
-            print(f"step {row['step']}: {row['local_redundancy']:.4g} +- {row['local_redundancy_stderr']:.2g}")
+            print(
+                f"step {row['step']}: {row['local_redundancy']:.4g} +- {row['local_redundancy_stderr']:.2g}"
+            )
     print(f"most plastic: {trainer.state.best_metric:.4g}, {trainer.state.best_model_checkpoint}")
 
 

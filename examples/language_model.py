@@ -13,14 +13,22 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import fastlr
 from fastlr.integrations import Monitor
 
-TEXT = ["the cat sat on the mat", "a dog ran", "the sun rose over the hill", "we sang", "rain fell on the roof"] * 4
+TEXT = [
+    "the cat sat on the mat",
+    "a dog ran",
+    "the sun rose over the hill",
+    "we sang",
+    "rain fell on the roof",
+] * 4
 PAD = 0
 
 
 def sentences() -> dict[str, torch.Tensor]:
     """What ``tokenizer(TEXT, padding=True, return_tensors="pt")`` gives."""
     longest = max(map(len, TEXT))
-    ids = torch.tensor([[ord(c) - 95 if c != " " else 1 for c in line.ljust(longest, "_")] for line in TEXT])
+    ids = torch.tensor(
+        [[ord(c) - 95 if c != " " else 1 for c in line.ljust(longest, "_")] for line in TEXT]
+    )
     mask = torch.tensor([[int(i < len(line)) for i in range(longest)] for line in TEXT])
     return {"input_ids": torch.where(mask == 1, ids, PAD), "attention_mask": mask}
 
@@ -33,7 +41,13 @@ def main() -> None:
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": PAD}
     model = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=vocabulary, n_positions=length, n_embd=32, n_layer=2, n_head=2, use_cache=False, **special
+            vocab_size=vocabulary,
+            n_positions=length,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            use_cache=False,
+            **special,
         )
     )
     labels = x["input_ids"].masked_fill(x["attention_mask"] == 0, -100)
@@ -43,7 +57,9 @@ def main() -> None:
     categorical = fastlr.Categorical()
     tokens = fastlr.TokenInputs(vocabulary, length, attention_mask=True)
     uniform = Monitor(model, tokens, n=64, every_n_steps=20, predictive=categorical)
-    own = Monitor(model, fastlr.TensorInputs(x), n=len(TEXT), every_n_steps=20, predictive=categorical)
+    own = Monitor(
+        model, fastlr.TensorInputs(x), n=len(TEXT), every_n_steps=20, predictive=categorical
+    )
     uniform.measure(), own.measure()
 
     print("step   loss   uniform tokens    the sentences")
@@ -54,7 +70,9 @@ def main() -> None:
         optimizer.zero_grad()
         if all([uniform.step(), own.step()]):
             a, b = uniform.last.estimate, own.last.estimate
-            print(f"{step:4d} {loss:6.2f} {a.value:9.0f} +- {a.stderr:4.0f} {b.value:9.0f} +- {b.stderr:4.0f}")
+            print(
+                f"{step:4d} {loss:6.2f} {a.value:9.0f} +- {a.stderr:4.0f} {b.value:9.0f} +- {b.stderr:4.0f}"
+            )
     print(own.last.estimate)
 
 

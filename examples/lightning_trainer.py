@@ -7,7 +7,9 @@ Install ``'.[lightning]'`` and run ``python examples/lightning_trainer.py``.
 
 from tempfile import mkdtemp
 
-from fastlr.integrations.lightning import LocalRedundancyMonitor  # first: it says which extra is missing
+from fastlr.integrations.lightning import (
+    LocalRedundancyMonitor,
+)  # first: it says which extra is missing
 
 # isort: split
 import lightning
@@ -26,7 +28,9 @@ class Classifier(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 32), nn.ReLU(), nn.Linear(32, 2))
+        self.net = nn.Sequential(
+            nn.Flatten(), nn.Linear(3 * 16 * 16, 32), nn.ReLU(), nn.Linear(32, 2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Logits."""
@@ -51,7 +55,9 @@ def main() -> None:
     folder = mkdtemp(prefix="fastlr-")
 
     monitor = LocalRedundancyMonitor(fastlr.ShapeImages((3, 16, 16)), n=256, every_n_epochs=1)
-    keep = ModelCheckpoint(folder, monitor="local_redundancy", mode="max", save_on_train_epoch_end=True)
+    keep = ModelCheckpoint(
+        folder, monitor="local_redundancy", mode="max", save_on_train_epoch_end=True
+    )
     trainer = lightning.Trainer(
         max_epochs=3,
         accelerator="cpu",

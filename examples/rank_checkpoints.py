@@ -18,7 +18,9 @@ from fastlr.cli.main import main as fastlr_command
 
 def network(num_classes: int = 2) -> nn.Module:
     """What ``--model rank_checkpoints:network`` calls."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 32), nn.ReLU(), nn.Linear(32, num_classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(3 * 16 * 16, 32), nn.ReLU(), nn.Linear(32, num_classes)
+    )
 
 
 def train(folder: Path) -> list[Path]:
@@ -52,7 +54,16 @@ def main() -> None:
     print(f"{first} is above {second} by {difference:.4g} +- {error:.2g}\n")
 
     # The same from a shell: fastlr rank step*.pt --model rank_checkpoints:network --size 16 -n 500
-    options = ["--model", "rank_checkpoints:network", "--size", "16", "-n", "500", "--device", "cpu"]
+    options = [
+        "--model",
+        "rank_checkpoints:network",
+        "--size",
+        "16",
+        "-n",
+        "500",
+        "--device",
+        "cpu",
+    ]
     raise SystemExit(fastlr_command(["rank", *map(str, paths), *options]))
 
 

@@ -16,7 +16,10 @@ from torch.distributed.fsdp import fully_shard
 import fastlr
 from fastlr.integrations import Monitor
 
-TEXT = "the cat sat on the mat and the dog ran home as rain fell on the roof and the sun rose over the hill " * 20
+TEXT = (
+    "the cat sat on the mat and the dog ran home as rain fell on the roof and the sun rose over the hill "
+    * 20
+)
 LETTERS = sorted(set(TEXT))
 LENGTH, WIDTH = 16, 32
 
@@ -29,14 +32,17 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(len(LETTERS), WIDTH)
         self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, WIDTH))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, 0.0, batch_first=True, norm_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, 0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(WIDTH, len(LETTERS))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, letters]."""
         x = self.embedding(input_ids) + self.positions
-        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=x.device, dtype=x.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            LENGTH, device=x.device, dtype=x.dtype
+        )
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
         return self.head(x)
@@ -57,7 +63,9 @@ def main() -> None:
     ids = torch.tensor([LETTERS.index(letter) for letter in TEXT], device=device)
 
     inputs = fastlr.TokenInputs(len(LETTERS), LENGTH)
-    monitor = Monitor(model, inputs, 64, every_n_steps=20, predictive=fastlr.Categorical(dim=2))  # the first line
+    monitor = Monitor(
+        model, inputs, 64, every_n_steps=20, predictive=fastlr.Categorical(dim=2)
+    )  # the first line
     monitor.measure()
     torch.manual_seed(1 + dist.get_rank())  # other batches on every rank
     for step in range(1, 41):
@@ -69,7 +77,9 @@ def main() -> None:
         optimizer.zero_grad()
         if (reading := monitor.step()) and dist.get_rank() == 0:  # the second: on every rank
             lr = reading.estimate
-            print(f"step {step}: loss {loss:.2f}, local redundancy {lr.value:.4g} +- {lr.stderr:.2g}")
+            print(
+                f"step {step}: loss {loss:.2f}, local redundancy {lr.value:.4g} +- {lr.stderr:.2g}"
+            )
     if dist.get_rank() == 0:
         print(monitor.verdict())
     dist.destroy_process_group()

@@ -30,7 +30,12 @@ def main() -> None:
     folder = Path(mkdtemp(prefix="fastlr-"))
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 2)
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(128, 2),
     )
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     x, y = data()
@@ -55,7 +60,9 @@ def main() -> None:
 
     print((folder / "plasticity.csv").read_text())
     best = monitor.best
-    print(f"most plastic at step {best.step}: {best.value:.4g} +- {best.estimate.stderr:.2g}, kept in {folder}")
+    print(
+        f"most plastic at step {best.step}: {best.value:.4g} +- {best.estimate.stderr:.2g}, kept in {folder}"
+    )
     change, error = fastlr.paired_difference(monitor.last.estimate, best.estimate)
     print(f"the last less the best, on the same images: {change:.4g} +- {error:.2g}")
 

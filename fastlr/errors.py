@@ -75,7 +75,11 @@ class FastlrWarning(UserWarning):
 def one_line(error: BaseException) -> str:
     """Return an error's text in one line, with its type where it is not fastlr's own."""
     text = " ".join(_text(error).split())
-    return text if text and type(error).__module__.startswith("fastlr") else f"{type(error).__name__}: {text}"
+    return (
+        text
+        if text and type(error).__module__.startswith("fastlr")
+        else f"{type(error).__name__}: {text}"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -135,12 +135,16 @@ def read_tensors(path: Path) -> Any:
             names = file.namelist()
             failing = [name for name in names if not _is_whole(file, name)]
         if failing and len(failing) < len(names):
-            raise InputError(f"{path} is damaged: the checksum of {failing[0]} in it fails; copy or save it again")
+            raise InputError(
+                f"{path} is damaged: the checksum of {failing[0]} in it fails; copy or save it again"
+            )
         verified = not failing
     content = torch.load(path, map_location="cpu", weights_only=True)
     if not verified:
         warnings.warn(
-            f"{path} has no checksums: whether it is as it was saved cannot be verified", FastlrWarning, stacklevel=3
+            f"{path} has no checksums: whether it is as it was saved cannot be verified",
+            FastlrWarning,
+            stacklevel=3,
         )
     return content
 
@@ -174,13 +178,19 @@ def lock_folder(path: Path, make: bool = False, name: str = LOCK) -> int:
     except BlockingIOError:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(lock)
-        raise InputError(f"{path} is being written by {holder}: wait until it ends, or choose another folder") from None
+        raise InputError(
+            f"{path} is being written by {holder}: wait until it ends, or choose another folder"
+        ) from None
     except OSError as error:
         os.close(lock)
-        raise InputError(f"{path} cannot be locked ({error.strerror}): choose a folder on a local disk") from error
+        raise InputError(
+            f"{path} cannot be locked ({error.strerror}): choose a folder on a local disk"
+        ) from error
     try:
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {now()}\n".encode(), 0)
+        os.pwrite(
+            lock, f"process {os.getpid()} on {socket.gethostname()} since {now()}\n".encode(), 0
+        )
     except OSError:
         pass  # the lock holds without the name; a full disk is reported at the first record
     return lock

@@ -11,7 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_ROOT_HALF = tl.constexpr(0.7071067811865476)  # after tensors, or Triton 3.9's interpreter makes constants of products
+_ROOT_HALF = tl.constexpr(
+    0.7071067811865476
+)  # after tensors, or Triton 3.9's interpreter makes constants of products
 _NORMAL = tl.constexpr(0.3989422804014327)  # density of the normal distribution at 0
 _TANH_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 _TANH_CUBIC = tl.constexpr(0.044715)
@@ -64,7 +66,9 @@ def act_gradient(g, kept, ACT: tl.constexpr):
         return g
     else:
         slope = act_derivative(kept.to(tl.float32), ACT)
-        if (ACT == "relu" or ACT == "relu6") or ACT == "hardswish":  # Triton 3.3 knows no longer chains
+        if (
+            ACT == "relu" or ACT == "relu6"
+        ) or ACT == "hardswish":  # Triton 3.3 knows no longer chains
             return tl.where(slope == 0.0, 0.0, g * slope)
         else:
             return g * slope

@@ -49,7 +49,10 @@ def _operands(
             merged(*zip(axes, (right.image, right.row, right.column), strict=True)),
         )
         if None not in columns:
-            plain = (o._replace(image=0, row=0, column=c) for o, c in zip((left, right), columns, strict=True))
+            plain = (
+                o._replace(image=0, row=0, column=c)
+                for o, c in zip((left, right), columns, strict=True)
+            )
             return *plain, sizes, None
     return left, right, sizes, Window(*x.shape[3:], *g.shape[3:], tuple(kernel), *geometry[:3])
 
@@ -73,8 +76,12 @@ def conv_sq_norms(
     left, right, sizes, window = _operands(x, g, kernel, geometry)
     if window is None:
         shape = (sizes.count, sizes.groups, sizes.rows)
-        a = x.as_strided((*shape, sizes.inputs), (left.sample, left.group, left.column, left.channel))
-        b = g.as_strided((*shape, sizes.outputs), (right.sample, right.group, right.column, right.channel))
+        a = x.as_strided(
+            (*shape, sizes.inputs), (left.sample, left.group, left.column, left.channel)
+        )
+        b = g.as_strided(
+            (*shape, sizes.outputs), (right.sample, right.group, right.column, right.channel)
+        )
         return linear_sq_norms(a, b)
     return product_norms(left, right, sizes, window)[0].sum(1, dtype=torch.float64)
 
@@ -91,10 +98,20 @@ def folded_conv_sq_norms(
 
     Sums over positions are float32; ``product`` is not needed.
     """
-    if not 3 <= x.ndim <= 4 or not covered(x, g) or not weight.is_floating_point() or weight.dtype == torch.float64:
+    if (
+        not 3 <= x.ndim <= 4
+        or not covered(x, g)
+        or not weight.is_floating_point()
+        or weight.dtype == torch.float64
+    ):
         return NotImplemented
     if x.ndim == 3:
-        x, g, weight, geometry = x.unsqueeze(2), g.unsqueeze(2), weight.unsqueeze(2), geometry.with_rows()
+        x, g, weight, geometry = (
+            x.unsqueeze(2),
+            g.unsqueeze(2),
+            weight.unsqueeze(2),
+            geometry.with_rows(),
+        )
     if geometry.groups == x.shape[1] == g.shape[1]:
         return depthwise_norms(x, g, weight, statistics, geometry)
     operands = _operands(x[:, None], g[:, None], weight.shape[2:], geometry)

@@ -68,12 +68,26 @@ def zeros(COUNT: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def load_row(base, y, z, channel, first_row, end_row, width, row_stride, column_stride, channel_stride, has_channel):
+def load_row(
+    base,
+    y,
+    z,
+    channel,
+    first_row,
+    end_row,
+    width,
+    row_stride,
+    column_stride,
+    channel_stride,
+    has_channel,
+):
     """Load row ``y`` at columns ``z`` of all channels of a tile; zero outside the given bounds.
 
     The bounds are those of rows and columns.
     """
-    mask = ((z >= 0) & (z < width) & (y >= first_row) & (y < end_row))[:, None] & has_channel[None, :]
+    mask = ((z >= 0) & (z < width) & (y >= first_row) & (y < end_row))[:, None] & has_channel[
+        None, :
+    ]
     at = (y * row_stride + z * column_stride)[:, None] + (channel * channel_stride)[None, :]
     return tl.load(base + at, mask, other=0.0)
 
@@ -104,11 +118,17 @@ def _gradient(
 
     MEAN: grad + act'(kept) spread, ``spread`` being a number a channel.
     """
-    g = load_row(grad, y, z, channel, 0, height, width, grad_row, grad_column, grad_channel, has_channel)
+    g = load_row(
+        grad, y, z, channel, 0, height, width, grad_row, grad_column, grad_channel, has_channel
+    )
     if ACT != "none":
-        k = load_row(kept, y, z, channel, 0, height, width, kept_row, kept_column, kept_channel, has_channel)
+        k = load_row(
+            kept, y, z, channel, 0, height, width, kept_row, kept_column, kept_channel, has_channel
+        )
         if MEAN:
-            inside = ((z >= 0) & (z < width) & (y >= 0) & (y < height))[:, None] & has_channel[None, :]
+            inside = ((z >= 0) & (z < width) & (y >= 0) & (y < height))[:, None] & has_channel[
+                None, :
+            ]
             part = act_gradient(tl.where(inside, spread[None, :], 0.0), k, ACT)
             g = (g.to(tl.float32) + part).to(g.dtype)
         else:
@@ -116,7 +136,9 @@ def _gradient(
     return g.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "strips", "segments", "steps"])
+@triton.jit(
+    do_not_specialize=["height", "width", "out_height", "out_width", "strips", "segments", "steps"]
+)
 def depthwise_backward_kernel(
     x, grad, kept, folded, weight, scale, more, of_mean, gx, squares, inner, sums, parts,
     x_sample, x_channel, x_row, x_column, gx_sample, gx_channel, gx_row, gx_column,
@@ -136,7 +158,11 @@ def depthwise_backward_kernel(
     """
     if ALIGN > 1:
         if LAST:
-            channels, x_row, x_column = multiple(channels, ALIGN), multiple(x_row, ALIGN), multiple(x_column, ALIGN)
+            channels, x_row, x_column = (
+                multiple(channels, ALIGN),
+                multiple(x_row, ALIGN),
+                multiple(x_column, ALIGN),
+            )
             gx_row, gx_column = multiple(gx_row, ALIGN), multiple(gx_column, ALIGN)
             grad_row, grad_column = multiple(grad_row, ALIGN), multiple(grad_column, ALIGN)
             kept_row, kept_column = multiple(kept_row, ALIGN), multiple(kept_column, ALIGN)
@@ -157,11 +183,16 @@ def depthwise_backward_kernel(
 
     spread = 0.0
     if MEAN:
-        spread = tl.load(of_mean + sample * channels + channel, has_channel, other=0.0).to(tl.float32)
+        spread = tl.load(of_mean + sample * channels + channel, has_channel, other=0.0).to(
+            tl.float32
+        )
         spread /= out_height * out_width
 
     first = segment * steps  # the rows of this program
-    top, bottom = first * STRIDE_H - PADDING_H, tl.minimum(height, (first + steps) * STRIDE_H - PADDING_H)
+    top, bottom = (
+        first * STRIDE_H - PADDING_H,
+        tl.minimum(height, (first + steps) * STRIDE_H - PADDING_H),
+    )
     top = tl.maximum(top, 0)
     begin = tl.maximum(first - (WINDOW - 1) // STRIDE_H, 0)
     taps = zeros(KERNEL_H * KERNEL_W, COLUMNS, CHANNELS)
@@ -194,7 +225,9 @@ def depthwise_backward_kernel(
         for s in tl.static_range(KERNEL_W):
             # This tap meets input column b = (s DILATION - PADDING) % STRIDE of each place and, so much away from the
             # place, the gradient.
-            away = ((s * DILATION_W - PADDING_W) % STRIDE_W + PADDING_W - s * DILATION_W) // STRIDE_W
+            away = (
+                (s * DILATION_W - PADDING_W) % STRIDE_W + PADDING_W - s * DILATION_W
+            ) // STRIDE_W
             g = _gradient(
                 grad, kept, spread, p, place + away, channel, has_channel, out_height, out_width,
                 grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT, MEAN,
@@ -207,13 +240,23 @@ def depthwise_backward_kernel(
             for i in tl.static_range(STRIDE_H):
                 for b in tl.static_range(STRIDE_W):
                     z = place * STRIDE_W + b
-                    mask = (z < width)[:, None] & has_channel[None, :] & (y + i >= top) & (y + i < bottom)
-                    at = ((y + i) * gx_row + z * gx_column)[:, None] + (channel * gx_channel)[None, :]
+                    mask = (
+                        (z < width)[:, None]
+                        & has_channel[None, :]
+                        & (y + i >= top)
+                        & (y + i < bottom)
+                    )
+                    at = ((y + i) * gx_row + z * gx_column)[:, None] + (channel * gx_channel)[
+                        None, :
+                    ]
                     g = back[i * STRIDE_W + b]
                     if MORE:
                         g += tl.load(more + at, mask, other=0.0).to(tl.float32)
                     if BEFORE != "none" and not SETTLED:  # loaded a few rows ago: from the cache
-                        own = x + (((y + i) * x_row + z * x_column)[:, None] + (channel * x_channel)[None, :])
+                        own = x + (
+                            ((y + i) * x_row + z * x_column)[:, None]
+                            + (channel * x_channel)[None, :]
+                        )
                         g = act_gradient(g, tl.load(own, mask, other=0.0), BEFORE)
                     tl.store(gx + at, g.to(gx.dtype.element_ty), mask)
             back = back[STRIDE_H * STRIDE_W :] + zeros(STRIDE_H * STRIDE_W, COLUMNS, CHANNELS)
@@ -227,9 +270,15 @@ def depthwise_backward_kernel(
     for tap in tl.static_range(KERNEL_H * KERNEL_W):
         value = tl.sum(taps[tap], 0)
         if SPLIT:
-            tl.store(parts + (part * (KERNEL_H * KERNEL_W) + tap) * channels + channel, value, has_channel)
+            tl.store(
+                parts + (part * (KERNEL_H * KERNEL_W) + tap) * channels + channel,
+                value,
+                has_channel,
+            )
         else:
-            w = tl.load(weight + channel * (KERNEL_H * KERNEL_W) + tap, has_channel, other=0.0).to(tl.float32)
+            w = tl.load(weight + channel * (KERNEL_H * KERNEL_W) + tap, has_channel, other=0.0).to(
+                tl.float32
+            )
             along += w * value
             square += value * value
     tl.store(sums + part * channels + channel, tl.sum(total, 0), has_channel)

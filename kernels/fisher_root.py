@@ -39,8 +39,12 @@ def fisher_root_kernel(
     place = z + sample * z_sample + position * z_position + c * z_class
     shifted = tl.load(place, exists, float("-inf")).to(tl.float64)
     shifted -= tl.max(shifted, 0)
-    root = tl.exp(0.5 * (shifted - tl.log(tl.sum(tl.exp(shifted), 0))))  # sqrt(p), without cancellation
-    best = tl.argmax(tl.where(root == root, root, 0.0), 0)  # Triton 3.9's interpreter knows none where all are NaN
+    root = tl.exp(
+        0.5 * (shifted - tl.log(tl.sum(tl.exp(shifted), 0)))
+    )  # sqrt(p), without cancellation
+    best = tl.argmax(
+        tl.where(root == root, root, 0.0), 0
+    )  # Triton 3.9's interpreter knows none where all are NaN
 
     number = tl.zeros([BLOCK], tl.int64) + tl.load(index + sample * index_stride)
     element = position.to(tl.int32) * classes + c
@@ -69,7 +73,13 @@ def categorical_root_cotangent(
     count, positions, classes = z.shape
     block = next((block for block in BLOCKS if classes <= block), None)
     covered = z.dtype in DTYPES and index.dtype == torch.int64
-    if block is None or not covered or z.numel() == 0 or positions * classes >= 1 << 31 or count * positions >= 1 << 31:
+    if (
+        block is None
+        or not covered
+        or z.numel() == 0
+        or positions * classes >= 1 << 31
+        or count * positions >= 1 << 31
+    ):
         return NotImplemented
     if z.stride(-1) * block >= 1 << 31:  # these offsets are 32-bit
         z = z.contiguous()

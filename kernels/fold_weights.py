@@ -60,7 +60,9 @@ def fold_weights_kernel(
 
     rstd = tl.rsqrt(_number(entry, convolutions, o, 6, VAR, 0.0) + eps)
     scale = rstd * _number(entry, convolutions, o, 3, GAMMA, 1.0)
-    shift = _number(entry, convolutions, o, 2, BIAS, 0.0) - _number(entry, convolutions, o, 5, MEAN, 0.0)
+    shift = _number(entry, convolutions, o, 2, BIAS, 0.0) - _number(
+        entry, convolutions, o, 5, MEAN, 0.0
+    )
     numbers += 4 * start + o
     tl.store(numbers, scale * shift + _number(entry, convolutions, o, 4, BETA, 0.0))
     tl.store(numbers + outputs, scale)
@@ -104,12 +106,17 @@ def fold_weights(
     float32. The tensors of one role must have one dtype.
     """
     calls = [tensors[i : i + 6] for i in range(0, len(tensors), 6)]
-    kinds = [{t.dtype for t in role if t is not None} or {torch.float32} for role in zip(*calls, strict=True)]
+    kinds = [
+        {t.dtype for t in role if t is not None} or {torch.float32}
+        for role in zip(*calls, strict=True)
+    ]
     weights = [call[0] for call in calls]
     fits = dtype in DTYPES and all(len(kind) == 1 and kind <= DTYPES.keys() for kind in kinds)
     for weight, *rest in calls:
         last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-        fits &= (last or weight.is_contiguous()) and all(t is None or t.is_contiguous() for t in rest)
+        fits &= (last or weight.is_contiguous()) and all(
+            t is None or t.is_contiguous() for t in rest
+        )
         fits &= 0 < weight.numel() < INT32
     if not fits:
         return NotImplemented
@@ -123,17 +130,25 @@ def fold_weights(
     results, entries = [], []
     for call, number, place, first in zip(calls, eps, places, programs, strict=False):
         weight = call[0]
-        shaped, (step, inner_step, outer_step, inner) = _laid_out(folded[place : place + weight.numel()], weight)
-        results.append((shaped, numbers[4 * first : 4 * (first + len(weight))].view(4, len(weight))))
+        shaped, (step, inner_step, outer_step, inner) = _laid_out(
+            folded[place : place + weight.numel()], weight
+        )
+        results.append(
+            (shaped, numbers[4 * first : 4 * (first + len(weight))].view(4, len(weight)))
+        )
         addresses = (0 if t is None else t.data_ptr() for t in call)
         sizes = inner << 32 | weight[0].numel()
-        entries.append((first, *addresses, len(weight), place, step, inner_step, outer_step, sizes, number))
+        entries.append(
+            (first, *addresses, len(weight), place, step, inner_step, outer_step, sizes, number)
+        )
     key = (device, *entries)
     if key not in _tables:
         if len(_tables) >= MOST_TABLES:
             return NotImplemented
         whole = torch.tensor([entry[:-1] for entry in entries], dtype=torch.int64)
-        bits = torch.tensor([entry[-1:] for entry in entries], dtype=torch.float64).view(torch.int64)
+        bits = torch.tensor([entry[-1:] for entry in entries], dtype=torch.float64).view(
+            torch.int64
+        )
         _tables[key] = torch.cat([whole, bits], 1).T.contiguous().to(device)
     with on_device(folded):
         launch(

@@ -41,10 +41,14 @@ def folded_conv(
     if gate is not None and (gate.dtype != x.dtype or gate.shape[:2] != x.shape[:2]):
         return NotImplemented
     flat = x.ndim == 3
-    x, weight, residual = (t[:, :, None] if flat and t is not None else t for t in (x, weight, residual))
+    x, weight, residual = (
+        t[:, :, None] if flat and t is not None else t for t in (x, weight, residual)
+    )
     kernels = folded_pointwise if kind == "pointwise" else folded_depthwise
     gate, geometry = contiguous(gate), geometry.with_rows() if flat else geometry
-    result = kernels.folded_conv(x, weight, bias, act, geometry, residual, before, gate, residual_before, mean)
+    result = kernels.folded_conv(
+        x, weight, bias, act, geometry, residual, before, gate, residual_before, mean
+    )
     if result is NotImplemented or not flat:
         return result
     out, kept = result
@@ -78,13 +82,15 @@ def folded_conv_backward(
     kind = kind_of(weight, geometry)
     if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim:
         return NotImplemented
-    if torch.float64 in (weight.dtype, statistics.dtype) or {t.dtype for t in (gate, more) if t is not None} - {
-        x.dtype
-    }:
+    if torch.float64 in (weight.dtype, statistics.dtype) or {
+        t.dtype for t in (gate, more) if t is not None
+    } - {x.dtype}:
         return NotImplemented
     flat = x.ndim == 3
     tensors = (x, grad, kept, folded, weight, more)
-    x, grad, kept, folded, weight, more = (t[:, :, None] if flat and t is not None else t for t in tensors)
+    x, grad, kept, folded, weight, more = (
+        t[:, :, None] if flat and t is not None else t for t in tensors
+    )
     gate, of_mean = contiguous(gate), contiguous(of_mean)
     backward = folded_pointwise.folded_conv_backward if kind == "pointwise" else depthwise_backward
     geometry = geometry.with_rows() if flat else geometry

@@ -54,7 +54,11 @@ def folded_depthwise_kernel(
     """
     if ALIGN > 1:
         if LAST:
-            channels, x_row, x_column = multiple(channels, ALIGN), multiple(x_row, ALIGN), multiple(x_column, ALIGN)
+            channels, x_row, x_column = (
+                multiple(channels, ALIGN),
+                multiple(x_row, ALIGN),
+                multiple(x_column, ALIGN),
+            )
             out_row, out_column = multiple(out_row, ALIGN), multiple(out_column, ALIGN)
         x_sample, out_sample = multiple(x_sample, ALIGN), multiple(out_sample, ALIGN)
     program = tl.program_id(0)
@@ -77,18 +81,28 @@ def folded_depthwise_kernel(
             for r in tl.static_range(KERNEL_H):
                 if i >= r * DILATION_H and (i - r * DILATION_H) % STRIDE_H == 0:
                     if (i - r * DILATION_H) // STRIDE_H < ROWS:
-                        w = tl.load(weight + (r * KERNEL_W + s) * channels + channel, has_channel, other=0.0)
-                        sums = added(sums, (i - r * DILATION_H) // STRIDE_H, value * w.to(tl.float32)[None, :])
+                        w = tl.load(
+                            weight + (r * KERNEL_W + s) * channels + channel, has_channel, other=0.0
+                        )
+                        sums = added(
+                            sums,
+                            (i - r * DILATION_H) // STRIDE_H,
+                            value * w.to(tl.float32)[None, :],
+                        )
 
     shift = tl.load(bias + channel, has_channel, other=0.0).to(tl.float32)[None, :]
     base = sample * out_sample
     total = tl.zeros([COLUMNS, CHANNELS], tl.float32)
     for i in tl.static_range(ROWS):
         mask = (column < out_width)[:, None] & has_channel[None, :] & (first + i < out_height)
-        at = ((first + i) * out_row + column * out_column)[:, None] + (channel * out_channel)[None, :]
+        at = ((first + i) * out_row + column * out_column)[:, None] + (channel * out_channel)[
+            None, :
+        ]
         pre = sums[i] + shift
         if ADD:
-            pre += activated(tl.load(residual + base + at, mask, other=0.0), OF_RESIDUAL).to(tl.float32)
+            pre += activated(tl.load(residual + base + at, mask, other=0.0), OF_RESIDUAL).to(
+                tl.float32
+            )
         if KEEP:
             tl.store(kept + base + at, pre.to(kept.dtype.element_ty), mask)
         after = act_forward(pre, ACT)
@@ -98,12 +112,21 @@ def folded_depthwise_kernel(
         tl.store(out + base + at, after.to(out.dtype.element_ty), mask)
     if MEAN:
         part = (sample * row_tiles + first // ROWS) * strips + strip
-        tl.store(means + part * channels + channel, tl.sum(total, 0) / (out_height * out_width), has_channel)
+        tl.store(
+            means + part * channels + channel,
+            tl.sum(total, 0) / (out_height * out_width),
+            has_channel,
+        )
 
 
 @tuned("columns", "channels")
 def forward_tile(
-    dtype: torch.dtype, kernel: Sequence[int], columns: int, channels: int, last: bool, before: str = "none"
+    dtype: torch.dtype,
+    kernel: Sequence[int],
+    columns: int,
+    channels: int,
+    last: bool,
+    before: str = "none",
 ) -> Tile:
     """Return the forward kernel's block sizes.
 
@@ -114,14 +137,18 @@ def forward_tile(
     return tile_of(32 * WARPS * held, columns, channels, last)
 
 
-def most_registers(dtype: torch.dtype, kernel: Sequence[int], geometry: ConvGeometry, last: bool) -> int | None:
+def most_registers(
+    dtype: torch.dtype, kernel: Sequence[int], geometry: ConvGeometry, last: bool
+) -> int | None:
     """Return the forward kernel's registers a thread where ptxas alone would spill, or None.
 
     It would spill for occupancy's sake.
     """
     if dtype == torch.float32:
         return None
-    return 255 if prod(kernel) == (25 if geometry.stride[1] > 1 else 49 if not last else 0) else None
+    return (
+        255 if prod(kernel) == (25 if geometry.stride[1] > 1 else 49 if not last else 0) else None
+    )
 
 
 def folded_conv(
@@ -133,14 +160,23 @@ def folded_conv(
     kernel = weight.shape[2:]
     size = geometry.output_size((height, width), kernel)
     small = max(kernel) <= 7 and window_rows(kernel, geometry) <= 32 and min(size) >= 1
-    if gate is not None or not covered(x, weight) or not small or channels * size[0] * size[1] >= INT32:
+    if (
+        gate is not None
+        or not covered(x, weight)
+        or not small
+        or channels * size[0] * size[1] >= INT32
+    ):
         return NotImplemented
     out = empty_output(x, channels, size)
     kept = out if mean or act in KEEPS_OUTPUT else torch.empty_like(out)
     residual = None if residual is None else like(residual, out)
     last = channels_last(x)
     tile = forward_tile(x.dtype, kernel, size[1], channels, last, before)
-    tiles = triton.cdiv(channels, tile.channels), triton.cdiv(size[1], tile.columns), triton.cdiv(size[0], ROWS)
+    tiles = (
+        triton.cdiv(channels, tile.channels),
+        triton.cdiv(size[1], tile.columns),
+        triton.cdiv(size[0], ROWS),
+    )
     align = alignment(x.dtype, True, x, out) if last else 1
     means = workspace(count, tiles[1] * tiles[2] if mean else 0, channels, device=x.device)
     with on_device(x):

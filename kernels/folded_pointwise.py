@@ -22,7 +22,14 @@ from torch import Tensor
 
 from fastlr.kernels.activation_functions import act_forward, act_gradient, activated
 from fastlr.kernels.launching import INT32, covered, launch, merged, multiple, on_device, tuned
-from fastlr.kernels.moments import alignment, channels_last, empty_output, finish_norms, like, moments_space
+from fastlr.kernels.moments import (
+    alignment,
+    channels_last,
+    empty_output,
+    finish_norms,
+    like,
+    moments_space,
+)
 from fastlr.ops.folded import activation_grad
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
@@ -85,11 +92,15 @@ def folded_pointwise_kernel(
         channel = first + tl.arange(0, INPUTS)
         has_channel = channel < inputs
         x_tile = tl.load(
-            x + (x_at[:, None] + (channel * x_channel)[None, :]), exists[:, None] & has_channel[None, :], other=0.0
+            x + (x_at[:, None] + (channel * x_channel)[None, :]),
+            exists[:, None] & has_channel[None, :],
+            other=0.0,
         )
         x_tile = activated(x_tile, BEFORE)
         if GATE:
-            factor = tl.load(gate + sample * inputs + channel, has_channel, other=0.0).to(tl.float32)
+            factor = tl.load(gate + sample * inputs + channel, has_channel, other=0.0).to(
+                tl.float32
+            )
             x_tile = (x_tile.to(tl.float32) * factor[None, :]).to(x_tile.dtype)
         w_tile = tl.load(
             weight + (output[None, :] * inputs + channel[:, None]),
@@ -103,7 +114,9 @@ def folded_pointwise_kernel(
     at = (tl.arange(0, POSITIONS) * out_position)[:, None] + (output * out_channel)[None, :]
     mask = exists[:, None] & has_output[None, :]
     if ADD:
-        product += activated(tl.load(residual + base + at, mask, other=0.0), OF_RESIDUAL).to(tl.float32)
+        product += activated(tl.load(residual + base + at, mask, other=0.0), OF_RESIDUAL).to(
+            tl.float32
+        )
     if KEEP:
         tl.store(kept + base + at, product.to(kept.dtype.element_ty), mask)
     tl.store(out + base + at, act_forward(product, ACT).to(out.dtype.element_ty), mask)
@@ -120,7 +133,17 @@ def _places(t, row, column, width, stride_h, stride_w, PLAIN: tl.constexpr):
 
 @triton.jit
 def _load_tile(
-    base, strides, start, end, channel, has_channel, width, step_h, step_w, PLAIN: tl.constexpr, POSITIONS: tl.constexpr
+    base,
+    strides,
+    start,
+    end,
+    channel,
+    has_channel,
+    width,
+    step_h,
+    step_w,
+    PLAIN: tl.constexpr,
+    POSITIONS: tl.constexpr,
 ):
     """Load a tile of positions x channels, zero from position ``end`` on.
 
@@ -167,7 +190,11 @@ def folded_pointwise_backward_kernel(
     """
     if ALIGN > 1:
         if X_LAST:
-            inputs, x_row, x_column = multiple(inputs, ALIGN), multiple(x_row, ALIGN), multiple(x_column, ALIGN)
+            inputs, x_row, x_column = (
+                multiple(inputs, ALIGN),
+                multiple(x_row, ALIGN),
+                multiple(x_column, ALIGN),
+            )
             gx_row, gx_column = multiple(gx_row, ALIGN), multiple(gx_column, ALIGN)
         else:
             x_channel, gx_channel = multiple(x_channel, ALIGN), multiple(gx_channel, ALIGN)
@@ -203,7 +230,9 @@ def folded_pointwise_backward_kernel(
     if GATE:
         factor = tl.load(gate + sample * inputs + channel, has_channel, other=0.0).to(tl.float32)
     if FEW:
-        entered = _load_tile(x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS)
+        entered = _load_tile(
+            x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS
+        )
         entered = activated(entered, BEFORE)
         square = tl.zeros([OUTPUTS, INPUTS], tl.float32)
         of_factor = tl.zeros([INPUTS], tl.float32)
@@ -213,9 +242,23 @@ def folded_pointwise_backward_kernel(
             has_output = output < outputs
             both = has_output[:, None] & has_channel[None, :]
             weights_at = output[:, None] * inputs + channel[None, :]
-            g = _load_tile(grad, grad_at, 0, positions, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+            g = _load_tile(
+                grad, grad_at, 0, positions, output, has_output, out_width, 1, 1, PLAIN, POSITIONS
+            )
             if ACT != "none":
-                own = _load_tile(kept, kept_at, 0, positions, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+                own = _load_tile(
+                    kept,
+                    kept_at,
+                    0,
+                    positions,
+                    output,
+                    has_output,
+                    out_width,
+                    1,
+                    1,
+                    PLAIN,
+                    POSITIONS,
+                )
                 g = act_gradient(g.to(tl.float32), own, ACT).to(g.dtype)
             product = tl.dot(tl.trans(g), entered, input_precision="ieee")
             if WANT_INPUT:
@@ -240,7 +283,9 @@ def folded_pointwise_backward_kernel(
             at = (t * gx_column)[:, None] + (channel * gx_channel)[None, :]
             mask = (t < positions)[:, None] & has_channel[None, :]
             # x is loaded again, from the cache: it would take many registers
-            x_tile = _load_tile(x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS)
+            x_tile = _load_tile(
+                x, x_at, 0, positions, channel, has_channel, out_width, 1, 1, PLAIN, POSITIONS
+            )
             _leave(gx, more, back, x_tile, factor, at, mask, BEFORE, SETTLED, GATE, MORE)
     else:
         if WANT_INPUT:
@@ -252,26 +297,58 @@ def folded_pointwise_backward_kernel(
         if SPLIT:
             begin = split * steps * POSITIONS
             end = tl.minimum(positions, begin + steps * POSITIONS)
-        g_next = _load_tile(grad, grad_at, begin, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+        g_next = _load_tile(
+            grad, grad_at, begin, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS
+        )
         if ACT != "none":
-            kept_next = _load_tile(kept, kept_at, begin, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
-        x_next = _load_tile(x, x_at, begin, end, channel, has_channel, out_width, stride_h, stride_w, PLAIN, POSITIONS)
+            kept_next = _load_tile(
+                kept, kept_at, begin, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS
+            )
+        x_next = _load_tile(
+            x,
+            x_at,
+            begin,
+            end,
+            channel,
+            has_channel,
+            out_width,
+            stride_h,
+            stride_w,
+            PLAIN,
+            POSITIONS,
+        )
         for start in tl.range(begin, end, POSITIONS):
             # Gradients are loaded a tile ahead: Triton would not do that by itself for what is changed before a product,
             # and would form g anew for each of the products.
             g = g_next
             after = start + POSITIONS
-            g_next = _load_tile(grad, grad_at, after, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+            g_next = _load_tile(
+                grad, grad_at, after, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS
+            )
             if ACT != "none":
                 g = act_gradient(g.to(tl.float32), kept_next, ACT).to(g.dtype)
-                kept_next = _load_tile(kept, kept_at, after, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS)
+                kept_next = _load_tile(
+                    kept, kept_at, after, end, output, has_output, out_width, 1, 1, PLAIN, POSITIONS
+                )
             x_tile = x_next
             x_next = _load_tile(
-                x, x_at, after, end, channel, has_channel, out_width, stride_h, stride_w, PLAIN, POSITIONS
+                x,
+                x_at,
+                after,
+                end,
+                channel,
+                has_channel,
+                out_width,
+                stride_h,
+                stride_w,
+                PLAIN,
+                POSITIONS,
             )
             across = tl.trans(g)
             product = tl.dot(across, activated(x_tile, BEFORE), product, input_precision="ieee")
-            total = tl.dot(across, ones, total, input_precision="ieee")  # the sum over positions, without a reduction
+            total = tl.dot(
+                across, ones, total, input_precision="ieee"
+            )  # the sum over positions, without a reduction
             if WANT_INPUT:
                 g_in = tl.dot(g, forward, input_precision="ieee")
                 t = start + tl.arange(0, POSITIONS)
@@ -282,17 +359,29 @@ def folded_pointwise_backward_kernel(
 
         if GATE:
             at = of_gate + sample * inputs + channel
-            tl.store(at, tl.sum(forward.to(tl.float32) * product, 0).to(of_gate.dtype.element_ty), has_channel)
+            tl.store(
+                at,
+                tl.sum(forward.to(tl.float32) * product, 0).to(of_gate.dtype.element_ty),
+                has_channel,
+            )
             product *= factor[None, :]
         total_g = tl.max(total, 1)  # its columns are equal
         if SPLIT:
             at = sample * splits + split
-            tl.store(parts + at * inputs * outputs + (channel[None, :] * outputs + output[:, None]), product, both)
+            tl.store(
+                parts + at * inputs * outputs + (channel[None, :] * outputs + output[:, None]),
+                product,
+                both,
+            )
             if input_tile == 0:
                 tl.store(sums + at * outputs + output, total_g, has_output)
         else:
             w = tl.load(weight + weights_at, both, other=0.0).to(tl.float32)
-            tl.store(inner + (sample * input_tiles + input_tile) * outputs + output, tl.sum(w * product, 1), has_output)
+            tl.store(
+                inner + (sample * input_tiles + input_tile) * outputs + output,
+                tl.sum(w * product, 1),
+                has_output,
+            )
             if input_tile == 0:
                 tl.store(sums + sample * outputs + output, total_g, has_output)
             s = tl.load(scale + output, has_output, other=0.0).to(tl.float32)
@@ -306,12 +395,16 @@ def block(n: int) -> int:
 
 
 @tuned("positions", "outputs", "inputs", "num_warps", "num_stages")
-def forward_tile(dtype: torch.dtype, outputs: int, inputs: int, align: int, *, changed: bool = False) -> Tile:
+def forward_tile(
+    dtype: torch.dtype, outputs: int, inputs: int, align: int, *, changed: bool = False
+) -> Tile:
     """Block sizes of the forward kernel; ``changed``: the inputs are before they are multiplied."""
     if dtype == torch.float32 or align == 1:
         return Tile(32, min(64, block(outputs)), 16, 4, 1 if align == 1 else 2)
     across = min(128, block(outputs))
-    return Tile(128, across, min(32 if changed else 64, block(inputs)), 8 if across == 128 else 4, 3)
+    return Tile(
+        128, across, min(32 if changed else 64, block(inputs)), 8 if across == 128 else 4, 3
+    )
 
 
 @tuned("positions", "inputs", "num_warps")
@@ -330,18 +423,29 @@ def backward_tile(
     across, cheap = block(outputs), act in CHEAP
     if dtype == torch.float32 or align == 1:
         along = min(16 if more or across == 128 and not last or align == 1 else 32, block(inputs))
-        fits = across <= (128 if dtype == torch.float32 and not more else 64) and inputs <= 4 * along
+        fits = (
+            across <= (128 if dtype == torch.float32 and not more else 64) and inputs <= 4 * along
+        )
         return Tile(16, across, along, 8, 1) if fits else None
     if across > (256 if last else 128 if cheap else 64):
         return None
-    along = min(128, (8192 if last else 4096) // across, max(block(inputs), 32 if across == 256 else 16))
+    along = min(
+        128, (8192 if last else 4096) // across, max(block(inputs), 32 if across == 256 else 16)
+    )
     along = min(along, 64) if gated and not cheap or more and across == 64 else along
     along = 16 if gated and across == 256 else along
     if inputs > 4 * along:
         return None
     if cheap and across <= 64 and along <= 32 and 512 <= across * along and (last or not gated):
         return Tile(64, across, along, 4, 1)
-    high = across * along <= 1024 and not gated or across == 128 and act in KEEPS_OUTPUT and last and not more
+    high = (
+        across * along <= 1024
+        and not gated
+        or across == 128
+        and act in KEEPS_OUTPUT
+        and last
+        and not more
+    )
     return Tile(64 if high else 32, across, along, 8, 1)
 
 
@@ -361,10 +465,14 @@ def few_tile(dtype: torch.dtype, positions: int, align: int) -> Tile | None:
     if across > (FEW // 2 if narrow else FEW):
         return None
     along, warps = 16 if narrow else 32, 4 if across < 64 or across == 64 and narrow else 8
-    return Tile(across, 64 if across <= 64 and not narrow else along, along, warps, 1 if narrow else 2)
+    return Tile(
+        across, 64 if across <= 64 and not narrow else along, along, warps, 1 if narrow else 2
+    )
 
 
-def splits_of(count: int, positions: int, inputs: int, outputs: int, programs: int, step: int) -> int:
+def splits_of(
+    count: int, positions: int, inputs: int, outputs: int, programs: int, step: int
+) -> int:
     """Return how many programs share a sample's positions.
 
     They are enough to fill a GPU, if the parts of M are small against the inputs.
@@ -394,9 +502,13 @@ def folded_conv(
     samples, x_sample = count, x.stride(0)
     if column is not None and last and gate is None:
         whole = merged((count, x.stride(0)), (height, x.stride(2)), (width, x.stride(3)))
-        if whole is not None and count * positions < INT32:  # one long axis: no part-filled tile but the last
+        if (
+            whole is not None and count * positions < INT32
+        ):  # one long axis: no part-filled tile but the last
             samples, x_sample, positions, column = 1, 0, count * positions, whole
-    tile = forward_tile(x.dtype, outputs, inputs, align, changed=before != "none" or gate is not None)
+    tile = forward_tile(
+        x.dtype, outputs, inputs, align, changed=before != "none" or gate is not None
+    )
     tiles = triton.cdiv(positions, tile.positions), triton.cdiv(outputs, tile.outputs)
     with on_device(x):
         launch(
@@ -421,20 +533,30 @@ def folded_conv_backward(
     """`fastlr.ops.reference.folded.folded_conv_backward` for a 1x1 kernel without padding."""
     kept = grad if act == "none" else kept
     apart = max(geometry.stride) > 1 and more is not None  # what is added has all positions
-    if of_mean is not None or apart or not covered(x, grad, kept, folded) or (gate is not None and not want_input):
+    if (
+        of_mean is not None
+        or apart
+        or not covered(x, grad, kept, folded)
+        or (gate is not None and not want_input)
+    ):
         return NotImplemented
     count, inputs, height, width = x.shape
     _, outputs, *size = grad.shape
     stride = geometry.stride
     gx = x
     if want_input:
-        gx = torch.empty_like(x) if max(stride) == 1 else torch.zeros_like(x)  # between strides nothing is written
+        gx = (
+            torch.empty_like(x) if max(stride) == 1 else torch.zeros_like(x)
+        )  # between strides nothing is written
         if not covered(gx):
             return NotImplemented
     folded, weight, statistics = folded.contiguous(), weight.contiguous(), statistics.contiguous()
     positions = size[0] * size[1]
     tensors = (x, gx, grad, kept)
-    x_last, g_last = channels_last(x) and channels_last(gx), channels_last(grad) and channels_last(kept)
+    x_last, g_last = (
+        channels_last(x) and channels_last(gx),
+        channels_last(grad) and channels_last(kept),
+    )
     align = min(alignment(x.dtype, x_last, x, gx), alignment(x.dtype, g_last, grad, kept))
     columns = [merged((t.shape[2], t.stride(2)), (t.shape[3], t.stride(3))) for t in tensors]
     plain = max(stride) == 1 and None not in columns
@@ -449,16 +571,37 @@ def folded_conv_backward(
     flags |= {"BEFORE": before, "SETTLED": settled, "GATE": gate is not None, "MORE": more is not x}
     changed = {"more": more is not x or before != "none", "gated": gate is not None}
     tile = backward_tile(
-        x.dtype, outputs, inputs, before if act == "none" else act, x_last and g_last, align, **changed
+        x.dtype,
+        outputs,
+        inputs,
+        before if act == "none" else act,
+        x_last and g_last,
+        align,
+        **changed,
     )
     few = tile is None
     if tile is None:
         tile = few_tile(x.dtype, positions, align) if plain else None
         if tile is None:
             return NotImplemented
-        if act != "none" and tile.positions > 64:  # too many registers: the gradient is written first
+        if (
+            act != "none" and tile.positions > 64
+        ):  # too many registers: the gradient is written first
             g = activation_grad(grad, kept, act)
-            given = (x, g, g, "none", folded, weight, statistics, geometry, want_input, before, settled, gate)
+            given = (
+                x,
+                g,
+                g,
+                "none",
+                folded,
+                weight,
+                statistics,
+                geometry,
+                want_input,
+                before,
+                settled,
+                gate,
+            )
             return folded_conv_backward(*given, None if more is x else more)
     input_tiles = triton.cdiv(inputs, tile.inputs)
     splits = splits_of(count, positions, inputs, outputs, count * input_tiles, tile.positions)

@@ -21,7 +21,9 @@ from fastlr.ops.tuning import tuned as tuned
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT32 = 1 << 31
-FUSED = {"enable_fp_fusion": True}  # a product and a sum in one instruction; from Triton 3.10 on not by default
+FUSED = {
+    "enable_fp_fusion": True
+}  # a product and a sum in one instruction; from Triton 3.10 on not by default
 
 
 @triton.jit
@@ -90,9 +92,13 @@ def parameters(kernel: Any) -> list[Parameter]:
     """Return the parameters of a kernel, compiled or interpreted."""
     function = kernel.fn
     if function not in _parameters:
-        numbers, units = (_declared(kernel, f"do_not_specialize{end}") for end in ("", "_on_alignment"))
+        numbers, units = (
+            _declared(kernel, f"do_not_specialize{end}") for end in ("", "_on_alignment")
+        )
         _parameters[function] = [
-            Parameter(name, "constexpr" in str(given.annotation), name not in numbers, name not in units)
+            Parameter(
+                name, "constexpr" in str(given.annotation), name not in numbers, name not in units
+            )
             for name, given in inspect.signature(function).parameters.items()
         ]
     return _parameters[function]
@@ -118,7 +124,9 @@ def variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> st
     told = []
     for parameter in parameters(kernel):
         value = options.pop(parameter.name) if parameter.name in options else values.pop(0)
-        told.append(f"{parameter.name}={repr(value) if parameter.constant else _seen_of(value, parameter)}")
+        told.append(
+            f"{parameter.name}={repr(value) if parameter.constant else _seen_of(value, parameter)}"
+        )
     told += [f"{name}={value!r}" for name, value in sorted(options.items())]
     return f"{kernel.fn.__name__}({', '.join(told)})"
 

@@ -21,7 +21,17 @@ from fastlr.kernels.launching import covered, launch, multiple, on_device, works
 from fastlr.kernels.product_norms import Operand, Sizes, alignment, choose_tile, product_norms
 from fastlr.kernels.row_norms import row_norms
 
-_SIZES = ("a_sample", "a_group", "g_sample", "g_group", "groups", "rows", "inputs", "outputs", "blocks")
+_SIZES = (
+    "a_sample",
+    "a_group",
+    "g_sample",
+    "g_group",
+    "groups",
+    "rows",
+    "inputs",
+    "outputs",
+    "blocks",
+)
 _UNIT = ("a_row", "a_column", "g_row", "g_column")
 CENTRED = {torch.float32: True, torch.bfloat16: False}  # see gram_pays
 
@@ -40,7 +50,10 @@ def _inner_products(
     with_mean = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, CHUNK):
         c = start + tl.arange(0, CHUNK)
-        left_mask, right_mask = (t < rows)[:, None] & (c < width)[None, :], (c < width)[:, None] & (s < rows)[None, :]
+        left_mask, right_mask = (
+            (t < rows)[:, None] & (c < width)[None, :],
+            (c < width)[:, None] & (s < rows)[None, :],
+        )
         left = tl.load(base + ((t * row)[:, None] + (c * column)[None, :]), left_mask, other=0.0)
         right = tl.load(base + ((c * column)[:, None] + (s * row)[None, :]), right_mask, other=0.0)
         if CENTRED:
@@ -125,7 +138,9 @@ def gram_pays(dtype: torch.dtype, rows: int, inputs: int, outputs: int, align: i
     block = gram_block(dtype, rows, align)[0]
     blocks = triton.cdiv(rows, block)
     tile = choose_tile(dtype, outputs, inputs, vector=align > 1, packed=False, folded=False)
-    across, along = (triton.cdiv(n, b) * b for n, b in ((outputs, tile.outputs), (inputs, tile.columns)))
+    across, along = (
+        triton.cdiv(n, b) * b for n, b in ((outputs, tile.outputs), (inputs, tile.columns))
+    )
     return blocks * (blocks + 1) // 2 * block * block * (inputs + outputs) < rows * across * along
 
 

@@ -59,21 +59,38 @@ def finish_moments_kernel(
 
 @triton.jit(do_not_specialize=["samples", "tiles", "inner_tiles", "outputs"])
 def finish_norms_kernel(
-    norms, squares, inner, sums, statistics, samples, tiles, inner_tiles, outputs, BLOCK: tl.constexpr
+    norms,
+    squares,
+    inner,
+    sums,
+    statistics,
+    samples,
+    tiles,
+    inner_tiles,
+    outputs,
+    BLOCK: tl.constexpr,
 ):
     """Squared norms [4, B] of one sample: of weight, bias, gamma and beta."""
     sample = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     weight = tl.zeros([BLOCK], tl.float64)
     for start in range(0, tiles, BLOCK):
-        weight += tl.load(squares + sample * tiles + start + place, start + place < tiles, 0.0).to(tl.float64)
-    bias, gamma, beta = tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+        weight += tl.load(squares + sample * tiles + start + place, start + place < tiles, 0.0).to(
+            tl.float64
+        )
+    bias, gamma, beta = (
+        tl.zeros([BLOCK], tl.float64),
+        tl.zeros([BLOCK], tl.float64),
+        tl.zeros([BLOCK], tl.float64),
+    )
     for start in range(0, outputs, BLOCK):
         output = start + place
         exists = output < outputs
         along = tl.zeros([BLOCK], tl.float64)
         for tile in range(0, inner_tiles):
-            along += tl.load(inner + (sample * inner_tiles + tile) * outputs + output, exists, 0.0).to(tl.float64)
+            along += tl.load(
+                inner + (sample * inner_tiles + tile) * outputs + output, exists, 0.0
+            ).to(tl.float64)
         total = tl.load(sums + sample * outputs + output, exists, 0.0).to(tl.float64)
         scale = tl.load(statistics + output, exists, 0.0).to(tl.float64)
         rstd = tl.load(statistics + outputs + output, exists, 0.0).to(tl.float64)
@@ -119,7 +136,9 @@ def finish_norms(
     with on_device(sums):
         if parts is not sums:
             tiles, splits, weights = triton.cdiv(outputs, CHANNELS_A_PROGRAM), *parts.shape[1:3]
-            squares, inner, added = (workspace(count, n, device=device) for n in (tiles, outputs, outputs))
+            squares, inner, added = (
+                workspace(count, n, device=device) for n in (tiles, outputs, outputs)
+            )
             launch(
                 finish_moments_kernel, count * tiles,
                 parts, weight, statistics, squares, inner, sums, added, splits, outputs, weights,
@@ -143,7 +162,9 @@ def channels_last(t: Tensor) -> bool:
 def empty_output(x: Tensor, channels: int, spatial: Sequence[int]) -> Tensor:
     """Space for [B, channels, *spatial] in the dtype and the memory format of ``x``."""
     memory_format = torch.channels_last if channels_last(x) else torch.contiguous_format
-    return torch.empty(len(x), channels, *spatial, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    return torch.empty(
+        len(x), channels, *spatial, dtype=x.dtype, device=x.device, memory_format=memory_format
+    )
 
 
 def like(t: Tensor, other: Tensor) -> Tensor:
@@ -162,7 +183,9 @@ def alignment(dtype: torch.dtype, last: bool, *tensors: Tensor) -> int:
         inner = 1 if last else 3
         if size % wide or t.stride(inner) != 1:
             return 1
-        others = [t.stride(i) for i in range(4) if i != inner and t.shape[i] > 1 and (last or i != 2)]
+        others = [
+            t.stride(i) for i in range(4) if i != inner and t.shape[i] > 1 and (last or i != 2)
+        ]
         if any(s % wide for s in others):
             return 1
     return wide

@@ -67,7 +67,12 @@ class Sizes(NamedTuple):
     outputs: int
 
 
-_UNIT = ("x_channel", "x_column", "g_channel", "g_column")  # strides of which one is 1: a constant then
+_UNIT = (
+    "x_channel",
+    "x_column",
+    "g_channel",
+    "g_column",
+)  # strides of which one is 1: a constant then
 _SIZES = (
     "x_sample", "x_group", "x_image", "x_row", "g_sample", "g_group", "g_image", "g_row",
     "groups", "rows", "inputs", "outputs", "output_tiles", "column_tiles",
@@ -144,13 +149,20 @@ def product_norms_kernel(
             x_at = (t * x_column)[:, None]
             seen = exists[:, None]
         else:
-            y, z = (y_out * stride_h)[:, None] + first_row[None, :], (x_out * stride_w)[:, None] + first_column[None, :]
+            y, z = (
+                (y_out * stride_h)[:, None] + first_row[None, :],
+                (x_out * stride_w)[:, None] + first_column[None, :],
+            )
             x_at = (image * x_image)[:, None] + y * x_row + z * x_column
             seen = exists[:, None] & (y >= 0) & (y < height) & (z >= 0) & (z < width)
         g_at = t * g_column if G_PLAIN else image * g_image + y_out * g_row + x_out * g_column
-        x_tile = tl.load(x + (x_at + (channel * x_channel)[None, :]), seen & has_column[None, :], other=0.0)
+        x_tile = tl.load(
+            x + (x_at + (channel * x_channel)[None, :]), seen & has_column[None, :], other=0.0
+        )
         g_tile = tl.load(
-            g + ((output * g_channel)[:, None] + g_at[None, :]), has_output[:, None] & exists[None, :], other=0.0
+            g + ((output * g_channel)[:, None] + g_at[None, :]),
+            has_output[:, None] & exists[None, :],
+            other=0.0,
         )
         product = tl.dot(g_tile, x_tile, product, input_precision="ieee")
         if FOLDED:
@@ -163,7 +175,10 @@ def product_norms_kernel(
         if X_PLAIN:
             w = output[:, None] * inputs + channel[None, :]
         else:
-            w = output[:, None] * (inputs * taps) + (channel * weight_channel + tap * weight_tap)[None, :]
+            w = (
+                output[:, None] * (inputs * taps)
+                + (channel * weight_channel + tap * weight_tap)[None, :]
+            )
         w = tl.load(weight + w, has_output[:, None] & has_column[None, :], other=0.0).to(tl.float32)
         place = (sample * column_tiles + column_tile) * (groups * outputs) + at
         tl.store(inner + place, tl.sum(w * product, 1), has_output)
@@ -173,7 +188,9 @@ def product_norms_kernel(
     tl.store(squares + tile, tl.sum(product * product))
 
 
-def choose_tile(dtype: torch.dtype, outputs: int, columns: int, *, vector: bool, packed: bool, folded: bool) -> Tile:
+def choose_tile(
+    dtype: torch.dtype, outputs: int, columns: int, *, vector: bool, packed: bool, folded: bool
+) -> Tile:
     """Block sizes for a weight gradient of this shape: a side that fits one tile is read once only.
 
     Tiles are smaller where registers are short: float32 products run on the ordinary units, whose operands take them;
@@ -216,7 +233,11 @@ def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_pl
 
 
 def product_norms(
-    x: Operand, g: Operand, sizes: Sizes, window: Window | None = None, folded: tuple[Tensor, Tensor] | None = None
+    x: Operand,
+    g: Operand,
+    sizes: Sizes,
+    window: Window | None = None,
+    folded: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return parts [B, tiles] of the squared norms, parts of <W, M>, and sums [B, O].
 
@@ -236,10 +257,17 @@ def product_norms(
         shape = (window.height, window.width, positions, window.out_width, window.kernel[1], taps)
         shape += (*window.stride, *window.padding, *window.dilation)
     x_vectors = window is None or (x.channel == 1 and not packed)
-    align = alignment(x if x_vectors else None, g, sizes, window=window is not None, g_plain=g_plain)
+    align = alignment(
+        x if x_vectors else None, g, sizes, window=window is not None, g_plain=g_plain
+    )
     columns = sizes.inputs * taps if packed else sizes.inputs
     tile = choose_tile(
-        x.tensor.dtype, sizes.outputs, columns, vector=x_vectors and align > 1, packed=packed, folded=folded is not None
+        x.tensor.dtype,
+        sizes.outputs,
+        columns,
+        vector=x_vectors and align > 1,
+        packed=packed,
+        folded=folded is not None,
     )
     output_tiles = triton.cdiv(sizes.outputs, tile.outputs)
     column_tiles = triton.cdiv(columns, tile.columns) * (1 if packed else taps)

@@ -69,4 +69,8 @@ def dense_sq_norms(
     grads: Tensor,  # [B, ...]
 ) -> Tensor:  # [B]
     """See fastlr.ops.reference.norms.dense_sq_norms."""
-    return row_norms(grads.reshape(len(grads), 1, grads[0].numel()), None) if len(grads) else NotImplemented
+    return (
+        row_norms(grads.reshape(len(grads), 1, grads[0].numel()), None)
+        if len(grads)
+        else NotImplemented
+    )

@@ -22,13 +22,21 @@ from torch import Tensor
 from fastlr.kernels.counter import halves, philox4x32
 from fastlr.kernels.launching import launch, on_device
 from fastlr.ops.philox import STREAMS, check_index, check_range, check_seed, signed64
-from fastlr.ops.shape_images import CIRCLE_RADII, RECTANGLE_SIDES, check_images, resolve_table, shape_bounds
+from fastlr.ops.shape_images import (
+    CIRCLE_RADII,
+    RECTANGLE_SIDES,
+    check_images,
+    resolve_table,
+    shape_bounds,
+)
 
 _STREAM = tl.constexpr(STREAMS["shapes"])
 # Larger than any squared distance inside an image of at most 2**14 pixels a side; _OUTSIDE twice still fits int32.
 _EVERYWHERE = tl.constexpr(1 << 29)
 _OUTSIDE = tl.constexpr((1 << 29) + 1)
-_FIELDS = tl.constexpr(8)  # colour, top, bottom, left, right, centre row, centre column, squared radius
+_FIELDS = tl.constexpr(
+    8
+)  # colour, top, bottom, left, right, centre row, centre column, squared radius
 
 TILE_ROWS, TILE_COLUMNS, IMAGES_PER_PROGRAM = 32, 32, 64
 
@@ -85,8 +93,15 @@ def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value f
         is_rectangle = _below(kind, COUNT - step) < left_over
         left_over -= is_rectangle.to(tl.int32)
         y, x = _below(w2, height), _below(w3, width)
-        h, w, radius = _between(w4, low_h, high_h), _between(w5, low_w, high_w), _between(w4, low_r, high_r)
-        top, left = tl.where(is_rectangle, y - h // 2, y - radius), tl.where(is_rectangle, x - w // 2, x - radius)
+        h, w, radius = (
+            _between(w4, low_h, high_h),
+            _between(w5, low_w, high_w),
+            _between(w4, low_r, high_r),
+        )
+        top, left = (
+            tl.where(is_rectangle, y - h // 2, y - radius),
+            tl.where(is_rectangle, x - w // 2, x - radius),
+        )
         out += _FIELDS
         tl.store(out, colour.to(tl.int32, bitcast=True), exists)
         tl.store(out + 1, top, exists)
@@ -114,12 +129,29 @@ def paint_kernel(
     canvas = tl.zeros([ROWS, COLUMNS], tl.int32) + tl.load(shape)
     for _ in range(COUNT):
         shape += _FIELDS
-        top, bottom, left, right = tl.load(shape + 1), tl.load(shape + 2), tl.load(shape + 3), tl.load(shape + 4)
+        top, bottom, left, right = (
+            tl.load(shape + 1),
+            tl.load(shape + 2),
+            tl.load(shape + 3),
+            tl.load(shape + 4),
+        )
         # Most shapes miss most tiles.
-        if (top < first_row + ROWS) & (bottom > first_row) & (left < first_column + COLUMNS) & (right > first_column):
-            colour, y, x, limit = tl.load(shape), tl.load(shape + 5), tl.load(shape + 6), tl.load(shape + 7)
+        if (
+            (top < first_row + ROWS)
+            & (bottom > first_row)
+            & (left < first_column + COLUMNS)
+            & (right > first_column)
+        ):
+            colour, y, x, limit = (
+                tl.load(shape),
+                tl.load(shape + 5),
+                tl.load(shape + 6),
+                tl.load(shape + 7),
+            )
             dy2 = tl.where((row >= top) & (row < bottom), (row - y) * (row - y), _OUTSIDE)
-            dx2 = tl.where((column >= left) & (column < right), (column - x) * (column - x), _OUTSIDE)
+            dx2 = tl.where(
+                (column >= left) & (column < right), (column - x) * (column - x), _OUTSIDE
+            )
             canvas = tl.where(dy2[:, None] + dx2[None, :] <= limit, colour, canvas)
 
     exists = (row < height)[:, None] & (column < width)[None, :]
@@ -134,7 +166,9 @@ def paint_kernel(
             tl.store(out + channel * pixels + offset, value, exists)
 
 
-def shape_images(start: int, stop: int, *, device: torch.device | str | None = "cuda", **options: Any) -> Tensor:
+def shape_images(
+    start: int, stop: int, *, device: torch.device | str | None = "cuda", **options: Any
+) -> Tensor:
     """Return images ``start .. stop-1`` of overlapping random shapes.
 
     See :func:`fastlr.ops.shape_images.shape_images`.

@@ -27,7 +27,10 @@ from torch import Tensor
 from fastlr.kernels.launching import DTYPES, launch, on_device
 
 STEPS = 16  # tiles that a program adds up
-TILES = {"kept": ((64, 32), (16, 128)), "summed": ((4, 512), (4, 256), (16, 64))}  # by the side contiguous in memory
+TILES = {
+    "kept": ((64, 32), (16, 128)),
+    "summed": ((4, 512), (4, 256), (16, 64)),
+}  # by the side contiguous in memory
 WARPS = 8  # with 4, LLVM in Triton 3.9 crashes as it compiles some of the cases for sm_90
 
 
@@ -103,7 +106,10 @@ def merged(axes: Iterable[Axis]) -> list[Axis]:
     """
     joined: list[Axis] = []
     for axis in sorted((a for a in axes if a.size != 1), key=lambda a: (a.g, a.x), reverse=True):
-        if joined and all(outer == inner * axis.size for outer, inner in zip(joined[-1][1:], axis[1:], strict=True)):
+        if joined and all(
+            outer == inner * axis.size
+            for outer, inner in zip(joined[-1][1:], axis[1:], strict=True)
+        ):
             joined[-1] = Axis(joined[-1].size * axis.size, *axis[1:])
         else:
             joined.append(axis)
@@ -170,7 +176,10 @@ def strided_sums(
     summed = {axis % g.ndim for axis in axes}
     shape = [size for axis, size in enumerate(g.shape) if axis not in summed]
     where = iter(torch.empty(shape, device="meta").stride()[1:])
-    every = [Axis(g.shape[a], *(s[a] for s in strides), 0 if a in summed else next(where)) for a in range(1, g.ndim)]
+    every = [
+        Axis(g.shape[a], *(s[a] for s in strides), 0 if a in summed else next(where))
+        for a in range(1, g.ndim)
+    ]
     kept_axes = merged(axis for a, axis in enumerate(every, 1) if a not in summed)
     summed_axes = merged(axis for a, axis in enumerate(every, 1) if a in summed)
     # Offsets inside a sample are 32-bit.

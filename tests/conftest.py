@@ -39,7 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(1800))
 
     def rank(item: pytest.Item) -> list[bool]:
-        return [not item.nodeid.startswith(f"tests/{place}") for place in FIRST[bool(item.get_closest_marker("long"))]]
+        return [
+            not item.nodeid.startswith(f"tests/{place}")
+            for place in FIRST[bool(item.get_closest_marker("long"))]
+        ]
 
     items.sort(key=rank)
 

@@ -43,7 +43,10 @@ def cited(text: str) -> list[tuple[str, str, str]]:
         for first, last in re.findall(r"\b(\d+)(?: to |-)(\d+)\b", match["numbers"]):
             numbers += map(str, range(int(first) + 1, int(last)))
         near = NEAR.get(kind, ELSE_NEAR)
-        around = text[max(0, match.start() - near) : match.start()] + text[match.end() : match.end() + near]
+        around = (
+            text[max(0, match.start() - near) : match.start()]
+            + text[match.end() : match.end() + near]
+        )
         found += [(kind, number, around) for number in numbers]
     return found
 
@@ -58,14 +61,20 @@ def wrong(text: str) -> list[str]:
 
 
 def files() -> list[Path]:
-    inside = [path for name in WHERE for path in (ROOT / name).rglob("*") if path.suffix in SUFFIXES]
+    inside = [
+        path for name in WHERE for path in (ROOT / name).rglob("*") if path.suffix in SUFFIXES
+    ]
     return [*ROOT.glob("*.md"), *(path for path in inside if "_build" not in path.parts)]
 
 
 def test_what_is_cited_is_in_the_paper():
     texts = {path: path.read_text() for path in files()}
     assert sum(len(cited(text)) for text in texts.values()) > 50
-    assert not {str(path.relative_to(ROOT)): errors for path, text in texts.items() if (errors := wrong(text))}
+    assert not {
+        str(path.relative_to(ROOT)): errors
+        for path, text in texts.items()
+        if (errors := wrong(text))
+    }
 
 
 @pytest.mark.parametrize("target", NUMBERS)

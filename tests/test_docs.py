@@ -35,21 +35,31 @@ def blocks(page: str) -> list[tuple[str, str]]:
 @pytest.mark.filterwarnings("ignore")
 def test_builds_without_a_warning_and_is_complete(tmp_path):
     build = pytest.importorskip("sphinx.cmd.build")
-    assert build.build_main(["-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]) == 0
+    assert (
+        build.build_main(["-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]) == 0
+    )
     found = (tmp_path / "objects.inv").read_bytes().split(b"\n", 4)[4]
     names = {line.split()[0] for line in zlib.decompress(found).decode().splitlines()}
     modules = {"fastlr.estimator.predictive", "fastlr.inputs", "fastlr.errors", "fastlr.metrics"}
     wanted = {name for name in fastlr.__all__ if name not in ("errors", "metrics")}
-    missing = {name for name in wanted if not {f"{place}.{name}" for place in ("fastlr", *modules)} & names}
+    missing = {
+        name for name in wanted if not {f"{place}.{name}" for place in ("fastlr", *modules)} & names
+    }
     assert not missing
     assert {f"fastlr.metrics.{name}" for name in fastlr.metrics.__all__} <= names
-    assert {"fastlr.integrations.Monitor", "fastlr.integrations.lightning.LocalRedundancyMonitor"} <= names
+    assert {
+        "fastlr.integrations.Monitor",
+        "fastlr.integrations.lightning.LocalRedundancyMonitor",
+    } <= names
     operations = re.sub(r"<[^>]*>", "", (tmp_path / "operations.html").read_text())
     for kind, about in DESCRIPTIONS.items():
         assert re.sub(r"Backward\d*$", "", kind) in operations and about.split(",")[0] in operations
     page = (tmp_path / "reference" / "command-line.html").read_text()
     for command in ("rank", "data prepare", "continual"):
-        assert f"Usage: fastlr {command} " in page and f'id="fastlr-{command.replace(" ", "-")}"' in page
+        assert (
+            f"Usage: fastlr {command} " in page
+            and f'id="fastlr-{command.replace(" ", "-")}"' in page
+        )
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -73,7 +83,9 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
     assert ran >= 1 and not re.search(r"\bnan\b", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("page", [page for page in GUIDES if any(kind == "console" for kind, _ in blocks(page))])
+@pytest.mark.parametrize(
+    "page", [page for page in GUIDES if any(kind == "console" for kind, _ in blocks(page))]
+)
 def test_commands_that_take_long_exist(page, capsys):
     """Commands of ``console`` blocks are not run: each option must be one of the command's."""
     for kind, text in blocks(page):
@@ -88,15 +100,25 @@ def test_commands_that_take_long_exist(page, capsys):
 
 def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):
     """Slurm starts the guide's script, and its last command, noted, then runs in this process."""
-    script = next(text for kind, text in blocks("guides/many-runs") if kind == "sh" and "SLURM_ARRAY_TASK_ID" in text)
+    script = next(
+        text
+        for kind, text in blocks("guides/many-runs")
+        if kind == "sh" and "SLURM_ARRAY_TASK_ID" in text
+    )
     (tmp_path / "seeds.sh").write_text(script)
     (tmp_path / "fastlr").write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
     (tmp_path / "fastlr").chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    slurm = {"SLURM_ARRAY_TASK_ID": "7", "SLURM_CPUS_PER_TASK": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    slurm = {
+        "SLURM_ARRAY_TASK_ID": "7",
+        "SLURM_CPUS_PER_TASK": "1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     for tasks, kinds in (("1", ["start", "task"]), ("2", ["start", "task", "resume", "task"])):
         command = ["bash", "seeds.sh", "demo", "--set", "epochs=1", "--tasks", tasks]
-        done = subprocess.run(command, env={**os.environ, **slurm}, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env={**os.environ, **slurm}, capture_output=True, text=True, check=True
+        )
         assert not done.stderr and main(done.stdout.splitlines()) == 0
         records = (tmp_path / "runs/seed-7/records.jsonl").read_text().splitlines()
         assert [json.loads(line)["kind"] for line in records] == kinds
@@ -108,7 +130,12 @@ def test_contributions_run_as_shown(tmp_path):
     pytest.importorskip("triton")
     helpers = ROOT / "tests" / "helpers"
     path = os.pathsep.join([str(helpers), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(helpers / "run_contributions.py"), str(ROOT / "CONTRIBUTING.md"), str(tmp_path)]
+    command = [
+        sys.executable,
+        str(helpers / "run_contributions.py"),
+        str(ROOT / "CONTRIBUTING.md"),
+        str(tmp_path),
+    ]
     done = subprocess.run(
         command,
         cwd=tmp_path,
@@ -127,7 +154,9 @@ def test_what_the_architecture_names_is_there():
     text = (DOCS / "architecture.md").read_text()
     tree = blocks("architecture")[0][1]
     folders = re.findall(r"^  (?:  )?(\w+)/", tree, re.MULTILINE)
-    assert {path.name for path in (ROOT / "fastlr").iterdir() if (path / "__init__.py").exists()} - {
+    assert {
+        path.name for path in (ROOT / "fastlr").iterdir() if (path / "__init__.py").exists()
+    } - {
         "speed",
         "kernels",
     } <= {*folders}
@@ -137,14 +166,20 @@ def test_what_the_architecture_names_is_there():
     named = re.findall(r"`(\w+)`\s+(?:in|\()\s*`((?:fastlr|kernels)/[\w/.]+\.py)`", text)
     assert len(named) > 10
     for name, file in named:
-        assert re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(), re.MULTILINE), f"{name} is not in {file}"
+        assert re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(), re.MULTILINE), (
+            f"{name} is not in {file}"
+        )
 
 
 def test_names_that_are_used_exist():
     """Every ``fastlr.module.name`` of the pages, the README and the examples."""
     pages = [*DOCS.rglob("*.md"), ROOT / "README.md", *(ROOT / "examples").glob("*.py")]
     for name in sorted(
-        {name for page in pages for name in re.findall(r"(?<![\w/])fastlr(?:\.\w+)+", page.read_text())}
+        {
+            name
+            for page in pages
+            for name in re.findall(r"(?<![\w/])fastlr(?:\.\w+)+", page.read_text())
+        }
     ):
         try:
             pkgutil.resolve_name(name)

@@ -20,14 +20,20 @@ SAYS = {
     "language_model": r"(?s)  40 .*local redundancy [\d.]+ \+- .*without padding",
     "sharded_language_model": r"(?s)step 20: .*step 40: loss [\d.]+, local redundancy [\d.]+ \+- \S+\n.*since the first",
 }
-NEEDS = {"lightning_trainer": "lightning", "huggingface_trainer": "accelerate", "avalanche_strategy": "avalanche"}
+NEEDS = {
+    "lightning_trainer": "lightning",
+    "huggingface_trainer": "accelerate",
+    "avalanche_strategy": "avalanche",
+}
 BY_TORCHRUN = {"sharded_language_model"}
 
 
 def test_all_are_here_and_short():
     files = {path.stem: path.read_text().splitlines() for path in EXAMPLES.glob("*.py")}
     assert set(files) == set(SAYS)
-    assert all(len(lines) < 80 for lines in files.values()), {name: len(lines) for name, lines in files.items()}
+    assert all(len(lines) < 80 for lines in files.values()), {
+        name: len(lines) for name, lines in files.items()
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in SAYS if name not in BY_TORCHRUN])
@@ -50,6 +56,8 @@ def test_example(name, tmp_path, monkeypatch, capfd):
 @pytest.mark.long
 @pytest.mark.parametrize("name", BY_TORCHRUN)
 def test_example_by_torchrun(name, tmp_path):
-    (code, said, _), (other_code, nothing, _) = as_torchrun(2, tmp_path, [str(EXAMPLES / f"{name}.py")])
+    (code, said, _), (other_code, nothing, _) = as_torchrun(
+        2, tmp_path, [str(EXAMPLES / f"{name}.py")]
+    )
     assert code == other_code == 0 and not nothing, "rank 0 prints"
     assert re.search(SAYS[name], said), said

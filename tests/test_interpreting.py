@@ -15,13 +15,14 @@ CLAIMS = [  # what is said since the paragraph's last citation, and "problem/tab
     for paragraph in PAGE.split("\n\n")
     for claim in re.findall(r"(.*?)\(\*([a-z-]+/[a-z].*?)\*\)", paragraph.replace("\n", " "))
 ]
-SETTINGS = (
-    r"95 % interval|at 95 %|50 is a guess|R\^2|times 100|(?:\d+ to )?\d+ (?:tasks|units)|\d+ seeds|at 500|0\.9 of"
-)
+SETTINGS = r"95 % interval|at 95 %|50 is a guess|R\^2|times 100|(?:\d+ to )?\d+ (?:tasks|units)|\d+ seeds|at 500|0\.9 of"
 
 
 def numbers(text: str) -> set[float]:
-    return {float(number.replace(",", "")) for number in re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?", text)}
+    return {
+        float(number.replace(",", ""))
+        for number in re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?", text)
+    }
 
 
 def rows(folder: str, table: str) -> dict[str, set[float]]:
@@ -30,7 +31,9 @@ def rows(folder: str, table: str) -> dict[str, set[float]]:
     return {line[0]: numbers(" ".join(line[1:])) for line in lines}
 
 
-pytestmark = pytest.mark.skipif(not (ROOT / "bench/results").exists(), reason="a source distribution has no results")
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "bench/results").exists(), reason="a source distribution has no results"
+)
 
 
 def test_there_are_claims():
@@ -44,12 +47,17 @@ def test_figures_are_in_the_rows_they_name(claim, citation):
         place, _, names = part.partition(": ")
         folder, _, tables = place.partition("/")
         for of_table in (rows(folder, table) for table in tables.split(", ")):
-            found |= set().union(*(of_table[name] for name in (names.split(", ") if names else of_table)))
+            found |= set().union(
+                *(of_table[name] for name in (names.split(", ") if names else of_table))
+            )
     assert numbers(re.sub(SETTINGS, "", claim)) <= found
 
 
 def test_the_table_of_networks_is_the_studys():
-    given = {name: numbers(row) for name, row in re.findall(r"^\| ([a-z]+(?:-\w+)*) \|(.*)$", PAGE, re.MULTILINE)}
+    given = {
+        name: numbers(row)
+        for name, row in re.findall(r"^\| ([a-z]+(?:-\w+)*) \|(.*)$", PAGE, re.MULTILINE)
+    }
     found = [rows("values", table) for table in ("course", "course_noise", "course_next_task")]
     assert given.pop("network") == set() and given.keys() == found[0].keys() - {"intervention"}
     for name, figures in given.items():

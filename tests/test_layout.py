@@ -25,7 +25,10 @@ def modules() -> dict[str, Path]:
     """Name of each module -> its file."""
     files = [path for path in HOME.rglob("*.py") if path.relative_to(HOME).parts[0] != "kernels"]
     names = [(HOME.name, *path.relative_to(HOME).with_suffix("").parts) for path in files]
-    return {".".join(name).removesuffix(".__init__"): path for name, path in zip(names, files, strict=True)}
+    return {
+        ".".join(name).removesuffix(".__init__"): path
+        for name, path in zip(names, files, strict=True)
+    }
 
 
 @cache
@@ -37,7 +40,9 @@ def imports() -> dict[str, set[str]]:
     targets: dict[str, set[str]] = {}
     for name, path in modules().items():
         nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names = [
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        ]
         for node in nodes:
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{name} has a relative import"
@@ -54,7 +59,9 @@ def room(module: str) -> str:
 def test_the_top_has_these_rooms_only():
     """What a build leaves there aside."""
     names = {
-        path.stem for path in HOME.iterdir() if path.suffix != ".so" and path.name not in ("py.typed", "__pycache__")
+        path.stem
+        for path in HOME.iterdir()
+        if path.suffix != ".so" and path.name not in ("py.typed", "__pycache__")
     }
     assert names - APART == set(ORDER)
 
@@ -83,5 +90,7 @@ import sys, torch, fastlr
 fastlr.estimate(torch.nn.Linear(4, 2), fastlr.TensorInputs(torch.ones(8, 4)), 8)
 print([name for name in {HEAVY} if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=HOME.parent, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=HOME.parent, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"

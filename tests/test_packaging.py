@@ -23,7 +23,9 @@ ENVIRONMENT = os.environ | {"FASTLR_NO_EXT": "1", "OMP_NUM_THREADS": "1", "PYTHO
 
 
 def run(*command: object, cwd: Path) -> str:
-    found = subprocess.run([*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True)
+    found = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
 
@@ -55,7 +57,9 @@ def test_sdist_holds_what_builds_and_tests_it(built):
     with tarfile.open(built[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = [
-        p for pattern in ("csrc/*", "kernels/*.py", "fastlr/**/*.py", "tests/**/*.py") for p in ROOT.glob(pattern)
+        p
+        for pattern in ("csrc/*", "kernels/*.py", "fastlr/**/*.py", "tests/**/*.py")
+        for p in ROOT.glob(pattern)
     ]
     wanted = {str(p.relative_to(ROOT)) for p in sources if p.is_file()} | {
         "LICENSE",
@@ -94,11 +98,19 @@ def test_installs_into_an_empty_environment(built, tmp_path):
     bin_folder = tmp_path / "env" / ("Scripts" if os.name == "nt" else "bin")
     python = bin_folder / "python"
     options = ["--no-deps", "--no-index", "--disable-pip-version-check", "-q"]
-    run(sys.executable, "-m", "pip", "--python", python, "install", *options, built[1], cwd=tmp_path)
-    place = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
+    run(
+        sys.executable, "-m", "pip", "--python", python, "install", *options, built[1], cwd=tmp_path
+    )
+    place = Path(
+        run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+        ).strip()
+    )
     (place / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     version = built[1].name.split("-")[1]
-    assert run(bin_folder / "fastlr", "--version", cwd=tmp_path).startswith(f"fastlr {version} (torch ")
+    assert run(bin_folder / "fastlr", "--version", cwd=tmp_path).startswith(
+        f"fastlr {version} (torch "
+    )
     script = """
 import torch, fastlr, fastlr.kernels
 from pathlib import Path

@@ -35,7 +35,9 @@ def test_the_python_runs_as_printed():
             text = text.replace(large, small)
         exec(compile(text, "README.md", "exec"), names)
     assert names["lr"].n == 8 and names["lr"].value > 0 and names["total"] > 0
-    assert all(large in first + plain for large, _ in SMALLER), "what this test makes smaller is there"
+    assert all(large in first + plain for large, _ in SMALLER), (
+        "what this test makes smaller is there"
+    )
     printed = blocks("text")[0].splitlines()
     shape = re.sub(r"\d[\d.]*", "#", printed[0])
     assert shape == re.sub(r"\d[\d.]*", "#", str(names["lr"]).splitlines()[0])
@@ -47,13 +49,21 @@ def test_the_plain_loop_is_the_same_quantity():
     text = text.replace("y = torch.multinomial(log_p.exp(), 1).item()", "y = label")
     assert "y = label" in text
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 2))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 2)
+    )
     import fastlr
 
     images, want = fastlr.ShapeImages((3, 8, 8)), 0.0
     for i in range(3):
         for label in range(2):
-            names = {"torch": torch, "model": model, "images": images, "label": label, "print": lambda value: None}
+            names = {
+                "torch": torch,
+                "model": model,
+                "images": images,
+                "label": label,
+                "print": lambda value: None,
+            }
             exec(text.replace("range(n)", f"range({i}, {i + 1})"), names)
             want += names["total"] / 3 * names["log_p"][label].exp().item()
     assert fastlr.estimate(model, images, n=3, probe="exact").value == pytest.approx(want, rel=1e-5)
@@ -68,7 +78,10 @@ def commands() -> list[list[str]]:
         for line in text.splitlines()
         if re.match(r"fastlr |torchrun .*-m fastlr ", line)
     ]
-    return [shlex.split(re.sub(r"\.\.\.$", "MODEL", line.split("fastlr ", 1)[1]), comments=True) for line in lines]
+    return [
+        shlex.split(re.sub(r"\.\.\.$", "MODEL", line.split("fastlr ", 1)[1]), comments=True)
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -89,10 +102,13 @@ def test_there_are_commands():
 
 def test_the_links_lead_somewhere():
     headings = {
-        re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+        re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-")
+        for h in re.findall(r"^#+ (.*)$", README, re.MULTILINE)
     }
     for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert target[1:] in headings if target.startswith("#") else (ROOT / target).exists(), target
+        assert target[1:] in headings if target.startswith("#") else (ROOT / target).exists(), (
+            target
+        )
 
 
 def test_the_table_is_that_of_the_record():

@@ -39,9 +39,15 @@ def small(line: str, seeds: int | None) -> list[str]:
 
     ``seeds`` None: one run without a queue.
     """
-    line = re.sub(r" --seeds \d+", f" --seeds {seeds}" if seeds else "", line.replace("--size 224", "--size 24"))
+    line = re.sub(
+        r" --seeds \d+",
+        f" --seeds {seeds}" if seeds else "",
+        line.replace("--size 224", "--size 24"),
+    )
     arguments = shlex.split(line)[1:]
-    settings = next((text for start, text in SMALLER.items() if " ".join(arguments).startswith(start)), "")
+    settings = next(
+        (text for start, text in SMALLER.items() if " ".join(arguments).startswith(start)), ""
+    )
     if "table5" in arguments:
         settings = settings.replace("tasks=5", "tasks=2")
     return arguments + [part for setting in settings.split() for part in ("--set", setting)]
@@ -60,7 +66,8 @@ def data(tmp_path, monkeypatch):
         table = generated_series(400, seed=seed)
         with (tmp_path / f"{name}.csv").open("w", newline="") as file:
             rows = [
-                [f"2016-07-{1 + i // 24:02d} {i % 24:02d}:00:00", *row] for i, row in enumerate(table.values.tolist())
+                [f"2016-07-{1 + i // 24:02d} {i % 24:02d}:00:00", *row]
+                for i, row in enumerate(table.values.tolist())
             ]
             csv.writer(file).writerows([["date", *table.columns], *rows])
 
@@ -73,17 +80,33 @@ def carried_out(lines: list[str], seeds: int | None, capsys) -> dict[str, str]:
         printed[line] = capsys.readouterr().out
         if re.match(r"fastlr (report|ablate|cost)", line):
             told = re.findall(r"Not as in the paper.*?\.$", printed[line], re.MULTILINE | re.DOTALL)
-            assert told and not re.search("resize|redundancy_probe|dormant_by", " ".join(told)), line
+            assert told and not re.search("resize|redundancy_probe|dormant_by", " ".join(told)), (
+                line
+            )
     for inputs in ("shapes", "Gaussian noise"):
         table = printed["fastlr ablate runs"]
-        assert re.search(rf"^{inputs} +raw +-?\d\.\d+ ", table, re.MULTILINE), "Table 4, not why there is none"
-    for row in ("local redundancy", "distance from init", "weight norm", "training grad norm", "dormant ratio"):
-        assert re.search(rf"^{row} +\d", printed["fastlr cost table5"], re.MULTILINE), "each row of the paper's Table 5"
+        assert re.search(rf"^{inputs} +raw +-?\d\.\d+ ", table, re.MULTILINE), (
+            "Table 4, not why there is none"
+        )
+    for row in (
+        "local redundancy",
+        "distance from init",
+        "weight norm",
+        "training grad norm",
+        "dormant ratio",
+    ):
+        assert re.search(rf"^{row} +\d", printed["fastlr cost table5"], re.MULTILINE), (
+            "each row of the paper's Table 5"
+        )
     return printed
 
 
 def test_the_recipe_of_tables_4_and_5(data, capsys):
-    carried_out([line for line in recipe() if re.match("fastlr (data|continual|ablate|cost)", line)], None, capsys)
+    carried_out(
+        [line for line in recipe() if re.match("fastlr (data|continual|ablate|cost)", line)],
+        None,
+        capsys,
+    )
 
 
 @pytest.mark.long

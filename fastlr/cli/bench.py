@@ -35,12 +35,16 @@ def true_sq_norms(model: nn.Module, x: Tensor, v: Tensor) -> Tensor:
     norms = []
     for row, cotangent in zip(x.double(), v.double()):
         pair = torch.stack([cotangent, torch.zeros_like(cotangent)])
-        gradients = torch.autograd.grad(wide(torch.stack([row, row])), parameters, pair, allow_unused=True)
+        gradients = torch.autograd.grad(
+            wide(torch.stack([row, row])), parameters, pair, allow_unused=True
+        )
         norms.append(sum(float(g.square().sum()) for g in gradients if g is not None))
     return torch.tensor(norms, dtype=torch.float64)
 
 
-def measure(name: str, device: torch.device, batch: int, size: int, seconds: float) -> list[Measurement]:
+def measure(
+    name: str, device: torch.device, batch: int, size: int, seconds: float
+) -> list[Measurement]:
     """Time a plain forward and backward pass of one network, and fastlr's gradient norms.
 
     The norms are compared with float64 first.
@@ -51,14 +55,18 @@ def measure(name: str, device: torch.device, batch: int, size: int, seconds: flo
     torch.manual_seed(0)
     kwargs = {"image_size": size} if name.startswith("vit") else {}
     model = load_model(name, num_classes=NETWORKS[name], kwargs=kwargs).to(device).eval()
-    x = fastlr.ShapeImages((3, size, size)).batch(0, batch, seed=0, device=device, dtype=torch.float32)
+    x = fastlr.ShapeImages((3, size, size)).batch(
+        0, batch, seed=0, device=device, dtype=torch.float32
+    )
     v = torch.randn(batch, NETWORKS[name], generator=torch.Generator().manual_seed(1)).to(device)
     norms = fastlr.per_sample_grad_sq_norms(model, x, v)
     assert isinstance(norms, Tensor) and isinstance(x, Tensor)
     truth = true_sq_norms(model, x[:CHECKED], v[:CHECKED])
     deviation = float((norms[:CHECKED].cpu().double() / truth - 1).abs().max())
     if not deviation <= TOLERANCE:
-        raise ModelError(f"{name}: norms are off by {deviation:.2g} of float64 here; please report it")
+        raise ModelError(
+            f"{name}: norms are off by {deviation:.2g} of float64 here; please report it"
+        )
     parameters = [p for p in model.parameters() if p.requires_grad]
     statements = {
         "plain forward+backward": lambda: torch.autograd.grad(model(x), parameters, v),
@@ -86,14 +94,20 @@ def compare(a: Path, b: Path) -> str:
     records = []
     for path in (a, b):
         try:
-            records.append({row["network"]: row["ratio"] for row in json.loads(path.read_text())["rows"]})
+            records.append(
+                {row["network"]: row["ratio"] for row in json.loads(path.read_text())["rows"]}
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is no record of fastlr bench --json ({error})") from error
     names = [name for name in records[0] if name in records[1]]
-    return "\n".join(f"{n}: {records[0][n]:.2f} -> {records[1][n]:.2f} of a plain pass" for n in names)
+    return "\n".join(
+        f"{n}: {records[0][n]:.2f} -> {records[1][n]:.2f} of a plain pass" for n in names
+    )
 
 
-def run(device: str | None, quick: bool, json_file: Path | None, pair: tuple[Path, Path] | None) -> None:
+def run(
+    device: str | None, quick: bool, json_file: Path | None, pair: tuple[Path, Path] | None
+) -> None:
     """Measure and print, write the record, or compare two.
 
     Args:
@@ -122,5 +136,10 @@ def run(device: str | None, quick: bool, json_file: Path | None, pair: tuple[Pat
     for row in rows:
         console.print(f"{row['network']}: {row['ratio']:.2f} of a plain pass", highlight=False)
     if json_file is not None:
-        about = {"fastlr": fastlr.__version__, "torch": torch.__version__, "device": str(place), "batch": batch}
+        about = {
+            "fastlr": fastlr.__version__,
+            "torch": torch.__version__,
+            "device": str(place),
+            "batch": batch,
+        }
         write_json(json_file, {**about, "size": size, "rows": rows})

@@ -15,15 +15,25 @@ from fastlr.errors import FastlrError
 if TYPE_CHECKING:
     from fastlr.experiments.data import ImageStore
 
-app = typer.Typer(no_args_is_help=True, help="Image stores: prepare one from a folder or .zip file, look into one.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Image stores: prepare one from a folder or .zip file, look into one.",
+)
 _SHOWN = 10  # left-out images that are named on the screen; the index names all
 
 
 @app.command()
 def prepare(
-    source: Annotated[Path, typer.Argument(help="Folder or .zip: train/<class>/*.JPEG, <class>/*.png or <class>.npy.")],
-    out: Annotated[Path, typer.Argument(help="Folder of the store; an interrupted one is continued.")],
-    size: Annotated[int | None, typer.Option(help="Height and width; without it 64, for .npy files their own.")] = None,
+    source: Annotated[
+        Path,
+        typer.Argument(help="Folder or .zip: train/<class>/*.JPEG, <class>/*.png or <class>.npy."),
+    ],
+    out: Annotated[
+        Path, typer.Argument(help="Folder of the store; an interrupted one is continued.")
+    ],
+    size: Annotated[
+        int | None, typer.Option(help="Height and width; without it 64, for .npy files their own.")
+    ] = None,
     resize: Annotated[
         str | None,
         typer.Option(
@@ -31,11 +41,21 @@ def prepare(
             "squash, for a store that is there its own."
         ),
     ] = None,
-    layout: Annotated[str, typer.Option("--format", help="auto, imagenet, folder or npy.")] = "auto",
-    workers: Annotated[int | None, typer.Option(help="Decoding processes; without it, one a core.")] = None,
-    limit_classes: Annotated[str | None, typer.Option(help="A number of classes, or names with commas.")] = None,
-    test_fraction: Annotated[float, typer.Option(help="Held out of each class where there is no split.")] = 0.2,
-    npy_train: Annotated[int, typer.Option(help="Training images of each .npy file, from the first.")] = 600,
+    layout: Annotated[
+        str, typer.Option("--format", help="auto, imagenet, folder or npy.")
+    ] = "auto",
+    workers: Annotated[
+        int | None, typer.Option(help="Decoding processes; without it, one a core.")
+    ] = None,
+    limit_classes: Annotated[
+        str | None, typer.Option(help="A number of classes, or names with commas.")
+    ] = None,
+    test_fraction: Annotated[
+        float, typer.Option(help="Held out of each class where there is no split.")
+    ] = 0.2,
+    npy_train: Annotated[
+        int, typer.Option(help="Training images of each .npy file, from the first.")
+    ] = 600,
     seed: Annotated[int, typer.Option(help="Of the held-out images.")] = 0,
     max_file_mb: Annotated[float, typer.Option(help="Largest file of SOURCE, unpacked.")] = 512,
 ) -> None:
@@ -66,8 +86,12 @@ def prepare(
 @app.command()
 def info(
     store: Annotated[Path, typer.Argument(help="Folder of a store.")],
-    check: Annotated[bool, typer.Option("--check", help="Read everything and compare the checksums.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="PNG with images of the first classes, a row each.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read everything and compare the checksums.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="PNG with images of the first classes, a row each.")
+    ] = None,
 ) -> None:
     """Say what is in STORE."""
     from fastlr.experiments.data import ImageStore
@@ -116,9 +140,13 @@ def _print_summary(store: ImageStore) -> None:
     if store.resize is not None:
         rows["resized by"] = store.resize
     if plan.get("test_fraction") is not None:
-        rows["test images"] = f"held out of each class: {plan['test_fraction']:g}, seed {plan['seed']}"
+        rows["test images"] = (
+            f"held out of each class: {plan['test_fraction']:g}, seed {plan['seed']}"
+        )
     if plan.get("ignored"):
-        rows["not used"] = "; ".join(f"{count} files ({reason})" for reason, count in plan["ignored"].items())
+        rows["not used"] = "; ".join(
+            f"{count} files ({reason})" for reason, count in plan["ignored"].items()
+        )
     for name, text in rows.items():
         table.add_row(name, _printable(text))
     Console().print(table, highlight=False, markup=False, soft_wrap=False)
@@ -151,6 +179,8 @@ def _contact_sheet(store: ImageStore, path: Path, rows: int = 16, columns: int =
     lines = []
     for i in range(min(rows, len(store.classes))):
         images = store.load([i], "train")[0][:columns]
-        grey = torch.full((columns - len(images), 3, store.size, store.size), 255, dtype=torch.uint8)
+        grey = torch.full(
+            (columns - len(images), 3, store.size, store.size), 255, dtype=torch.uint8
+        )
         lines.append(torch.cat([images, grey]))
     contact_sheet(torch.cat(lines), path, columns=columns)

@@ -27,7 +27,14 @@ from fastlr.errors import FastlrError, FastlrWarning, InputError
 from fastlr.experiments.continual import ContinualRun, read_run
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.figures import redundancy_and_accuracy
-from fastlr.experiments.continual.findings import PARTS, brief, describe, ends, percent, rank_correlation
+from fastlr.experiments.continual.findings import (
+    PARTS,
+    brief,
+    describe,
+    ends,
+    percent,
+    rank_correlation,
+)
 from fastlr.experiments.continual.tables import definitions_sheet, hundred, label, setting
 from fastlr.experiments.runs import queue
 from fastlr.experiments.runs.records import Array, finite
@@ -37,7 +44,13 @@ HELPED = {"shrink": 0.8, "perturb": 0.03}
 RUNS: dict[str, dict[str, Any]] = {"as-it-is": {}, "shrink-and-perturb": HELPED}
 _LEVELS, _WIDTH = "▁▂▃▄▅▆▇█", 16  # of a curve in the terminal, and its characters
 _COLUMNS = ("", "accuracy", "", "redundancy, log", "", "")
-_IN_TABLE = ("local_redundancy", "dormant_ratio", "effective_rank", "weight_norm", "train_grad_norm")
+_IN_TABLE = (
+    "local_redundancy",
+    "dormant_ratio",
+    "effective_rank",
+    "weight_norm",
+    "train_grad_norm",
+)
 
 
 def run(
@@ -78,9 +91,7 @@ def run(
         "Local redundancy after each task, and how much of each task's random labels was learned. Thin: each task; thick, in "
         "long runs: running mean over 30.",
     )
-    lead = (
-        "Two runs of fastlr continual demo that differ in shrink and perturb; all their numbers: runs/*/records.jsonl."
-    )
+    lead = "Two runs of fastlr continual demo that differ in shrink and perturb; all their numbers: runs/*/records.jsonl."
     sheets = [_course_sheet(runs), definitions_sheet(runs)]
     numbers = {"findings": sentences, "runs": [str(run.path) for run in runs]}
     title = "A network loses its plasticity, and keeps it"
@@ -95,10 +106,14 @@ def run(
         numbers,
         screen=[],
     )
-    say.print("" if say.is_terminal else "\n")  # without a terminal the curves end without a line's end
+    say.print(
+        "" if say.is_terminal else "\n"
+    )  # without a terminal the curves end without a line's end
     for sentence in sentences:
         say.print(sentence + "\n", highlight=False)
-    say.print(f"[bold]{time.perf_counter() - began:.0f} s in all.[/] The chart, and the page to open in a browser:")
+    say.print(
+        f"[bold]{time.perf_counter() - began:.0f} s in all.[/] The chart, and the page to open in a browser:"
+    )
     say.print(f"   {report.figures[0][0]}", soft_wrap=True)
     say.print(f"   {report.page}", soft_wrap=True)
     return report
@@ -112,12 +127,18 @@ def findings(plain: ContinualRun, helped: ContinualRun) -> list[str]:
         helped: With shrink-and-perturb.
     """
     (first, last), (_, kept) = (map(finite, ends(run.accuracy)) for run in (plain, helped))
-    (begin, end), (_, kept_end) = (map(np.nanmedian, ends(run.measure("local_redundancy"))) for run in (plain, helped))
+    (begin, end), (_, kept_end) = (
+        map(np.nanmedian, ends(run.measure("local_redundancy"))) for run in (plain, helped)
+    )
     lost = last.mean() < first.mean() - 0.05
     return [
         f"As it is, the network learns {percent(first)} of the random labels in the first fifth of {len(plain)} tasks and "
         f"{percent(last)} in the last (guessing: {percent(np.array([1 / plain.options.get('random_classes', 10)]))}): "
-        + ("it has lost its plasticity." if lost else "that it loses its plasticity cannot be told from so few tasks."),
+        + (
+            "it has lost its plasticity."
+            if lost
+            else "that it loses its plasticity cannot be told from so few tasks."
+        ),
         f"Local redundancy, measured on synthetic images without any label of the tasks, goes from {brief(begin)} to "
         f"{brief(end)} (medians); against the accuracy of the task that comes next it has "
         f"{describe(rank_correlation([plain], 1))}.",
@@ -127,7 +148,9 @@ def findings(plain: ContinualRun, helped: ContinualRun) -> list[str]:
 
 
 def _introduce(say: Console, path: Path, options: Mapping[str, Any]) -> None:
-    say.print("[bold]Can a network still learn? Task after task it gets the same images with new random labels.")
+    say.print(
+        "[bold]Can a network still learn? Task after task it gets the same images with new random labels."
+    )
     say.print("Accuracy says how many it learned; local redundancy is measured without them.")
     if queue.is_many(path):
         say.print(f"{path} is there: going on with it (remove it to begin anew)", soft_wrap=True)
@@ -142,7 +165,9 @@ def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
     minutes = MinuteLog(Console(stderr=True))
 
     def listen(names: tuple[str, ...]) -> Any:
-        return lambda name, message: minutes.log(f"{name}: task {message['done']}") if "done" in message else None
+        return lambda name, message: (
+            minutes.log(f"{name}: task {message['done']}") if "done" in message else None
+        )
 
     runs = queue.Queue(DRIVER, path, "demo", listen)
     with Live(get_renderable=lambda: _curves(path, options), console=say, refresh_per_second=2):
@@ -152,7 +177,8 @@ def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
             outcome = runs.begin({name: {**options, **settings} for name, settings in RUNS.items()})
     if outcome.failed:
         failed = "; ".join(
-            f"{name}: {why} (log: {path / queue.LOGS / name}.txt)" for name, why in outcome.failed.items()
+            f"{name}: {why} (log: {path / queue.LOGS / name}.txt)"
+            for name, why in outcome.failed.items()
         )
         raise FastlrError(f"not all runs of the demo have ended well: {failed}")
 
@@ -167,7 +193,11 @@ def _curves(path: Path, options: Mapping[str, Any]) -> Table:
         table.add_column(column, no_wrap=True, justify="left" if column or not index else "right")
     runs = {name: _so_far(path / name) for name in RUNS}
     total = options.get("tasks", DRIVER.presets["demo"]["tasks"])
-    logarithms = {name: np.log10(run.measure("local_redundancy")) for name, run in runs.items() if run is not None}
+    logarithms = {
+        name: np.log10(run.measure("local_redundancy"))
+        for name, run in runs.items()
+        if run is not None
+    }
     known = finite(np.concatenate([*logarithms.values(), np.zeros(1)]))
     for name, run in runs.items():
         if run is None or not len(run):
@@ -200,7 +230,9 @@ def _curve(values: Array, total: int, low: float, high: float) -> str:
     The heights of the blocks lie between the values ``low`` and ``high``.
     """
     place = np.arange(len(values)) * _WIDTH // total
-    means = [finite(values[place == k]).mean() for k in range(_WIDTH) if len(finite(values[place == k]))]
+    means = [
+        finite(values[place == k]).mean() for k in range(_WIDTH) if len(finite(values[place == k]))
+    ]
     share = (np.array(means) - low) / ((high - low) or 1.0)
     return "".join(_LEVELS[int(np.clip(x, 0, 0.999) * len(_LEVELS))] for x in share)
 
@@ -221,7 +253,15 @@ def _course_sheet(runs: Sequence[ContinualRun]) -> Sheet:
     columns: Columns[tuple[ContinualRun, int, int]] = {
         "run": lambda part: part[0].name,
         "tasks": lambda part: f"{part[1]} to {part[2] - 1}",
-        "accuracy, %": lambda part: hundred(float(finite(part[0].accuracy[part[1] : part[2]]).mean())),
+        "accuracy, %": lambda part: hundred(
+            float(finite(part[0].accuracy[part[1] : part[2]]).mean())
+        ),
         **{label(name): partial(median, name) for name in _IN_TABLE},
     }
-    return Sheet.of("course", "By fifths of the runs", parts(), columns, ["Accuracy: mean; the measures: medians."])
+    return Sheet.of(
+        "course",
+        "By fifths of the runs",
+        parts(),
+        columns,
+        ["Accuracy: mean; the measures: medians."],
+    )

@@ -62,8 +62,18 @@ def examine() -> list[Finding]:
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("python", _python),
         ("torch", lambda: _package("torch", "nothing works without it", "pip install torch")),
-        ("torchvision", lambda: _package("torchvision", "no torchvision model names", "pip install torchvision")),
-        ("triton", lambda: _package("triton", "no GPU kernels: plain torch is used instead", "pip install triton")),
+        (
+            "torchvision",
+            lambda: _package(
+                "torchvision", "no torchvision model names", "pip install torchvision"
+            ),
+        ),
+        (
+            "triton",
+            lambda: _package(
+                "triton", "no GPU kernels: plain torch is used instead", "pip install triton"
+            ),
+        ),
         ("GPU", _gpu),
         ("C++ compiler", _compiler),
         ("nvcc", _nvcc),
@@ -92,7 +102,10 @@ def as_table(findings: list[Finding]) -> RenderableType:
         mark = Text("found", style="green") if finding.found else Text("missing", style="yellow")
         table.add_row(mark, finding.name, finding.detail)
         if not finding.found:
-            notes.add_row(finding.name, Text(finding.cost + (f"\n-> {finding.remedy}" if finding.remedy else "")))
+            notes.add_row(
+                finding.name,
+                Text(finding.cost + (f"\n-> {finding.remedy}" if finding.remedy else "")),
+            )
     title = Text(f"fastlr {_version('fastlr') or '(not installed)'}", style="bold")
     if not notes.row_count:
         return Group(title, table, Text(), Text("Nothing is missing."))
@@ -100,7 +113,9 @@ def as_table(findings: list[Finding]) -> RenderableType:
 
 
 def _python() -> Finding:
-    return Finding("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    return Finding(
+        "python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
 
 
 def _package(name: str, cost: str, remedy: str) -> Finding:
@@ -110,8 +125,12 @@ def _package(name: str, cost: str, remedy: str) -> Finding:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             return Finding(label, False, "not installed", cost, remedy)
-        return Finding(label, False, f"does not import: {first_line(error)}", cost, f"reinstall it: {remedy}")
-    return Finding(label, True, _version(label) or str(getattr(module, "__version__", "version unknown")))
+        return Finding(
+            label, False, f"does not import: {first_line(error)}", cost, f"reinstall it: {remedy}"
+        )
+    return Finding(
+        label, True, _version(label) or str(getattr(module, "__version__", "version unknown"))
+    )
 
 
 def _gpu() -> Finding:
@@ -119,7 +138,9 @@ def _gpu() -> Finding:
 
     cost = "estimates run on the CPU"
     if torch.version.cuda is None:
-        return Finding("GPU", False, "this torch was built without CUDA", cost, "install a CUDA build of torch")
+        return Finding(
+            "GPU", False, "this torch was built without CUDA", cost, "install a CUDA build of torch"
+        )
     if not torch.cuda.is_available():
         detail = f"torch (CUDA {torch.version.cuda}) sees no device"
         return Finding("GPU", False, detail, cost, "needs an NVIDIA GPU and its driver")
@@ -136,7 +157,13 @@ def _compiler() -> Finding:
         path = shutil.which(name)
         if path:
             return Finding("C++ compiler", True, path)
-    return Finding("C++ compiler", False, "none of c++, g++, clang++", "fastlr._C cannot be built", "install g++")
+    return Finding(
+        "C++ compiler",
+        False,
+        "none of c++, g++, clang++",
+        "fastlr._C cannot be built",
+        "install g++",
+    )
 
 
 def _nvcc() -> Finding:
@@ -147,7 +174,9 @@ def _nvcc() -> Finding:
         return Finding("nvcc", False, "not on PATH", cost, remedy)
     run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
     if run.returncode != 0:
-        return Finding("nvcc", False, f"{path} fails: {first_line(RuntimeError(run.stderr))}", cost, remedy)
+        return Finding(
+            "nvcc", False, f"{path} fails: {first_line(RuntimeError(run.stderr))}", cost, remedy
+        )
     release = re.search(r"release [^,\n]+", run.stdout)
     return Finding("nvcc", True, f"{path} ({release[0].strip()})" if release else path)
 
@@ -232,16 +261,28 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
     from fastlr import ops
 
     gpu = torch.cuda.is_available()
-    if not ops.has_triton() or not (gpu or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")):
-        why = "no GPU: the kernels run in Triton's interpreter only" if ops.has_triton() else "Triton is not installed"
+    if not ops.has_triton() or not (
+        gpu or os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    ):
+        why = (
+            "no GPU: the kernels run in Triton's interpreter only"
+            if ops.has_triton()
+            else "Triton is not installed"
+        )
         remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (float32 only, about a minute)"
         return [Finding("kernels", False, why, "they are not compared with plain torch", remedy)]
     if not gpu:
         repair_interpreter()
     device = torch.device("cuda" if gpu else "cpu")
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if gpu else (torch.float32,)
-    names = [name for name in ops.TABLE if "triton" in ops.backends(name) and (only is None or name in only)]
-    calls = [(name, device, dtype, "triton", 1 if gpu else 10) for name in names for dtype in dtypes]
+    names = [
+        name
+        for name in ops.TABLE
+        if "triton" in ops.backends(name) and (only is None or name in only)
+    ]
+    calls = [
+        (name, device, dtype, "triton", 1 if gpu else 10) for name in names for dtype in dtypes
+    ]
     # Triton compiles outside of Python's lock: most of a first call. The interpreter works in one thread alone.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1) if gpu else 1) as threads:
         return list(threads.map(lambda call: small_calls(*call), calls))
@@ -269,7 +310,9 @@ def small_calls(
     if name.startswith("shape_images"):
         images = [{**options, "dtype": dtype} for options in kernel_cases.IMAGES]
         try:
-            wrong = [str(options["size"]) for options in images if not ops.images_agree(device, options)]
+            wrong = [
+                str(options["size"]) for options in images if not ops.images_agree(device, options)
+            ]
         except Exception as error:
             wrong = [_described(error)]
         return _compared(title, len(images), wrong, 0.0)
@@ -281,19 +324,27 @@ def small_calls(
             result = ops.get(name, backend)(*given)
             if result is NotImplemented:
                 continue
-            deviation = kernel_checks.compared(ops.get(name, backend), twin, given, ops.SAMPLES[name], result)
+            deviation = kernel_checks.compared(
+                ops.get(name, backend), twin, given, ops.SAMPLES[name], result
+            )
         except Exception as error:  # a kernel that does not compile or run is a finding
             wrong.append(f"{case} ({_described(error)})")
             continue
         count, worst = count + 1, max(worst, deviation.share)
         if deviation.share > 1:
             wrong.append(f"{case} (off by {deviation.relative:.2g})")
-    return _compared(title, count, wrong, worst, "plain torch" if backend == "triton" else "the definition")
+    return _compared(
+        title, count, wrong, worst, "plain torch" if backend == "triton" else "the definition"
+    )
 
 
-def _compared(title: str, count: int, wrong: list[str], worst: float, truth: str = "plain torch") -> Finding:
+def _compared(
+    title: str, count: int, wrong: list[str], worst: float, truth: str = "plain torch"
+) -> Finding:
     if not wrong:
-        return Finding(title, True, f"{count} calls as {truth}, at most {worst:.2g} of the deviation allowed")
+        return Finding(
+            title, True, f"{count} calls as {truth}, at most {worst:.2g} of the deviation allowed"
+        )
     cost = "plain torch serves where a first call shows it, slower"
     return Finding(title, False, f"wrong: {', '.join(wrong)}", cost, "please report this table")
 

@@ -15,15 +15,24 @@ from fastlr.errors import InputError
 
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="An option of the run, such as seed=3; may be repeated."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="An option of the run, such as seed=3; may be repeated."
+    ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the run, or runs, in the folder.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run, or runs, in the folder.")
+]
 TensorBoard = Annotated[
-    bool, typer.Option("--tensorboard", help="Also write the records for TensorBoard, in the run's folder.")
+    bool,
+    typer.Option(
+        "--tensorboard", help="Also write the records for TensorBoard, in the run's folder."
+    ),
 ]
 
 
-def experiment_command(name: str, summary: str, presets: str, **extra: tuple[type, str]) -> Callable[..., None]:
+def experiment_command(
+    name: str, summary: str, presets: str, **extra: tuple[type, str]
+) -> Callable[..., None]:
     """Return the function that typer turns into the command of an experiment, by its signature.
 
     Args:
@@ -37,21 +46,32 @@ def experiment_command(name: str, summary: str, presets: str, **extra: tuple[typ
         *,
         preset: str | None = None,
         out: Annotated[
-            Path | None, typer.Option(help="Folder of the run, new or empty (with --resume, the run's).")
+            Path | None,
+            typer.Option(help="Folder of the run, new or empty (with --resume, the run's)."),
         ] = None,
         settings: Settings = None,
-        seed: Annotated[int | None, typer.Option(help="Of all that is random: --set seed=.")] = None,
+        seed: Annotated[
+            int | None, typer.Option(help="Of all that is random: --set seed=.")
+        ] = None,
         seeds: Annotated[
-            int | None, typer.Option(help="Run so many seeds, from --seed on, each in a folder of its own in --out.")
+            int | None,
+            typer.Option(
+                help="Run so many seeds, from --seed on, each in a folder of its own in --out."
+            ),
         ] = None,
         at_once: Annotated[
             int | None,
-            typer.Option(help="With --seeds: how many at a time; else 4 a GPU, or one a core with one thread."),
+            typer.Option(
+                help="With --seeds: how many at a time; else 4 a GPU, or one a core with one thread."
+            ),
         ] = None,
         resume: Resume = False,
         tensorboard: TensorBoard = False,
         options: Annotated[
-            bool, typer.Option("--options", help="Print every option, its value and its choices; run nothing.")
+            bool,
+            typer.Option(
+                "--options", help="Print every option, its value and its choices; run nothing."
+            ),
         ] = False,
         **named: Any,
     ) -> None:
@@ -60,9 +80,20 @@ def experiment_command(name: str, summary: str, presets: str, **extra: tuple[typ
 
         driver, inputs = find_driver(name), named.pop("inputs", None)
         if inputs is not None:
-            if out is not None or resume or seeds is not None or at_once is not None or tensorboard or options:
-                raise InputError("--inputs measures a model and prints the result: it goes with --set and --seed alone")
-            return _print_capacity(preset, inputs, given_settings(driver.options, settings, seed=seed, **named))
+            if (
+                out is not None
+                or resume
+                or seeds is not None
+                or at_once is not None
+                or tensorboard
+                or options
+            ):
+                raise InputError(
+                    "--inputs measures a model and prints the result: it goes with --set and --seed alone"
+                )
+            return _print_capacity(
+                preset, inputs, given_settings(driver.options, settings, seed=seed, **named)
+            )
         with joined() as members:  # all processes of torchrun, or this one
             given = given_settings(driver.options, settings, seed=seed, **named)
             if options:
@@ -75,8 +106,13 @@ def experiment_command(name: str, summary: str, presets: str, **extra: tuple[typ
             request.carry_out(is_first_rank=members.rank == 0)
 
     kinds = {"preset": Annotated[str | None, typer.Argument(help=presets)]}
-    kinds |= {key: Annotated[kind | None, typer.Option(help=text)] for key, (kind, text) in extra.items()}
-    parameters = [Parameter(key, Parameter.KEYWORD_ONLY, default=None, annotation=kind) for key, kind in kinds.items()]
+    kinds |= {
+        key: Annotated[kind | None, typer.Option(help=text)] for key, (kind, text) in extra.items()
+    }
+    parameters = [
+        Parameter(key, Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for key, kind in kinds.items()
+    ]
     shared = signature(run, eval_str=True).parameters.values()
     parameters += [parameter for parameter in shared if parameter.name not in ("preset", "named")]
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -124,46 +160,81 @@ def _print_capacity(model: str | None, inputs: str, given: dict[str, Any]) -> No
 
     fitting = "n classes size context channels epochs learning_rate model_kwargs device threads seed".split()
     if model is None or (unfit := sorted(given.keys() - set(fitting))):
-        raise InputError("--inputs wants a model" if model is None else f"--inputs does not go with {', '.join(unfit)}")
+        raise InputError(
+            "--inputs wants a model"
+            if model is None
+            else f"--inputs does not go with {', '.join(unfit)}"
+        )
     options = MemorizeOptions(**{"n": 1024, "size": 32, "epochs": 1000, **given})
-    source, device = inputs_of(inputs, options.size, options.context, options.channels), choose_device(options)
+    source, device = (
+        inputs_of(inputs, options.size, options.context, options.channels),
+        choose_device(options),
+    )
     torch.manual_seed(options.seed)
-    net = load_model(model, num_classes=given.get("classes"), kwargs=options.model_kwargs).to(device)
+    net = load_model(model, num_classes=given.get("classes"), kwargs=options.model_kwargs).to(
+        device
+    )
     found = memorization_capacity(
-        net, source, options.n, steps=options.epochs, learning_rate=options.learning_rate, seed=options.seed
+        net,
+        source,
+        options.n,
+        steps=options.epochs,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
     )
     about = found.details
     share = "" if about["share"] is None else f", {100 * about['share']:.1f} % of the labels'"
     value = pm(float(found), about["stderr"])
-    print(f"{value} bits a parameter: {about['bits']:,.0f} bits{share}, {about['parameters']:,} parameters")
+    print(
+        f"{value} bits a parameter: {about['bits']:,.0f} bits{share}, {about['parameters']:,} parameters"
+    )
     print(f"{found.definition}; {options.n} {inputs}, seed {options.seed}")
 
 
 def sweep(
     driver: Annotated[str, typer.Argument(help="continual, memorize or transfer.")],
-    preset: Annotated[str | None, typer.Argument(help="Of the driver; without it, its first.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the runs, new or empty (with --resume, theirs).")] = None,
+    preset: Annotated[
+        str | None, typer.Argument(help="Of the driver; without it, its first.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs, new or empty (with --resume, theirs).")
+    ] = None,
     settings: Settings = None,
     grids: Annotated[
         list[str] | None,
-        typer.Option("--grid", metavar="KEY=V1,V2,...", help="Values of an option; all combinations if repeated."),
+        typer.Option(
+            "--grid",
+            metavar="KEY=V1,V2,...",
+            help="Values of an option; all combinations if repeated.",
+        ),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Seeds of each configuration, from --set seed= on.")] = None,
-    at_once: Annotated[int | None, typer.Option(help="Runs at a time; else as many as there is room for.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="Seeds of each configuration, from --set seed= on.")
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(help="Runs at a time; else as many as there is room for.")
+    ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="Run on Ray: a cluster of this machine, unless --address.")
     ] = False,
     address: Annotated[
         str | None,
-        typer.Option(help="With --ray: an existing cluster, HOST:PORT or auto; its nodes must share --out."),
+        typer.Option(
+            help="With --ray: an existing cluster, HOST:PORT or auto; its nodes must share --out."
+        ),
     ] = None,
     gpus: Annotated[
         float | None,
-        typer.Option("--gpus-per-run", help="With --ray: 0.25 puts four on a GPU; else 1 if there are any."),
+        typer.Option(
+            "--gpus-per-run", help="With --ray: 0.25 puts four on a GPU; else 1 if there are any."
+        ),
     ] = None,
-    cpus: Annotated[float | None, typer.Option("--cpus-per-run", help="With --ray; else as many as threads.")] = None,
+    cpus: Annotated[
+        float | None, typer.Option("--cpus-per-run", help="With --ray; else as many as threads.")
+    ] = None,
     retries: Annotated[
-        int | None, typer.Option(help="With --ray: how often a run goes on after its worker was lost; else 3.")
+        int | None,
+        typer.Option(help="With --ray: how often a run goes on after its worker was lost; else 3."),
     ] = None,
     resume: Resume = False,
     tensorboard: TensorBoard = False,
@@ -181,10 +252,21 @@ def sweep(
             raise InputError(f"--grid {key}= and --set {key}= are both given: leave one out")
     if out is None:
         raise InputError("give --out, the folder of the runs")
-    for_ray = {"--address": address, "--gpus-per-run": gpus, "--cpus-per-run": cpus, "--retries": retries}
+    for_ray = {
+        "--address": address,
+        "--gpus-per-run": gpus,
+        "--cpus-per-run": cpus,
+        "--retries": retries,
+    }
     for option, value in for_ray.items():
         if value is not None and not ray:
             raise InputError(f"{option} goes with --ray")
     tries = RETRIES if retries is None else retries
-    with connect(address, at_once, cpus=cpus, gpus=gpus, retries=tries) if ray else nullcontext() as cluster:
-        RunRequest(kind, preset, out, given, resume, tensorboard, seeds, at_once, values, cluster).carry_out_many()
+    with (
+        connect(address, at_once, cpus=cpus, gpus=gpus, retries=tries)
+        if ray
+        else nullcontext() as cluster
+    ):
+        RunRequest(
+            kind, preset, out, given, resume, tensorboard, seeds, at_once, values, cluster
+        ).carry_out_many()

@@ -68,18 +68,29 @@ def _version_and_exit(value: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_version_and_exit, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_version_and_exit, is_eager=True, help="Print the version."
+        ),
     ] = False,
-    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="On errors, print the traceback.")
+    ] = False,
 ) -> None:
     global _show_traceback
     _show_traceback |= show_traceback
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(help="A torchvision or timm name, or package.module:function.")],
-    checkpoint: Annotated[Path | None, typer.Option(help="State dict: .pt, .pth or .safetensors.")] = None,
-    weights: Annotated[str | None, typer.Option(help="Published weights (downloads them), such as DEFAULT.")] = None,
+    model: Annotated[
+        str, typer.Argument(help="A torchvision or timm name, or package.module:function.")
+    ],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="State dict: .pt, .pth or .safetensors.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Published weights (downloads them), such as DEFAULT.")
+    ] = None,
     classes: Classes = None,
     model_kwargs: ModelKwargs = "{}",
     inputs: InputsName = "shapes",
@@ -87,21 +98,37 @@ def estimate(
     length: Length = 512,
     features: Features = 7,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of synthetic inputs.")] = 5000,
-    target_rel_stderr: Annotated[float | None, typer.Option(help="Go on until stderr/value is this small.")] = None,
+    target_rel_stderr: Annotated[
+        float | None, typer.Option(help="Go on until stderr/value is this small.")
+    ] = None,
     min_n: Annotated[int, typer.Option(help="With --target-rel-stderr: the fewest inputs.")] = 512,
-    max_n: Annotated[int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else -n.")] = None,
+    max_n: Annotated[
+        int | None, typer.Option(help="With --target-rel-stderr: the most inputs; else -n.")
+    ] = None,
     probe: ProbeName = "rademacher",
     predictive: PredictiveName = "auto",
     sigma: Sigma = 1.0,
     batch_size: BatchSize = None,
-    seed: Annotated[int, typer.Option(help="Of the inputs, the probes and the initial parameters.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the inputs, the probes and the initial parameters.")
+    ] = 0,
     dtype: DtypeName = "fp32",
     device: DeviceName = None,
-    json_file: Annotated[str | None, typer.Option("--json", help="Write the result here; - is stdout, alone.")] = None,
-    save_images: Annotated[Path | None, typer.Option(help="Picture of the first synthetic images.")] = None,
-    per_layer: Annotated[Path | None, typer.Option(help="Chart of each layer's share (.png, .pdf, .svg).")] = None,
-    support: Annotated[bool, typer.Option("--support", help="Also print how each parameter is handled.")] = False,
-    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the result here; - is stdout, alone.")
+    ] = None,
+    save_images: Annotated[
+        Path | None, typer.Option(help="Picture of the first synthetic images.")
+    ] = None,
+    per_layer: Annotated[
+        Path | None, typer.Option(help="Chart of each layer's share (.png, .pdf, .svg).")
+    ] = None,
+    support: Annotated[
+        bool, typer.Option("--support", help="Also print how each parameter is handled.")
+    ] = False,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="On errors, print the traceback.")
+    ] = False,
 ) -> None:
     """Measure the local redundancy of MODEL on synthetic inputs.
 
@@ -127,7 +154,9 @@ def estimate(
         place = device_of(local_device(device) if members.size > 1 else device)
         source = inputs_of(inputs, size, length, features)
         torch.manual_seed(seed)
-        net = load_model(model, weights=weights, checkpoint=checkpoint, num_classes=classes, kwargs=kwargs)
+        net = load_model(
+            model, weights=weights, checkpoint=checkpoint, num_classes=classes, kwargs=kwargs
+        )
         net = net.to(place).eval()
 
         if support and members.rank == 0:
@@ -137,7 +166,11 @@ def estimate(
             record.save_images(save_images, source, seed=seed)
             out.print(f"images: {save_images}", highlight=False, soft_wrap=True)
 
-        with record.progress_bar(model, max_n or n) if members.rank == 0 else nullcontext(False) as progress:
+        with (
+            record.progress_bar(model, max_n or n)
+            if members.rank == 0
+            else nullcontext(False) as progress
+        ):
             result = fastlr.estimate(
                 net,
                 source,
@@ -178,7 +211,9 @@ def estimate(
 
 
 def doctor(
-    kernels: Annotated[bool, typer.Option("--kernels", help="Also hold every GPU kernel to plain torch.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Also hold every GPU kernel to plain torch.")
+    ] = False,
 ) -> None:
     """Say what fastlr finds on this machine, what is missing, what that costs and the remedy."""
     from fastlr.cli.doctor import print_findings
@@ -188,7 +223,9 @@ def doctor(
 
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for what it makes.")] = Path("demo-output"),
-    seed: Annotated[int, typer.Option(help="Of the network, the labels, the training and the inputs.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the network, the labels, the training and the inputs.")
+    ] = 0,
 ) -> None:
     """Show a network lose its plasticity, and keep it: two runs, their curves, one page.
 
@@ -201,10 +238,16 @@ def demo(
 
 def bench(
     device: DeviceName = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One small network, a few seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One small network, a few seconds.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record here.")] = None,
-    compare: Annotated[tuple[Path, Path] | None, typer.Option(help="Only compare two records, A.json B.json.")] = None,
-    show_traceback: Annotated[bool, typer.Option("--traceback", help="On errors, print the traceback.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Only compare two records, A.json B.json.")
+    ] = None,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="On errors, print the traceback.")
+    ] = False,
 ) -> None:
     """Measure speed beside plain passes, correctness first (two minutes on a CPU).
 
@@ -218,7 +261,20 @@ def bench(
 
 
 # In the order of the help: what a newcomer types, what runs for long, what reads its results.
-for command in (estimate, rank, demo, doctor, bench, continual, transfer, memorize, sweep, report, cost, ablate):
+for command in (
+    estimate,
+    rank,
+    demo,
+    doctor,
+    bench,
+    continual,
+    transfer,
+    memorize,
+    sweep,
+    report,
+    cost,
+    ablate,
+):
     app.command()(command)
 app.add_typer(data_commands, name="data")
 
@@ -253,7 +309,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise KeyboardInterrupt
 
         # Ranks keep the default: one that waits for others within torch would not end by an exception of Python's.
-        takes_term = term is signal.SIG_DFL and "RANK" not in os.environ and current_thread() is main_thread()
+        takes_term = (
+            term is signal.SIG_DFL
+            and "RANK" not in os.environ
+            and current_thread() is main_thread()
+        )
         if takes_term:
             signal.signal(signal.SIGTERM, interrupt)
         try:

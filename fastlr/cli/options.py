@@ -13,19 +13,26 @@ DTYPES = ("fp32", "bf16", "fp16")
 PREDICTIVES = ("auto", "categorical", "bernoulli", "gaussian")
 PROBES = ("rademacher", "sampled", "exact", "batch")
 
-Classes = Annotated[int | None, typer.Option(help="Size of the model's output; without it, its own.")]
+Classes = Annotated[
+    int | None, typer.Option(help="Size of the model's output; without it, its own.")
+]
 ModelKwargs = Annotated[str, typer.Option(help="Further arguments of the model, a JSON object.")]
-InputsName = Annotated[str, typer.Option("--inputs", help="shapes, noise, series, or package.module:function.")]
+InputsName = Annotated[
+    str, typer.Option("--inputs", help="shapes, noise, series, or package.module:function.")
+]
 Size = Annotated[int, typer.Option(help="Height and width of images.")]
 Length = Annotated[int, typer.Option(help="Time steps of --inputs series.")]
 Features = Annotated[int, typer.Option(help="Features of --inputs series.")]
 ProbeName = Annotated[str, typer.Option("--probe", help=", ".join(PROBES) + ".")]
 PredictiveName = Annotated[str, typer.Option("--predictive", help=", ".join(PREDICTIVES) + ".")]
 Sigma = Annotated[float, typer.Option(help="Standard deviation, with --predictive gaussian.")]
-BatchSize = Annotated[int | None, typer.Option(help="Inputs at a time; without it, by free memory.")]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Inputs at a time; without it, by free memory.")
+]
 DtypeName = Annotated[str, typer.Option("--dtype", help="fp32, or autocast to bf16 or fp16.")]
 DeviceName = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda, cuda:1; without it, a GPU if there is one.")
+    str | None,
+    typer.Option("--device", help="cpu, cuda, cuda:1; without it, a GPU if there is one."),
 ]
 
 
@@ -79,12 +86,16 @@ def inputs_of(name: str, size: int, length: int, features: int) -> Any:
     if name == "series":
         return fastlr.GaussianSeries(length=length, features=features)
     if ":" not in name:
-        raise InputError(f"--inputs {name}: choose shapes, noise, series, or package.module:function for your own")
+        raise InputError(
+            f"--inputs {name}: choose shapes, noise, series, or package.module:function for your own"
+        )
     from fastlr.models.loading import call_factory
 
     source = call_factory(name)
     if not hasattr(source, "batch"):
-        raise InputError(f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, stop, ...)")
+        raise InputError(
+            f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, stop, ...)"
+        )
     return source
 
 
@@ -127,4 +138,6 @@ def predictive_of(name: str, sigma: float, series: bool = False) -> Any:
         return fastlr.Gaussian(sigma=sigma)
     if sigma != 1:
         raise InputError(f"--sigma goes with --predictive gaussian, not {name}")
-    return {"auto": None, "categorical": fastlr.Categorical(), "bernoulli": fastlr.Bernoulli()}[name]
+    return {"auto": None, "categorical": fastlr.Categorical(), "bernoulli": fastlr.Bernoulli()}[
+        name
+    ]

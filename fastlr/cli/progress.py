@@ -60,10 +60,14 @@ class RunBoard:
         self.driver, self.out = driver, out
         self.console = Console(stderr=True)
         columns = _columns(10, Column(no_wrap=True, overflow="ellipsis", ratio=1))
-        self.bar = Bar(*columns, console=self.console, disable=not self.console.is_terminal, expand=True)
+        self.bar = Bar(
+            *columns, console=self.console, disable=not self.console.is_terminal, expand=True
+        )
         self.minutes = MinuteLog(self.console)
         self.rows: dict[str, _Row] = {}  # of the runs under way
-        self.shares: dict[str, tuple[float, float]] = {}  # of each run: share done at its first report, and now
+        self.shares: dict[
+            str, tuple[float, float]
+        ] = {}  # of each run: share done at its first report, and now
         self.ended = self.failed = 0
 
     def __enter__(self) -> RunBoard:
@@ -95,7 +99,9 @@ class RunBoard:
             self.ended += 1
             if message["error"] is not None:
                 self.failed += 1
-                self._print(f"{name} failed: {message['error']} (log: {self.out / 'logs' / name}.txt)")
+                self._print(
+                    f"{name} failed: {message['error']} (log: {self.out / 'logs' / name}.txt)"
+                )
         elif "done" in message:
             row = self.rows[name]
             share = (message["done"] + message["part"]) / message["total"]
@@ -109,7 +115,9 @@ class RunBoard:
         before = sum(start for start, _ in self.shares.values())
         now = sum(share for _, share in self.shares.values())
         left = self.clock.left(now - before, runs - before)
-        text = _joined(f"{self.failed} failed" if self.failed else "", _time_left(left if now < runs else None))
+        text = _joined(
+            f"{self.failed} failed" if self.failed else "", _time_left(left if now < runs else None)
+        )
         self.bar.update(self.whole, completed=now, at=f"{self.ended}/{runs}", text=text)
         self.minutes.log(_joined(f"{self.ended}/{runs} runs ended", f"{now / runs:.0%} done", text))
 
@@ -147,10 +155,14 @@ class _Row:
 
         A measure that is empty stays as it was.
         """
-        self.measures.update({name: value or self.measures.get(name, "") for name, value in measures.items()})
+        self.measures.update(
+            {name: value or self.measures.get(name, "") for name, value in measures.items()}
+        )
         values = [f"{name} {value}" for name, value in self.measures.items() if value]
         text = _joined(*values, _time_left(self.clock.left(done + part, total)))
-        self.bar.update(self.task, completed=done + part, total=total, at=f"{done}/{total}", text=text)
+        self.bar.update(
+            self.task, completed=done + part, total=total, at=f"{done}/{total}", text=text
+        )
         return text
 
 
@@ -188,7 +200,11 @@ def duration(seconds: float) -> str:
         ('1 min 0 s', '1 h 1 min', '2 d 7 h')
     """
     whole = math.ceil(seconds)
-    for size, name, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for size, name, below, small in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if whole >= size:
             return f"{whole // size} {name} {whole % size // below} {small}"
     return f"{whole} s"

@@ -41,17 +41,27 @@ if TYPE_CHECKING:
 
     from fastlr.display.sheets import Sheet
 
-RunFolders = Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold several.")]
-Pool = Annotated[bool, typer.Option("--pool", help="Also pool runs that differ in more than their seed.")]
+RunFolders = Annotated[
+    list[Path], typer.Argument(help="Run folders, or folders that hold several.")
+]
+Pool = Annotated[
+    bool, typer.Option("--pool", help="Also pool runs that differ in more than their seed.")
+]
 CsvFile = Annotated[Path | None, typer.Option("--csv", help="Also write the table here.")]
-MODEL = typer.Option(help="Of the checkpoints: a torchvision or timm name, or package.module:function.")
+MODEL = typer.Option(
+    help="Of the checkpoints: a torchvision or timm name, or package.module:function."
+)
 
 
 def report(
     runs: RunFolders,
-    out: Annotated[Path | None, typer.Option(help="Folder of the report; without it, report in RUNS.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the report; without it, report in RUNS.")
+    ] = None,
     figures: Annotated[str, typer.Option(help="png or none.")] = "png",
-    bootstrap: Annotated[int, typer.Option(help="Resamples behind each standard error of continual runs.")] = 1000,
+    bootstrap: Annotated[
+        int, typer.Option(help="Resamples behind each standard error of continual runs.")
+    ] = 1000,
     seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
     pool: Pool = False,
 ) -> None:
@@ -75,7 +85,9 @@ def report(
     elif driver == "continual":
         from fastlr.experiments.continual.report import write_report
 
-        written = write_report(runs, out, figures=figures, resamples=bootstrap, seed=seed, pool=pool)
+        written = write_report(
+            runs, out, figures=figures, resamples=bootstrap, seed=seed, pool=pool
+        )
     else:
         raise InputError(f"there is no report for runs of fastlr {driver}")
     written.show()
@@ -92,7 +104,10 @@ def cost(runs: RunFolders, csv_file: CsvFile = None, pool: Pool = False) -> None
 
 def ablate(
     sources: Annotated[
-        list[Path], typer.Argument(metavar="SOURCES...", help="Run folders; with --model, checkpoints, in their order.")
+        list[Path],
+        typer.Argument(
+            metavar="SOURCES...", help="Run folders; with --model, checkpoints, in their order."
+        ),
     ],
     model: Annotated[str | None, MODEL] = None,
     real: Annotated[
@@ -102,7 +117,10 @@ def ablate(
             ".pt, .npy or .safetensors file; or a .csv series."
         ),
     ] = None,
-    n: Annotated[int, typer.Option("--n", "-n", help="Inputs of each kind (real ones: as many as there are).")] = 1000,
+    n: Annotated[
+        int,
+        typer.Option("--n", "-n", help="Inputs of each kind (real ones: as many as there are)."),
+    ] = 1000,
     classes: Classes = None,
     model_kwargs: ModelKwargs = "{}",
     context: Annotated[int, typer.Option(help="Rows of a window of a .csv series.")] = 512,
@@ -112,12 +130,17 @@ def ablate(
     dtype: DtypeName = "fp32",
     device: DeviceName = None,
     seed: Annotated[int, typer.Option(help="Of inputs, probes and resamples.")] = 0,
-    bootstrap: Annotated[int, typer.Option(help="Resamples behind the standard error of r.")] = 1000,
+    bootstrap: Annotated[
+        int, typer.Option(help="Resamples behind the standard error of r.")
+    ] = 1000,
     csv_file: CsvFile = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="With --model: write every estimate with all digits here.")
+        Path | None,
+        typer.Option("--json", help="With --model: write every estimate with all digits here."),
     ] = None,
-    figure: Annotated[Path | None, typer.Option(help="With --model: draw the curves (.png, .pdf, .svg).")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="With --model: draw the curves (.png, .pdf, .svg).")
+    ] = None,
     pool: Pool = False,
 ) -> None:
     """Compare local redundancy on synthetic inputs with that on real ones.
@@ -136,14 +159,21 @@ def ablate(
     from fastlr.experiments.continual.tables import ablation_sheet, with_setting
 
     if model is None:
-        for option, value in (("real", real), ("json", json_file), ("figure", figure), ("classes", classes)):
+        for option, value in (
+            ("real", real),
+            ("json", json_file),
+            ("figure", figure),
+            ("classes", classes),
+        ):
             if value is not None:
                 raise InputError(
                     f"--{option} goes with --model MODEL --real DATA, which measure checkpoints: leave it out for RUNS"
                 )
         for path in sources:
             if path.is_file():
-                raise InputError(f"{path} is no run folder; a checkpoint is measured by --model MODEL --real DATA")
+                raise InputError(
+                    f"{path} is no run folder; a checkpoint is measured by --model MODEL --real DATA"
+                )
         runs = read_runs(sources, pool=pool)
         agreements = agreement(runs, resamples=bootstrap, seed=seed)
         print_sheets(with_setting([ablation_sheet(agreements)], runs), csv_file)
@@ -151,12 +181,25 @@ def ablate(
     if real is None:
         raise InputError("--model wants --real DATA, the real inputs to compare with")
     check_folders(csv=csv_file, json=json_file, figure=figure)
-    settings: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "dtype": autocast_dtype(dtype)}
+    settings: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seed": seed,
+        "dtype": autocast_dtype(dtype),
+    }
     place, kwargs = device_of(device), kwargs_of(model_kwargs)
 
     from fastlr.display.record import machine, progress_bar, write_json
-    from fastlr.experiments.checkpoints.ablation import REAL, as_run, measure_checkpoints, real_inputs
-    from fastlr.experiments.checkpoints.ablation_tables import CONSTANT, checkpoints_sheet, few_checkpoints
+    from fastlr.experiments.checkpoints.ablation import (
+        REAL,
+        as_run,
+        measure_checkpoints,
+        real_inputs,
+    )
+    from fastlr.experiments.checkpoints.ablation_tables import (
+        CONSTANT,
+        checkpoints_sheet,
+        few_checkpoints,
+    )
     from fastlr.experiments.continual.figures import ablation_curves
     from fastlr.models import load_model
 
@@ -167,13 +210,20 @@ def ablate(
     run = as_run(measured)
     agreements = agreement([run], REAL, resamples=bootstrap, seed=seed)
     kind, probe = measured[0][REAL].predictive, measured[0][REAL].probe
-    notes = [f"Real inputs: {data.count} {data.what}. Predictive {kind}, probe {probe}, seed {seed}.", data.note]
+    notes = [
+        f"Real inputs: {data.count} {data.what}. Predictive {kind}, probe {probe}, seed {seed}.",
+        data.note,
+    ]
     paths = [str(path) for path in sources]
     print_sheets(
         [
             checkpoints_sheet(paths, measured, [*filter(None, notes)]),
             ablation_sheet(
-                agreements, "real inputs", "checkpoints", CONSTANT, [*filter(None, [few_checkpoints(len(sources))])]
+                agreements,
+                "real inputs",
+                "checkpoints",
+                CONSTANT,
+                [*filter(None, [few_checkpoints(len(sources))])],
             ),
         ],
         csv_file,
@@ -184,10 +234,18 @@ def ablate(
     if json_file is not None:
         record = {
             "model": model,
-            "real": {"source": str(real), "inputs": data.what, "count": data.count, "note": data.note},
+            "real": {
+                "source": str(real),
+                "inputs": data.what,
+                "count": data.count,
+                "note": data.note,
+            },
             "machine": machine(),
             "checkpoints": [
-                {"checkpoint": path, **{name: estimate.to_dict() for name, estimate in estimates.items()}}
+                {
+                    "checkpoint": path,
+                    **{name: estimate.to_dict() for name, estimate in estimates.items()},
+                }
                 for path, estimates in zip(paths, measured)
             ],
             "agreement": [vars(one) for one in agreements],
@@ -197,7 +255,9 @@ def ablate(
 
 
 def rank(
-    checkpoints: Annotated[list[Path], typer.Argument(metavar="CHECKPOINTS...", help="State dicts, two or more.")],
+    checkpoints: Annotated[
+        list[Path], typer.Argument(metavar="CHECKPOINTS...", help="State dicts, two or more.")
+    ],
     model: Annotated[str, MODEL],
     model_kwargs: ModelKwargs = "{}",
     classes: Classes = None,
@@ -205,7 +265,9 @@ def rank(
     size: Size = 224,
     length: Length = 512,
     features: Features = 7,
-    n: Annotated[int, typer.Option("--n", "-n", help="Synthetic inputs, the same for all checkpoints.")] = 1000,
+    n: Annotated[
+        int, typer.Option("--n", "-n", help="Synthetic inputs, the same for all checkpoints.")
+    ] = 1000,
     by: Annotated[
         str,
         typer.Option(
@@ -214,11 +276,19 @@ def rank(
         ),
     ] = "local_redundancy",
     source: Annotated[
-        str | None, typer.Option(help="What the checkpoints were trained on: an image store, or a .csv series.")
+        str | None,
+        typer.Option(
+            help="What the checkpoints were trained on: an image store, or a .csv series."
+        ),
     ] = None,
-    target: Annotated[str | None, typer.Option(help="What they shall be trained on next, likewise.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="What they shall be trained on next, likewise.")
+    ] = None,
     head: Annotated[
-        str | None, typer.Option(help="Part that a linear probe draws anew; without it head, or the last linear layer.")
+        str | None,
+        typer.Option(
+            help="Part that a linear probe draws anew; without it head, or the last linear layer."
+        ),
     ] = None,
     predictive: PredictiveName = "auto",
     sigma: Sigma = 1.0,
@@ -227,8 +297,12 @@ def rank(
     device: DeviceName = None,
     seed: Annotated[int, typer.Option(help="Of the inputs and the probes.")] = 0,
     csv_file: CsvFile = None,
-    json_file: Annotated[str | None, typer.Option("--json", help="Write everything here; - is stdout, alone.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Draw the ranking (.png, .pdf, .svg).")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write everything here; - is stdout, alone.")
+    ] = None,
+    figure: Annotated[
+        Path | None, typer.Option(help="Draw the ranking (.png, .pdf, .svg).")
+    ] = None,
 ) -> None:
     """Rank CHECKPOINTS by local redundancy, and say whether the best can be told from the next.
 
@@ -236,7 +310,11 @@ def rank(
     --by sets the paper's other strategies of selection beside it (Table 3).
     """
     check_folders(csv=csv_file, json=json_file, figure=figure)
-    options: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "dtype": autocast_dtype(dtype)}
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seed": seed,
+        "dtype": autocast_dtype(dtype),
+    }
     options["predictive"] = predictive_of(predictive, sigma, inputs == "series")
     kwargs, place = kwargs_of(model_kwargs), device_of(device)
     synthetic = inputs_of(inputs, size, length, features)
@@ -244,14 +322,25 @@ def rank(
     from fastlr.display.record import machine, progress_bar, write_json
     from fastlr.experiments.checkpoints.measure import existing, measure_each
     from fastlr.experiments.checkpoints.ranking import ranking
-    from fastlr.experiments.checkpoints.ranking_report import ranking_chart, ranking_record, ranking_sheet
-    from fastlr.experiments.checkpoints.strategies import Strategies, picks, strategies_sheet, wanted
+    from fastlr.experiments.checkpoints.ranking_report import (
+        ranking_chart,
+        ranking_record,
+        ranking_sheet,
+    )
+    from fastlr.experiments.checkpoints.strategies import (
+        Strategies,
+        picks,
+        strategies_sheet,
+        wanted,
+    )
     from fastlr.models import load_model
 
     paths = existing(checkpoints, 2, "a ranking needs at least two")
     strategies = wanted(by, {"source": source, "target": target})
     if len(strategies) > 1 and dtype == "fp16":
-        raise InputError("--dtype fp16 goes with local_redundancy alone: choose fp32 or bf16 for --by")
+        raise InputError(
+            "--dtype fp16 goes with local_redundancy alone: choose fp32 or bf16 for --by"
+        )
     if head is not None and target is None:
         raise InputError("--head goes with --by linear_probe")
 
@@ -260,26 +349,42 @@ def rank(
 
     net = make(None).to(place).eval()
     data: dict[str, Any] = {"source": source, "target": target, "context": length, "head": head}
-    others = Strategies(net, make, strategies, **data, dtype=dtype, batch_size=batch_size, seed=seed)
+    others = Strategies(
+        net, make, strategies, **data, dtype=dtype, batch_size=batch_size, seed=seed
+    )
     measured = measure_each(net, paths, {"": (synthetic, n)}, progress=progress_bar, **options)
     folder, names = _names_in_folder(paths)
     estimates = {name: by_source[""] for name, by_source in zip(names, measured)}
     ranked = ranking(estimates)
-    found = picks(estimates, {name: others.measure(path) for name, path in zip(names, paths)}, strategies)
+    found = picks(
+        estimates, {name: others.measure(path) for name, path in zip(names, paths)}, strategies
+    )
     beside = found if len(found) > 1 else {}
-    any_estimate, seconds = estimates[names[0]], sum(estimate.seconds for estimate in estimates.values())
+    any_estimate, seconds = (
+        estimates[names[0]],
+        sum(estimate.seconds for estimate in estimates.values()),
+    )
     precision = f", autocast {any_estimate.dtype}" if any_estimate.dtype else ""
     note = (
         f"{model}; {any_estimate.inputs}, {any_estimate.predictive}, probe {any_estimate.probe}, seed "
         f"{any_estimate.seed}; {seconds:.0f} s on {any_estimate.device}{precision}. Checkpoints in {folder}."
     )
     with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
-        print_sheets([*([strategies_sheet(beside)] if beside else []), ranking_sheet(ranked, [note])], csv_file)
+        print_sheets(
+            [*([strategies_sheet(beside)] if beside else []), ranking_sheet(ranked, [note])],
+            csv_file,
+        )
         if figure is not None:
             ranking_chart(ranked, figure)
             print(f"figure: {figure}")
     if json_file is not None:
-        settings = {"model": model, "model_kwargs": kwargs, "classes": classes, "folder": folder, "machine": machine()}
+        settings = {
+            "model": model,
+            "model_kwargs": kwargs,
+            "classes": classes,
+            "folder": folder,
+            "machine": machine(),
+        }
         write_json(json_file, {**settings, **ranking_record(ranked), "strategies": found})
         if json_file != "-":
             print(f"json: {json_file}")

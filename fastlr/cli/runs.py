@@ -133,10 +133,16 @@ class RunRequest:
                     outcome = runs.resume(self.given, self.seeds, self.grids or None)
                 else:
                     count = 1 if self.seeds is None else self.seeds
-                    outcome = runs.begin(product(self.driver, self.preset, self.given, self.grids, count))
+                    outcome = runs.begin(
+                        product(self.driver, self.preset, self.given, self.grids, count)
+                    )
         except KeyboardInterrupt:
             begun = queue.is_many(self.out)
-            when = ": --resume goes on with the runs" if begun else " before the runs began: begin them anew"
+            when = (
+                ": --resume goes on with the runs"
+                if begun
+                else " before the runs began: begin them anew"
+            )
             raise Interrupted(f"interrupted{when}") from None
         failed = f", {len(outcome.failed)} failed: --resume tries again" if outcome.failed else ""
         print(f"runs: {outcome.path} ({len(outcome.finished)} finished{failed})")
@@ -156,7 +162,9 @@ def print_options(driver: Driver, preset: str | None, given: Mapping[str, Any]) 
     options = resolve(driver.options, driver.presets, preset or driver.preset, given)
     hints = get_type_hints(driver.options)
     for key, value in vars(options).items():
-        words = f"  # {', '.join(get_args(hints[key]))}" if get_origin(hints[key]) is Literal else ""
+        words = (
+            f"  # {', '.join(get_args(hints[key]))}" if get_origin(hints[key]) is Literal else ""
+        )
         print(f"{key}={','.join(value) if isinstance(value, tuple) else value}{words}")
 
 

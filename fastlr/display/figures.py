@@ -18,7 +18,9 @@ INK, MUTED, GRID = "#1f2933", "#66717d", "#e3e7eb"
 COLOURS = ("#2f6f9f", "#b8621b", "#4b8b3b", "#8e4a9e", "#b03a48", "#5b6770", "#97801a", "#2a8c8c")
 
 
-def new_figure(size: tuple[float, float], rows: int, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+def new_figure(
+    size: tuple[float, float], rows: int, columns: int = 1, **options: Any
+) -> tuple[Any, Any]:
     """Return a figure of a size in inches and its axes.
 
     ``options`` are as for matplotlib's ``Figure.subplots``.
@@ -67,7 +69,14 @@ def legend_below(figure: Any, *axes: Any) -> None:
     labelled = [one.get_legend_handles_labels() for one in axes]
     unique = {text: handle for handles, texts in labelled for handle, text in zip(handles, texts)}
     if unique:
-        figure.legend(unique.values(), unique.keys(), fontsize=8, frameon=False, ncols=4, loc="outside lower center")
+        figure.legend(
+            unique.values(),
+            unique.keys(),
+            fontsize=8,
+            frameon=False,
+            ncols=4,
+            loc="outside lower center",
+        )
 
 
 def style_rows(axes: Any, xlabel: str, *, fontsize: int = 9) -> None:

@@ -12,7 +12,9 @@ from fastlr.errors import InputError
 from fastlr.files import write_errors
 
 
-def contact_sheet(images: Tensor, path: str | Path, columns: int = 8, gap: int = 4, background: int = 255) -> Path:
+def contact_sheet(
+    images: Tensor, path: str | Path, columns: int = 8, gap: int = 4, background: int = 255
+) -> Path:
     """Save images side by side as a PNG file, row by row.
 
     Args:
@@ -29,13 +31,19 @@ def contact_sheet(images: Tensor, path: str | Path, columns: int = 8, gap: int =
         InputError: wrong shape, no images, values outside [0, 1], an argument out of range, or an unwritable file.
     """
     if images.ndim != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
-        raise InputError(f"images must be [n, C, H, W] with C = 1 or 3 and n >= 1, got {list(images.shape)}")
+        raise InputError(
+            f"images must be [n, C, H, W] with C = 1 or 3 and n >= 1, got {list(images.shape)}"
+        )
     if columns < 1 or gap < 0 or not 0 <= background <= 255:
-        raise InputError(f"need columns >= 1, gap >= 0 and background in 0..255, got {columns}, {gap} and {background}")
+        raise InputError(
+            f"need columns >= 1, gap >= 0 and background in 0..255, got {columns}, {gap} and {background}"
+        )
     images = images.detach().cpu()
     if images.is_floating_point():
         if not ((images >= 0) & (images <= 1)).all():
-            raise InputError("images must lie in [0, 1]: pass the raw images, not the normalised ones")
+            raise InputError(
+                "images must lie in [0, 1]: pass the raw images, not the normalised ones"
+            )
         images = (images.double() * 255).round().to(torch.uint8)
     elif images.dtype != torch.uint8:
         raise InputError(f"images must be uint8 or floating-point in [0, 1], got {images.dtype}")

@@ -29,10 +29,14 @@ def estimate_html(estimate: Any) -> str:
     """The value with its error, what it rests on, the largest modules, the routes."""
     columns, rows = module_rows(estimate.per_parameter)
     routes = routes_summary(estimate.routes)
-    return _ESTIMATE.render(style=_STYLE, lines=headlines(estimate), columns=columns, rows=rows, routes=routes)
+    return _ESTIMATE.render(
+        style=_STYLE, lines=headlines(estimate), columns=columns, rows=rows, routes=routes
+    )
 
 
-def support_html(columns: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[str]) -> str:
+def support_html(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[str]
+) -> str:
     """Return a support report as HTML: its summary lines above a table that folds.
 
     The table says how each parameter is handled.

@@ -32,7 +32,9 @@ def per_layer_figure(
     """
     panels = estimates if isinstance(estimates, dict) else {"": estimates}
     if len({tuple(estimate.per_parameter) for estimate in panels.values()}) != 1:
-        raise InputError("the estimates are of different parameters, so their bars cannot stand side by side")
+        raise InputError(
+            "the estimates are of different parameters, so their bars cannot stand side by side"
+        )
     if any(not sum(estimate.per_parameter.values()) > 0 for estimate in panels.values()):
         raise InputError("an estimate is zero or has no parameters: there are no shares to draw")
     groups = [group_to_fit(estimate.per_parameter, most) for estimate in panels.values()]
@@ -41,7 +43,9 @@ def per_layer_figure(
     size = (3.2 + 4.4 * len(panels), 1.7 + 0.2 * len(names))
     figure, grid = new_figure(size, 1, len(panels), sharey=True, squeeze=False)
     row = grid[0]
-    for axes, (name, estimate), group, colour in zip(row, panels.items(), groups, COLOURS * len(panels)):
+    for axes, (name, estimate), group, colour in zip(
+        row, panels.items(), groups, COLOURS * len(panels)
+    ):
         total = sum(group.values())
         _bars(axes, [value / total for value in group.values()], colour)
         result = f"{pm(estimate.value, estimate.stderr)}, n = {estimate.n}"
@@ -49,7 +53,11 @@ def per_layer_figure(
     row[0].set_yticks(range(len(names)), names, fontsize=8, color=INK)
     row[0].set_ylim(len(names) - 0.4, -0.6)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
-    figure.supxlabel("share of the local redundancy (mean squared per-sample gradient norm)", fontsize=9, color=INK)
+    figure.supxlabel(
+        "share of the local redundancy (mean squared per-sample gradient norm)",
+        fontsize=9,
+        color=INK,
+    )
     return figure
 
 

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from fastlr.display.tables import pm
 from fastlr.errors import InputError
@@ -39,7 +46,9 @@ def machine(device: torch.device | None = None) -> str:
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        name = next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         pass
     return f"{name}, {counted(torch.get_num_threads(), 'thread')}"
@@ -88,7 +97,9 @@ def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32
     else:
         images = inputs.batch(0, count, seed=seed, device="cpu", dtype=torch.float32)
         if not isinstance(images, torch.Tensor) or images.dim() != 4:
-            raise InputError(f"{path}: the inputs are no images [n, C, H, W], so there is no picture to save")
+            raise InputError(
+                f"{path}: the inputs are no images [n, C, H, W], so there is no picture to save"
+            )
         low, high = images.aminmax()
         images = (images - low) / (high - low).clamp_min(1e-12)
     contact_sheet(images, path)
@@ -144,9 +155,18 @@ def count_bars() -> Iterator[Callable[..., None]]:
     """
     console = Console(stderr=True)
     minutes, tasks = MinuteLog(console), dict[str, TaskID]()
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(
-        *columns, TextColumn("{task.fields[text]}"), console=console, transient=True, disable=not console.is_terminal
+        *columns,
+        TextColumn("{task.fields[text]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as bar:
 
         def show(label: str, done: int, total: int | None, text: str = "") -> None:
@@ -159,7 +179,9 @@ def count_bars() -> Iterator[Callable[..., None]]:
 
 
 @contextmanager
-def progress_bar(label: str, total: int | None = None) -> Iterator[Callable[[int, int, float, float], None]]:
+def progress_bar(
+    label: str, total: int | None = None
+) -> Iterator[Callable[[int, int, float, float], None]]:
     """Yield a function ``progress(done, total, value, stderr)`` that shows an estimate's progress.
 
     It shows it by `count_bars`.

@@ -17,7 +17,9 @@ from rich.text import Text
 WIDTH = 80
 DASH = "–"  # a cell without a value
 Item = TypeVar("Item")
-Columns = Mapping[str, Callable[[Item], str]]  # name of a column to the text of an item's cell in it
+Columns = Mapping[
+    str, Callable[[Item], str]
+]  # name of a column to the text of an item's cell in it
 
 HTML = Environment(autoescape=True, trim_blocks=True)  # every text is escaped
 HTML.loader = DictLoader(
@@ -87,10 +89,14 @@ class Sheet:
 
     def text(self) -> RenderableType:
         """The table for a terminal of 80 columns."""
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", width=None)
+        table = Table(
+            box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", width=None
+        )
         for index, column in enumerate(self.columns):
             left = index == 0
-            table.add_column(column, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+            table.add_column(
+                column, justify="left" if left else "right", no_wrap=not left, overflow="fold"
+            )
         for row in self.rows:
             table.add_row(*row)
         parts: list[RenderableType] = [Text(self.title, style="bold underline")]
@@ -103,7 +109,9 @@ class Sheet:
         if self.rows:
             marks = [":--"] + ["--:"] * (len(self.columns) - 1)
             body = [self.columns, tuple(marks), *self.rows]
-            lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body] + [""]
+            lines += [
+                "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body
+            ] + [""]
         for note in self.notes:
             lines += [note, ""]
         return "\n".join(lines)

@@ -12,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 
-def group_by_module(per_parameter: Mapping[str, float], depth: int | None = None) -> dict[str, float]:
+def group_by_module(
+    per_parameter: Mapping[str, float], depth: int | None = None
+) -> dict[str, float]:
     """Sum the values of parameters by the module that owns them, in the given order.
 
     Args:
@@ -60,7 +62,11 @@ def pm(value: float, stderr: float) -> str:
         >>> pm(3.0, 0.0), pm(0.517883063, 2.5e-13), pm(41000.0, 4100.0), pm(2.0, float("nan"))
         ('3 ± 0', '0.5178831 ± 2.5e-13', '41000 ± 4100', '2 ± nan')
     """
-    if not (math.isfinite(value) and math.isfinite(stderr)) or stderr < 1e-6 * abs(value) or stderr == 0:
+    if (
+        not (math.isfinite(value) and math.isfinite(stderr))
+        or stderr < 1e-6 * abs(value)
+        or stderr == 0
+    ):
         return f"{value:.7g} ± {stderr:.2g}"
     last = math.floor(math.log10(stderr)) - 1  # the decimal place of the second digit
     size = max(abs(value), stderr)
@@ -98,7 +104,12 @@ def summary(estimate: Any, *, title: str = "", top: int = 8) -> RenderableType:
         top: How many modules to list.
     """
     value, *others = headlines(estimate)
-    lines = [*([Text(title)] if title else []), Text(value, style="bold"), *map(Text, others), Text()]
+    lines = [
+        *([Text(title)] if title else []),
+        Text(value, style="bold"),
+        *map(Text, others),
+        Text(),
+    ]
     routes = Text(f"routes: {routes_summary(estimate.routes)}")
     return Group(*lines, top_modules(estimate.per_parameter, top), Text(), routes)
 
@@ -116,7 +127,9 @@ def top_modules(per_parameter: Mapping[str, float], top: int = 8) -> Table:
     return table
 
 
-def module_rows(per_parameter: Mapping[str, float], top: int = 8) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def module_rows(
+    per_parameter: Mapping[str, float], top: int = 8
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the column names and the rows of `top_modules`.
 
     The columns are name, value, share, and a bar of text.

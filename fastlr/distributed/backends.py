@@ -20,7 +20,9 @@ from fastlr.errors import DistributedError
 from fastlr.ops.reference.reductions import fixed_order_sum
 
 EXTENSION_DTYPES = (torch.bfloat16, torch.float32)
-_CHUNK = {"cpu": 1 << 20}  # elements that the torch.distributed route works on at a time: it needs copies of them
+_CHUNK = {
+    "cpu": 1 << 20
+}  # elements that the torch.distributed route works on at a time: it needs copies of them
 _DEVICE_CHUNK = 1 << 25
 _GATHER = 1 << 14  # elements up to which everyone gathers everything: one exchange instead of two
 
@@ -153,4 +155,6 @@ def _exchanging() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise DistributedError(f"torch.distributed could not exchange data: {' '.join(str(error).split())}") from error
+        raise DistributedError(
+            f"torch.distributed could not exchange data: {' '.join(str(error).split())}"
+        ) from error

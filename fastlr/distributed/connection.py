@@ -25,12 +25,19 @@ from fastlr.ops.reference.reductions import fixed_order_sum
 from fastlr.ops.torch_private import group_store
 
 REDUCTION_TIMEOUT = 600.0
-BUFFER_BYTES = {"cpu": 4 << 20, "cuda": 128 << 20}  # of each rank: two halves, that calls alternate between
-TRIAL_TIMEOUT = 60.0  # of the trial sum: all ranks are there, so only memory that does not work takes long
+BUFFER_BYTES = {
+    "cpu": 4 << 20,
+    "cuda": 128 << 20,
+}  # of each rank: two halves, that calls alternate between
+TRIAL_TIMEOUT = (
+    60.0  # of the trial sum: all ranks are there, so only memory that does not work takes long
+)
 _TRIAL = 5000  # elements of it
 BUILD = "pip install --no-build-isolation -e . in a clone of fastlr"  # makes the extension
 _CHOSEN: WeakKeyDictionary[Any, dict[str, Route]] = WeakKeyDictionary()  # group -> device -> route
-_TRIED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # group -> how often a connection was tried
+_TRIED: WeakKeyDictionary[Any, int] = (
+    WeakKeyDictionary()
+)  # group -> how often a connection was tried
 log = logging.getLogger("fastlr")
 
 
@@ -109,7 +116,9 @@ def load_extension() -> Any:
     return importlib.import_module("fastlr._C")
 
 
-def _extension(device: torch.device, board: Board, half: int, timeout: float, prefer: str) -> tuple[Route | None, str]:
+def _extension(
+    device: torch.device, board: Board, half: int, timeout: float, prefer: str
+) -> tuple[Route | None, str]:
     """Agree with the other ranks on the extension's route: (the route, or None; why)."""
     group, facts = _offer(device, board, half, timeout, prefer)
     everyone = board.share(facts)
@@ -122,7 +131,9 @@ def _extension(device: torch.device, board: Board, half: int, timeout: float, pr
         route = HostRoute(group, f"{board.size} processes over shared memory")
     elif group is not None:
         is_shared = len({facts_of_rank.get("device") for facts_of_rank in everyone}) < board.size
-        route = DeviceRoute(group, f"CUDA IPC over {board.size} processes{' sharing GPUs' if is_shared else ''}")
+        route = DeviceRoute(
+            group, f"CUDA IPC over {board.size} processes{' sharing GPUs' if is_shared else ''}"
+        )
     why = _common_refusal(everyone)
     if why is None:
         why = _trial(route, device, board, everyone)
@@ -134,20 +145,35 @@ def _extension(device: torch.device, board: Board, half: int, timeout: float, pr
     return route, ""
 
 
-def _offer(device: torch.device, board: Board, half: int, timeout: float, prefer: str) -> tuple[Any, dict[str, Any]]:
+def _offer(
+    device: torch.device, board: Board, half: int, timeout: float, prefer: str
+) -> tuple[Any, dict[str, Any]]:
     """Make this rank's part of the extension's group, and return it with its facts.
 
     The part is None if there is none; the facts are what the other ranks must know.
     """
     group: Any = None
-    facts: dict[str, Any] = {"prefer": prefer, "machine": _machine(), "kind": device.type, "half": half, "reason": None}
+    facts: dict[str, Any] = {
+        "prefer": prefer,
+        "machine": _machine(),
+        "kind": device.type,
+        "half": half,
+        "reason": None,
+    }
     try:
         native = load_extension()
         facts |= {"protocol": native.protocol, "reason": _refusal(native, device, board.size)}
         if facts["reason"] is None and prefer == "extension":
             group = _group(native, device, board, half, min(timeout, TRIAL_TIMEOUT))
-            facts |= {"address": base64.b64encode(group.address()).decode(), "blocks": getattr(group, "blocks", 0)}
-            facts["device"] = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+            facts |= {
+                "address": base64.b64encode(group.address()).decode(),
+                "blocks": getattr(group, "blocks", 0),
+            }
+            facts["device"] = (
+                str(torch.cuda.get_device_properties(device).uuid)
+                if device.type == "cuda"
+                else "cpu"
+            )
     except ImportError:
         facts["reason"] = f"fastlr._C is not built: {BUILD}"
     except (DistributedError, InputError) as error:
@@ -182,7 +208,9 @@ def _common_refusal(everyone: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def _trial(route: Any, device: torch.device, board: Board, everyone: list[dict[str, Any]]) -> str | None:
+def _trial(
+    route: Any, device: torch.device, board: Board, everyone: list[dict[str, Any]]
+) -> str | None:
     """Open the peers' memory and add up known numbers as a trial.
 
     Returns None if all ranks get what they should, else why not.
@@ -207,7 +235,10 @@ def _trial_sum(route: Route, device: torch.device, board: Board) -> str | None:
 
     This shows peer memory that can be mapped but not read properly (some virtual machines).
     """
-    parts = [torch.randn(_TRIAL, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(board.size)]
+    parts = [
+        torch.randn(_TRIAL, generator=torch.Generator().manual_seed(r)).bfloat16()
+        for r in range(board.size)
+    ]
     total = fixed_order_sum(parts)
     try:
         for _ in range(4):  # both halves, twice

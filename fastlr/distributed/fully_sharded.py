@@ -27,7 +27,13 @@ from fastlr.errors import DistributedError, InputError, ModelError, one_line
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
 from fastlr.ops.model_lock import locked
-from fastlr.ops.torch_private import Unit, cast_floating, fully_shard_state, fully_sharded, holds_fully_sharded
+from fastlr.ops.torch_private import (
+    Unit,
+    cast_floating,
+    fully_shard_state,
+    fully_sharded,
+    holds_fully_sharded,
+)
 
 _REMEDY = (
     "fastlr does not gather that: measure an unsharded model with its full state dict loaded (get_model_state_dict of "
@@ -35,11 +41,15 @@ _REMEDY = (
 )
 
 PROOF = 28  # bytes for each parameter that a proof in float64 takes, as measured
-_frozen = WeakIdKeyDictionary()  # frozen shard -> the parameter that stood for it, and the sums of its bits
+_frozen = (
+    WeakIdKeyDictionary()
+)  # frozen shard -> the parameter that stood for it, and the sums of its bits
 
 
 @contextmanager
-def full_params(model: nn.Module, *, whole: bool | None = None, timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
+def full_params(
+    model: nn.Module, *, whole: bool | None = None, timeout: float = ESTIMATE_TIMEOUT
+) -> Iterator[Team]:
     """Give a model under ``torch.distributed.fsdp.fully_shard`` whole parameters inside.
 
     It has them on each of its ranks.
@@ -120,9 +130,14 @@ def _units(model: nn.Module) -> list[Unit]:
         if unit.foreign is None and type(module).__bases__[0].__name__ != "FSDPModule":
             unit.foreign = f"its class is {type(module).__name__}, changed after fully_shard"
         if unit.foreign is not None:
-            raise ModelError(f"module {name or '(the model)'} is under fully_shard, but {unit.foreign}; {_REMEDY}")
+            raise ModelError(
+                f"module {name or '(the model)'} is under fully_shard, but {unit.foreign}; {_REMEDY}"
+            )
     held = {
-        id(module._parameters.get(at)) for unit in units.values() for _, places in unit.shards for module, at in places
+        id(module._parameters.get(at))
+        for unit in units.values()
+        for _, places in unit.shards
+        for module, at in places
     }
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements") and id(parameter) not in held:
@@ -157,16 +172,23 @@ def _ranks(group: Any) -> list[int]:
 # -- gathering ---------------------------------------------------------------------------------------------------------
 
 
-def _gathered(units: list[Unit], members: Team, whole: bool | None) -> tuple[list[nn.Parameter], OnDemand | None]:
+def _gathered(
+    units: list[Unit], members: Team, whole: bool | None
+) -> tuple[list[nn.Parameter], OnDemand | None]:
     """Return the whole parameters of all units in their order, and the mode of those on demand.
 
     The mode is None if the parameters are in memory.
     """
     shards = [(shard, _dtype(shard, unit)) for unit in units for shard, _ in unit.shards]
     described: dict[str, Any] = {
-        str(i): [list(shard.shape), str(dtype), shard.requires_grad] for i, (shard, dtype) in enumerate(shards)
+        str(i): [list(shard.shape), str(dtype), shard.requires_grad]
+        for i, (shard, dtype) in enumerate(shards)
     }
-    members.agree("the sharded parameters", described | {"whole": whole}, "shard the same model alike on every rank")
+    members.agree(
+        "the sharded parameters",
+        described | {"whole": whole},
+        "shard the same model alike on every rank",
+    )
     if whole is None:
         whole = not SUPPORTED or _fit(shards, members)
     if whole:
@@ -183,7 +205,9 @@ def _values(shard: Any, dtype: torch.dtype) -> Tensor:
     except RuntimeError as error:
         if out_of_memory(error):
             raise
-        raise DistributedError(f"the parameters could not be gathered ({one_line(error)})") from error
+        raise DistributedError(
+            f"the parameters could not be gathered ({one_line(error)})"
+        ) from error
 
 
 def _fit(shards: list[tuple[Any, torch.dtype]], members: Team) -> bool:
@@ -199,7 +223,9 @@ def _fit(shards: list[tuple[Any, torch.dtype]], members: Team) -> bool:
     return all(need * places.count(place) <= 0.8 * free for place, free in state)
 
 
-def _in_file(shards: list[tuple[Any, torch.dtype]], members: Team) -> tuple[list[nn.Parameter], OnDemand]:
+def _in_file(
+    shards: list[tuple[Any, torch.dtype]], members: Team
+) -> tuple[list[nn.Parameter], OnDemand]:
     """The parameters on demand, gathered one after another."""
     file = SharedFile(members, [(shard.shape, dtype) for shard, dtype in shards])
     mode, parameters = OnDemand(file), list[nn.Parameter]()
@@ -220,12 +246,16 @@ def _in_memory(shards: list[tuple[Any, torch.dtype]], members: Team) -> list[nn.
 
     Every rank makes sure of room for them before anything is exchanged.
     """
-    whole, failure = _room(shards)  # an error in the midst of an exchange would leave the others waiting
+    whole, failure = _room(
+        shards
+    )  # an error in the midst of an exchange would leave the others waiting
     failures = members.share(failure)
     if any(failures):
         rank = next(rank for rank, text in enumerate(failures) if text)
         text = f"the whole parameters of the sharded model do not fit in the memory of rank {rank} ({failures[rank]})"
-        raise members.everybodys(ModelError(f"{text}: free memory, or measure with full_params(model, whole=False)"))
+        raise members.everybodys(
+            ModelError(f"{text}: free memory, or measure with full_params(model, whole=False)")
+        )
     with torch.inference_mode(False), torch.no_grad():
         for tensor, (shard, dtype) in zip(whole, shards, strict=True):
             tensor.copy_(_values(shard, dtype))
@@ -261,7 +291,10 @@ def _room(shards: list[tuple[Any, torch.dtype]]) -> tuple[list[Tensor], str | No
     """
     try:
         with torch.inference_mode(False):
-            whole = [torch.empty(shard.shape, dtype=dtype, device=shard.device) for shard, dtype in shards]
+            whole = [
+                torch.empty(shard.shape, dtype=dtype, device=shard.device)
+                for shard, dtype in shards
+            ]
         torch.empty(2 * max(t.nbytes for t in whole), dtype=torch.uint8, device=whole[0].device)
     except Exception as error:
         if not out_of_memory(error):
@@ -292,7 +325,9 @@ class _Casts:
         self.output_dtype = policy.output_dtype
         self.wanted = self.input_dtype is not None or self.output_dtype is not None
         inside = {part for module in unit.modules for part in module.modules()}
-        self.module, self.name = next((place for place in places if place[0] in inside), places[0])  # of a parameter
+        self.module, self.name = next(
+            (place for place in places if place[0] in inside), places[0]
+        )  # of a parameter
         self.to_run: set[nn.Module] = set()  # of several modules, in the pass that has begun
         self.groups: list[_Casts] = []  # units of several modules within the one of this
 
@@ -331,8 +366,12 @@ def _plain(units: list[Unit], whole: list[nn.Parameter]) -> Iterator[None]:
                     back.callback(_refill, registry, dict(registry))
             for module in unit.modules:
                 for name, value in list(vars(module).items()):
-                    if isinstance(value, dict) and any(entry is unit.state for entry in value.values()):
-                        vars(module)[name] = {key: entry for key, entry in value.items() if entry is not unit.state}
+                    if isinstance(value, dict) and any(
+                        entry is unit.state for entry in value.values()
+                    ):
+                        vars(module)[name] = {
+                            key: entry for key, entry in value.items() if entry is not unit.state
+                        }
                         back.callback(vars(module).__setitem__, name, value)
                 back.callback(setattr, module, "__class__", type(module))
                 module.__class__ = type(module).__bases__[1]

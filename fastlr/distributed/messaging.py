@@ -34,7 +34,9 @@ class Board:
         what: what the ranks do here, for errors: "every rank must ...".
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, size: int, timeout: float, what: str) -> None:
+    def __init__(
+        self, store: Any, prefix: str, rank: int, size: int, timeout: float, what: str
+    ) -> None:
         self.store: Any = dist.PrefixStore(f"fastlr/{prefix}", store)  # its stubs have no bytes
         self.rank, self.size, self.timeout, self.what = rank, size, check_timeout(timeout), what
         self.count = 0
@@ -61,7 +63,9 @@ class Board:
             self.store.set(keys[self.rank], message)
             self._wait(keys)
             messages = [self.store.get(key) for key in keys]
-            if self.count > 1:  # everyone who has posted this time has read what was posted last time
+            if (
+                self.count > 1
+            ):  # everyone who has posted this time has read what was posted last time
                 self.store.delete_key(f"{self.count - 1}/{self.rank}")
         except FastlrError as error:
             raise self.fail(error) from None
@@ -76,13 +80,21 @@ class Board:
             if self.store.check(["failed"]):
                 raise rebuilt(json.loads(self.store.get("failed")))
             waited = time.monotonic() - start
-            if self.store.check(["left"]) or waited > self.timeout or (waited > PATIENCE and not warned):
+            if (
+                self.store.check(["left"])
+                or waited > self.timeout
+                or (waited > PATIENCE and not warned)
+            ):
                 missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
                 gone = [rank for rank in missing if self.store.check([f"left/{rank}"])]
                 if gone:
-                    raise DistributedError(f"{_ranks(gone)} left before the others were done: {self.what}")
+                    raise DistributedError(
+                        f"{_ranks(gone)} left before the others were done: {self.what}"
+                    )
                 if missing and waited > self.timeout:
-                    raise DistributedError(f"{_ranks(missing)} did not arrive within {self.timeout:g} s: {self.what}")
+                    raise DistributedError(
+                        f"{_ranks(missing)} did not arrive within {self.timeout:g} s: {self.what}"
+                    )
                 if missing and waited > PATIENCE and not warned:
                     warned = True
                     text = f"waiting for {_ranks(missing)}, for {self.timeout:g} s at most: {self.what}"
@@ -122,7 +134,11 @@ def rebuilt(failure: dict[str, Any]) -> FastlrError:
     """
     kind = getattr(fastlr.errors, failure["kind"], None)
     text = f"rank {failure['rank']}: {failure['text']}"
-    error = kind(text) if isinstance(kind, type) and issubclass(kind, FastlrError) else DistributedError(text)
+    error = (
+        kind(text)
+        if isinstance(kind, type) and issubclass(kind, FastlrError)
+        else DistributedError(text)
+    )
     error.told_by = failure["rank"]
     return error
 
@@ -134,5 +150,7 @@ def _ranks(ranks: list[int]) -> str:
 def check_timeout(timeout: float) -> float:
     """Return a time limit in seconds, or raise InputError unless it is positive and below 10^9."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 1e9:
-        raise InputError(f"timeout must be a positive number of seconds, such as 600, not {timeout!r}")
+        raise InputError(
+            f"timeout must be a positive number of seconds, such as 600, not {timeout!r}"
+        )
     return float(timeout)

@@ -30,10 +30,10 @@ from fastlr.ops.memory import give_back
 from fastlr.ops.torch_private import no_torch_function, run_backward
 
 RECENT = 1 << 24  # bytes of values that stay for their next use
-FREED = 1 << 25  # bytes of values after which malloc gives back: what it kept would be more than all parameters
-_METHODS = (
-    "dim ndimension size numel nelement is_floating_point is_complex element_size register_hook requires_grad_ __len__"
-)
+FREED = (
+    1 << 25
+)  # bytes of values after which malloc gives back: what it kept would be more than all parameters
+_METHODS = "dim ndimension size numel nelement is_floating_point is_complex element_size register_hook requires_grad_ __len__"
 _PROPERTIES = (
     "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta requires_grad is_leaf grad grad_fn nbytes itemsize "
     "_version _backward_hooks output_nr"
@@ -102,10 +102,14 @@ class OnDemand(TorchFunctionMode):
         super().__init__()
         self._file = file
         self._held: dict[int, _Held] = {}  # by id of the tensor
-        self._stored: dict[int, _Held] = {}  # by address of its stub, and of its values while they are here
+        self._stored: dict[
+            int, _Held
+        ] = {}  # by address of its stub, and of its values while they are here
         self.saves_nothing = False
         self._made = 0  # bytes of values, since malloc last gave back
-        self._recent: OrderedDict[_Held, Tensor] = OrderedDict()  # values that are here, the latest last
+        self._recent: OrderedDict[_Held, Tensor] = (
+            OrderedDict()
+        )  # values that are here, the latest last
 
     def add(self, tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> None:
         """Have a tensor's values made of a tensor of the file whenever something uses them."""
@@ -119,7 +123,9 @@ class OnDemand(TorchFunctionMode):
         """What is known of a tensor that is on demand."""
         return self._held.get(id(tensor))
 
-    def derived(self, tensor: Tensor, dtype: torch.dtype, make: Callable[[Tensor], Tensor]) -> Tensor:
+    def derived(
+        self, tensor: Tensor, dtype: torch.dtype, make: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """A tensor of this dtype with the values ``make(tensor)``, on demand as the tensor is."""
         source = self._held[id(tensor)]
         with no_torch_function():
@@ -129,7 +135,9 @@ class OnDemand(TorchFunctionMode):
         self.add(result, source.number, lambda values: make(source.make(values)))
         return result
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         used = [] if func in _OF_NO_VALUES else [*self._used((*args, *kwargs.values()))]
         if not used:
@@ -214,7 +222,9 @@ class OnDemand(TorchFunctionMode):
                 return t.detach()  # itself would keep the graph for ever
             if held is None or t.dtype != held.tensor.dtype or held.stays:
                 return t.detach()
-            if t.untyped_storage().data_ptr() == held.stub.data_ptr():  # it is saved between calls, as a whole
+            if (
+                t.untyped_storage().data_ptr() == held.stub.data_ptr()
+            ):  # it is saved between calls, as a whole
                 if t.shape != held.stub.shape:
                     return t.detach()
                 t = torch.empty(t.shape, device="meta")
@@ -241,7 +251,9 @@ class OnDemand(TorchFunctionMode):
         try:
             with ExitStack() as stack:
                 stack.enter_context(uncompiled())
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+                )
                 stack.enter_context(self)
                 yield
         finally:
@@ -258,7 +270,11 @@ def active() -> bool:
 
 def notes() -> tuple[str, ...]:
     """For the user of a result."""
-    return ("each parameter was in memory only while it was used: full_params(model, whole=False)",) if active() else ()
+    return (
+        ("each parameter was in memory only while it was used: full_params(model, whole=False)",)
+        if active()
+        else ()
+    )
 
 
 def is_on_demand(tensor: Tensor) -> bool:
@@ -308,7 +324,9 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return derived(tensor, dtype, lambda values: values.detach().to(dtype))
 
 
-def gradients(z: Tensor, inputs: Sequence[Any], v: Tensor, *, retain: bool) -> tuple[Tensor | None, ...]:
+def gradients(
+    z: Tensor, inputs: Sequence[Any], v: Tensor, *, retain: bool
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of <v, z>, as torch.autograd.grad gives them.
 
     Hooks that run within have the values of parameters that are on demand, too.
@@ -319,7 +337,12 @@ def gradients(z: Tensor, inputs: Sequence[Any], v: Tensor, *, retain: bool) -> t
 
 
 def each_gradient(
-    z: Tensor, parameters: Sequence[Tensor], v: Tensor, take: Callable[[int, Tensor], None], *, retain: bool
+    z: Tensor,
+    parameters: Sequence[Tensor],
+    v: Tensor,
+    take: Callable[[int, Tensor], None],
+    *,
+    retain: bool,
 ) -> None:
     """Call ``take(number, gradient)`` for the gradient of <v, z> of each parameter that has one.
 

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastlr.distributed.sharding import ALONE, Team, by_torchrun, local_device, sharded, team, torchrun_board
+from fastlr.distributed.sharding import (
+    ALONE,
+    Team,
+    by_torchrun,
+    local_device,
+    sharded,
+    team,
+    torchrun_board,
+)
 from fastlr.errors import FastlrWarning
 
 RUN_TIMEOUT = 1800.0
@@ -39,9 +47,13 @@ def joined(timeout: float = RUN_TIMEOUT) -> Iterator[Team]:
         return
     with torchrun_board("join", "work", timeout) as board:
         gpus = board.share(_take_gpu())
-        backend = "cpu:gloo,cuda:nccl" if None not in gpus and len(set(gpus)) == board.size else "gloo"
+        backend = (
+            "cpu:gloo,cuda:nccl" if None not in gpus and len(set(gpus)) == board.size else "gloo"
+        )
         store, limit = dist.PrefixStore("group", board.store), timedelta(seconds=timeout)
-        dist.init_process_group(backend, store=store, rank=board.rank, world_size=board.size, timeout=limit)
+        dist.init_process_group(
+            backend, store=store, rank=board.rank, world_size=board.size, timeout=limit
+        )
     with warnings.catch_warnings():
         if dist.get_rank() > 0:
             warnings.simplefilter("ignore", FastlrWarning)
@@ -73,4 +85,8 @@ def broadcast(members: Team, content: Any) -> Any:
     members.share(None)  # an error of rank 0 is raised here on all of them
     box = [buffer.getvalue()]
     dist.broadcast_object_list(box, dist.get_global_rank(members.group, 0), group=members.group)
-    return content if members.rank == 0 else torch.load(io.BytesIO(box[0]), weights_only=True, map_location="cpu")
+    return (
+        content
+        if members.rank == 0
+        else torch.load(io.BytesIO(box[0]), weights_only=True, map_location="cpu")
+    )

@@ -16,10 +16,14 @@ from fastlr.distributed.connection import route_for
 from fastlr.distributed.sharding import checked_group
 from fastlr.errors import InputError
 
-BUCKET_BYTES = 8 << 20  # tensors are joined up to this size: one rendezvous of the ranks for each bucket
+BUCKET_BYTES = (
+    8 << 20
+)  # tensors are joined up to this size: one rendezvous of the ranks for each bucket
 
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, average: bool = False) -> Tensor:  # [*shape]
+def all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, average: bool = False
+) -> Tensor:  # [*shape]
     """Replace a tensor by its sum over the ranks of a group, and return it.
 
     Each element is ``round(((x_0 + x_1) + x_2) + ...)`` with x_r that of rank r: additions in float32 in the order of
@@ -51,11 +55,15 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, averag
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
     if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)  # so that autograd knows that a tensor it saved has changed
+        torch.autograd.graph.increment_version(
+            tensor
+        )  # so that autograd knows that a tensor it saved has changed
     return tensor
 
 
-def reduce_sq_norm(tensors: Tensor | Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:  # []
+def reduce_sq_norm(
+    tensors: Tensor | Iterable[Tensor], group: dist.ProcessGroup | None = None
+) -> Tensor:  # []
     """Return ``sum over tensors of || sum over ranks of t_r ||^2`` without writing the sums.
 
     That is the squared norm of a gradient that was accumulated on several ranks, for half of an all-reduce's traffic.
@@ -78,13 +86,19 @@ def reduce_sq_norm(tensors: Tensor | Iterable[Tensor], group: dist.ProcessGroup 
         _check(t)
     devices = {t.device for t in summands}
     if len(devices) > 1:
-        raise InputError(f"the tensors are on several devices, {sorted(map(str, devices))}: reduce those of each alone")
+        raise InputError(
+            f"the tensors are on several devices, {sorted(map(str, devices))}: reduce those of each alone"
+        )
     total = torch.zeros((), dtype=torch.float64, device=devices.pop() if devices else None)
     is_alone = dist.get_world_size(group) == 1
     with torch.no_grad():
         for flat in _buckets(summands):
             wide = torch.promote_types(flat.dtype, torch.float32)
-            total += flat.to(wide).double().square().sum() if is_alone else route_for(flat, group).sq_norm(flat)
+            total += (
+                flat.to(wide).double().square().sum()
+                if is_alone
+                else route_for(flat, group).sq_norm(flat)
+            )
     return total
 
 
@@ -92,9 +106,13 @@ def _check(tensor: Any) -> None:
     if not isinstance(tensor, Tensor):
         raise InputError(f"a tensor is reduced, not {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.layout != torch.strided:
-        raise InputError(f"a dense floating-point tensor is reduced, not {tensor.dtype} of layout {tensor.layout}")
+        raise InputError(
+            f"a dense floating-point tensor is reduced, not {tensor.dtype} of layout {tensor.layout}"
+        )
     if tensor.element_size() < 2:
-        raise InputError(f"{tensor.dtype} cannot hold sums: convert it to torch.bfloat16 or a wider dtype")
+        raise InputError(
+            f"{tensor.dtype} cannot hold sums: convert it to torch.bfloat16 or a wider dtype"
+        )
 
 
 def _flat(tensor: Tensor) -> Tensor:  # [*shape] -> [n]

@@ -77,7 +77,11 @@ class Team:
         """Notes of all ranks, with the number of the rank where there are several."""
         if self.board is None:
             return tuple(of_this_rank)
-        notes = [f"rank {rank}: {note}" for rank, given in enumerate(self.share(of_this_rank)) for note in given]
+        notes = [
+            f"rank {rank}: {note}"
+            for rank, given in enumerate(self.share(of_this_rank))
+            for note in given
+        ]
         return (f"the inputs were shared by {self.size} ranks", *notes)
 
     def span(self, done: int, step: int, total: int) -> tuple[int, int, int]:
@@ -89,7 +93,9 @@ class Team:
         start = min(done + step * self.rank, stop)
         return start, min(start + step, stop), stop
 
-    def join(self, values: Tensor, chunk: int) -> tuple[Tensor, int, int]:  # [k] -> [sum of k over ranks]
+    def join(
+        self, values: Tensor, chunk: int
+    ) -> tuple[Tensor, int, int]:  # [k] -> [sum of k over ranks]
         """Return the values [k] of all ranks in their order, by one message of each rank.
 
         With them come the position where this rank's begin, and the least of the ranks' chunks.
@@ -99,9 +105,16 @@ class Team:
         if self.board is None:
             return values, 0, chunk
         message = np.append(values.detach().to("cpu", torch.float64).numpy(), float(chunk))
-        parts = [np.frombuffer(part, dtype=np.float64) for part in self.board.share_bytes(message.tobytes())]
+        parts = [
+            np.frombuffer(part, dtype=np.float64)
+            for part in self.board.share_bytes(message.tobytes())
+        ]
         everyone = torch.from_numpy(np.concatenate([part[:-1] for part in parts]))
-        return everyone, sum(len(part) - 1 for part in parts[: self.rank]), int(min(part[-1] for part in parts))
+        return (
+            everyone,
+            sum(len(part) - 1 for part in parts[: self.rank]),
+            int(min(part[-1] for part in parts)),
+        )
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -132,7 +145,9 @@ def team() -> Team:
 
 
 @contextmanager
-def sharded(group: dist.ProcessGroup | None = None, *, timeout: float = ESTIMATE_TIMEOUT) -> Iterator[Team]:
+def sharded(
+    group: dist.ProcessGroup | None = None, *, timeout: float = ESTIMATE_TIMEOUT
+) -> Iterator[Team]:
     """Let the ranks of a group share the estimates inside this context.
 
     These are those of ``fastlr.estimate`` and ``LocalRedundancy.measure``.
@@ -192,14 +207,18 @@ def apart() -> Iterator[Team]:
         return
     outer.parted += 1
     board = outer.board
-    inner = Board(board.store, f"apart/{outer.parted}", board.rank, board.size, board.timeout, board.what)
+    inner = Board(
+        board.store, f"apart/{outer.parted}", board.rank, board.size, board.timeout, board.what
+    )
     with _shared(inner, outer.group) as members:
         yield members
 
 
 def by_torchrun() -> bool:
     """Return True if torchrun has started this process together with others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(os.environ.get(name) for name in _ONE_LAUNCH)
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and all(
+        os.environ.get(name) for name in _ONE_LAUNCH
+    )
 
 
 @contextmanager
@@ -211,11 +230,15 @@ def torchrun_board(prefix: str, verb: str, timeout: float) -> Iterator[Board]:
     """
     alone = f"start this one without RANK and WORLD_SIZE in its environment to {verb} alone"
     try:
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        store, rank, size = next(
+            iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        )
         what = f"all processes that torchrun starts {verb} together ({alone})"
         yield Board(store, prefix, rank, size, timeout, what)
     except (RuntimeError, ValueError) as error:
-        raise DistributedError(f"cannot join the processes of torchrun ({one_line(error)}); {alone}") from error
+        raise DistributedError(
+            f"cannot join the processes of torchrun ({one_line(error)}); {alone}"
+        ) from error
 
 
 @contextmanager
@@ -282,7 +305,9 @@ def fingerprint(model: nn.Module) -> dict[str, list[Any]]:
     pairs_on: dict[torch.device, list[Tensor]] = {}
     for _, t in named:
         pairs_on.setdefault(t.device, []).append(bit_sums(t.detach()))
-    sums = {device: iter(torch.stack(pairs).tolist()) for device, pairs in pairs_on.items()}  # one wait for each device
+    sums = {
+        device: iter(torch.stack(pairs).tolist()) for device, pairs in pairs_on.items()
+    }  # one wait for each device
     return {name: [list(t.shape), str(t.dtype), *next(sums[t.device])] for name, t in named}
 
 
@@ -295,7 +320,9 @@ def bit_sums(t: Tensor) -> Tensor:
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     flat = t.contiguous().flatten()
-    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    bits = flat.view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    )
     return torch.stack([bits.sum(dtype=torch.int64), bits[::3].sum(dtype=torch.int64)])
 
 

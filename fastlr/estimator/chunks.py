@@ -20,7 +20,9 @@ from fastlr.ghost.runtime import chunk_for_memory, chunk_for_peak, peak_bytes
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import tree_leaves
 
-BATCH_PROBE_SIZE = 250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
+BATCH_PROBE_SIZE = (
+    250  # default batch of probe="batch"; never chosen by memory, as it is part of the estimator
+)
 
 
 class Chunks:
@@ -66,7 +68,11 @@ class Chunks:
         options = self.options
         if self._most is None:
             default = BATCH_PROBE_SIZE if options.probe == "batch" else None
-            self._most = options.batch_size or default or self._size_for_memory(-(-options.total // members.size))
+            self._most = (
+                options.batch_size
+                or default
+                or self._size_for_memory(-(-options.total // members.size))
+            )
         most = min(members.least(self._most), options.total)
         if options.batch_size is not None or options.probe == "batch":
             return most
@@ -76,7 +82,9 @@ class Chunks:
             most = min(most, max(CHECK_EVERY, -(-options.min_n // members.size)))
         size = _of_one_size(options.total, most, members.size)
         ragged = options.total % (size * members.size) != 0
-        if ragged and size % 2 and most > 1 and options.total % 2 == 0:  # the model may take no odd batch
+        if (
+            ragged and size % 2 and most > 1 and options.total % 2 == 0
+        ):  # the model may take no odd batch
             size = _of_one_size(options.total, most - most % 2, members.size)
             size += size % 2
         return size
@@ -100,7 +108,9 @@ class Chunks:
                 if not out_of_memory(error):
                     raise
                 failure = first_line(error)
-            if failure is not None:  # outside the handler, so that its traceback frees the chunk's memory
+            if (
+                failure is not None
+            ):  # outside the handler, so that its traceback frees the chunk's memory
                 self._halve(end - start, failure)
                 continue
             start = end
@@ -110,7 +120,9 @@ class Chunks:
             return chunks[0].total, chunks[0]
         table = torch.cat([chunk.table for chunk in chunks], dim=1)
         routes = {name: route for chunk in chunks for name, route in chunk.routes.items()}
-        return torch.cat([chunk.total for chunk in chunks]), ChunkNorms(chunks[0].names, table, routes)
+        return torch.cat([chunk.total for chunk in chunks]), ChunkNorms(
+            chunks[0].names, table, routes
+        )
 
     def _norms(self, start: int, stop: int) -> ChunkNorms:
         if self.options.probe == "batch":
@@ -134,10 +146,17 @@ class Chunks:
         few = min(2, self.options.total)
         x = self.passes.inputs(0, few)
         size = chunk_for_memory(self.passes.view, few, lambda: self.passes.forward(x))
-        one_pass = self.options.probe in ("rademacher", "sampled") and self.options.target_rel_stderr is None
+        one_pass = (
+            self.options.probe in ("rademacher", "sampled")
+            and self.options.target_rel_stderr is None
+        )
         if not (self.on_gpu and one_pass and 1 < size < share):
             return size
-        kind = self.options.dtype, self.passes.dtype, *(tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor))
+        kind = (
+            self.options.dtype,
+            self.passes.dtype,
+            *(tuple(t.shape) for t in tree_leaves(x) if isinstance(t, Tensor)),
+        )
         if kind not in known:
             self.size = size
             with self.replays.pause():

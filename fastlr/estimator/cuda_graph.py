@@ -26,7 +26,13 @@ from fastlr.ghost import program
 from fastlr.ghost.backward import Rerouted
 from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
 from fastlr.ghost.planner import Plan
-from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, output_differs, rounding
+from fastlr.ghost.verification.agreement import (
+    agree,
+    low_precision,
+    model_noise,
+    output_differs,
+    rounding,
+)
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.model_lock import all_modules
@@ -81,7 +87,9 @@ class CudaRecorder:
             _capture_with_own_generator(self.graph)
             try:
                 # thread_local: a thread that loads the next task may allocate meanwhile
-                with torch.cuda.graph(self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"
+                ):
                     return function()
             except BaseException:
                 # torch 2.11 may stay on the capture's stream, and allocate from its pool, after an error
@@ -126,12 +134,18 @@ def fingerprint(model: nn.Module) -> tuple:
     """
     tensors = [*model.parameters(), *model.buffers()]
     modules = tuple(map(id, all_modules(model)))
-    return modules, addresses(model), program.fingerprint(model, free=[id(t) for t in tensors], versions=False)
+    return (
+        modules,
+        addresses(model),
+        program.fingerprint(model, free=[id(t) for t in tensors], versions=False),
+    )
 
 
 def addresses(model: nn.Module) -> tuple:
     """Return where a model's parameters and buffers are, what they hold and which are trained."""
-    return tuple((t.data_ptr(), t.dtype, t.requires_grad) for t in (*model.parameters(), *model.buffers()))
+    return tuple(
+        (t.data_ptr(), t.dtype, t.requires_grad) for t in (*model.parameters(), *model.buffers())
+    )
 
 
 class Replay:
@@ -152,14 +166,18 @@ class Replay:
         make = passes.inputs_on_device()
         self.fixed = None if make is not None else tree_map(_copy, passes.inputs(0, size))
         self.fingerprint = fingerprint(self.view.module)
-        self.held = program.tensors_held(self.view.module)  # so that no replay reads memory that was given back
+        self.held = program.tensors_held(
+            self.view.module
+        )  # so that no replay reads memory that was given back
         plan = self.engine.plan(size)
         assert plan is not None
 
         def chunk() -> tuple[Tensor, Tensor, Any, Tensor]:
             with gathered() as flags, passes.autocast():
                 x = self.fixed if make is None else as_inputs(make(self.first, size))
-                table, output = self.engine.run_planned(plan, x, passes.cotangent(offsets + self.first, x))
+                table, output = self.engine.run_planned(
+                    plan, x, passes.cotangent(offsets + self.first, x)
+                )
                 bad = torch.stack(flags).any()
             return table, output, x, bad
 
@@ -184,7 +202,9 @@ class Replay:
         self.first.fill_(start)
         if self.fixed is not None:
             inputs = self.passes.inputs(start, start + self.size)
-            for fixed, given in zip(tree_flatten(self.fixed)[0], tree_flatten(inputs)[0], strict=True):
+            for fixed, given in zip(
+                tree_flatten(self.fixed)[0], tree_flatten(inputs)[0], strict=True
+            ):
                 if isinstance(fixed, Tensor):
                     if given.shape != fixed.shape:
                         raise ShapeChanged
@@ -223,9 +243,13 @@ class Replay:
         """
         module, few, captured, output, out_dim = self._few()
         own = forward(module, few, output).detach()
-        relative = rounding(own.dtype, low=low_precision(own.device, {p.dtype for p in module.parameters()}))
+        relative = rounding(
+            own.dtype, low=low_precision(own.device, {p.dtype for p in module.parameters()})
+        )
         known = self.noise
-        if known is not None and agree(captured, own, relative, lambda: known.of(captured, out_dim), out_dim):
+        if known is not None and agree(
+            captured, own, relative, lambda: known.of(captured, out_dim), out_dim
+        ):
             return True
         with self.engine.audits.timed():
             now = NoiseShare(model_noise(module, few, output, out_dim), captured, out_dim)
@@ -372,7 +396,9 @@ class Replays:
         if size < whole <= stop and (whole in self.held or whole in self.planned):
             size = whole
         replay = self.held.get(size)
-        if replay is not None and size not in self.used and not replay.in_place():  # once a measurement
+        if (
+            replay is not None and size not in self.used and not replay.in_place()
+        ):  # once a measurement
             self.drop(CHANGED)
             return None
         try:
@@ -384,8 +410,14 @@ class Replays:
             if self.clock is None:
                 self.clock = self.engine.audits.clock()
             table = replay.run(stop - size)[:, size - count :]
-        except (RuntimeError, Rerouted, ShapeChanged) as error:  # a capture that fails leaves the model as it was
-            self.drop(f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'other shapes'}")
+        except (
+            RuntimeError,
+            Rerouted,
+            ShapeChanged,
+        ) as error:  # a capture that fails leaves the model as it was
+            self.drop(
+                f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'other shapes'}"
+            )
             self.failures += 1
             return None
         self.used.add(size)
@@ -400,7 +432,9 @@ class Replays:
         """
         self.asked = [self.held[size] for size in self.used]
         self.used.clear()
-        if not all(replay.current() for replay in self.asked):  # takes the host long: while the GPU works
+        if not all(
+            replay.current() for replay in self.asked
+        ):  # takes the host long: while the GPU works
             self.drop(CHANGED)
             return None
         return torch.cat([replay.doubts() for replay in self.asked]) if self.asked else None
@@ -416,7 +450,10 @@ class Replays:
         asked, self.asked = self.asked, []
         if doubts is None:
             return not asked
-        if all(replay.clean(*flags) for replay, flags in zip(asked, doubts.bool().view(-1, 2).tolist(), strict=True)):
+        if all(
+            replay.clean(*flags)
+            for replay, flags in zip(asked, doubts.bool().view(-1, 2).tolist(), strict=True)
+        ):
             return True
         self.drop("replayed values were not finite, or not those of the model as it is now")
         self.failures += 1

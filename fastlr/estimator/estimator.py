@@ -22,9 +22,22 @@ from fastlr.estimator.options import EstimateOptions, method_with_arguments_of, 
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.ranks import agree, merged, settled
 from fastlr.estimator.result import Estimate, paired_difference
-from fastlr.estimator.statistics import Moments, Stopping, memorization_gain, regression_memorization_bound
+from fastlr.estimator.statistics import (
+    Moments,
+    Stopping,
+    memorization_gain,
+    regression_memorization_bound,
+)
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.runtime import as_it_was, describe, digest, read_together, reporter, same_device, versions
+from fastlr.ghost.runtime import (
+    as_it_was,
+    describe,
+    digest,
+    read_together,
+    reporter,
+    same_device,
+    versions,
+)
 from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ops.model_lock import locked
 
@@ -71,9 +84,13 @@ class LocalRedundancy:
         """
         wanted, on = self.options.device, self.view.device
         if on.type == "meta":
-            raise ModelError("the model's parameters are on the meta device, without values: load its weights first")
+            raise ModelError(
+                "the model's parameters are on the meta device, without values: load its weights first"
+            )
         if wanted is not None and not same_device(torch.device(wanted), on):
-            raise InputError(f"device={wanted} but the model is on {on}: move the model, or leave device out")
+            raise InputError(
+                f"device={wanted} but the model is on {on}: move the model, or leave device out"
+            )
         return Passes(self.options, self.view)
 
     def measure(self) -> Estimate:
@@ -102,10 +119,17 @@ class LocalRedundancy:
                 sample = int((~values.isfinite()).nonzero()[0])
                 text = f"the squared gradient norm of sample {sample} is not finite: lower the model's scale"
                 raise members.everybodys(NonFiniteError(text))
-            used = len(values) if options.probe != "batch" else min(len(values) * chunks.size, options.total)
+            used = (
+                len(values)
+                if options.probe != "batch"
+                else min(len(values) * chunks.size, options.total)
+            )
             inputs_identity = of_inputs(options.inputs, used, options.seed)
             inputs_digest = self._digest(used, inputs_identity)
-            notes = members.notes([*chunks.notes, *filter(None, [chunks.replays.note])]) + on_demand.notes()
+            notes = (
+                members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
+                + on_demand.notes()
+            )
             told = self.passes.description(), self.passes.identity(), inputs_identity
             # a rank without inputs has no predictive, and each has objects of its own
             predictive, predictive_identity, inputs_identity = members.share(told)[0]
@@ -144,7 +168,11 @@ class LocalRedundancy:
             # read once, after all that was to be launched
             values, sums, doubts = read_together(values, sums, self.chunks.replays.doubts())
             holds = settled(members, self.engine, self.chunks, failed, doubts)
-            by_name = {} if sums is None else dict(zip(self.engine.parameters, sums.tolist(), strict=True))
+            by_name = (
+                {}
+                if sums is None
+                else dict(zip(self.engine.parameters, sums.tolist(), strict=True))
+            )
             measured = values, *merged(members, by_name, routes)
             if holds:
                 return measured
@@ -163,7 +191,11 @@ class LocalRedundancy:
         kept: list[Tensor] = []
         sums: Tensor | None = None
         routes: dict[str, str] = {}
-        stopping = Stopping(options.target_rel_stderr, options.min_n, chunks.size if options.probe == "batch" else None)
+        stopping = Stopping(
+            options.target_rel_stderr,
+            options.min_n,
+            chunks.size if options.probe == "batch" else None,
+        )
         done, reached = 0, False
         with reporter(self.progress if members.rank == 0 else False, total) as report:
             while done < total and not reached:
@@ -174,7 +206,9 @@ class LocalRedundancy:
                     chunks.limit(least)
                 keep = len(all_values)
                 if options.target_rel_stderr is not None or report is not None:
-                    keep, reached = stopping.look(all_values.detach().to("cpu", torch.float64), done, stop)
+                    keep, reached = stopping.look(
+                        all_values.detach().to("cpu", torch.float64), done, stop
+                    )
                 if norms is not None:
                     part = norms.table[:, : max(0, keep - before)].double().sum(1)
                     sums = part if sums is None else part + sums
@@ -183,7 +217,12 @@ class LocalRedundancy:
                 done = stop
                 if report is not None:
                     moments = stopping.moments
-                    report(moments.n if options.probe != "batch" else done, total, moments.mean, moments.stderr)
+                    report(
+                        moments.n if options.probe != "batch" else done,
+                        total,
+                        moments.mean,
+                        moments.stderr,
+                    )
         return torch.cat(kept), sums, routes
 
     def _digest(self, used: int, identity: str) -> str:

@@ -96,12 +96,16 @@ def redundancy_loss(
         torch.Size([4, 3])
     """
     if probe not in ("rademacher", "exact"):
-        why = ": the gradient would lack the part that the labels' probabilities have in it" * (probe == "sampled")
+        why = ": the gradient would lack the part that the labels' probabilities have in it" * (
+            probe == "sampled"
+        )
         raise InputError(f"probe={probe!r}{why}; choose 'rademacher' or 'exact'")
     if reduction not in ("mean", "none"):
         raise InputError(f"reduction={reduction!r}: choose 'mean' or 'none'")
     if predictive is not None and not isinstance(predictive, Predictive):
-        raise InputError(f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()")
+        raise InputError(
+            f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()"
+        )
     view = ModelView.of(model, output)
     refuse_surroundings(view.parameters.values())
     x = view.inputs(x)
@@ -114,14 +118,20 @@ def redundancy_loss(
             z = select_output(call_with(view.module, buffers, x), output)
         _look_at(z, view.parameters)
         distribution = default_predictive(z, 0) if predictive is None else predictive
-        made = distribution.differentiable_cotangent(z, probe, range(len(z)), seed, counted=padding_mask(x, z, 0))
+        made = distribution.differentiable_cotangent(
+            z, probe, range(len(z)), seed, counted=padding_mask(x, z, 0)
+        )
         columns = [made] if isinstance(made, Tensor) else list(made)
         if probe == "exact" and reduction == "mean":
-            sign = signs(torch.arange(len(z), device=z.device), 1, seed).view(-1, *[1] * (z.ndim - 1))
+            sign = signs(torch.arange(len(z), device=z.device), 1, seed).view(
+                -1, *[1] * (z.ndim - 1)
+            )
             columns = [v * sign for v in columns]
         norms = [_sq_norms(z, parameters, v, reduction == "none") for v in columns]
         values = torch.stack(norms).sum(0)
-    return (values if reduction == "none" else values / len(z)).to(torch.promote_types(z.dtype, torch.float32))
+    return (values if reduction == "none" else values / len(z)).to(
+        torch.promote_types(z.dtype, torch.float32)
+    )
 
 
 def refuse_interaction(view: ModelView, x: Any) -> None:
@@ -167,8 +177,16 @@ def sample_gradients(
 
     None for a parameter that has no part. They take B backward passes, by vmap.
     """
-    rows = torch.eye(len(z), dtype=z.dtype, device=z.device).view(len(z), len(z), *[1] * (z.ndim - 1)) * v
-    options = {"create_graph": create_graph, "retain_graph": True, "allow_unused": True, "is_grads_batched": True}
+    rows = (
+        torch.eye(len(z), dtype=z.dtype, device=z.device).view(len(z), len(z), *[1] * (z.ndim - 1))
+        * v
+    )
+    options = {
+        "create_graph": create_graph,
+        "retain_graph": True,
+        "allow_unused": True,
+        "is_grads_batched": True,
+    }
     return list(torch.autograd.grad(z, parameters, rows, **options))
 
 

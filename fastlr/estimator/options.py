@@ -55,7 +55,9 @@ class EstimateOptions:
         """Check the arguments."""
         for name in ("model", "inputs", "predictive"):
             if issubclass(type(given := getattr(self, name)), type):
-                raise InputError(f"{name}={given.__name__} is a class: pass an instance, {given.__name__}(...)")
+                raise InputError(
+                    f"{name}={given.__name__} is a class: pass an instance, {given.__name__}(...)"
+                )
         if not isinstance(self.model, nn.Module):
             raise InputError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")
         if not callable(getattr(self.inputs, "batch", None)):
@@ -63,7 +65,9 @@ class EstimateOptions:
                 f"inputs of type {type(self.inputs).__name__} have no batch(start, stop, *, seed, device, dtype): pass "
                 "fastlr.ShapeImages() or another of fastlr's inputs; wrap a tensor in fastlr.TensorInputs"
             )
-        if self.predictive is not None and not callable(getattr(self.predictive, "cotangent", None)):
+        if self.predictive is not None and not callable(
+            getattr(self.predictive, "cotangent", None)
+        ):
             raise InputError(
                 "predictive must be fastlr.Categorical(), Bernoulli() or Gaussian(), or have a cotangent()"
             )
@@ -72,7 +76,9 @@ class EstimateOptions:
                 f"the inputs' samples are on axis {self.inputs_in_dim}, but in_dim={self.in_dim}: pass the same"
             )
         if self.probe not in (*PROBES, "batch"):
-            raise InputError(f"unknown probe {self.probe!r}: choose 'rademacher', 'sampled', 'exact' or 'batch'")
+            raise InputError(
+                f"unknown probe {self.probe!r}: choose 'rademacher', 'sampled', 'exact' or 'batch'"
+            )
         if self.dtype not in (None, torch.bfloat16, torch.float16):
             raise InputError(
                 f"dtype is the autocast dtype, torch.bfloat16 or torch.float16 (None: the model's); not {self.dtype}"
@@ -83,13 +89,23 @@ class EstimateOptions:
             raise InputError(
                 f"device={self.device!r} is no device of torch's: 'cpu', 'cuda', 'cuda:1' ..., or leave device out"
             ) from error
-        if not (self.progress is None or isinstance(self.progress, bool) or callable(self.progress)):
-            raise InputError("progress must be True, False, None or a function of (done, total, value, stderr)")
+        if not (
+            self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
+        ):
+            raise InputError(
+                "progress must be True, False, None or a function of (done, total, value, stderr)"
+            )
         seed = check_seed(self.seed)
         n, min_n = count("n", self.n), count("min_n", self.min_n)
         total = total_inputs(n, self.inputs, self.target_rel_stderr, min_n, self.max_n)
         batch_size = None if self.batch_size is None else count("batch_size", self.batch_size)
-        checked = {"seed": seed, "n": n, "min_n": min(min_n, total), "total": total, "batch_size": batch_size}
+        checked = {
+            "seed": seed,
+            "n": n,
+            "min_n": min(min_n, total),
+            "total": total,
+            "batch_size": batch_size,
+        }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -107,15 +123,21 @@ def total_inputs(n: int, inputs: Any, target: float | None, min_n: int, max_n: i
     length = len(inputs) if hasattr(inputs, "__len__") else None
     if target is None:
         if max_n is not None:
-            raise InputError("max_n goes with target_rel_stderr: pass n for a fixed number of inputs")
+            raise InputError(
+                "max_n goes with target_rel_stderr: pass n for a fixed number of inputs"
+            )
         total = n
     else:
         if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target < 1:
-            raise InputError(f"target_rel_stderr must be a fraction in (0, 1), such as 0.05 for 5 %, not {target!r}")
+            raise InputError(
+                f"target_rel_stderr must be a fraction in (0, 1), such as 0.05 for 5 %, not {target!r}"
+            )
         if max_n is None:
             total = n if length is None else min(n, length)
         elif count("max_n", max_n) < min_n:
-            raise InputError(f"max_n = {max_n} is less than min_n = {min_n}: raise max_n or lower min_n")
+            raise InputError(
+                f"max_n = {max_n} is less than min_n = {min_n}: raise max_n or lower min_n"
+            )
         else:
             total = count("max_n", max_n)
     if length is not None and total > length:

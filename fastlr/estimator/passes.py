@@ -54,7 +54,9 @@ class Passes:
 
     def renew(self) -> None:
         """Begin a measurement: the model may have another precision since the one before."""
-        trained = (p for p in self.view.module.parameters() if p.requires_grad and p.is_floating_point())
+        trained = (
+            p for p in self.view.module.parameters() if p.requires_grad and p.is_floating_point()
+        )
         self.dtype = next((p.dtype for p in trained), torch.float32)
         self.refusals_checked = False
 
@@ -74,7 +76,9 @@ class Passes:
         options = self.options
         if options.in_dim != options.inputs_in_dim or not hasattr(options.inputs, "from_device"):
             return None
-        return options.inputs.from_device(seed=options.seed, device=self.view.device, dtype=self.dtype_on_device)
+        return options.inputs.from_device(
+            seed=options.seed, device=self.view.device, dtype=self.dtype_on_device
+        )
 
     @property
     def dtype_on_device(self) -> torch.dtype:
@@ -82,7 +86,11 @@ class Passes:
 
         It is autocast's, where the model would have them cast to it before all else.
         """
-        return self.options.dtype if self.options.dtype and self.engine.folding.casts_inputs else self.dtype
+        return (
+            self.options.dtype
+            if self.options.dtype and self.engine.folding.casts_inputs
+            else self.dtype
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context of the precision asked for, whatever autocast region the caller is in.
@@ -121,7 +129,11 @@ class Passes:
                 self.padding_left_out = counted is not None
                 if counted is not None:
                     where["counted"] = counted
-                small = self.predictive.scaled_cotangent(output, probe, index, seed, **where) if scaled else None
+                small = (
+                    self.predictive.scaled_cotangent(output, probe, index, seed, **where)
+                    if scaled
+                    else None
+                )
                 if small is not None:
                     return Scaled(*small)
             return self.predictive.cotangent(output, probe, index, seed, **where)
@@ -158,14 +170,20 @@ class Passes:
         x = self.inputs(start, stop)
         with self.autocast(), self.engine.without_caches(x):
             z = self.view.forward(x)
-        v = self.cotangent(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (stop - start)
+        v = self.cotangent(range(start, stop), x, "sampled", scaled=False)(z.detach()) / (
+            stop - start
+        )
         parameters = self.engine.parameters
         table = batch_sq_norms(parameters, z, v, stop - start)
         return ChunkNorms(list(parameters), table, dict.fromkeys(parameters, "batch gradient"))
 
     def description(self) -> str:
         """Return what the outputs were taken for, as text."""
-        return f"{self.predictive!r} without padding" if self.padding_left_out else repr(self.predictive)
+        return (
+            f"{self.predictive!r} without padding"
+            if self.padding_left_out
+            else repr(self.predictive)
+        )
 
     def identity(self) -> dict[str, Any]:
         """Return what identifies the distribution of the labels."""
@@ -182,9 +200,7 @@ def default_predictive(output: Tensor, out_dim: int) -> Predictive:
         refuse_probabilities(output)
         return Categorical()
     if output.ndim == 1 or (output.ndim == 2 and 1 in shape):
-        hint = (
-            "a single value per sample: pass predictive=fastlr.Bernoulli() for a logit, Gaussian(sigma) for regression"
-        )
+        hint = "a single value per sample: pass predictive=fastlr.Bernoulli() for a logit, Gaussian(sigma) for regression"
     else:
         hint = (
             "pass predictive=fastlr.Categorical(dim=...) for logits at several positions, Bernoulli() for independent "

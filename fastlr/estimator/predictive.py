@@ -29,7 +29,14 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ops.deferred_checks import refuse_where, waiting
-from fastlr.ops.fisher import categorical_root, categorical_values, normals, scaled_blocks, signs, uniforms
+from fastlr.ops.fisher import (
+    categorical_root,
+    categorical_values,
+    normals,
+    scaled_blocks,
+    signs,
+    uniforms,
+)
 from fastlr.ops.philox import check_seed
 
 PROBES = ("rademacher", "sampled", "exact")
@@ -40,10 +47,19 @@ _KERNEL_CLASSES = 4096  # the most that the Triton kernel of softmax cotangents 
 def _check_index(index: Tensor | range, size: int, device: torch.device) -> Tensor:
     if isinstance(index, range):
         index = torch.arange(index.start, index.stop, index.step)
-    if not isinstance(index, Tensor) or index.ndim != 1 or index.is_floating_point() or index.dtype == torch.bool:
-        raise InputError("index must be a range or a 1-D integer tensor: the global number of each sample")
+    if (
+        not isinstance(index, Tensor)
+        or index.ndim != 1
+        or index.is_floating_point()
+        or index.dtype == torch.bool
+    ):
+        raise InputError(
+            "index must be a range or a 1-D integer tensor: the global number of each sample"
+        )
     if len(index) != size:
-        raise InputError(f"index numbers {len(index)} samples but the output holds {size}: pass one number per sample")
+        raise InputError(
+            f"index numbers {len(index)} samples but the output holds {size}: pass one number per sample"
+        )
     index = index.to(device=device, dtype=torch.int64)
     if size and waiting() and int(index.min()) < 0:
         raise InputError("index holds a negative number: samples are numbered from 0")
@@ -117,16 +133,28 @@ class Predictive(ABC):
         return None
 
     def _checked(
-        self, output: Tensor, probe: str, index: Any, seed: int, sample_dim: int = 0, counted: Tensor | None = None
+        self,
+        output: Tensor,
+        probe: str,
+        index: Any,
+        seed: int,
+        sample_dim: int = 0,
+        counted: Tensor | None = None,
     ) -> tuple[Tensor, str, Tensor, int, int, Tensor | None]:
         if probe not in PROBES:
-            raise InputError(f"unknown probe {probe!r}: choose one of {', '.join(map(repr, PROBES))}")
+            raise InputError(
+                f"unknown probe {probe!r}: choose one of {', '.join(map(repr, PROBES))}"
+            )
         if not isinstance(output, Tensor) or not output.is_floating_point():
             what = output.dtype if isinstance(output, Tensor) else type(output).__name__
-            raise InputError(f"the output must be a floating-point tensor, not {what}: pick it with output=")
+            raise InputError(
+                f"the output must be a floating-point tensor, not {what}: pick it with output="
+            )
         seed = check_seed(seed)
         if not -output.ndim <= sample_dim < output.ndim:
-            raise InputError(f"the output has shape {tuple(output.shape)}: no axis {sample_dim} for the samples")
+            raise InputError(
+                f"the output has shape {tuple(output.shape)}: no axis {sample_dim} for the samples"
+            )
         sample_dim %= output.ndim
         index = _check_index(index, output.shape[sample_dim], output.device)
         if counted is not None and not isinstance(self, Categorical):
@@ -140,7 +168,13 @@ class Predictive(ABC):
 
     @abstractmethod
     def _cotangent(
-        self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int, counted: Tensor | None
+        self,
+        z: Tensor,
+        probe: str,
+        index: Tensor,
+        seed: int,
+        sample_dim: int,
+        counted: Tensor | None,
     ) -> Tensor | Iterator[Tensor]:
         """Do the work of :meth:`cotangent` on checked arguments."""
 
@@ -181,11 +215,15 @@ class Categorical(Predictive):
     mask: Tensor | None = None
     _: KW_ONLY
     limit: int = 1024
-    _moved: dict[torch.device, tuple[int, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _moved: dict[torch.device, tuple[int, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         """Check the mask."""
-        if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool):
+        if self.mask is not None and (
+            not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool
+        ):
             raise InputError("mask must be a boolean tensor, True where a position counts")
 
     def __repr__(self) -> str:
@@ -199,7 +237,9 @@ class Categorical(Predictive):
         A CUDA graph cannot copy it from the host.
         """
         assert self.mask is not None
-        if self.mask.device == device or self.mask.is_inference():  # an inference tensor does not tell when it changes
+        if (
+            self.mask.device == device or self.mask.is_inference()
+        ):  # an inference tensor does not tell when it changes
             return self.mask.to(device)
         if device not in self._moved or self._moved[device][0] != self.mask._version:
             self._moved[device] = self.mask._version, self.mask.to(device)
@@ -267,10 +307,14 @@ class Categorical(Predictive):
         self, output: Tensor, probe: str, index: Tensor | range, seed: int, **where: Any
     ) -> tuple[Tensor, Tensor] | None:
         """See `Predictive.scaled_cotangent`; for outputs that no kernel takes."""
-        z, probe, index, seed, sample_dim, counted = self._checked(output, probe, index, seed, **where)
+        z, probe, index, seed, sample_dim, counted = self._checked(
+            output, probe, index, seed, **where
+        )
         with torch.no_grad():
             rows, mask, restore = self._rows(z, index, sample_dim, counted)
-            if probe == "exact" or (ops.backend_for(z) == "triton" and rows.shape[-1] <= _KERNEL_CLASSES):
+            if probe == "exact" or (
+                ops.backend_for(z) == "triton" and rows.shape[-1] <= _KERNEL_CLASSES
+            ):
                 return None
             if mask is not None and z.device.type == "cpu" and bool(mask.all()):
                 mask = None
@@ -285,18 +329,30 @@ class Categorical(Predictive):
             return restore(v), exponent
 
     def _cotangent(
-        self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int, counted: Tensor | None
+        self,
+        z: Tensor,
+        probe: str,
+        index: Tensor,
+        seed: int,
+        sample_dim: int,
+        counted: Tensor | None,
     ) -> Tensor | Iterator[Tensor]:
         rows, mask, restore = self._rows(z, index, sample_dim, counted)
         if probe == "rademacher" and not rows.requires_grad:
-            return restore(_counted_only(ops.run("categorical_root_cotangent", rows, index, seed), mask))
+            return restore(
+                _counted_only(ops.run("categorical_root_cotangent", rows, index, seed), mask)
+            )
         if probe != "exact":
             everything = slice(0, len(rows)), slice(0, rows.shape[1])
-            return restore(_counted_only(categorical_values(rows, probe, index, seed)(*everything), mask))
+            return restore(
+                _counted_only(categorical_values(rows, probe, index, seed)(*everything), mask)
+            )
         root = _counted_only((rows.double().log_softmax(-1) / 2).exp_(), mask)
         classes = rows.shape[-1]
         positions = range(rows.shape[1]) if mask is None else mask.any(0).nonzero()[:, 0].tolist()
-        self._check_count(len(positions) * (classes - 1), f"{len(positions)} positions, {classes} classes")
+        self._check_count(
+            len(positions) * (classes - 1), f"{len(positions)} positions, {classes} classes"
+        )
         return map(restore, _categorical_columns(root, root.argmax(-1, keepdim=True), positions))
 
 
@@ -320,7 +376,9 @@ def _refuse(bad: Tensor) -> None:
     refuse_where(bad, lambda: NonFiniteError(message))
 
 
-def _categorical_columns(root: Tensor, best: Tensor, positions: range | list[int]) -> Iterator[Tensor]:
+def _categorical_columns(
+    root: Tensor, best: Tensor, positions: range | list[int]
+) -> Iterator[Tensor]:
     """Yield the columns of the root, C - 1 for each position.
 
     A sample's column j is its j-th class after ``best``.
@@ -353,7 +411,13 @@ class Bernoulli(Predictive):
         return "Bernoulli()"
 
     def _cotangent(
-        self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int, counted: Tensor | None
+        self,
+        z: Tensor,
+        probe: str,
+        index: Tensor,
+        seed: int,
+        sample_dim: int,
+        counted: Tensor | None,
     ) -> Tensor | Iterator[Tensor]:
         message = (
             "the output holds NaN where a sigmoid is taken: no predictive distribution exists; look for overflow "
@@ -365,7 +429,9 @@ class Bernoulli(Predictive):
         if probe == "sampled":
             rare = torch.sigmoid(-z.abs())  # probability of the less likely label
             drawn = uniforms(index, z.shape[1], seed) < rare
-            v = torch.where(drawn, 1 / (1 + (-z.abs()).exp()), -rare) * torch.where(z > 0, -1.0, 1.0)
+            v = torch.where(drawn, 1 / (1 + (-z.abs()).exp()), -rare) * torch.where(
+                z > 0, -1.0, 1.0
+            )
         else:
             half = (-z.abs() / 2).exp()
             v = half / (1 + half * half)
@@ -402,7 +468,13 @@ class Gaussian(Predictive):
         return f"Gaussian(sigma={self.sigma})"
 
     def _cotangent(
-        self, z: Tensor, probe: str, index: Tensor, seed: int, sample_dim: int, counted: Tensor | None
+        self,
+        z: Tensor,
+        probe: str,
+        index: Tensor,
+        seed: int,
+        sample_dim: int,
+        counted: Tensor | None,
     ) -> Tensor | Iterator[Tensor]:
         message = (
             "the output holds NaN or infinity where a Gaussian mean is taken; look for overflow in the model "
@@ -419,7 +491,9 @@ class Gaussian(Predictive):
         return v.reshape(moved.shape).movedim(0, sample_dim)
 
 
-def _element_passes(predictive: Predictive, scale: Tensor, shape: torch.Size, sample_dim: int) -> Iterator[Tensor]:
+def _element_passes(
+    predictive: Predictive, scale: Tensor, shape: torch.Size, sample_dim: int
+) -> Iterator[Tensor]:
     """Return one cotangent for each element of a sample: ``scale`` [B, E] there, zero elsewhere."""
     predictive._check_count(scale.shape[1], "one for each output element")
 

@@ -15,7 +15,16 @@ from fastlr.ghost.engine import Engine
 from fastlr.ghost.model_io import unwrap
 from fastlr.ghost.runtime import describe
 
-_COMPARED = ("total", "target_rel_stderr", "min_n", "probe", "seed", "batch_size", "in_dim", "out_dim")
+_COMPARED = (
+    "total",
+    "target_rel_stderr",
+    "min_n",
+    "probe",
+    "seed",
+    "batch_size",
+    "in_dim",
+    "out_dim",
+)
 
 
 def agree(members: Team, options: EstimateOptions, inputs_digest: str) -> None:
@@ -25,10 +34,14 @@ def agree(members: Team, options: EstimateOptions, inputs_digest: str) -> None:
     arguments["predictive"] = None if options.predictive is None else describe(options.predictive)
     members.agree("what they measure", arguments, "pass the same arguments on every rank")
     values = fingerprint(unwrap(options.model))
-    members.agree("the model", values, "load the same weights and buffers on every rank, or broadcast them")
+    members.agree(
+        "the model", values, "load the same weights and buffers on every rank, or broadcast them"
+    )
 
 
-def settled(members: Team, engine: Engine, chunks: Chunks, failed: int, doubts: Tensor | None = None) -> bool:
+def settled(
+    members: Team, engine: Engine, chunks: Chunks, failed: int, doubts: Tensor | None = None
+) -> bool:
     """Return True if the measurement holds for all ranks.
 
     Otherwise all ranks change together what runs, and are to measure anew.
@@ -41,13 +54,20 @@ def settled(members: Team, engine: Engine, chunks: Chunks, failed: int, doubts: 
         doubts: what `Replays.doubts` asked, read.
     """
     replays = chunks.replays
-    state = [replays.clean(doubts), ops.switched_off(), sorted(engine.ledger.loop), engine.audits.failed > failed]
+    state = [
+        replays.clean(doubts),
+        ops.switched_off(),
+        sorted(engine.ledger.loop),
+        engine.audits.failed > failed,
+    ]
     states = members.share(state)
     if all(other == [True, *state[1:3], False] for other in states):
         return True
     clean, off, loop, disproved = zip(*states, strict=True)
     if any(disproved):  # of one rank's sample: what is known of the model is no longer true on any
-        chunks.note("an audit found that the model had changed unseen: it was proven anew and measured again")
+        chunks.note(
+            "an audit found that the model had changed unseen: it was proven anew and measured again"
+        )
         engine.distrust()
     else:
         engine.by_loop_from_now_on({name for names in loop for name in names})
@@ -59,7 +79,9 @@ def settled(members: Team, engine: Engine, chunks: Chunks, failed: int, doubts: 
     return False
 
 
-def merged(members: Team, sums: dict[str, float], routes: dict[str, str]) -> tuple[dict[str, float], dict[str, str]]:
+def merged(
+    members: Team, sums: dict[str, float], routes: dict[str, str]
+) -> tuple[dict[str, float], dict[str, str]]:
     """Return each parameter's sum over the values of all ranks, and the routes on any of them."""
     (all_sums, all_routes), *others = members.share([sums, routes])
     for more_sums, more_routes in others:

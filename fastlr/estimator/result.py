@@ -109,7 +109,9 @@ class Estimate:
         if per_sample and values is not None:
             record["per_sample"] = values.tolist()
         record["stderr"] = None if math.isnan(self.stderr) else self.stderr
-        record.update(notes=list(self.notes), versions=dict(self.versions), routes=dict(self.routes))
+        record.update(
+            notes=list(self.notes), versions=dict(self.versions), routes=dict(self.routes)
+        )
         record["per_parameter"] = dict(self.per_parameter)
         record["predictive_identity"] = dict(self.predictive_identity)
         return record
@@ -138,7 +140,9 @@ class Estimate:
             f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on {self.device}"
             + (f", autocast {self.dtype}" if self.dtype else ""),
             f"  inputs {self.inputs}, predictive {self.predictive}",
-            f"  {self.audits} audited: right" if self.audits else "  none audited: the plan was audited earlier",
+            f"  {self.audits} audited: right"
+            if self.audits
+            else "  none audited: the plan was audited earlier",
         ]
         top = sorted(self.per_parameter.items(), key=lambda item: -item[1])[:3]
         if self.value > 0:
@@ -193,10 +197,14 @@ def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
     for name in ("probe", "seed", "n", "inputs_used", "inputs_digest", *batches):
         left, right = getattr(a, name), getattr(b, name)
         if left != right:
-            raise InputError(f"the estimates are not paired: {name} is {left!r} and {right!r}; measure both alike")
+            raise InputError(
+                f"the estimates are not paired: {name} is {left!r} and {right!r}; measure both alike"
+            )
     _require_same(a, b)
     if a.per_sample is None or b.per_sample is None:
-        raise InputError("an estimate has no per-sample values: record it with to_dict(per_sample=True)")
+        raise InputError(
+            "an estimate has no per-sample values: record it with to_dict(per_sample=True)"
+        )
     moments = Moments()
     moments.add(a.per_sample - b.per_sample)
     return moments.mean, moments.stderr
@@ -206,15 +214,17 @@ def _require_same(a: Estimate, b: Estimate) -> None:
     """Raise InputError where inputs or predictives differ, and warn of what cannot be told."""
     doubts = []
     for what, same, beyond in (
-        ("inputs", same_inputs(a.inputs_identity, b.inputs_identity), "their first two and the last"),
+        (
+            "inputs",
+            same_inputs(a.inputs_identity, b.inputs_identity),
+            "their first two and the last",
+        ),
         ("predictive", _same_predictive(a, b), "their text"),
     ):
         left, right = getattr(a, what), getattr(b, what)
         both = f"{left} and {right}" if left != right else f"{left}, twice, with other values"
         if same is False:
-            raise InputError(
-                f"the estimates are not paired: {what} is {both}; measure both alike"
-            )
+            raise InputError(f"the estimates are not paired: {what} is {both}; measure both alike")
         if same is None:
             doubts.append(f"{what} ({left}; {right}), known by {beyond} alone")
     if doubts:

@@ -100,7 +100,9 @@ class Stopping:
         return len(values), False
 
     def _reached(self) -> bool:
-        return self.target is not None and ratio(self.moments.stderr, self.moments.mean) <= self.target
+        return (
+            self.target is not None and ratio(self.moments.stderr, self.moments.mean) <= self.target
+        )
 
 
 def ratio(stderr: float, value: float) -> float:
@@ -124,7 +126,9 @@ def count(name: str, value: Any) -> int:
 
 
 def memorization_gain(
-    log_likelihoods: Tensor | Sequence[float] | float, entropy: Tensor | Sequence[float] | float, unit: str = "nats"
+    log_likelihoods: Tensor | Sequence[float] | float,
+    entropy: Tensor | Sequence[float] | float,
+    unit: str = "nats",
 ) -> float:
     """Return the memorisation gain, a lower bound of the redundancy.
 
@@ -157,12 +161,16 @@ def memorization_gain(
             f"{tuple(fit.shape)} and {tuple(prior.shape)}"
         )
     if prior.ndim == 1 and fit.ndim >= 1 and fit.shape[-1] != len(prior):
-        raise InputError(f"{fit.shape[-1]} labels have log-likelihoods but {len(prior)} have entropies: pass n of both")
+        raise InputError(
+            f"{fit.shape[-1]} labels have log-likelihoods but {len(prior)} have entropies: pass n of both"
+        )
     total = fit.sum(-1).mean() if fit.ndim == 2 else fit.sum()
     return in_unit(float(prior.sum() + total), unit)
 
 
-def regression_memorization_bound(n: int, m: int, variance: float, mse: float, unit: str = "nats") -> float:
+def regression_memorization_bound(
+    n: int, m: int, variance: float, mse: float, unit: str = "nats"
+) -> float:
     """Return a lower bound of a regression model's redundancy from its fit of random targets.
 
     It is ``(n m / 2) log(variance / mse)``.

@@ -7,4 +7,11 @@ from fastlr.ghost.api import per_sample_grad_sq_norms, support_report
 from fastlr.ghost.engine import ChunkNorms, Engine
 from fastlr.ghost.support_report import ParameterSupport, SupportReport
 
-__all__ = ["ChunkNorms", "Engine", "ParameterSupport", "SupportReport", "per_sample_grad_sq_norms", "support_report"]
+__all__ = [
+    "ChunkNorms",
+    "Engine",
+    "ParameterSupport",
+    "SupportReport",
+    "per_sample_grad_sq_norms",
+    "support_report",
+]

@@ -32,7 +32,9 @@ def engine_of(view: ModelView) -> Engine:
     return engines[key]
 
 
-def engine_for(model: nn.Module, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0) -> Engine:
+def engine_for(
+    model: nn.Module, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0
+) -> Engine:
     """Return the engine of a model and these options (see `engine_of`)."""
     return engine_of(ModelView.of(model, output, in_dim, out_dim))
 

@@ -93,12 +93,17 @@ class Auditor(Planner):
         j, same, exact = self._draw_and_run(batch, chunk.z.detach(), v)
         if not same:
             if not fresh:
-                raise Disproved(j, f"sample {j} alone gives another output than within its batch of {chunk.count}")
+                raise Disproved(
+                    j,
+                    f"sample {j} alone gives another output than within its batch of {chunk.count}",
+                )
             self._batch(chunk, compare=True)
             self._blame(batch, alike=True)
         return j, exact
 
-    def _draw_and_run(self, batch: adapt.Batch, output: Tensor, v: Tensor) -> tuple[int, bool, dict[str, Tensor]]:
+    def _draw_and_run(
+        self, batch: adapt.Batch, output: Tensor, v: Tensor
+    ) -> tuple[int, bool, dict[str, Tensor]]:
         """Draw a random sample and run it beside a copy of itself.
 
         Returns the sample, whether it has its row of the output there, and its exact squared norms
@@ -132,21 +137,34 @@ class Auditor(Planner):
         gaps = {name: float((norms[name][j] - exact[name]).abs() / total) for name in wrong}
         if not fresh:
             name = max(gaps, key=lambda n: gaps[n])
-            raise Disproved(j, f"the norm of {name} for sample {j} is off by {gaps[name]:.1e} of its total")
+            raise Disproved(
+                j, f"the norm of {name} for sample {j} is off by {gaps[name]:.1e} of its total"
+            )
         for name in wrong:
             proof = self.ledger.parameters[name]
-            proof.route, proof.reason = "loop", f"audit of a sample: off by {gaps[name]:.1e} of its total"
+            proof.route, proof.reason = (
+                "loop",
+                f"audit of a sample: off by {gaps[name]:.1e} of its total",
+            )
         return {name: self.parameters[name] for name in wrong}
 
     def _refuted(
-        self, norms: dict[str, Tensor], exact: dict[str, Tensor], x: Any, batch: adapt.Batch, v: Tensor, j: int
+        self,
+        norms: dict[str, Tensor],
+        exact: dict[str, Tensor],
+        x: Any,
+        batch: adapt.Batch,
+        v: Tensor,
+        j: int,
     ) -> list[str]:
         """Return the parameters whose squared norms for sample j are not the exact ones.
 
         They differ by more than rounding explains.
         """
         total = torch.stack(list(exact.values())).sum()
-        wrong = [name for name, value in norms.items() if not self._agrees(value, exact[name], total)]
+        wrong = [
+            name for name, value in norms.items() if not self._agrees(value, exact[name], total)
+        ]
         if wrong:
             noise = self._norm_noise(batch, v, j, exact)
             wrong = [n for n in wrong if not self._agrees(norms[n], exact[n], total, noise.get(n))]
@@ -156,7 +174,10 @@ class Auditor(Planner):
             wrong = [
                 n
                 for n in wrong
-                if not (self._agrees(norms[n], within[n], total) and norms_agree(within[n], exact[n], total, loose))
+                if not (
+                    self._agrees(norms[n], within[n], total)
+                    and norms_agree(within[n], exact[n], total, loose)
+                )
             ]
         return wrong
 
@@ -170,9 +191,17 @@ class Auditor(Planner):
         """
         cotangent = torch.zeros_like(v)
         self.view.row(cotangent, j).copy_(self.view.row(v, j))
-        return dict(zip(self.parameters, exact_grads(self._forward(x), self.parameters, cotangent), strict=True))
+        return dict(
+            zip(
+                self.parameters,
+                exact_grads(self._forward(x), self.parameters, cotangent),
+                strict=True,
+            )
+        )
 
-    def _norm_noise(self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _norm_noise(
+        self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return how far the exact squared norms of a sample are off by rounding.
 
         It is found from float64; empty if nobody can tell.
@@ -196,13 +225,17 @@ class Auditor(Planner):
 
         row, chosen = self.view.row(v, j).double(), {n: wide[n] for n in self.parameters}
         try:
-            _, truth = stand_in.trusted(lambda: beside_copy(forward, j, row, self.view.out_dim, chosen))
+            _, truth = stand_in.trusted(
+                lambda: beside_copy(forward, j, row, self.view.out_dim, chosen)
+            )
         except adapt.FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it
         return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True) if t}
 
-    def _agrees(self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None) -> bool:
+    def _agrees(
+        self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None
+    ) -> bool:
         """Return True if squared norms agree within the model's own precision.
 
         Or within some times the measured rounding.
@@ -215,4 +248,10 @@ class Auditor(Planner):
         dtypes = {p.dtype for p in self.parameters.values()}
         if dtypes == {torch.float64} and self.ledger.dtype is not None:
             dtypes = {self.ledger.dtype}  # the model may cast to fewer digits
-        return 0.1 if low_precision(value.device, dtypes) else 1e-8 if dtypes == {torch.float64} else 1e-3
+        return (
+            0.1
+            if low_precision(value.device, dtypes)
+            else 1e-8
+            if dtypes == {torch.float64}
+            else 1e-3
+        )

@@ -109,11 +109,16 @@ def _related(graph: Graph, group: Group) -> Group:
         return group
     turns = {source: _is_transposed(graph, chain) for source, chain in chains.items()}
     if None not in turns.values():
-        group.relation, group.transposed = "matrix", frozenset(s for s, turned in turns.items() if turned)
+        group.relation, group.transposed = (
+            "matrix",
+            frozenset(s for s, turned in turns.items() if turned),
+        )
         return group
     if any(graph.names[node] in OF_COMPLEX for chain in chains.values() for node, _ in chain):
         return group
-    seen, positions = zip(*(position_map(graph, chain, graph.shape(*s)) for s, chain in chains.items()), strict=True)
+    seen, positions = zip(
+        *(position_map(graph, chain, graph.shape(*s)) for s, chain in chains.items()), strict=True
+    )
     if float(torch.stack(seen).sum(0).max()) <= 1:
         group.relation = "separate"
     elif len({graph.shape(*s) for s in chains}) == 1:
@@ -162,8 +167,16 @@ def backward(
 
     roots = [i for i in structure.by_node if graph.is_root(i)]
     places = [(i, output) for i in roots for output in range(graph.outputs(i))]
-    ours = [node for node, name in zip(graph.nodes, graph.names, strict=True) if name in OURS or name == SCAN]
-    handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in structure.by_node if i not in set(roots)]
+    ours = [
+        node
+        for node, name in zip(graph.nodes, graph.names, strict=True)
+        if name in OURS or name == SCAN
+    ]
+    handles = [
+        graph.nodes[i].register_prehook(partial(counted, i))
+        for i in structure.by_node
+        if i not in set(roots)
+    ]
     for node in ours:
         node.norms_only = True
     try:
@@ -224,7 +237,11 @@ def sq_norms(
     """
     group_of = {source: group for group in structure.groups for source in group.sources}
     times_used = Counter(use.source for use in structure.uses)
-    skipped = {s for s, group in group_of.items() if all(graph.parameters[p] in skip for p in group.parameters)}
+    skipped = {
+        s
+        for s, group in group_of.items()
+        if all(graph.parameters[p] in skip for p in group.parameters)
+    }
     waiting: dict[Place, list[Factor]] = {}
     by_formula: list[tuple[Site, list[Use]]] = []
     norms: dict[str, Tensor] = {}
@@ -241,7 +258,9 @@ def sq_norms(
                 continue
             if isinstance(factor, Norms):  # they cannot be added to others
                 if factor.whole is None:
-                    refuse_blocks([weight_of(graph, use.node)], "a parameter is used more than once")
+                    refuse_blocks(
+                        [weight_of(graph, use.node)], "a parameter is used more than once"
+                    )
                 factor = factor.whole()
             waiting.setdefault(use.source, []).append(factor)
 
@@ -289,7 +308,11 @@ def _by_rule(
     if any(routes.get(use.key, "rule") != "rule" for use in uses):
         return None
     name = graph.names[uses[0].node]
-    errors = (Unsupported, RuntimeError, ValueError, IndexError, AttributeError) if tolerant else (Unsupported,)
+    errors = (
+        (Unsupported, RuntimeError, ValueError, IndexError, AttributeError)
+        if tolerant
+        else (Unsupported,)
+    )
     try:
         if name not in RULES:
             raise Unsupported(f"no rule for {name}")
@@ -300,11 +323,16 @@ def _by_rule(
         factors = RULES[name](site, [use.slot for use in uses])
         if not complex_gradient:
             return factors
-        return {slot: factor if slot in complex_slots else factor.real() for slot, factor in factors.items()}
+        return {
+            slot: factor if slot in complex_slots else factor.real()
+            for slot, factor in factors.items()
+        }
     except errors as error:
         if isinstance(error, CheckpointError):
             raise
-        if name == FOLDED and not tolerant:  # the node's own formula, sample by sample, knows no missing parameters
+        if (
+            name == FOLDED and not tolerant
+        ):  # the node's own formula, sample by sample, knows no missing parameters
             refuse_blocks([weight_of(graph, uses[0].node)], str(error))
         for use in uses:
             routes[use.key] = "node"
@@ -313,22 +341,36 @@ def _by_rule(
         return None
 
 
-def _norms_of_group(graph: Graph, group: Group, factors: dict[Place, list[Factor]]) -> dict[str, Tensor]:
+def _norms_of_group(
+    graph: Graph, group: Group, factors: dict[Place, list[Factor]]
+) -> dict[str, Tensor]:
     """Norms of the parameters of a group from the factors of its sources."""
     name = graph.parameters[group.parameters[0]]
     if group.relation == "separate":
-        return {name: reduce(torch.add, (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items()))}
+        return {
+            name: reduce(
+                torch.add, (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items())
+            )
+        }
     if group.relation == "same":
-        return {name: combined_sq_norms([f for fs in factors.values() for f in fs], graph.shape(*group.sources[0]))}
+        return {
+            name: combined_sq_norms(
+                [f for fs in factors.values() for f in fs], graph.shape(*group.sources[0])
+            )
+        }
     if group.relation == "matrix":
-        turned = [f.transpose() if s in group.transposed else f for s, fs in factors.items() for f in fs]
+        turned = [
+            f.transpose() if s in group.transposed else f for s, fs in factors.items() for f in fs
+        ]
         upright = [f for f in turned if f is not None]
         if len(upright) == len(turned):
             return {name: combined_sq_norms(upright, graph.shape(group.parameters[0]))}
     return _through_parameter_side(graph, group, factors)
 
 
-def _through_parameter_side(graph: Graph, group: Group, factors: dict[Place, list[Factor]]) -> dict[str, Tensor]:
+def _through_parameter_side(
+    graph: Graph, group: Group, factors: dict[Place, list[Factor]]
+) -> dict[str, Tensor]:
     """Return the squared norms of a group's parameters, through the parameter side.
 
     Dense per-sample gradients of the sources are sent through the parameter side's own backward
@@ -340,7 +382,9 @@ def _through_parameter_side(graph: Graph, group: Group, factors: dict[Place, lis
     parts = []
     for lo, hi in chunks(len(next(iter(totals.values()))), elements, CHUNK_ELEMENTS):
         grads = {s: total.dense(lo, hi) for s, total in totals.items()}
-        sums = {s[0]: grads.pop(s) for s in totals if s[0] in graph.parameters}  # parameters that are used as they are
+        sums = {
+            s[0]: grads.pop(s) for s in totals if s[0] in graph.parameters
+        }  # parameters that are used as they are
         if grads:
             cast = {s: g.to(graph.dtype(*s)) for s, g in grads.items()}
             for p, grad in zip(group.parameters, _pull_back(graph, cast, variables), strict=True):
@@ -350,7 +394,9 @@ def _through_parameter_side(graph: Graph, group: Group, factors: dict[Place, lis
     return {graph.parameters[p]: torch.cat([part[p] for part in parts]) for p in parts[0]}
 
 
-def _pull_back(graph: Graph, grads: dict[Place, Tensor], variables: list[Tensor]) -> list[Tensor | None]:
+def _pull_back(
+    graph: Graph, grads: dict[Place, Tensor], variables: list[Tensor]
+) -> list[Tensor | None]:
     """Return vector-Jacobian products [b, *shape] of the parameter side.
 
     They are batched, or made one sample at a time where vmap cannot.
@@ -359,9 +405,16 @@ def _pull_back(graph: Graph, grads: dict[Place, Tensor], variables: list[Tensor]
     options = {"retain_graph": True, "allow_unused": True}
     try:
         with warnings_ignored():  # vmap's remarks on slow operators
-            return list(torch.autograd.grad(edges, variables, list(grads.values()), is_grads_batched=True, **options))
+            return list(
+                torch.autograd.grad(
+                    edges, variables, list(grads.values()), is_grads_batched=True, **options
+                )
+            )
     except RuntimeError:
         rows = [
-            torch.autograd.grad(edges, variables, sample, **options) for sample in zip(*grads.values(), strict=True)
+            torch.autograd.grad(edges, variables, sample, **options)
+            for sample in zip(*grads.values(), strict=True)
         ]
-        return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+        return [
+            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
+        ]

@@ -32,7 +32,9 @@ class Scaled(NamedTuple):
 Cotangent = Tensor | Callable[[Tensor], "Tensor | Scaled | Iterable[Tensor]"]
 
 
-def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+def passes(
+    cotangent: Cotangent, output: Tensor, out_dim: int
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Yield (scaled cotangent, factor, whether more follow) for each backward pass.
 
     The factor [B] undoes the scaling of squared norms.
@@ -61,8 +63,12 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
     """
     refuse_transformed(v, "the cotangent")
     if v.shape != output.shape:
-        raise InputError(f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}")
-    small = v.is_floating_point() and v.dtype != torch.float64  # float32 holds these values, and twice 2^75 scales any
+        raise InputError(
+            f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}"
+        )
+    small = (
+        v.is_floating_point() and v.dtype != torch.float64
+    )  # float32 holds these values, and twice 2^75 scales any
     v = v.detach().to(output.device, torch.float32 if small else torch.float64)
     others = [axis for axis in range(v.ndim) if axis != out_dim % v.ndim]
     if others and ops.backend_for(v) == "triton":  # one launch
@@ -88,11 +94,15 @@ def _squared(exponent: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), 2 * exponent)
 
 
-def batch_sq_norms(parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, size: int) -> Tensor:
+def batch_sq_norms(
+    parameters: Mapping[str, Tensor], output: Tensor, v: Tensor, size: int
+) -> Tensor:
     """Return the squared norms [parameters, 1] of a batch's gradients, times ``size``.
 
     The gradients are those of ``<output, v>``, by one backward pass.
     """
-    exponent = max(math.frexp(float(v.abs().max()))[1], -1000)  # unit size, as above: small cotangents keep their bits
+    exponent = max(
+        math.frexp(float(v.abs().max()))[1], -1000
+    )  # unit size, as above: small cotangents keep their bits
     unit = (v * 2.0**-exponent).to(output.dtype)
     return torch.stack(exact_grads(output, parameters, unit))[:, None] * (4.0**exponent * size)

@@ -124,14 +124,17 @@ class Engine(Auditor):
                     raise
                 reason = f"activation checkpointing: {first_line(error)}"
                 self.ledger.parameters |= {
-                    name: ParameterProof("loop", alive=True, reason=reason) for name in self.parameters
+                    name: ParameterProof("loop", alive=True, reason=reason)
+                    for name in self.parameters
                 }
                 continue
             except Disproved as failure:
                 self._distrust(failure)
                 continue
             except FoldRefuted as error:
-                self.folding.give_up(error.names, error.reason) if error.names else self.folding.disable(error.reason)
+                self.folding.give_up(
+                    error.names, error.reason
+                ) if error.names else self.folding.disable(error.reason)
                 continue
             except (InputError, NonFiniteError):
                 raise
@@ -139,7 +142,9 @@ class Engine(Auditor):
                 if not (self.folding.active or self.folding.seen) or out_of_memory(error):
                     raise
                 reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-            if self.folding.replaced and not self.folding.literal:  # they are an earlier call's, where literal
+            if (
+                self.folding.replaced and not self.folding.literal
+            ):  # they are an earlier call's, where literal
                 self.folding.give_up([], reason)
                 continue
             with unfolded():  # it is the folding's fault if it does not happen without
@@ -160,7 +165,9 @@ class Engine(Auditor):
         for name in names:
             proof = self.ledger.parameters.get(name)
             if proof is None or proof.route != "loop":
-                self.ledger.parameters[name] = ParameterProof("loop", alive=True, reason="so on another rank")
+                self.ledger.parameters[name] = ParameterProof(
+                    "loop", alive=True, reason="so on another rank"
+                )
 
     def _distrust(self, failure: Disproved) -> None:
         """Prove the model anew, as a sample refutes what was proven earlier.
@@ -185,7 +192,9 @@ class Engine(Auditor):
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
-        if on_demand.active() and self._flags() not in self._ledgers:  # the proof, without this batch's graph beside it
+        if (
+            on_demand.active() and self._flags() not in self._ledgers
+        ):  # the proof, without this batch's graph beside it
             with on_demand.structure_only():
                 unproven, _ = self._chunk(x)
             self._state(unproven)
@@ -196,7 +205,9 @@ class Engine(Auditor):
         key, state = self._state(chunk)
         plan, fresh = self._shape_plan(chunk, state, key)
         spot = None
-        if chunk.count > 1 and self.audits.due(fresh=fresh or self._hooked or self._hooked_parameters):
+        if chunk.count > 1 and self.audits.due(
+            fresh=fresh or self._hooked or self._hooked_parameters
+        ):
             with self.audits.timed():
                 spot = self._exact_of_one(chunk, v, fresh=fresh)
         table: Tensor | None = None
@@ -224,7 +235,9 @@ class Engine(Auditor):
         with unfolded() if sizes in self._single else nullcontext():
             z = self._forward(x)
         count = self.view.sample_count(z)
-        if count == 1 and self.folding.active:  # its norms are not compared with anything: they are the model's own
+        if (
+            count == 1 and self.folding.active
+        ):  # its norms are not compared with anything: they are the model's own
             if len(self._single) > KEPT:
                 self._single.clear()
             self._single.add(sizes)
@@ -255,7 +268,9 @@ class Engine(Auditor):
             if len(self._observed) > KEPT:
                 self._observed.clear()
             given = adapt.copied(x)
-            self._observed[self._last] = program.observed(self.model, lambda: self.view.forward(given))
+            self._observed[self._last] = program.observed(
+                self.model, lambda: self.view.forward(given)
+            )
         return self._observed[self._last][0]
 
     def _shape_plan(self, chunk: Chunk, state: State, key: tuple) -> tuple[ShapePlan, bool]:
@@ -265,7 +280,9 @@ class Engine(Auditor):
             return plan or ShapePlan({}), plan is None
         fresh = plan is None
         if plan is None or plan.by_data or self.audits.failed:
-            self._batch(chunk, compare=not self._compared)  # do samples interact that did not before?
+            self._batch(
+                chunk, compare=not self._compared
+            )  # do samples interact that did not before?
             self._try_program(chunk)
             plan = self._layouts(chunk, state, fresh=fresh)
         if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up
@@ -283,10 +300,18 @@ class Engine(Auditor):
         state, plan, count = self._plan
         proofs = self.ledger.parameters.values()
         proven = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
-        simple = bool(plan.layouts) and not plan.by_data and not state.loop and not self.audits.failed
-        return self._plan if count == size > 1 and simple and proven and not self._hooked_parameters else None
+        simple = (
+            bool(plan.layouts) and not plan.by_data and not state.loop and not self.audits.failed
+        )
+        return (
+            self._plan
+            if count == size > 1 and simple and proven and not self._hooked_parameters
+            else None
+        )
 
-    def run_planned(self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def run_planned(
+        self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Run an earlier call's passes for inputs of the same shapes.
 
         No check waits for the device.
@@ -327,7 +352,9 @@ class Engine(Auditor):
         if count == 1:
             if self._singles.alone(self._single_key(self._batch(chunk), self.parameters)):
                 exact = exact_grads(chunk.z, self.parameters, v, retain=retain)
-                return {name: value[None] for name, value in zip(self.parameters, exact, strict=True)}
+                return {
+                    name: value[None] for name, value in zip(self.parameters, exact, strict=True)
+                }
             return self._by_loop(chunk, v, dict(self.parameters))
         ledger = self.ledger
         routes = {use_key: proof.route for use_key, proof in ledger.uses.items()}
@@ -337,30 +364,49 @@ class Engine(Auditor):
         if not all(name in loop for name in graph.parameters.values()):
             try:
                 norms = sq_norms(
-                    graph, state.structure, chunk.z, v, plan.layouts, count, routes, retain=retain, skip=frozenset(loop)
+                    graph,
+                    state.structure,
+                    chunk.z,
+                    v,
+                    plan.layouts,
+                    count,
+                    routes,
+                    retain=retain,
+                    skip=frozenset(loop),
                 )
             finally:
                 for use_key, route in routes.items():
                     if before.get(use_key) != route and use_key in ledger.uses:
                         ledger.uses[use_key].route = route
         present = set(graph.parameters.values())
-        slow: dict[str, Tensor] = {name: p for name, p in self.parameters.items() if name in loop and name in present}
+        slow: dict[str, Tensor] = {
+            name: p for name, p in self.parameters.items() if name in loop and name in present
+        }
         if spot is not None:
             slow |= self._disproved(norms, spot, chunk, v, fresh=fresh)
         if slow:
             self._warn_loop(slow)
             norms |= self._by_loop(chunk, v, slow)
         proofs = ledger.parameters
-        unproven = [n for n in norms if n in proofs and not proofs[n].alive and proofs[n].route != "loop"]
-        unsure: dict[str, Tensor] = {n: self.parameters[n] for n in unproven if bool(norms[n].any())}
+        unproven = [
+            n for n in norms if n in proofs and not proofs[n].alive and proofs[n].route != "loop"
+        ]
+        unsure: dict[str, Tensor] = {
+            n: self.parameters[n] for n in unproven if bool(norms[n].any())
+        }
         if unsure:  # zero in the proof, so nothing was proven of them
             looped = self._by_loop(chunk, v, unsure)
             total = torch.stack([*(norms | looped).values()]).sum(0)
             for name in unsure:
                 if self._agrees(norms[name], looped[name], total):
-                    proofs[name].alive = True  # and the rule's values stand: the next call has the same bits
+                    proofs[
+                        name
+                    ].alive = True  # and the rule's values stand: the next call has the same bits
                 else:
-                    proofs[name].route, proofs[name].reason = "loop", "zero in the proof, wrong where it is not"
+                    proofs[name].route, proofs[name].reason = (
+                        "loop",
+                        "zero in the proof, wrong where it is not",
+                    )
                     norms[name] = looped[name]
         return norms
 
@@ -373,7 +419,9 @@ class Engine(Auditor):
         key = self._single_key(batch, chosen)
         forward = self._forward_of(batch)
         rows = [
-            torch.stack(self._singles.sq_norms(forward, j, self.view.row(v, j), out_dim, chosen, key, close))
+            torch.stack(
+                self._singles.sq_norms(forward, j, self.view.row(v, j), out_dim, chosen, key, close)
+            )
             for j in range(chunk.count)
         ]
         self.ledger.notes += [note for note in self._singles.notes if note not in self.ledger.notes]
@@ -385,7 +433,11 @@ class Engine(Auditor):
         These are shapes, strides and the program.
         """
         leaves = adapt.tree_flatten(batch.pick([0]))[0]
-        strides = tuple((t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided)
+        strides = tuple(
+            (t.shape, t.stride())
+            for t in leaves
+            if isinstance(t, Tensor) and t.layout == torch.strided
+        )
         return strides, self._last, self._seen, tuple(chosen)
 
     def _table(self, norms: dict[str, Tensor], device: torch.device, count: int) -> Tensor:
@@ -404,7 +456,9 @@ class Engine(Auditor):
                 f"the gradient of parameter {names[bad]} is not finite for sample {sample} of the batch"
             )
         proofs = self.ledger.parameters
-        return ChunkNorms(names, table, {n: proofs[n].route if n in proofs else "zero" for n in names})
+        return ChunkNorms(
+            names, table, {n: proofs[n].route if n in proofs else "zero" for n in names}
+        )
 
     def _warn_loop(self, slow: dict[str, Tensor]) -> None:
         fresh = [name for name in slow if name not in self._warned]
@@ -428,6 +482,8 @@ def _finite(z: Tensor) -> Tensor:
     if output.numel():
         refuse_beyond(
             output.amax(),
-            lambda: NonFiniteError("the model's output has infinite values or values that are not a number"),
+            lambda: NonFiniteError(
+                "the model's output has infinite values or values that are not a number"
+            ),
         )
     return output

@@ -60,7 +60,10 @@ class Dense(Factor):
         return len(self.grads)
 
     def sq_norms(self) -> Tensor:  # noqa: D102
-        return ops.run("dense_sq_norms", torch.view_as_real(self.grads) if self.grads.is_complex() else self.grads)
+        return ops.run(
+            "dense_sq_norms",
+            torch.view_as_real(self.grads) if self.grads.is_complex() else self.grads,
+        )
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         return raised(self.grads[lo:hi])  # to be added to others
@@ -163,7 +166,12 @@ class Bilinear(Factor):
 
     def sq_norms(self) -> Tensor:  # noqa: D102
         elements = self.x.shape[1] * self.x.shape[2] * self.y.shape[2]
-        return torch.cat([self._outer(lo, hi).sq_norms() for lo, hi in chunks(len(self), elements, CHUNK_ELEMENTS)])
+        return torch.cat(
+            [
+                self._outer(lo, hi).sq_norms()
+                for lo, hi in chunks(len(self), elements, CHUNK_ELEMENTS)
+            ]
+        )
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         return self._outer(lo, hi).dense(0, hi - lo)
@@ -209,7 +217,9 @@ class Norms(Factor):
 
     def dense(self, lo: int, hi: int) -> Tensor:
         """Raise TypeError: the gradients are gone."""
-        raise TypeError("only the norms of these gradients are known, so they cannot be added to others")
+        raise TypeError(
+            "only the norms of these gradients are known, so they cannot be added to others"
+        )
 
 
 @dataclass
@@ -227,7 +237,9 @@ class Sum(Factor):
         return torch.cat([Dense(self.dense(lo, hi)).sq_norms() for lo, hi in ranges])
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
-        return reduce(torch.add, (f.dense(lo, hi).reshape(hi - lo, *self.shape) for f in self.factors))
+        return reduce(
+            torch.add, (f.dense(lo, hi).reshape(hi - lo, *self.shape) for f in self.factors)
+        )
 
 
 def _tied(rows: Rows, outer: Outer) -> Tensor:
@@ -251,10 +263,18 @@ def _merge(factors: list[Factor]) -> list[Factor]:
     for kind, flag in product((Outer, ComplexOuter), (False, True)):
         same = [f for f in outers if type(f) is kind and f.inputs_first is flag]
         if same:
-            merged.append(replace(same[0], a=_joined([f.a for f in same], 2), g=_joined([f.g for f in same], 2)))
+            merged.append(
+                replace(
+                    same[0], a=_joined([f.a for f in same], 2), g=_joined([f.g for f in same], 2)
+                )
+            )
     for shape in dict.fromkeys(f.shape for f in rows):
         alike = [f for f in rows if f.shape == shape]
-        merged.append(replace(alike[0], ids=_joined([f.ids for f in alike], 1), g=_joined([f.g for f in alike], 1)))
+        merged.append(
+            replace(
+                alike[0], ids=_joined([f.ids for f in alike], 1), g=_joined([f.g for f in alike], 1)
+            )
+        )
     return merged
 
 
@@ -271,6 +291,11 @@ def combined_sq_norms(factors: list[Factor], shape: torch.Size) -> Tensor:
     if len(merged) == 2:
         outer = next((f for f in merged if isinstance(f, Outer)), None)
         rows = next((f for f in merged if isinstance(f, Rows)), None)
-        if type(outer) is Outer and rows is not None and len(outer.shape) == 2 and outer.shape == rows.shape:
+        if (
+            type(outer) is Outer
+            and rows is not None
+            and len(outer.shape) == 2
+            and outer.shape == rows.shape
+        ):
             return outer.sq_norms() + rows.sq_norms() + 2 * _tied(rows, outer)
     return Sum(merged, shape).sq_norms()

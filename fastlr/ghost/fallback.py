@@ -52,7 +52,9 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
     gradients: dict[int, list[Tensor]] = {slot: [] for slot in slots}
     for j in range(site.count):
         only = tuple(
-            None if g is None or m is None else torch.where(m == j, g, torch.zeros((), dtype=g.dtype, device=g.device))
+            None
+            if g is None or m is None
+            else torch.where(m == j, g, torch.zeros((), dtype=g.dtype, device=g.device))
             for g, m in zip(site.gradients, masks, strict=True)
         )
         with torch.no_grad():
@@ -60,8 +62,12 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
         for slot in slots:
             grad = results[slot]
             if grad is None:
-                grad = torch.zeros(site.shapes[slot], device=next(g for g in only if g is not None).device)
-            gradients[slot].append(dense(grad).sum_to_size(site.shapes[slot]))  # the engine sums over broadcast axes
+                grad = torch.zeros(
+                    site.shapes[slot], device=next(g for g in only if g is not None).device
+                )
+            gradients[slot].append(
+                dense(grad).sum_to_size(site.shapes[slot])
+            )  # the engine sums over broadcast axes
     return {slot: Dense(torch.stack(grads)) for slot, grads in gradients.items()}
 
 
@@ -76,11 +82,18 @@ def _formula(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | 
         foreign = own_function(node) is not None
         if not foreign or isinstance(error, CheckpointError) or out_of_memory(error):
             raise
-        raise Unsupported(f"the backward formula of {node.name()} fails by itself: {one_line(error)[:200]}") from error
+        raise Unsupported(
+            f"the backward formula of {node.name()} fails by itself: {one_line(error)[:200]}"
+        ) from error
 
 
 def beside_copy(
-    forward: Forward, sample: int, v: Tensor, out_dim: int, parameters: Mapping[str, Tensor], copies: int = 2
+    forward: Forward,
+    sample: int,
+    v: Tensor,
+    out_dim: int,
+    parameters: Mapping[str, Tensor],
+    copies: int = 2,
 ) -> tuple[Tensor, list[Tensor]]:
     """`all_beside_copy` for one cotangent ``v``: the output row and squared norms."""
     row, (norms,) = all_beside_copy(forward, sample, [v], out_dim, parameters, copies)
@@ -181,7 +194,9 @@ class Singles:
             assert failure is not None
             raise failure
         if 2 not in tried:
-            self.notes.append("the model takes one sample only: its gradients were not compared with any in a batch")
+            self.notes.append(
+                "the model takes one sample only: its gradients were not compared with any in a batch"
+            )
         # gradients that one copy more changes again depend on the company itself: then alone is what is meant
         settled = 2 in tried and (3 not in tried or self._same(tried[2], tried[3], close))
         right = 1 in tried and (3 not in tried or not settled)

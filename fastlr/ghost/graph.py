@@ -22,7 +22,9 @@ from fastlr.ghost.sample_axis import Unsupported
 from fastlr.ops.torch_private import output_metadata, own_function
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-OF_COMPLEX = frozenset({"ViewAsComplexBackward0", "ViewAsRealBackward0"})  # pairs of numbers as one, and back
+OF_COMPLEX = frozenset(
+    {"ViewAsComplexBackward0", "ViewAsRealBackward0"}
+)  # pairs of numbers as one, and back
 # Each element of the output is one element of the input, none twice: the squared norm goes through unchanged.
 VIEWS = (
     frozenset(
@@ -37,11 +39,25 @@ VIEWS = (
     | OF_COMPLEX
 )
 # One operation, whose node is another by library, dtype or mode: in a proof in float64 it must have the key of the real run.
-ALIASES = dict.fromkeys(("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0")
+ALIASES = dict.fromkeys(
+    ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0"
+)
 ALIASES["EuclideanDistBackward0"] = "CdistBackward0"  # of more than 25 rows or points
 ALIASES["ReshapeAliasBackward0"] = "ViewBackward0"  # what reshape is within a dispatch mode
 CASTS = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0"})
-_SHOWN = ("start", "end", "step", "index", "dim", "dims", "shifts", "split_size", "split_sizes", "dim0", "dim1")
+_SHOWN = (
+    "start",
+    "end",
+    "step",
+    "index",
+    "dim",
+    "dims",
+    "shifts",
+    "split_size",
+    "split_sizes",
+    "dim0",
+    "dim1",
+)
 
 NEITHER, PARAMETER, SAMPLE = range(3)
 Place = tuple[int, int]  # a node, and the number of one of its outputs
@@ -71,7 +87,9 @@ class Graph:
     names: list[str]
     children: list[tuple[Place, ...]]  # by slot; node -1 for an input that needs no gradient
     parameters: dict[int, str]  # AccumulateGrad node -> parameter name
-    others: list[int]  # AccumulateGrad nodes of leaves that are not trainable parameters of the model
+    others: list[
+        int
+    ]  # AccumulateGrad nodes of leaves that are not trainable parameters of the model
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
     undecided: list[int] = field(default_factory=list)
@@ -95,7 +113,9 @@ class Graph:
 
     def float_dtypes(self) -> set[torch.dtype]:
         """Floating-point dtypes in the graph."""
-        return {m.dtype for n in self.nodes for m in output_metadata(n) if m.dtype.is_floating_point}
+        return {
+            m.dtype for n in self.nodes for m in output_metadata(n) if m.dtype.is_floating_point
+        }
 
     def lowest_dtype(self) -> torch.dtype:
         """Least precise floating-point dtype in the graph."""
@@ -112,7 +132,9 @@ class Graph:
         root = {i: i for i in self.parameters}  # parameters, and views of them -> which parameter
         views: list[tuple[int, int]] = []
         used: set[int] = set()
-        several: set[int] = set()  # parameters that are seen in several ways: there it matters which parts
+        several: set[int] = (
+            set()
+        )  # parameters that are seen in several ways: there it matters which parts
         for i, (node, name) in enumerate(zip(self.nodes, self.names, strict=True)):
             if "BatchNorm" in name:
                 details.append(getattr(node, "_saved_training", None))
@@ -129,7 +151,12 @@ class Graph:
         for i, parameter in views:
             if parameter in several:
                 details += [getattr(self.nodes[i], f"_saved_{name}", None) for name in _SHOWN]
-        return tuple(self.names), tuple(self.children), tuple(self.parameters.items()), tuple(details)
+        return (
+            tuple(self.names),
+            tuple(self.children),
+            tuple(self.parameters.items()),
+            tuple(details),
+        )
 
     def classify(self, decide: Callable[[int, tuple], bool | None]) -> None:
         """Decide the side of each node, bottom up.
@@ -143,11 +170,15 @@ class Graph:
             self.side.append(side)
             self.keys.append(key)
 
-    def _side(self, i: int, decide: Callable[[int, tuple], bool | None]) -> tuple[int, tuple | None]:
+    def _side(
+        self, i: int, decide: Callable[[int, tuple], bool | None]
+    ) -> tuple[int, tuple | None]:
         """Side and key of a node whose inputs are classified."""
         if i in self.parameters:
             return PARAMETER, ("parameter", self.parameters[i])
-        below = [child for child, _ in self.children[i] if child >= 0 and self.side[child] != NEITHER]
+        below = [
+            child for child, _ in self.children[i] if child >= 0 and self.side[child] != NEITHER
+        ]
         if not below:
             return NEITHER, None
         key = self._key(i)
@@ -235,7 +266,9 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
             graph.nodes.append(node)
             name = _kind(node)
             graph.names.append(name)
-            graph.children.append(tuple((-1, 0) if c is None else (index[c], o) for c, o in node.next_functions))
+            graph.children.append(
+                tuple((-1, 0) if c is None else (index[c], o) for c, o in node.next_functions)
+            )
             if name == ACCUMULATE:
                 known = names_of.get(id(node.variable))
                 if known is None:
@@ -247,7 +280,11 @@ def walk(z: Tensor, parameters: Mapping[str, Tensor]) -> Graph:
             continue
         opened.add(node)
         stack.append((node, True))
-        stack.extend((c, False) for c, _ in reversed(node.next_functions) if c is not None and c not in opened)
+        stack.extend(
+            (c, False)
+            for c, _ in reversed(node.next_functions)
+            if c is not None and c not in opened
+        )
     return graph
 
 
@@ -259,7 +296,11 @@ def _kind(node: Any) -> str:
     name = node.name()
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         function = own_function(node)
-        return name if str(getattr(function, "__module__", "")).startswith("fastlr.") else f"own {name}"
+        return (
+            name
+            if str(getattr(function, "__module__", "")).startswith("fastlr.")
+            else f"own {name}"
+        )
     return ALIASES.get(name, name)
 
 
@@ -311,11 +352,15 @@ def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[T
         if graph.names[node] in CASTS:
             continue
         before, after = [None] * output, [None] * (graph.outputs(node) - output - 1)
-        seen, position = (dense(call_node(graph.nodes[node], (*before, t, *after))[0]) for t in (seen, position))
+        seen, position = (
+            dense(call_node(graph.nodes[node], (*before, t, *after))[0]) for t in (seen, position)
+        )
     return seen, position
 
 
-def exact_grads(z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retain: bool = False) -> list[Tensor]:
+def exact_grads(
+    z: Tensor, parameters: Mapping[str, Tensor], v: Tensor, *, retain: bool = False
+) -> list[Tensor]:
     """Return the squared norms (float64 scalars) of the gradients of <v, z>.
 
     They are made by plain autograd, in the order of ``parameters``.
@@ -335,7 +380,11 @@ def full_precision(device: torch.device) -> AbstractContextManager:
 
     A backward pass has the precision of its forward pass, and norms are not for autocast to round.
     """
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+    return (
+        torch.autocast(device.type, enabled=False)
+        if torch.is_autocast_enabled(device.type)
+        else nullcontext()
+    )
 
 
 def dense(grad: Tensor | None) -> Tensor:

@@ -71,7 +71,9 @@ def trainable(model: nn.Module, *, shards: bool = False) -> dict[str, nn.Paramet
         if not parameter.requires_grad:
             continue
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ModelError(f"parameter {name} is not initialised (a lazy module); run one forward pass first")
+            raise ModelError(
+                f"parameter {name} is not initialised (a lazy module); run one forward pass first"
+            )
         if hasattr(parameter, "placements") and not under:
             raise ModelError(
                 f"parameter {name} is a sharded DTensor, but the model is not under torch.distributed.fsdp.fully_shard (tensor "
@@ -81,7 +83,9 @@ def trainable(model: nn.Module, *, shards: bool = False) -> dict[str, nn.Paramet
             raise ModelError(f"parameter {name} is complex; only real parameters are supported")
         parameters[name] = parameter
     if not parameters:
-        raise ModelError("the model has no trainable parameters: call requires_grad_(True) on those that count")
+        raise ModelError(
+            "the model has no trainable parameters: call requires_grad_(True) on those that count"
+        )
     return parameters
 
 
@@ -107,7 +111,9 @@ class ModelView:
     out_dim: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0) -> ModelView:
+    def of(
+        cls, model: nn.Module, output: OutputSelector = None, in_dim: int = 0, out_dim: int = 0
+    ) -> ModelView:
         """View a model, wrapped or not.
 
         Raises InputError or ModelError where it is none that can be measured.
@@ -140,7 +146,11 @@ class ModelView:
 
         This serves for their names, dtypes and device.
         """
-        return trainable(self.module, shards=True) if holds_fully_sharded(self.module) else self.parameters
+        return (
+            trainable(self.module, shards=True)
+            if holds_fully_sharded(self.module)
+            else self.parameters
+        )
 
     @cached_property
     def named(self) -> dict[str, nn.Parameter]:
@@ -170,7 +180,9 @@ class ModelView:
             if leaf.numel() == 0:
                 raise InputError(f"an input tensor is empty (shape {tuple(leaf.shape)})")
             if leaf.device != device and leaf.ndim > 0:
-                raise InputError(f"an input is on {leaf.device}, the model on {device}; move one of them")
+                raise InputError(
+                    f"an input is on {leaf.device}, the model on {device}; move one of them"
+                )
             if leaf.is_floating_point() and _holds_nan(leaf):
                 raise NonFiniteError("an input tensor has values that are not a number")
         return x
@@ -197,7 +209,9 @@ def _holds_nan(t: Tensor) -> bool:
 
     The sum hides no NaN. Where infinities cancel, each value is looked at.
     """
-    return (t.itemsize == 1 or math.isnan(t.sum())) and bool(torch.isnan(t).any())  # torch adds up no bytes
+    return (t.itemsize == 1 or math.isnan(t.sum())) and bool(
+        torch.isnan(t).any()
+    )  # torch adds up no bytes
 
 
 def as_inputs(x: Any) -> Any:
@@ -210,7 +224,9 @@ def as_inputs(x: Any) -> Any:
     if isinstance(x, list):
         x = tuple(x)
     if not isinstance(x, (Tensor, tuple, dict)):
-        raise InputError(f"x must be a tensor, a tuple (positional) or a dict (keywords), got {type(x).__name__}")
+        raise InputError(
+            f"x must be a tensor, a tuple (positional) or a dict (keywords), got {type(x).__name__}"
+        )
 
     def clean(t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -235,7 +251,9 @@ def copied(x: Any) -> Any:
 
 
 def _expanded(t: Tensor) -> bool:
-    return t.layout == torch.strided and any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True))
+    return t.layout == torch.strided and any(
+        n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)
+    )
 
 
 def call(model: Callable, x: Any, *, dtype: torch.dtype | None = None) -> Any:
@@ -269,7 +287,11 @@ def call_with(
 
     Each module is named once: of two names of one module, torch would put back the tensors of this call, not the model's.
     """
-    held = {id(t): tensors[n] for n, t in (*model.named_parameters(), *model.named_buffers()) if n in tensors}
+    held = {
+        id(t): tensors[n]
+        for n, t in (*model.named_parameters(), *model.named_buffers())
+        if n in tensors
+    }
     places = {
         f"{prefix}.{key}" if prefix else key: held[id(tensor)]
         for prefix, module in model.named_modules()
@@ -296,7 +318,11 @@ def select_output(result: Any, output: OutputSelector) -> Tensor:
         z = output(result)
     elif output is not None:
         try:
-            z = result[output] if isinstance(output, int) or isinstance(result, Mapping) else getattr(result, output)
+            z = (
+                result[output]
+                if isinstance(output, int) or isinstance(result, Mapping)
+                else getattr(result, output)
+            )
         except (KeyError, AttributeError, IndexError, TypeError) as error:
             raise InputError(
                 f"output={output!r} picks nothing from what the model returns, a {_describe(result)}"
@@ -312,7 +338,9 @@ def select_output(result: Any, output: OutputSelector) -> Tensor:
             "pass output= (a key, an attribute, an index, or a function of what the model returns)"
         )
     if not z.is_floating_point():
-        raise InputError(f"the selected output is {z.dtype}, not a floating-point tensor; pass output=")
+        raise InputError(
+            f"the selected output is {z.dtype}, not a floating-point tensor; pass output="
+        )
     return z
 
 
@@ -327,7 +355,9 @@ def _describe(value: Any) -> str:
 def sample_count(z: Tensor, out_dim: int) -> int:
     """Return the number of samples in an output, checked: at least one, axis in range."""
     if not -z.ndim <= out_dim < z.ndim:
-        raise InputError(f"out_dim={out_dim} is not an axis of the output of shape {tuple(z.shape)}")
+        raise InputError(
+            f"out_dim={out_dim} is not an axis of the output of shape {tuple(z.shape)}"
+        )
     if z.shape[out_dim] == 0:
         raise InputError(f"the batch is empty: the output has shape {tuple(z.shape)}")
     return z.shape[out_dim]
@@ -354,15 +384,23 @@ def forward(model: nn.Module, x: Any, output: OutputSelector) -> Tensor:
 def along(x: Any, count: int, in_dim: int) -> list[int]:
     """Places among the flattened inputs of the tensors of size ``count`` along ``in_dim``."""
     leaves = enumerate(tree_flatten(x)[0])
-    return [i for i, t in leaves if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count]
+    return [
+        i
+        for i, t in leaves
+        if isinstance(t, Tensor) and -t.ndim <= in_dim < t.ndim and t.shape[in_dim] == count
+    ]
 
 
 def require_pickable(tensor: Tensor, name: str) -> None:
     """Raise InputError for a tensor whose samples cannot be picked: a nested or a sparse one."""
     if tensor.is_nested:
-        raise InputError(f"{name} is nested: its samples cannot be picked; pad it (x.to_padded_tensor)")
+        raise InputError(
+            f"{name} is nested: its samples cannot be picked; pad it (x.to_padded_tensor)"
+        )
     if tensor.layout != torch.strided:
-        raise InputError(f"{name} is sparse: its samples cannot be picked; make it dense (x.to_dense())")
+        raise InputError(
+            f"{name} is sparse: its samples cannot be picked; make it dense (x.to_dense())"
+        )
 
 
 class Batch:
@@ -373,7 +411,9 @@ class Batch:
     ``batched`` lists the indices of the flattened leaves of size ``count`` along ``in_dim``; the others are shared.
     """
 
-    def __init__(self, x: Any, count: int, in_dim: int, batched: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, x: Any, count: int, in_dim: int, batched: Sequence[int] | None = None
+    ) -> None:
         self.leaves, self.spec = tree_flatten(x)
         self.count, self.in_dim = count, in_dim
         self.batched = list(along(x, count, in_dim) if batched is None else batched)
@@ -394,7 +434,9 @@ class Batch:
         ]  # models may write to them
         for i in self.batched:
             index = _index(samples, leaves[i].device)
-            leaves[i] = _ordered_like(self.leaves[i], self.leaves[i].index_select(self.in_dim, index))
+            leaves[i] = _ordered_like(
+                self.leaves[i], self.leaves[i].index_select(self.in_dim, index)
+            )
         return cast(tree_unflatten(leaves, self.spec), dtype)
 
     def part(self, samples: Sequence[int]) -> Batch:
@@ -422,12 +464,16 @@ class Batch:
                 if wide is not None:
                     last.select(wide, -1).zero_()
             elif not leaf.is_complex():
-                whole = leaf.to(torch.int64, copy=True)  # comparisons of unsigned ones are not implemented
+                whole = leaf.to(
+                    torch.int64, copy=True
+                )  # comparisons of unsigned ones are not implemented
                 _change(whole.select(self.in_dim, -1))
                 changed[i] = whole.to(leaf.dtype)
         for leaves in (scaled, changed):
             if any(one is not other for one, other in zip(leaves, self.leaves, strict=True)):
-                yield Batch(tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched)
+                yield Batch(
+                    tree_unflatten(leaves, self.spec), self.count, self.in_dim, self.batched
+                )
 
     def distinct(self, need: int, generator: torch.Generator) -> Batch:
         """Return a batch of at least ``need`` samples that differ.
@@ -500,4 +546,6 @@ def cast(x: Any, dtype: torch.dtype | None) -> Any:
     """Cast the floating-point tensors of a nested structure."""
     if dtype is None:
         return x
-    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x)
+    return tree_map(
+        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, x
+    )

@@ -132,7 +132,11 @@ _list("SqueezeBackward1 SqueezeBackward2 SqueezeBackward3 UnsqueezeBackward1", _
 def _transposed(s: Step) -> Regular | None:
     n = len(s.outer)
     order = list(range(n))
-    a, b = (0, 1) if s.name == "TBackward0" else (axis(s.node._saved_dim0, n), axis(s.node._saved_dim1, n))
+    a, b = (
+        (0, 1)
+        if s.name == "TBackward0"
+        else (axis(s.node._saved_dim0, n), axis(s.node._saved_dim1, n))
+    )
     if n > 1:
         order[a], order[b] = b, a
     return s.at(order[s.layout.dim])
@@ -168,7 +172,9 @@ _list("Permute", _permuted, "dims")
 
 def _axes(s: Step, ndim: int, *names: str) -> list[int]:
     """The axes that a node has saved under the first of these names that it has."""
-    saved = next(getattr(s.node, f"_saved_{name}") for name in names if hasattr(s.node, f"_saved_{name}"))
+    saved = next(
+        getattr(s.node, f"_saved_{name}") for name in names if hasattr(s.node, f"_saved_{name}")
+    )
     return [axis(d, ndim) for d in (saved if isinstance(saved, Sequence) else [saved])]
 
 
@@ -218,14 +224,24 @@ _list(
     _beside,
     "dim",
 )
-_list("ScatterAdd ScatterBackward1 Softmax Sort SortBackward1 Split SplitWithSizes Topk UnsafeSplit", _beside, "dim")
+_list(
+    "ScatterAdd ScatterBackward1 Softmax Sort SortBackward1 Split SplitWithSizes Topk UnsafeSplit",
+    _beside,
+    "dim",
+)
 _list("UnsafeSplitWithSizes", _beside, "dim")
 _list("Slice", _same_axis)
 _list("Unfold", _unfolded, "dimension")
 _list(
-    "Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode Nansum", _without, "dim"
+    "Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode Nansum",
+    _without,
+    "dim",
 )
-_list("NormBackward1 NormBackward3 ProdBackward1 Select Std StdMean SumBackward1 Unbind Var VarMean", _without, "dim")
+_list(
+    "NormBackward1 NormBackward3 ProdBackward1 Select Std StdMean SumBackward1 Unbind Var VarMean",
+    _without,
+    "dim",
+)
 _list("Stack", _stacked, "dim")
 _list("ConstantPadNd", _padded, "pad")
 
@@ -244,9 +260,15 @@ def _leading(last: int, *, any_slot: bool = False) -> Keeps:
 
 
 for _k in (1, 2, 3):
-    _list(f"ReflectionPad{_k}D ReplicationPad{_k}D UpsampleNearest{_k}D UpsampleNearestExact{_k}D", _leading(_k))
+    _list(
+        f"ReflectionPad{_k}D ReplicationPad{_k}D UpsampleNearest{_k}D UpsampleNearestExact{_k}D",
+        _leading(_k),
+    )
 for _k in (2, 3):
-    _list(f"AdaptiveAvgPool{_k}D AdaptiveMaxPool{_k}D AvgPool{_k}D MaxPool{_k}DWithIndices", _leading(_k))
+    _list(
+        f"AdaptiveAvgPool{_k}D AdaptiveMaxPool{_k}D AvgPool{_k}D MaxPool{_k}DWithIndices",
+        _leading(_k),
+    )
 _list("UpsampleLinear1D", _leading(1))
 _list("UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa", _leading(2))
 _list("UpsampleTrilinear3D PixelShuffle PixelUnshuffle", _leading(3))
@@ -255,7 +277,11 @@ _list("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else None)
 
 def _first_axis(s: Step) -> Regular | None:
     """Alike for every index of the first axis."""
-    return s.at(0) if s.layout.dim == 0 and s.slot == 0 and s.output == 0 and len(s.inner) == len(s.outer) else None
+    return (
+        s.at(0)
+        if s.layout.dim == 0 and s.slot == 0 and s.output == 0 and len(s.inner) == len(s.outer)
+        else None
+    )
 
 
 def _columns(s: Step) -> Regular | None:
@@ -278,7 +304,11 @@ def _batch_norm(s: Step) -> Regular | None:
     for every channel.
     """
     training = getattr(s.node, "_saved_training", True)
-    return s.at(s.layout.dim) if s.slot == 0 and s.output == 0 and (not training or s.layout.dim == 1) else None
+    return (
+        s.at(s.layout.dim)
+        if s.slot == 0 and s.output == 0 and (not training or s.layout.dim == 1)
+        else None
+    )
 
 
 _list("NativeLayerNorm FusedRmsNorm", _layer_norm, "normalized_shape")
@@ -301,7 +331,13 @@ def _product(first: int) -> Keeps:
         if s.slot < first:
             return _elementwise(s)
         from_end = len(s.outer) - s.layout.dim
-        if from_end == 2 and s.slot == first or from_end == 1 and s.slot == first + 1 or from_end == 3:
+        if (
+            from_end == 2
+            and s.slot == first
+            or from_end == 1
+            and s.slot == first + 1
+            or from_end == 3
+        ):
             return s.at(len(s.inner) - from_end)
         return None
 
@@ -350,7 +386,9 @@ def _scan(s: Step) -> Regular | None:
     """Sequences are [T, B, .], states [B, .]; weights are all samples'."""
     role = s.node.roles[s.slot] if s.slot < len(s.node.roles) else ""
     dim = {"x": 1, "h0": 0, "c0": 0}.get(role)
-    return s.at(dim) if dim is not None and s.layout.dim == (1 if len(s.outer) == 3 else 0) else None
+    return (
+        s.at(dim) if dim is not None and s.layout.dim == (1 if len(s.outer) == 3 else 0) else None
+    )
 
 
 _list("FoldedConvBackward", _folded_conv)
@@ -390,12 +428,20 @@ def trace(graph: Graph, z: Tensor, out_dim: int) -> tuple[dict[Place, Regular], 
     return {place: layout for place, layout in known.items() if layout is not None}, stopped
 
 
-def _through(graph: Graph, i: int, layout: Regular, output: int, slot: int, inner: torch.Size) -> Regular | None:
+def _through(
+    graph: Graph, i: int, layout: Regular, output: int, slot: int, inner: torch.Size
+) -> Regular | None:
     name = graph.names[i]
     if name not in KEEPS:
         return None
     step = Step(graph.nodes[i], name, layout, output, slot, graph.shape(i, output), inner)
     try:
         return KEEPS[name](step)
-    except (AttributeError, RuntimeError, IndexError, StopIteration, TypeError):  # what a node has saved cannot be read
+    except (
+        AttributeError,
+        RuntimeError,
+        IndexError,
+        StopIteration,
+        TypeError,
+    ):  # what a node has saved cannot be read
         return None

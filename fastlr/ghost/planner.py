@@ -27,7 +27,12 @@ from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.tokens import version
 from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, rounding
-from fastlr.ghost.verification.batch_checks import every_layout, explained, first_explained, likely_layouts
+from fastlr.ghost.verification.batch_checks import (
+    every_layout,
+    explained,
+    first_explained,
+    likely_layouts,
+)
 from fastlr.ghost.verification.few_samples import FewSamples
 from fastlr.ghost.verification.forward_checks import SAMPLES
 from fastlr.ghost.verification.noise import Noise
@@ -65,7 +70,9 @@ class State:
     structure: Structure
     loop: frozenset[str]
     signature: tuple
-    plans: dict[tuple, ShapePlan] = field(default_factory=dict)  # by shapes and what the forward pass may branch on
+    plans: dict[tuple, ShapePlan] = field(
+        default_factory=dict
+    )  # by shapes and what the forward pass may branch on
 
 
 Plan = tuple[State, ShapePlan, int]  # with the number of samples
@@ -98,7 +105,9 @@ class Planner:
         self._states: dict[tuple, State] = {}
         self._slices: dict[tuple, list[int]] = {}
         self._last: tuple | None = None
-        self._observed: dict[tuple, tuple[frozenset[int], bool]] = {}  # by flags, see program.observed
+        self._observed: dict[
+            tuple, tuple[frozenset[int], bool]
+        ] = {}  # by flags, see program.observed
         self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
         self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
         self._few = FewSamples()
@@ -129,7 +138,9 @@ class Planner:
     @property
     def _hooked(self) -> bool:
         """Return True if hooks may move gradients between rows, which no graph shows."""
-        return self.ledger.hooked or (self._last in self._observed and self._observed[self._last][1])
+        return self.ledger.hooked or (
+            self._last in self._observed and self._observed[self._last][1]
+        )
 
     @property
     def _hooked_parameters(self) -> bool:
@@ -168,7 +179,10 @@ class Planner:
         caches = tensor_caches(self.model)
         if not caches:
             return []
-        held = [*self.parameters.values(), *(t for module, name in caches for t in vars(module)[name].values())]
+        held = [
+            *self.parameters.values(),
+            *(t for module, name in caches for t in vars(module)[name].values()),
+        ]
         key = (self._flags(), *((id(t), version(t)) for t in held))
         if key not in self._known_caches:
             self._known_caches.clear()
@@ -222,7 +236,9 @@ class Planner:
         fresh = not ledger.parameters or not by_data
 
         def open_questions() -> bool:
-            return bool(unproven) or not any(absent <= tested for tested in [frozenset[str](), *ledger.absent])
+            return bool(unproven) or not any(
+                absent <= tested for tested in [frozenset[str](), *ledger.absent]
+            )
 
         if fresh or open_questions():
             refuse_parts_of_samples(graph, known)  # needs no proof
@@ -238,7 +254,9 @@ class Planner:
                 if count == 1 and name in ledger.parameters:
                     continue  # one sample needs no rule; its graph may look like that of no larger batch
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason=UNSEEN)
-        state = State(graph.side, graph.keys, Structure.of(graph), frozenset(unproven), signature[1])
+        state = State(
+            graph.side, graph.keys, Structure.of(graph), frozenset(unproven), signature[1]
+        )
         if len(self._states) > 64:
             self._states.clear()
         self._states[signature] = state
@@ -257,7 +275,9 @@ class Planner:
         if len(ledger.programs) > KEPT:
             ledger.programs.clear()
         batch = self._batch(chunk)
-        self._few.take(self.view, batch, ledger, lambda prover, few: prover.compare_outputs(few, ledger))
+        self._few.take(
+            self.view, batch, ledger, lambda prover, few: prover.compare_outputs(few, ledger)
+        )
         ledger.programs.add(tried)
 
     def _prove(self, batch: adapt.Batch, start: int, ledger: Ledger) -> None:
@@ -292,21 +312,29 @@ class Planner:
         for i in graph.undecided:
             for child, _ in graph.children[i]:
                 if child >= 0:
-                    missing |= dict.fromkeys(graph.parameters[p] for p in graph.parameters_below(child))
+                    missing |= dict.fromkeys(
+                        graph.parameters[p] for p in graph.parameters_below(child)
+                    )
         for use in graph.uses():
             if use.key not in ledger.uses:
-                missing |= dict.fromkeys(graph.parameters[p] for p in graph.parameters_below(use.child))
+                missing |= dict.fromkeys(
+                    graph.parameters[p] for p in graph.parameters_below(use.child)
+                )
         present = set(graph.parameters.values())
         for name in self.parameters:
             proof = ledger.parameters.get(name)
             if proof is None or (name in present and proof.route == "zero"):
                 missing[name] = None
         return [
-            name for name in missing if ledger.parameters.get(name) is None or ledger.parameters[name].route != "loop"
+            name
+            for name in missing
+            if ledger.parameters.get(name) is None or ledger.parameters[name].route != "loop"
         ]
 
     def _slice_key(self, x: Any, count: int) -> tuple:
-        shapes = tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in adapt.tree_flatten(x)[0])
+        shapes = tuple(
+            tuple(t.shape) if isinstance(t, Tensor) else None for t in adapt.tree_flatten(x)[0]
+        )
         return count, shapes
 
     def _batch(self, chunk: Chunk, *, compare: bool = False) -> adapt.Batch:
@@ -329,7 +357,9 @@ class Planner:
         self.comparisons += 1
         self._compared = True
         failures = []
-        options = [batch.batched] + [[i for i in batch.batched if i != drop] for drop in batch.batched if known is None]
+        options = [batch.batched] + [
+            [i for i in batch.batched if i != drop] for drop in batch.batched if known is None
+        ]
         for option in filter(None, options):
             trial = self.view.batch(x, count, option)
             try:
@@ -337,7 +367,9 @@ class Planner:
             except Exception as error:
                 if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
                     raise
-                failures.append(f"{type(error).__name__}: {error}".splitlines()[0])  # a model may raise anything
+                failures.append(
+                    f"{type(error).__name__}: {error}".splitlines()[0]
+                )  # a model may raise anything
                 continue
             if alike:
                 break
@@ -363,8 +395,12 @@ class Planner:
         Where samples are known to interact under other conditions, as many as ALONE also each beside a copy.
         """
         count = batch.count
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(self.comparisons)).tolist()
-        half = count // 2 if count % 2 else count // 4 * 2  # even ones of an even batch: the model may take no others
+        order = torch.randperm(
+            count, generator=torch.Generator().manual_seed(self.comparisons)
+        ).tolist()
+        half = (
+            count // 2 if count % 2 else count // 4 * 2
+        )  # even ones of an even batch: the model may take no others
         groups = [order[:half], order[half:]] if count > SAMPLES else []
         groups += [[j, j] for j in (order[:ALONE] if self.ledger.by_data or not groups else [])]
         noise = self._noise_of(batch)
@@ -376,7 +412,11 @@ class Planner:
                 continue
             if self.folding.active:
                 with unfolded():
-                    whole = self.view.forward(batch.pick(range(count))).detach().index_select(self.view.out_dim, index)
+                    whole = (
+                        self.view.forward(batch.pick(range(count)))
+                        .detach()
+                        .index_select(self.view.out_dim, index)
+                    )
                 if self._same_outputs(whole, in_parts, noise):
                     raise FoldRefuted([], "the folded model gives another output")
             return False
@@ -432,16 +472,24 @@ class Planner:
         by_graph = {place: held for place, held in options.items() if place in known}
         layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
         v = generic_cotangent(z)
-        if fresh and not (by_data and state.plans):  # what the graph tells is held to the marks once
+        if fresh and not (
+            by_data and state.plans
+        ):  # what the graph tells is held to the marks once
             candidates = {place: by_graph.get(place, []) for place in options}
             confirmed = explained(graph, structure, z, v, out_dim, candidates, known)
-            options = {place: options[place] for place in confirmed}  # no gradient arrives at the others
-            for place in [place for place, held in confirmed.items() if not held and place in by_graph]:
+            options = {
+                place: options[place] for place in confirmed
+            }  # no gradient arrives at the others
+            for place in [
+                place for place, held in confirmed.items() if not held and place in by_graph
+            ]:
                 options |= {place: every_layout(graph, place, count)}
                 ledger.hooked, by_data = True, "a hook of a gradient"
                 del by_graph[place]
         open_places = {place: held for place, held in options.items() if place not in by_graph}
-        by_marks = first_explained(graph, structure, z, v, out_dim, open_places) if open_places else {}
+        by_marks = (
+            first_explained(graph, structure, z, v, out_dim, open_places) if open_places else {}
+        )
         layouts |= {place: held[0] for place, held in by_marks.items() if held}
         lost = {place[0] for place, held in by_marks.items() if not held}
         for use in (u for node in lost for u in structure.by_node[node]):
@@ -451,7 +499,9 @@ class Planner:
                     continue
                 kinds = old.kinds if old else ()
                 reason = f"its sample axis was not found in a batch of {count}"
-                ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
+                ledger.parameters[name] = ParameterProof(
+                    "loop", alive=True, kinds=kinds, reason=reason
+                )
         if not by_marks:
             by_data = ""
         if any(graph.keys[use.child] in ledger.varying for use in structure.uses):

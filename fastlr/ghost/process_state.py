@@ -29,7 +29,11 @@ _CPU = torch.device("cpu")
 def quiet_rng(device: torch.device) -> Iterator[None]:
     """Leave the random states of the CPU and of ``device`` as they were."""
     thread = threading.get_ident()
-    mine = {generator: _state(generator) for generator in {_CPU, device} if generator.type in ("cpu", "cuda")}
+    mine = {
+        generator: _state(generator)
+        for generator in {_CPU, device}
+        if generator.type in ("cpu", "cuda")
+    }
     with _changed:
         _inside[thread] += 1
         for generator, state in mine.items():

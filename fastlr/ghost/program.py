@@ -35,7 +35,9 @@ from fastlr.ops.torch_private import (
     tree_leaves,
 )
 
-INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}  # nn.Module's own entries
+INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
+    "_compiled_call_impl"
+}  # nn.Module's own entries
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
@@ -107,7 +109,9 @@ class _Program:
 
     def __init__(self, free: Collection[int] = (), versions: bool = True) -> None:
         self.reader = Reader(self.module, versions)
-        self.free = self.reader.free = set(free)  # and the trainable parameters, whatever holds them
+        self.free = self.reader.free = set(
+            free
+        )  # and the trainable parameters, whatever holds them
         self.known: dict[int, int] = {}  # id of a module -> its place
 
     def read(self, model: nn.Module) -> tuple:
@@ -138,7 +142,9 @@ class _Program:
         modules = [module for module in all_modules(model) if id(module) not in self.known]
         for module in modules:
             self.known[id(module)] = len(self.known)
-            self.free.update([id(p) for p in module._parameters.values() if p is not None and p.requires_grad])
+            self.free.update(
+                [id(p) for p in module._parameters.values() if p is not None and p.requires_grad]
+            )
         return tuple([self.one(module) for module in modules])
 
     def one(self, module: nn.Module) -> tuple:
@@ -153,9 +159,16 @@ class _Program:
         for name, p in module._parameters.items():
             tokens += name, None if p is None else self.parameter(p)
         if module._buffers:
-            torch_norm = isinstance(module, StatisticsNorm) and kind.forward in _NORM_FORWARDS and "forward" not in held
+            torch_norm = (
+                isinstance(module, StatisticsNorm)
+                and kind.forward in _NORM_FORWARDS
+                and "forward" not in held
+            )
             for name, b in module._buffers.items():
-                tokens += name, None if b is None else self.buffer(b, torch_norm and name in _STATISTICS)
+                tokens += (
+                    name,
+                    None if b is None else self.buffer(b, torch_norm and name in _STATISTICS),
+                )
         for name in _HOOKS:
             if held.get(name):
                 tokens += name, top(tuple(held[name].values()))
@@ -166,7 +179,11 @@ class _Program:
 
         Of one that is free, or a statistic of torch's own norm layers, it is the dtype.
         """
-        return dtype_name(b.dtype) if statistic or id(b) in self.free else of_tensor(b, self.reader.versions)
+        return (
+            dtype_name(b.dtype)
+            if statistic or id(b) in self.free
+            else of_tensor(b, self.reader.versions)
+        )
 
     def parameter(self, p: Tensor) -> tuple:
         """The token of a parameter and its hooks."""
@@ -194,13 +211,25 @@ class _Uses(TorchFunctionMode):
         self.buffers, self.statistics, self.others = frozenset(buffers), set[int](), set[int]()
         self.hooked = False
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         self.hooked |= func is Tensor.register_hook
         if func not in METADATA:
-            buffers = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.buffers
-            norm = norm_arguments(args, kwargs) if buffers and func is F.batch_norm else {"training": True}
-            statistics = set() if norm["training"] else {id(norm["running_mean"]), id(norm["running_var"])} & buffers
+            buffers = {
+                id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+            } & self.buffers
+            norm = (
+                norm_arguments(args, kwargs)
+                if buffers and func is F.batch_norm
+                else {"training": True}
+            )
+            statistics = (
+                set()
+                if norm["training"]
+                else {id(norm["running_mean"]), id(norm["running_var"])} & buffers
+            )
             self.statistics |= statistics
             self.others |= buffers - statistics
         return func(*args, **kwargs)
@@ -243,8 +272,18 @@ def hook_programs(model: nn.Module) -> tuple:
     registries: list[tuple[int, str, dict | None]] = []
     for module in all_modules(model):
         registries += [(id(module), kind, vars(module).get(kind)) for kind in _HOOKS]
-        registries += [(id(module), name, p._backward_hooks) for name, p in module._parameters.items() if p is not None]
-    return tuple([(whose, kind, tuple(map(_program, hooks.values()))) for whose, kind, hooks in registries if hooks])
+        registries += [
+            (id(module), name, p._backward_hooks)
+            for name, p in module._parameters.items()
+            if p is not None
+        ]
+    return tuple(
+        [
+            (whose, kind, tuple(map(_program, hooks.values())))
+            for whose, kind, hooks in registries
+            if hooks
+        ]
+    )
 
 
 def _program(hook: Any) -> int:

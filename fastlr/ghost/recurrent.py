@@ -63,7 +63,9 @@ class Unfused(TorchFunctionMode):
         super().__init__()
         self.calls = 0
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
         if func in CALLS and torch.is_grad_enabled():
             return self.call(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -97,7 +99,12 @@ def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor
             dropout, train, bidirectional, batch first).
         kwargs: None are expected.
     """
-    if kwargs or len(args) != 9 or not isinstance(args[2], (list, tuple)) or isinstance(args[3], (list, tuple)):
+    if (
+        kwargs
+        or len(args) != 9
+        or not isinstance(args[2], (list, tuple))
+        or isinstance(args[3], (list, tuple))
+    ):
         return None
     x, hx, weights, biases, layers, dropout, train, both, batch_first = args
     h0, c0 = hx if CALLS[func] == "lstm" else (hx, None)
@@ -126,7 +133,11 @@ def _layer(
 ) -> tuple[Tensor, ...]:
     """One layer in one direction: (outputs [T, B, H], and an LSTM's last cell state [B, C])."""
     present = [role for role in WEIGHTS if biases or role not in ("b_ih", "b_hh")]
-    inputs = {"x": x, **dict(zip(STATES, states, strict=False)), **dict(zip(present, weights, strict=False))}
+    inputs = {
+        "x": x,
+        **dict(zip(STATES, states, strict=False)),
+        **dict(zip(present, weights, strict=False)),
+    }
     return Scan.apply(*inputs.values(), tuple(inputs), func)
 
 
@@ -155,7 +166,9 @@ class Steps:
             return _lstm(t, before, out)
         if kind == "gru":
             return _gru(t, before)
-        return Steps(before, (1 - out * out if kind == "rnn_tanh" else (out > 0).to(out.dtype))[:, :, None])
+        return Steps(
+            before, (1 - out * out if kind == "rnn_tanh" else (out > 0).to(out.dtype))[:, :, None]
+        )
 
 
 def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
@@ -179,11 +192,15 @@ def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
     steps = cells.unbind()
     for kept, old, cell in zip(f.unbind(), steps[:-1], steps[1:], strict=True):
         cell.addcmul_(kept, old)
-    bent = torch.tanh(cells[1:]) if projected else torch.rsub((2 * cells[1:]).sigmoid_(), -1, alpha=-2)
+    bent = (
+        torch.tanh(cells[1:]) if projected else torch.rsub((2 * cells[1:]).sigmoid_(), -1, alpha=-2)
+    )
     hidden = o * bent if projected else out
     local[:, :, 1].mul_(cells[:-1])
     torch.addcmul(hidden, hidden, o, value=-1, out=local[:, :, 3])
-    return Steps(before, local, f, torch.addcmul(o, hidden, bent, value=-1), hidden if projected else None)
+    return Steps(
+        before, local, f, torch.addcmul(o, hidden, bent, value=-1), hidden if projected else None
+    )
 
 
 def _gru(t: dict[str, Tensor], before: Tensor) -> Steps:
@@ -225,7 +242,10 @@ class Scan(torch.autograd.Function):
             out, *ends = func(t["x"], hx, weights, "b_ih" in t, 1, 0.0, False, False, False)
         before = torch.cat([initial[0].to(out.dtype), out[:-1]])
         ctx.steps = Steps.of(
-            CALLS[func], {role: raised(tensor) for role, tensor in t.items()}, raised(before), raised(out)
+            CALLS[func],
+            {role: raised(tensor) for role, tensor in t.items()},
+            raised(before),
+            raised(out),
         )
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
@@ -233,7 +253,9 @@ class Scan(torch.autograd.Function):
         return out, *(end[0] for end in ends[1:])
 
     @staticmethod
-    def sweep(ctx: Any, g: Tensor | None, g_cell: Tensor | None = None) -> tuple[Sides, dict[str, Tensor]]:
+    def sweep(
+        ctx: Any, g: Tensor | None, g_cell: Tensor | None = None
+    ) -> tuple[Sides, dict[str, Tensor]]:
         """Go back through time.
 
         Returns:
@@ -241,7 +263,9 @@ class Scan(torch.autograd.Function):
             gradient is the sum of g a^T; and the gradients of the initial states.
         """
         s, held = ctx.steps, dict(zip(ctx.roles, ctx.saved_tensors, strict=True))
-        weight, projection = (raised(held[role]) if role in held else None for role in ("w_hh", "w_hr"))
+        weight, projection = (
+            raised(held[role]) if role in held else None for role in ("w_hh", "w_hr")
+        )
         gates = torch.empty_like(s.local)
         gated = s.keep is not None and s.cell is None  # a GRU
         carry = None
@@ -251,7 +275,9 @@ class Scan(torch.autograd.Function):
         if g is None:
             states = s.before.new_zeros(len(gates) + 1, *s.before.shape[1:])
         else:
-            states = F.pad(raised(g), (0, 0, 0, 0, 1, 0))  # the initial one first, each whole once the next is done
+            states = F.pad(
+                raised(g), (0, 0, 0, 0, 1, 0)
+            )  # the initial one first, each whole once the next is done
         at_states, all_gates = states.unbind(), gates.flatten(2).unbind()
         to_states = by_h.unbind() if gated else all_gates
         columns = (t.unbind() for t in (s.local.flatten(2), s.keep, s.cell) if t is not None)
@@ -271,19 +297,28 @@ class Scan(torch.autograd.Function):
             if gated:
                 prior.addcmul_(at_hidden, factors[0])
         by_x = torch.cat([gates[:, :, 1:3], gates[:, :, :1]], 2).flatten(2) if gated else by_h
-        sides = {"w_ih": (held["x"], by_x), "w_hh": (s.before, by_h), "b_ih": (None, by_x), "b_hh": (None, by_h)}
+        sides = {
+            "w_ih": (held["x"], by_x),
+            "w_hh": (s.before, by_h),
+            "b_ih": (None, by_x),
+            "b_hh": (None, by_h),
+        }
         sides |= {"w_hr": (s.hidden, states[1:])}
         return sides, {"h0": states[0]} | ({} if carry is None else {"c0": carry})
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple:  # noqa: D102
         if torch.is_grad_enabled():
-            raise RuntimeError("a model that differentiates its recurrent layers twice needs torch's own steps")
+            raise RuntimeError(
+                "a model that differentiates its recurrent layers twice needs torch's own steps"
+            )
         ready, ctx.ready = ctx.ready, None
         if ready is None or any(a is not b for a, b in zip(ready[0], gradients, strict=True)):
             ready = gradients, Scan.sweep(ctx, *gradients)
         sides, found = ready[1]
-        wanted = {role for role, needed in zip(ctx.roles, ctx.needs_input_grad, strict=False) if needed}
+        wanted = {
+            role for role, needed in zip(ctx.roles, ctx.needs_input_grad, strict=False) if needed
+        }
         if "x" in wanted:
             found["x"] = sides["w_ih"][1] @ raised(ctx.saved_tensors[ctx.roles.index("w_ih")])
         for role in sides.keys() & wanted if not ctx.norms_only else ():
@@ -293,13 +328,20 @@ class Scan(torch.autograd.Function):
         return *(found.get(role) for role in ctx.roles), None, None
 
 
-@rule(NODE, about="recurrent layers, of nn.LSTM, nn.GRU and nn.RNN: each weight by one product over all steps")
+@rule(
+    NODE,
+    about="recurrent layers, of nn.LSTM, nn.GRU and nn.RNN: each weight by one product over all steps",
+)
 def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weights and biases, from a sweep back through time that is kept for the node."""
     node = site.node
-    reached = {output: site.layouts.get(output) for output, g in enumerate(site.gradients) if g is not None}
+    reached = {
+        output: site.layouts.get(output) for output, g in enumerate(site.gradients) if g is not None
+    }
     # samples are along axis 1 of the outputs [T, B, .] and axis 0 of the last cell state [B, .]
-    layouts = {layout and replace(layout, dim=layout.dim + output) for output, layout in reached.items()}
+    layouts = {
+        layout and replace(layout, dim=layout.dim + output) for output, layout in reached.items()
+    }
     layout = layouts.pop()
     if layouts or layout is None or layout.dim != 1:
         raise Unsupported("the rows of the samples are not the same in all outputs of the layer")
@@ -319,7 +361,10 @@ def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
     norms = {} if node.steps.local.is_cuda else _in_one_product(sides, rows)
     roles = {slot: node.roles[slot] for slot in slots}
-    return {s: Norms(norms[role], partial(factor, s)) if role in norms else factor(s) for s, role in roles.items()}
+    return {
+        s: Norms(norms[role], partial(factor, s)) if role in norms else factor(s)
+        for s, role in roles.items()
+    }
 
 
 def _in_one_product(sides: Sides, rows: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -333,5 +378,7 @@ def _in_one_product(sides: Sides, rows: Callable[[Tensor], Tensor]) -> dict[str,
     if by_h is not g or sum(widths) * g.shape[2] > FEW:
         return {}
     columns = torch.cat([raised(x), before, before.new_ones(()).expand(*x.shape[:2], 1)], 2)
-    of_x, of_h, of_one = (t.sum(1) for t in ops.run("column_sq_norms", rows(columns), rows(g)).split(widths, 1))
+    of_x, of_h, of_one = (
+        t.sum(1) for t in ops.run("column_sq_norms", rows(columns), rows(g)).split(widths, 1)
+    )
     return {"w_ih": of_x, "w_hh": of_h, "b_ih": of_one, "b_hh": of_one}

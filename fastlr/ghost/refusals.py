@@ -18,7 +18,18 @@ from fastlr.ghost.model_io import FAILURES, ModelView, copied
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import tree_flatten
 
-_OF_SHAPES = ("shape", "size", "dimension", "channel", "length", "broadcast", "expand", "mat1", "expected", "element")
+_OF_SHAPES = (
+    "shape",
+    "size",
+    "dimension",
+    "channel",
+    "length",
+    "broadcast",
+    "expand",
+    "mat1",
+    "expected",
+    "element",
+)
 
 
 @contextmanager
@@ -62,7 +73,11 @@ def _given(x: Any) -> str:
 
 
 def _one(value: Any) -> str:
-    return f"{_name(value.dtype)}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"{_name(value.dtype)}{list(value.shape)}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -74,7 +89,9 @@ def _remedy(model: nn.Module, x: Any, error: Exception) -> str | None:
     given = {t.dtype for t in tree_flatten(x)[0] if isinstance(t, Tensor)}
     held = {p.dtype for p in model.parameters() if p.is_floating_point()}
     other = sorted(_name(dtype) for dtype in given - held)
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    tables = [
+        m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    ]
     if "nference tensor" in text:
         return "Build and load the model outside of torch.inference_mode(), whose tensors autograd refuses"
     if isinstance(error, TypeError) and isinstance(x, dict):
@@ -92,7 +109,11 @@ def _remedy(model: nn.Module, x: Any, error: Exception) -> str | None:
     if isinstance(error, IndexError) and tables:
         return f"A token is beyond the rows of an embedding (the model's have {tables}): lower vocab_size"
     if other and ("type" in text or "not implemented for" in text):
-        how = "the inputs by x.float() / 255 if they are bytes of images" if "uint8" in other else "one of them"
+        how = (
+            "the inputs by x.float() / 255 if they are bytes of images"
+            if "uint8" in other
+            else "one of them"
+        )
         return f"The inputs are {', '.join(other)}, the model is {', '.join(sorted(map(_name, held)))}: convert {how}"
     if any(word in text.lower() for word in _OF_SHAPES):
         return "Give inputs for which the model runs, of the size that it was built for"

@@ -101,7 +101,10 @@ def rule(*kinds: str, about: str, on_complex: bool = False) -> Callable[[Rule], 
     return add
 
 
-@rule("ConvolutionBackward0", about="convolution 1d/2d/3d: stride, padding, dilation, groups, transposed; bias")
+@rule(
+    "ConvolutionBackward0",
+    about="convolution 1d/2d/3d: stride, padding, dilation, groups, transposed; bias",
+)
 def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: see fastlr.ops.reference.norms.conv_grads. Bias: sum of g over positions."""
     site.require_axis(0)
@@ -129,7 +132,9 @@ def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return factors
 
 
-def _product(site: Site, slot: int, left: str, right: str, shape: torch.Size, scale: float = 1.0) -> Factor:
+def _product(
+    site: Site, slot: int, left: str, right: str, shape: torch.Size, scale: float = 1.0
+) -> Factor:
     """Return the factor of the left (``slot`` 0) or right (1) operand of a product.
 
     The product is [N, n, k] @ [N, k, m] or [n, k] @ [k, m].
@@ -139,7 +144,9 @@ def _product(site: Site, slot: int, left: str, right: str, shape: torch.Size, sc
     """
     dim = site.layout.dim + 3 - site.g.ndim
     if dim != (1 if slot == 1 else 2):
-        raise Unsupported(f"the samples are not along the {'rows' if slot == 1 else 'columns'} of the product")
+        raise Unsupported(
+            f"the samples are not along the {'rows' if slot == 1 else 'columns'} of the product"
+        )
     saved = getattr(site.node, f"_saved_{left if slot == 1 else right}")
     operand, g = (t if t.ndim == 3 else t[None] for t in (saved, site.g))
     if slot == 0:
@@ -163,7 +170,11 @@ def product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {slot: _product(site, slot, "self", "mat2", site.shapes[slot]) for slot in slots}
 
 
-@rule("AddmmBackward0", "BaddbmmBackward0", about="addmm, baddbmm: linear with bias, any number of leading dimensions")
+@rule(
+    "AddmmBackward0",
+    "BaddbmmBackward0",
+    about="addmm, baddbmm: linear with bias, any number of leading dimensions",
+)
 def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Return the factors of an added term and of the operands of a product.
 
@@ -186,12 +197,19 @@ def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 def _with_one_row(factors: dict[int, Factor]) -> dict[int, Factor]:
     """The norms of a bias and a weight, if samples have one row each: |g|^2 and |g|^2 |a|^2."""
     bias, weight = factors.get(0), factors.get(2)
-    if not isinstance(bias, Dense) or not isinstance(weight, Outer) or ops.backend_for(weight.g) != "torch":
+    if (
+        not isinstance(bias, Dense)
+        or not isinstance(weight, Outer)
+        or ops.backend_for(weight.g) != "torch"
+    ):
         return factors
     if weight.g.shape[1:3] != (1, 1) or bias.grads.shape[1:] != weight.g.shape[3:]:
         return factors
     of_g = bias.sq_norms()
-    return {0: Norms(of_g, lambda: bias), 2: Norms(of_g * Dense(weight.a).sq_norms(), lambda: weight)}
+    return {
+        0: Norms(of_g, lambda: bias),
+        2: Norms(of_g * Dense(weight.a).sq_norms(), lambda: weight),
+    }
 
 
 def _reduced(
@@ -285,7 +303,9 @@ def scale(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 def bilinear(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight [O, I, J] of torch.nn.functional.bilinear: the sum over rows of g x y^T."""
     n = site.node
-    axes = tuple(map(tuple, (n._saved_expand1, n._saved_expand2, n._saved_expand3, n._saved_sumdim)))
+    axes = tuple(
+        map(tuple, (n._saved_expand1, n._saved_expand2, n._saved_expand3, n._saved_sumdim))
+    )
     if axes != ((1, 3), (0,), (1, 2), (2, 3)):
         raise Unsupported("another product of three factors than that of bilinear")
     site.require_slot(slots, 1)
@@ -301,7 +321,10 @@ def prelu(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {1: Dense(_reduced(site, site.g, site.shapes[1], site.node._saved_self.clamp_max(0)))}
 
 
-@rule("RepeatBackward0", about="repeated parameters (instance norm repeats its weight for every sample)")
+@rule(
+    "RepeatBackward0",
+    about="repeated parameters (instance norm repeats its weight for every sample)",
+)
 def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """The copies that belong to a sample are added."""
     site.require_slot(slots, 0)
@@ -323,7 +346,10 @@ def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 
 
 @rule(
-    "NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0", about="batch norm in eval mode"
+    "NativeBatchNormBackward0",
+    "CudnnBatchNormBackward0",
+    "MiopenBatchNormBackward0",
+    about="batch norm in eval mode",
 )
 def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum g (x - mean) / sigma; bias: sum g; running statistics."""
@@ -331,7 +357,9 @@ def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     site.require_axis(0)
     if getattr(n, "_saved_training", True):
         raise Unsupported("batch statistics")
-    eps = n._saved_eps if hasattr(n, "_saved_eps") else n._saved_epsilon  # cuDNN's node has another name for it
+    eps = (
+        n._saved_eps if hasattr(n, "_saved_eps") else n._saved_epsilon
+    )  # cuDNN's node has another name for it
     grads = batch_norm_grads(site, n._saved_input, n._saved_running_mean, n._saved_running_var, eps)
     return {slot: Dense(grads[slot - 1]) for slot in slots}
 
@@ -362,13 +390,27 @@ def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     def wide(t: Tensor) -> Tensor:
         return t.expand(-1, -1, channels // n._saved_group).reshape(len(x), channels)
 
-    mean, rstd = (t.reshape(len(x), n._saved_group, 1) for t in (n._saved_result1, n._saved_result2))
+    mean, rstd = (
+        t.reshape(len(x), n._saved_group, 1) for t in (n._saved_result1, n._saved_result2)
+    )
     # centred first: sum g x - mean sum g would lose the digits where the mean is large
-    gx, gs = ops.run("channel_sums", x.reshape(len(x), 1, channels, -1), g.reshape(len(x), 1, channels, -1), wide(mean))
-    if x.device.type == "cpu" and float(torch.linalg.vector_norm(mean * rstd, torch.inf)) > LARGE_MEAN:
+    gx, gs = ops.run(
+        "channel_sums",
+        x.reshape(len(x), 1, channels, -1),
+        g.reshape(len(x), 1, channels, -1),
+        wide(mean),
+    )
+    if (
+        x.device.type == "cpu"
+        and float(torch.linalg.vector_norm(mean * rstd, torch.inf)) > LARGE_MEAN
+    ):
         if not hasattr(n, "_saved_eps"):
-            raise Unsupported("means of many standard deviations, and this torch's node (as of 2.15) does not tell eps")
-        rest = (x.reshape(*mean.shape[:2], -1) - mean).to(gx.dtype)  # the statistics themselves have lost digits
+            raise Unsupported(
+                "means of many standard deviations, and this torch's node (as of 2.15) does not tell eps"
+            )
+        rest = (x.reshape(*mean.shape[:2], -1) - mean).to(
+            gx.dtype
+        )  # the statistics themselves have lost digits
         var, off = torch.var_mean(rest, 2, correction=0, keepdim=True)
         gx, rstd = gx - wide(off) * gs, torch.rsqrt(var + n._saved_eps)
     grads = {1: gx * wide(rstd), 2: gs}

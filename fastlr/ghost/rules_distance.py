@@ -59,12 +59,16 @@ class Distances(Factor):
         They are not quite where the distances were taken from a product of matrices, which loses digits.
         """
         g, distances = self.g[..., 0], self.distances[..., 0]
-        lengths = torch.cdist(self.rows[:, 0], self.points, compute_mode="donot_use_mm_for_euclid_dist")
+        lengths = torch.cdist(
+            self.rows[:, 0], self.points, compute_mode="donot_use_mm_for_euclid_dist"
+        )
         return Dense(torch.where(distances > 0, g * (lengths / distances), 0.0)).sq_norms()
 
     def dense(self, lo: int, hi: int) -> Tensor:  # noqa: D102
         points = self.points.expand(hi - lo, *self.points.shape)
-        grads = distance_gradients(self.g[lo:hi], points, self.rows[lo:hi], self.p, self.distances[lo:hi])
+        grads = distance_gradients(
+            self.g[lo:hi], points, self.rows[lo:hi], self.p, self.distances[lo:hi]
+        )
         missing = [1] * (points.ndim - 1 - len(self.shape))
         return grads.sum_to_size(hi - lo, *missing, *self.shape).reshape(hi - lo, *self.shape)
 

@@ -48,7 +48,10 @@ def _table_rows(site: Site, ids: Tensor, g: Tensor) -> Rows:
     return Rows(rows % shape[0] if shape[0] else rows, flat, shape)
 
 
-@rule("EmbeddingBagBackward0", about="bags of embeddings: sum, mean and max, with weights and padding_idx")
+@rule(
+    "EmbeddingBagBackward0",
+    about="bags of embeddings: sum, mean and max, with weights and padding_idx",
+)
 def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Return the gradient of an embedding bag's table.
 
@@ -62,7 +65,12 @@ def embedding_bag(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     site.require_axis(0)
     ids, g = n._saved_indices, site.g
     starts = n._saved_offsets[: len(g)]  # one more may say where the last bag ends
-    bag = torch.searchsorted(starts, torch.arange(len(ids), device=ids.device, dtype=starts.dtype), right=True) - 1
+    bag = (
+        torch.searchsorted(
+            starts, torch.arange(len(ids), device=ids.device, dtype=starts.dtype), right=True
+        )
+        - 1
+    )
     kept = (ids != n._saved_padding_idx).to(g.dtype)
     sizes = g.new_zeros(len(g)).index_add_(0, bag, kept)
     if n._saved_mode == _MAX:
@@ -86,11 +94,18 @@ def _largest(site: Site, picked: Tensor, g: Tensor) -> Rows:
     return Rows(ids.long(), g[..., None], (prod(site.shapes[0]), 1))
 
 
-@rule("IndexBackward0", about="rows picked from a parameter by an index tensor that has the sample axis")
+@rule(
+    "IndexBackward0",
+    about="rows picked from a parameter by an index tensor that has the sample axis",
+)
 def index(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Like an embedding, for one integer index tensor on the first axis."""
     indices = [i for i in site.node._saved_indices if i is not None]
-    if len(indices) != 1 or site.node._saved_indices[0] is None or indices[0].dtype not in (torch.int64, torch.int32):
+    if (
+        len(indices) != 1
+        or site.node._saved_indices[0] is None
+        or indices[0].dtype not in (torch.int64, torch.int32)
+    ):
         raise Unsupported("more than one index tensor, or not on the first axis")
     site.require_slot(slots, 0)
     return {0: _table_rows(site, indices[0].long(), site.g)}

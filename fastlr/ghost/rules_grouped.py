@@ -54,7 +54,10 @@ class Grouped(Factor):
         return grads.view(hi - lo, *self.shape)
 
 
-@rule("GroupedMmBackward0", about="products of groups of rows with a matrix each (grouped_mm): mixtures of experts")
+@rule(
+    "GroupedMmBackward0",
+    about="products of groups of rows with a matrix each (grouped_mm): mixtures of experts",
+)
 def grouped_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """The rule for rows [S, I], sorted by matrix, with matrices [E, I, O].
 
@@ -66,7 +69,9 @@ def grouped_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     rows, ends, shape = n._saved_self, n._saved_offs, site.shapes[1]
     if ends is None or rows.ndim != 2 or len(shape) != 3:
         raise Unsupported("a grouped product of another form than rows with matrices")
-    matrix = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True)
+    matrix = torch.searchsorted(
+        ends, torch.arange(len(rows), device=rows.device, dtype=ends.dtype), right=True
+    )
     used = (matrix < shape[0]).nonzero()[:, 0]  # rows beyond the last end take no part
     ids = site.layout.samples(len(rows), site.count, rows.device)
     pairs, place = torch.unique(ids[used] * shape[0] + matrix[used], return_inverse=True)

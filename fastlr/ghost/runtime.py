@@ -50,7 +50,12 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     flags = [module.training for module in modules]
     with buffers_kept(modules):
         try:
-            with torch.inference_mode(False), torch.enable_grad(), quiet_rng(device), _repeatable(modules, device):
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                quiet_rng(device),
+                _repeatable(modules, device),
+            ):
                 for module in modules:
                     module.training = False
                 yield
@@ -78,7 +83,9 @@ def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        moved_on = {key for key, (module, before) in numbers.items() if own_attributes(module) != before}
+        moved_on = {
+            key for key, (module, before) in numbers.items() if own_attributes(module) != before
+        }
         for module, place, name, tensor, seen, copy in held:
             if id(module) in moved_on:
                 continue
@@ -123,7 +130,9 @@ def read_together(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     They come from one device; None stays None.
     """
     there = [first, *(t.to(first.device) for t in others if t is not None)]
-    parts = iter(torch.cat([t.detach().double() for t in there]).cpu().split([len(t) for t in there]))
+    parts = iter(
+        torch.cat([t.detach().double() for t in there]).cpu().split([len(t) for t in there])
+    )
     return tuple(None if t is None else next(parts) for t in (first, *others))
 
 
@@ -162,11 +171,17 @@ def chunk_for_memory(view: ModelView, few: int, forward: Callable[[], Tensor]) -
             raise
         return 1
     storages[output[0].data_ptr()] = output[0].nbytes
-    held = (t for t in (*view.module.parameters(), *view.module.buffers()) if not on_demand.is_on_demand(t))
+    held = (
+        t
+        for t in (*view.module.parameters(), *view.module.buffers())
+        if not on_demand.is_on_demand(t)
+    )
     of_model = {t.untyped_storage().data_ptr() for t in held}
     activations = sum(size for pointer, size in storages.items() if pointer not in of_model) / few
     weights = max(p.nbytes for p in view.parameters.values())
-    budget = min(free_bytes(view.device) / 4, _CPU_BYTES if view.device.type == "cpu" else _GPU_BYTES)
+    budget = min(
+        free_bytes(view.device) / 4, _CPU_BYTES if view.device.type == "cpu" else _GPU_BYTES
+    )
     return int(max(1, min(_LARGEST_CHUNK, budget // (_WORK * activations + weights + 1))))
 
 
@@ -189,7 +204,10 @@ def chunk_for_peak(device: torch.device, bytes_per_input: int) -> int:
 def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
     """Address -> bytes of the memory that autograd saves during a forward pass."""
     storages: dict[int, int] = {}
-    pack, unpack = on_demand.hooks() or (Tensor.detach, lambda t: t)  # itself would keep the graph for ever
+    pack, unpack = on_demand.hooks() or (
+        Tensor.detach,
+        lambda t: t,
+    )  # itself would keep the graph for ever
 
     def saved(t: Tensor) -> Any:
         kept = pack(t)
@@ -232,15 +250,33 @@ def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | No
 def _bar(total: int, *, stderr: bool = False) -> Iterator[Report]:
     """A progress bar; one on stderr goes when it is done."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True) if stderr else None, transient=stderr) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True) if stderr else None, transient=stderr
+    ) as bar:
         task = bar.add_task("local redundancy", total=total)
 
         def update(done: int, total: int, value: float, stderr: float) -> None:
             error = "" if math.isnan(stderr) else f" +- {stderr:.2g}"
-            bar.update(task, completed=done, total=total, description=f"local redundancy {value:.5g}{error}")
+            bar.update(
+                task,
+                completed=done,
+                total=total,
+                description=f"local redundancy {value:.5g}{error}",
+            )
 
         yield update
 
@@ -248,7 +284,9 @@ def _bar(total: int, *, stderr: bool = False) -> Iterator[Report]:
 def _watched() -> bool:
     """Return True if stderr is a terminal, or this is a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return type(shell).__name__ == "ZMQInteractiveShell" or (sys.stderr is not None and sys.stderr.isatty())
+    return type(shell).__name__ == "ZMQInteractiveShell" or (
+        sys.stderr is not None and sys.stderr.isatty()
+    )
 
 
 def describe(thing: Any) -> str:
@@ -267,7 +305,9 @@ def digest(inputs: Any, used: int, seed: int) -> str:
         for leaf in tree_flatten(x)[0]:
             if isinstance(leaf, Tensor):
                 total.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
-                total.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                total.update(
+                    leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                )
             else:
                 total.update(repr(leaf).encode())
     return total.hexdigest()[:16]
@@ -279,4 +319,8 @@ def versions() -> dict[str, str]:
         fastlr_version = version("fastlr")
     except PackageNotFoundError:
         fastlr_version = "not installed"
-    return {"fastlr": fastlr_version, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "fastlr": fastlr_version,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

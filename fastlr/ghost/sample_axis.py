@@ -112,8 +112,12 @@ def candidates(shape: torch.Size, count: int) -> list[Regular]:
         if size % count:
             continue
         rest = size // count
-        small = [k for k in range(1, math.isqrt(rest) + 1) if rest % k == 0] if rest <= 1 << 16 else [1]
-        layouts += [Regular(dim, k, rest // k) for k in sorted({*small, *(rest // k for k in small)})]
+        small = (
+            [k for k in range(1, math.isqrt(rest) + 1) if rest % k == 0] if rest <= 1 << 16 else [1]
+        )
+        layouts += [
+            Regular(dim, k, rest // k) for k in sorted({*small, *(rest // k for k in small)})
+        ]
     return layouts
 
 
@@ -144,7 +148,9 @@ def vanishing(dtypes: Collection[torch.dtype], tolerance: float) -> float:
 
 OCTAVES = {torch.float64: 18}  # that marks span, by the least precise dtype of the graph
 IN_SINGLE = 8
-TOLERANCE = {torch.float64: 1e-6}  # of a row's factor: less than what a share of 2^-OCTAVES of another sample makes
+TOLERANCE = {
+    torch.float64: 1e-6
+}  # of a row's factor: less than what a share of 2^-OCTAVES of another sample makes
 SINGLE = 1e-3
 
 
@@ -180,7 +186,11 @@ class Marks:
         generator = torch.Generator().manual_seed(count)
         size = OCTAVES.get(dtype, IN_SINGLE) + 1
         digits = 0 if regular else max(1, math.ceil(math.log(count, size) - 1e-9))
-        numbers = torch.randperm(size**digits, generator=generator)[:count] if digits else torch.zeros(count).long()
+        numbers = (
+            torch.randperm(size**digits, generator=generator)[:count]
+            if digits
+            else torch.zeros(count).long()
+        )
         owner = torch.full((size**digits if digits else 0,), -1)
         if digits:
             owner[numbers] = torch.arange(count)
@@ -196,7 +206,9 @@ class Marks:
         return self.owner[(digits * places[:, None]).sum(0)]
 
 
-def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, least: float = 0.0) -> Layout | None:
+def explains(
+    layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, least: float = 0.0
+) -> Layout | None:
     """Return the layout if it explains how marking changed the row sums, else None.
 
     A ragged layout is returned with its ids.
@@ -208,10 +220,14 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, least:
         marks: the marks.
         least: row sum up to which a row tells nothing, beside those that are nothing but rounding (see `vanishing`).
     """
-    noise = max(1e-12, marks.tolerance**3)  # in parts of the largest sum: what is nothing but rounding, and nobody's
+    noise = max(
+        1e-12, marks.tolerance**3
+    )  # in parts of the largest sum: what is nothing but rounding, and nobody's
     alive = plain > (plain.max() * noise).clamp_min(least) if plain.numel() else plain.bool()
     low = marks.tolerance >= 0.1 and plain.numel() > 0
-    size = plain.clamp_min(float(plain.max()) * 0.1) if low else plain  # what a row's rounding is in parts of
+    size = (
+        plain.clamp_min(float(plain.max()) * 0.1) if low else plain
+    )  # what a row's rounding is in parts of
     if isinstance(layout, Regular):
         factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
         wrong = (marked - plain * factors).abs() > marks.tolerance * size * factors
@@ -222,5 +238,7 @@ def explains(layout: Layout, plain: Tensor, marked: Tensor, marks: Marks, least:
     ids = marks.read(ratios[:-1])
     unknown = ids < 0
     ids = ids.clamp_min(0)
-    wrong = ((ratios / marks.factors[:, ids] - 1).abs() * plain > marks.tolerance * size).any(0) | unknown
+    wrong = ((ratios / marks.factors[:, ids] - 1).abs() * plain > marks.tolerance * size).any(
+        0
+    ) | unknown
     return None if bool((wrong & alive).any()) else Ragged(layout.dim, ids)

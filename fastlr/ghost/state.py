@@ -210,7 +210,9 @@ class BufferKeeper:
     LARGE = 1 << 16  # elements
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}  # id of a buffer -> buffer, its version, copy
+        self._copies: dict[
+            int, tuple[Tensor, int, Tensor]
+        ] = {}  # id of a buffer -> buffer, its version, copy
 
     @contextmanager
     def kept(self, modules: Sequence[nn.Module], *, unseen: bool = False) -> Iterator[list[str]]:
@@ -222,7 +224,9 @@ class BufferKeeper:
         """
         places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
         places += [(m, m._parameters) for m in modules if shortens_weights(m)]
-        held = [(place, name, t) for _, place in places for name, t in place.items() if t is not None]
+        held = [
+            (place, name, t) for _, place in places for name, t in place.items() if t is not None
+        ]
         self._refresh([t for _, _, t in held], unseen)
         changed: list[str] = []
         try:
@@ -230,7 +234,10 @@ class BufferKeeper:
         finally:
             for place, name, tensor in held:
                 _, seen, copy = self._copies[id(tensor)]
-                written, replaced = version(tensor) != seen, name not in place or place[name] is not tensor
+                written, replaced = (
+                    version(tensor) != seen,
+                    name not in place or place[name] is not tensor,
+                )
                 if written or replaced:
                     changed.append(name)
                 if unseen or written:
@@ -258,4 +265,6 @@ class BufferKeeper:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
+    return (
+        a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and a.layout == b.layout
+    )

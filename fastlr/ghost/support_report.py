@@ -64,15 +64,21 @@ class SupportReport:
         rows = []
         for name in names:
             p = ledger.parameters[name]
-            rows.append(ParameterSupport(name, p.kinds, p.axes, p.route, p.deviation, p.alive, p.reason))
+            rows.append(
+                ParameterSupport(name, p.kinds, p.axes, p.route, p.deviation, p.alive, p.reason)
+            )
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
         notes = list(dict.fromkeys(ledger.notes))
         if folding is not None and folding.literal:
             notes.append(f"only convolutions and norms are folded: {folding.literal}")
         if folding is not None and folding.disabled:
             notes.append(f"nothing is folded: {folding.disabled}")
-        folded, unfolded = (dict(folding.folded), folding.plain | folding.refused) if folding else ({}, {})
-        report = SupportReport(tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded)
+        folded, unfolded = (
+            (dict(folding.folded), folding.plain | folding.refused) if folding else ({}, {})
+        )
+        report = SupportReport(
+            tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded
+        )
         if folding is None:
             return report
         replaced = folding.replaced + Counter(unfused=folding.unfused.calls)
@@ -97,7 +103,9 @@ class SupportReport:
         rows = [_COLUMNS, *self._rows()]
         widths = [max(len(r[k]) for r in rows) for k in range(5)]
         widths[0] = min(widths[0], 44)
-        lines = ["  ".join(_fit(c, w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+        lines = [
+            "  ".join(_fit(c, w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows
+        ]
         lines.insert(1, "-" * max(len(line) for line in lines))
         return "\n".join([*lines, "", *self._summary()])
 
@@ -111,12 +119,20 @@ class SupportReport:
         rows: list[tuple[str, ...]] = []
         for label, p in _grouped(self.parameters):
             deviation = f"{p.deviation:.0e}" if p.proven and p.route in ("rule", "node") else "-"
-            rows.append((label, "+".join(p.kinds) or "-", ", ".join(p.axes) or "-", p.route, deviation))
+            rows.append(
+                (label, "+".join(p.kinds) or "-", ", ".join(p.axes) or "-", p.route, deviation)
+            )
         return rows
 
     def _summary(self) -> list[str]:
-        count = {route: sum(p.route == route for p in self.parameters) for route in ("rule", "node", "loop", "zero")}
-        lines = [f"{len(self.parameters)} parameters: " + ", ".join(f"{n} by {r}" for r, n in count.items() if n)]
+        count = {
+            route: sum(p.route == route for p in self.parameters)
+            for route in ("rule", "node", "loop", "zero")
+        }
+        lines = [
+            f"{len(self.parameters)} parameters: "
+            + ", ".join(f"{n} by {r}" for r, n in count.items() if n)
+        ]
         if self.subject:
             lines.append(
                 f"proven on three samples of a {self.subject} ({self.dtype}): off by at most {self.largest_deviation:.1e}"
@@ -127,7 +143,9 @@ class SupportReport:
                 f"gradient zero on those samples, so checked when it is not: {', '.join(unproven[:4])}"
                 + (f" and {len(unproven) - 4} more" if len(unproven) > 4 else "")
             )
-        lines += dict.fromkeys(f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule")
+        lines += dict.fromkeys(
+            f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule"
+        )
         if self.others:
             lines.append(
                 f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}"
@@ -136,7 +154,9 @@ class SupportReport:
         if self.fixed:
             lines.append(f"{len(self.fixed)} batch norms run as a scaling and a shift")
         if self.folded:
-            lines.append(f"{len(self.folded)} convolutions run folded with their batch norm and activation")
+            lines.append(
+                f"{len(self.folded)} convolutions run folded with their batch norm and activation"
+            )
             reasons: dict[str, list[str]] = {}
             for name, reason in self.unfolded.items():
                 reasons.setdefault(reason, []).append(name)
@@ -159,10 +179,14 @@ def _grouped(parameters: tuple[ParameterSupport, ...]) -> list[tuple[str, Parame
         if (
             last
             and last[0] == module
-            and (last[2].kinds, last[2].axes, last[2].route, last[2].proven) == (p.kinds, p.axes, p.route, p.proven)
+            and (last[2].kinds, last[2].axes, last[2].route, last[2].proven)
+            == (p.kinds, p.axes, p.route, p.proven)
         ):
             worst = p if p.deviation > last[2].deviation else last[2]
             rows[-1] = (module, [*last[1], leaf], worst)
         else:
             rows.append((module, [leaf], p))
-    return [(f"{m}.{{{','.join(ls)}}}" if len(ls) > 1 else f"{m}.{ls[0]}" if m else ls[0], p) for m, ls, p in rows]
+    return [
+        (f"{m}.{{{','.join(ls)}}}" if len(ls) > 1 else f"{m}.{ls[0]}" if m else ls[0], p)
+        for m, ls, p in rows
+    ]

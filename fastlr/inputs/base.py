@@ -58,8 +58,12 @@ class Inputs:
         device = torch.get_default_device() if device is None else torch.device(device)
         return self._make(start, stop, check_seed(seed), device, dtype)
 
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
-        raise NotImplementedError(f"{type(self).__name__} must implement _make(start, stop, seed, device, dtype)")
+    def _make(
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Batch:
+        raise NotImplementedError(
+            f"{type(self).__name__} must implement _make(start, stop, seed, device, dtype)"
+        )
 
     def identity(self, used: int, seed: int) -> str:
         """Return a text that samples 0 .. used - 1 have in common with equal ones alone.
@@ -90,4 +94,6 @@ def check_dtype(dtype: torch.dtype | None) -> None:
     None is for the source's own dtype.
     """
     if dtype is not None and dtype not in _DTYPES:
-        raise InputError(f"dtype must be one of float16, bfloat16, float32 and float64, got {dtype}")
+        raise InputError(
+            f"dtype must be one of float16, bfloat16, float32 and float64, got {dtype}"
+        )

@@ -52,8 +52,12 @@ def _mean_std(normalize: Normalize, channels: int) -> tuple[Tensor, Tensor] | No
     pair = []
     for name, values in zip(("mean", "std"), normalize, strict=True):
         values = list(values) if isinstance(values, Sequence) else [values] * channels
-        if len(values) != channels or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
-            raise InputError(f"normalize: {name} must be one finite number or {channels}, one a channel, got {values}")
+        if len(values) != channels or not all(
+            isinstance(v, (int, float)) and math.isfinite(v) for v in values
+        ):
+            raise InputError(
+                f"normalize: {name} must be one finite number or {channels}, one a channel, got {values}"
+            )
         pair.append(torch.tensor(values, dtype=torch.float64, device="cpu")[:, None])
     if not (pair[1] > 0).all():
         raise InputError(f"normalize: std must be positive, got {pair[1].flatten().tolist()}")
@@ -114,7 +118,9 @@ class ShapeImages(Generated):
         for name in ("size", "rectangle_sides", "circle_radii"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.normalize == "imagenet" and channels != 3:
-            raise InputError(f'normalize="imagenet" needs 3 channels, size has {channels}: pass (mean, std) or None')
+            raise InputError(
+                f'normalize="imagenet" needs 3 channels, size has {channels}: pass (mean, std) or None'
+            )
         _mean_std(self.normalize, channels)
 
     def table(self) -> Tensor:  # [C, 256]
@@ -124,15 +130,23 @@ class ShapeImages(Generated):
         """
         levels = torch.arange(256, dtype=torch.float64, device="cpu")[None] / 255
         mean_std = _mean_std(self.normalize, self.size[0])
-        levels = levels.expand(self.size[0], 256) if mean_std is None else (levels - mean_std[0]) / mean_std[1]
+        levels = (
+            levels.expand(self.size[0], 256)
+            if mean_std is None
+            else (levels - mean_std[0]) / mean_std[1]
+        )
         return levels.float()
 
-    def raw(self, start: int, stop: int, *, seed: int = 0, device: torch.device | str | None = None) -> Tensor:
+    def raw(
+        self, start: int, stop: int, *, seed: int = 0, device: torch.device | str | None = None
+    ) -> Tensor:
         """Return the images ``start .. stop-1`` as displayable bytes, ``[n, C, H, W]`` uint8."""
         device = torch.get_default_device() if device is None else torch.device(device)
         return self._images(start, stop, seed, device, torch.uint8, None)
 
-    def at(self, index: Tensor, *, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:  # [n]
+    def at(
+        self, index: Tensor, *, seed: int = 0, dtype: torch.dtype | None = None
+    ) -> Tensor:  # [n]
         """Return the images with the numbers ``index``, on its device and in its order.
 
         They have the bits that `batch` gives.
@@ -148,11 +162,15 @@ class ShapeImages(Generated):
         index, table = check_index(index), self.table()
         check_dtype(dtype)
         if index.is_cuda:
-            table = table.pin_memory().to(index.device, non_blocking=True)  # the host need not wait for the GPU
+            table = table.pin_memory().to(
+                index.device, non_blocking=True
+            )  # the host need not wait for the GPU
         options = self._options(seed, table, dtype)
         return ops.get("shape_images_at", self._backend(index.device, options))(index, **options)
 
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    def _make(
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Tensor:
         return self._images(start, stop, seed, device, dtype, self.table())
 
     def from_device(
@@ -170,21 +188,35 @@ class ShapeImages(Generated):
         return partial(ops.get("shape_images_from", "triton"), **options)
 
     def _images(
-        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None, table: Tensor | None
+        self,
+        start: int,
+        stop: int,
+        seed: int,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        table: Tensor | None,
     ) -> Tensor:
         options = self._options(seed, table, dtype)
-        return ops.get("shape_images", self._backend(device, options))(start, stop, device=device, **options)
+        return ops.get("shape_images", self._backend(device, options))(
+            start, stop, device=device, **options
+        )
 
     @staticmethod
     def _backend(device: torch.device, options: dict[str, Any]) -> str:
         kernel = device.type == "cuda" and ops.has_triton() and ops.images_agree(device, options)
         return "triton" if kernel else "reference"
 
-    def _options(self, seed: int, table: Tensor | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    def _options(
+        self, seed: int, table: Tensor | None, dtype: torch.dtype | None
+    ) -> dict[str, Any]:
         """Keyword arguments of every op that makes these images."""
         names = ("size", "rectangles", "circles", "rectangle_sides", "circle_radii")
         shapes = {name: getattr(self, name) for name in names}
-        values = {"table": table, "dtype": dtype or torch.float32, "channels_last": self.channels_last}
+        values = {
+            "table": table,
+            "dtype": dtype or torch.float32,
+            "channels_last": self.channels_last,
+        }
         return {"seed": seed, **shapes, **values}
 
 
@@ -211,18 +243,35 @@ class NoiseImages(Generated):
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, (tuple, list)) or len(self.size) != 3:
-            raise InputError(f"size must be three integers (channels, height, width), got {self.size!r}")
-        _positive(**dict(zip(("size's channels", "size's height", "size's width"), self.size, strict=True)))
+            raise InputError(
+                f"size must be three integers (channels, height, width), got {self.size!r}"
+            )
+        _positive(
+            **dict(
+                zip(("size's channels", "size's height", "size's width"), self.size, strict=True)
+            )
+        )
         object.__setattr__(self, "size", tuple(self.size))
         _mean_std(self.normalize, self.size[0])
 
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    def _make(
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Tensor:
         tables = normal_quantiles()[None]
         mean_std = _mean_std(self.normalize, self.size[0])
         if mean_std is not None:
             tables = ((tables.double() - mean_std[0]) / mean_std[1]).float()
         stream, dtype = STREAMS["noise"], dtype or torch.float32
-        return normals(start, stop, self.size, stream=stream, seed=seed, tables=tables, dtype=dtype, device=device)
+        return normals(
+            start,
+            stop,
+            self.size,
+            stream=stream,
+            seed=seed,
+            tables=tables,
+            dtype=dtype,
+            device=device,
+        )
 
 
 @dataclass(frozen=True)
@@ -245,9 +294,13 @@ class GaussianSeries(Generated):
     def __post_init__(self) -> None:
         _positive(length=self.length, features=self.features)
 
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    def _make(
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Tensor:
         shape, dtype = (self.length, self.features), dtype or torch.float32
-        return normals(start, stop, shape, stream=STREAMS["series"], seed=seed, dtype=dtype, device=device)
+        return normals(
+            start, stop, shape, stream=STREAMS["series"], seed=seed, dtype=dtype, device=device
+        )
 
 
 @dataclass(frozen=True)
@@ -274,11 +327,19 @@ class TokenInputs(Generated):
         if self.vocab_size >= 1 << 31:
             raise InputError(f"vocab_size must be below 2**31, got {self.vocab_size}")
 
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
+    def _make(
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Batch:
         out = torch.empty(stop - start, self.length, dtype=torch.int64, device=device)
         block = max(1, BLOCK // self.length)
         for begin in range(start, stop, block):
             index = indices(begin, min(begin + block, stop), device)
             words = random_words(seed, index, STREAMS["tokens"], self.length)
-            out[begin - start : begin - start + len(index)] = uniform_integers(words, self.vocab_size)
-        return {"input_ids": out, "attention_mask": torch.ones_like(out)} if self.attention_mask else {"input_ids": out}
+            out[begin - start : begin - start + len(index)] = uniform_integers(
+                words, self.vocab_size
+            )
+        return (
+            {"input_ids": out, "attention_mask": torch.ones_like(out)}
+            if self.attention_mask
+            else {"input_ids": out}
+        )

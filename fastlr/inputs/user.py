@@ -43,7 +43,9 @@ class TensorInputs(Inputs):
 
     limit: int
 
-    def __init__(self, tensors: Any, in_dim: int = 0, *, item: int | str | Callable[[Any], Any] | None = None):
+    def __init__(
+        self, tensors: Any, in_dim: int = 0, *, item: int | str | Callable[[Any], Any] | None = None
+    ):
         if type(in_dim) is not int:
             raise InputError(f"in_dim must be an integer, got {in_dim!r}")
         self.tensors, self.in_dim, self.item = tensors, in_dim, item
@@ -51,9 +53,15 @@ class TensorInputs(Inputs):
         self._hashes: dict[int, tuple[list, str]] = {}  # samples -> the tensors' versions, the hash
         if isinstance(tensors, (Tensor, tuple, Mapping)):
             if item is not None:
-                raise InputError("item= picks from the items of a Dataset: leave it out for tensors")
+                raise InputError(
+                    "item= picks from the items of a Dataset: leave it out for tensors"
+                )
             self.limit = self._common_length(tensors)
-        elif hasattr(tensors, "__getitem__") and hasattr(tensors, "__len__") and not isinstance(tensors, (list, str)):
+        elif (
+            hasattr(tensors, "__getitem__")
+            and hasattr(tensors, "__len__")
+            and not isinstance(tensors, (list, str))
+        ):
             self.dataset, self.limit = tensors, len(tensors)
         else:
             raise InputError(
@@ -74,7 +82,12 @@ class TensorInputs(Inputs):
 
         The values are not in it.
         """
-        return {"inputs": "TensorInputs", "tensors": self._describe(), "in_dim": self.in_dim, "length": self.limit}
+        return {
+            "inputs": "TensorInputs",
+            "tensors": self._describe(),
+            "in_dim": self.in_dim,
+            "length": self.limit,
+        }
 
     def identity(self, used: int, seed: int) -> str:
         """Return a hash of all values that make these samples, as they are in float32.
@@ -128,7 +141,12 @@ class TensorInputs(Inputs):
         if self.dataset is not None:
             return type(self.dataset).__name__
         return ", ".join(
-            name + (f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" if isinstance(v, Tensor) else repr(v))
+            name
+            + (
+                f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
+                if isinstance(v, Tensor)
+                else repr(v)
+            )
             for name, v in _leaves(self.tensors)
         )
 
@@ -139,22 +157,32 @@ class TensorInputs(Inputs):
                 continue
             require_pickable(value, f"tensor {name or 'x='}")
             if not -value.ndim <= self.in_dim < value.ndim:
-                raise InputError(f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set in_dim")
+                raise InputError(
+                    f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set in_dim"
+                )
             lengths[name.rstrip("=")] = value.shape[self.in_dim]
         if not lengths:
             raise InputError("no tensor among the inputs: TensorInputs needs at least one")
         batched = set(lengths.values()) - {1} or {1}
         if len(batched) > 1:
-            raise InputError(f"the tensors have different numbers of samples along axis {self.in_dim}: {lengths}")
+            raise InputError(
+                f"the tensors have different numbers of samples along axis {self.in_dim}: {lengths}"
+            )
         return batched.pop()
 
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Batch:
+    def _make(
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Batch:
         if self.dataset is not None:
             return _map(self._stack(start, stop), lambda t: _cast(t, device, dtype))
 
         def take(tensor: Tensor) -> Tensor:
             batched = tensor.shape[self.in_dim] == self.limit
-            return _cast(tensor.narrow(self.in_dim, start, stop - start) if batched else tensor, device, dtype)
+            return _cast(
+                tensor.narrow(self.in_dim, start, stop - start) if batched else tensor,
+                device,
+                dtype,
+            )
 
         return _map(self.tensors, take)
 

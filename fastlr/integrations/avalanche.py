@@ -12,7 +12,9 @@ try:
     from avalanche.evaluation.metric_results import MetricValue
     from avalanche.evaluation.metric_utils import get_metric_name
 except ImportError as missing:
-    raise MissingExtraError(f"avalanche is not installed ({missing}): {install('avalanche')}") from missing
+    raise MissingExtraError(
+        f"avalanche is not installed ({missing}): {install('avalanche')}"
+    ) from missing
 
 
 class LocalRedundancyMetric(Integration, PluginMetric):
@@ -59,7 +61,9 @@ class LocalRedundancyMetric(Integration, PluginMetric):
         **what: Any,
     ) -> None:
         PluginMetric.__init__(self)
-        Integration.__init__(self, inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **what)
+        Integration.__init__(
+            self, inputs, n, every_n_steps, every_n_epochs, prefix, keep_best, mode, **what
+        )
         self.at_start = at_start
         self.steps = self.epochs = 0
 
@@ -96,13 +100,20 @@ class LocalRedundancyMetric(Integration, PluginMetric):
         """
         if rank() != 0:
             return None
-        reading = self.meter.measure(lambda: strategy.model, self.steps, self.epochs, keep=self.keeper.see)
+        reading = self.meter.measure(
+            lambda: strategy.model, self.steps, self.epochs, keep=self.keeper.see
+        )
         if reading is None:
             return None
         self.last = reading
         at = strategy.clock.train_iterations
         return [
-            MetricValue(self, get_metric_name(name, strategy, add_experience=False, add_task=False), value, at)
+            MetricValue(
+                self,
+                get_metric_name(name, strategy, add_experience=False, add_task=False),
+                value,
+                at,
+            )
             for name, value in reading.values(self.prefix).items()
         ]
 

@@ -15,7 +15,15 @@ from fastlr.ghost.model_io import unwrap
 from fastlr.ops.model_lock import locked
 
 Weights = nn.Module | Mapping[str, Tensor] | Callable[[], "nn.Module | Mapping[str, Tensor]"]
-_PREFIXES = ("", "module.", "_orig_mod.", "module.module.", "module._orig_mod.", "_orig_mod.module.", "shadow.")
+_PREFIXES = (
+    "",
+    "module.",
+    "_orig_mod.",
+    "module.module.",
+    "module._orig_mod.",
+    "_orig_mod.module.",
+    "shadow.",
+)
 
 
 @contextmanager
@@ -85,12 +93,18 @@ def _values(module: nn.Module, weights: Any) -> Mapping[str, Tensor]:
         with locked(weights):  # another thread may be measuring it
             weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
     if not isinstance(weights, Mapping):
-        raise InputError(f"weights must be a module, a state dict or a function of none, not {type(weights).__name__}")
+        raise InputError(
+            f"weights must be a module, a state dict or a function of none, not {type(weights).__name__}"
+        )
     names = [name for name, _ in module.named_parameters()]
     for prefix in _PREFIXES:
         if all(prefix + name in weights for name in names):
             start = len(prefix)
-            return {n[start:]: v for n, v in weights.items() if n.startswith(prefix) and isinstance(v, Tensor)}
+            return {
+                n[start:]: v
+                for n, v in weights.items()
+                if n.startswith(prefix) and isinstance(v, Tensor)
+            }
     missing = [name for name in names if name not in weights]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise InputError(

@@ -63,7 +63,9 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         **what: Any,
     ) -> None:
         if not callable(getattr(trainer, "log", None)) or not hasattr(trainer, "state"):
-            raise InputError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
+            raise InputError(
+                f"trainer must be a transformers.Trainer, not {type(trainer).__name__}"
+            )
         super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, **what)
         self.trainer, self.at_start = trainer, at_start
 
@@ -82,7 +84,9 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         if self.epoch_due(round(state.epoch)):
             self.measure()
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
+    ) -> None:
         """Measure with an evaluation, and put the value among its metrics."""
         if not self.has_schedule:
             reading = self.measure()
@@ -100,7 +104,9 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
 
         def measure() -> Reading | None:
             with locked(model), _original_forward(model, self.meter.dtype is None):
-                return self.meter.measure(lambda: model, state.global_step, int(state.epoch or 0), dtype=dtype)
+                return self.meter.measure(
+                    lambda: model, state.global_step, int(state.epoch or 0), dtype=dtype
+                )
 
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         main = self.trainer.is_world_process_zero()
@@ -111,7 +117,9 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         control = self.trainer.control
         pending = control.should_log
         self.trainer.log(reading.values(self.prefix))
-        control.should_log = pending  # logging has put it back, and the trainer's own log of this step would be lost
+        control.should_log = (
+            pending  # logging has put it back, and the trainer's own log of this step would be lost
+        )
         return reading
 
 

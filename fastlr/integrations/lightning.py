@@ -14,7 +14,9 @@ from fastlr.integrations.measurement import Integration, Reading, on_main
 try:
     from lightning.pytorch.callbacks import Callback
 except ImportError as missing:
-    raise MissingExtraError(f"lightning is not installed ({missing}): {install('lightning')}") from missing
+    raise MissingExtraError(
+        f"lightning is not installed ({missing}): {install('lightning')}"
+    ) from missing
 
 AVERAGED = "averaged"
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -73,7 +75,9 @@ class LocalRedundancyMonitor(Integration, Callback):
             every_n_epochs = 1
         self.averaged = isinstance(weights, str)
         if self.averaged and weights != AVERAGED:
-            raise InputError(f"weights must be 'averaged', a module, a state dict or a function, not {weights!r}")
+            raise InputError(
+                f"weights must be 'averaged', a module, a state dict or a function, not {weights!r}"
+            )
         weights = None if self.averaged else weights
         super().__init__(inputs, n, every_n_steps, every_n_epochs, prefix, weights=weights, **what)
         self.at_start, self.module = at_start, module
@@ -115,7 +119,9 @@ class LocalRedundancyMonitor(Integration, Callback):
             return self._target(pl_module)
 
         def measure() -> Reading | None:
-            return self.meter.measure(target, trainer.global_step, trainer.current_epoch, dtype=dtype)
+            return self.meter.measure(
+                target, trainer.global_step, trainer.current_epoch, dtype=dtype
+            )
 
         broadcast = trainer.strategy.broadcast if trainer.world_size > 1 else None
         reading = on_main(measure, trainer.is_global_zero, broadcast, pl_module)
@@ -126,7 +132,9 @@ class LocalRedundancyMonitor(Integration, Callback):
         for logger in trainer.loggers:
             logger.log_metrics(values, step=reading.step)
         device = trainer.strategy.root_device
-        trainer.callback_metrics.update({name: torch.tensor(value, device=device) for name, value in values.items()})
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value, device=device) for name, value in values.items()}
+        )
         return reading
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,4 +168,6 @@ class LocalRedundancyMonitor(Integration, Callback):
             average = getattr(callback, "_average_model", None)  # there is no public way to it
             if average is not None:
                 return self._target(average.module)
-        raise InputError("weights='averaged', but the trainer has no WeightAveraging callback: add one before this")
+        raise InputError(
+            "weights='averaged', but the trainer has no WeightAveraging callback: add one before this"
+        )

@@ -56,7 +56,9 @@ class CallbackLogger(_Closing):
 
     def __init__(self, function: Callable[[dict[str, float], int], Any]) -> None:
         if not callable(function):
-            raise InputError(f"CallbackLogger wants a function of (values, step), not {type(function).__name__}")
+            raise InputError(
+                f"CallbackLogger wants a function of (values, step), not {type(function).__name__}"
+            )
         self.function = function
 
     def log(self, values: Values, step: int) -> None:
@@ -70,7 +72,9 @@ class _FileLogger(_Closing):
     def __init__(self, path: str | Path, *, purge_step: int | None = None) -> None:
         self.path = Path(path)
         if purge_step is None and self.path.exists():
-            raise InputError(f"{self.path} is there already: choose another file, or pass purge_step= to go on with it")
+            raise InputError(
+                f"{self.path} is there already: choose another file, or pass purge_step= to go on with it"
+            )
         with write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             earlier = self._read() if self.path.exists() else []
@@ -95,7 +99,9 @@ class _FileLogger(_Closing):
         raise NotImplementedError
 
     def _damaged(self, line: int) -> InputError:
-        return InputError(f"{self.path}, line {line}: not written by {type(self).__name__}; choose another file")
+        return InputError(
+            f"{self.path}, line {line}: not written by {type(self).__name__}; choose another file"
+        )
 
 
 class JsonLinesLogger(_FileLogger):
@@ -112,7 +118,10 @@ class JsonLinesLogger(_FileLogger):
     """
 
     def _text(self, rows: list[dict[str, Any]]) -> str:
-        finite = [{name: v if v is not None and math.isfinite(v) else None for name, v in row.items()} for row in rows]
+        finite = [
+            {name: v if v is not None and math.isfinite(v) else None for name, v in row.items()}
+            for row in rows
+        ]
         return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
 
     def _read(self) -> Iterable[dict[str, Any]]:
@@ -197,7 +206,9 @@ class TensorBoardLogger(_Closing):
     def log(self, values: Values, step: int) -> None:
         """Write the values; they are on the disk when this returns."""
         if self._writer is None:
-            raise InputError(f"the logger of {self.folder} is closed: make a new one with purge_step={step}")
+            raise InputError(
+                f"the logger of {self.folder} is closed: make a new one with purge_step={step}"
+            )
         with write_errors(self.folder):
             for name, value in values.items():
                 self._writer.add_scalar(name, float(value), step)
@@ -221,5 +232,7 @@ def require_tensorboard() -> None:
 
 def _row(values: Values, step: int) -> dict[str, Any]:
     if "step" in values:
-        raise InputError("a value is called step, which is the name of the step itself: give it another name")
+        raise InputError(
+            "a value is called step, which is the name of the step itself: give it another name"
+        )
     return {"step": step, **{name: float(value) for name, value in values.items()}}

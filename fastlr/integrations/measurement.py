@@ -33,7 +33,12 @@ from fastlr.ops.torch_private import holds_fully_sharded, tree_map
 
 NAME = "local_redundancy"
 AUTO = "auto"
-_OPTIONS = frozenset(inspect.signature(LocalRedundancy).parameters) - {"model", "inputs", "n", "device"}
+_OPTIONS = frozenset(inspect.signature(LocalRedundancy).parameters) - {
+    "model",
+    "inputs",
+    "n",
+    "device",
+}
 
 
 @dataclass(frozen=True)
@@ -113,11 +118,20 @@ class Meter:
         if on_error not in ("warn", "raise"):
             raise InputError(f"on_error must be 'warn' or 'raise', not {on_error!r}")
         if isinstance(dtype, str) and dtype != AUTO:
-            raise InputError(f"dtype must be torch.bfloat16, torch.float16, None or 'auto', not {dtype!r}")
+            raise InputError(
+                f"dtype must be torch.bfloat16, torch.float16, None or 'auto', not {dtype!r}"
+            )
         if not callable(getattr(inputs, "batch", None)):
-            raise InputError(f"inputs must be fastlr.ShapeImages(...) or other inputs of fastlr, not {inputs!r}")
+            raise InputError(
+                f"inputs must be fastlr.ShapeImages(...) or other inputs of fastlr, not {inputs!r}"
+            )
         check_names(measures, x=x, y=y, loss=loss, init_state=init_state)
-        self.inputs, self.n, self.measures, self.weights = inputs, count("n", n), tuple(measures), weights
+        self.inputs, self.n, self.measures, self.weights = (
+            inputs,
+            count("n", n),
+            tuple(measures),
+            weights,
+        )
         self.x, self.y, self.loss, self.init_state = x, y, loss, init_state
         self.dtype, self.on_error, self.options = dtype, on_error, options
         self.batch_size: int | None = options.pop("batch_size", None)
@@ -163,7 +177,11 @@ class Meter:
         except FastlrError as error:
             if self.on_error == "raise" or not self._proven:
                 raise
-            warnings.warn(f"not measured, the training goes on: {one_line(error)}", FastlrWarning, stacklevel=3)
+            warnings.warn(
+                f"not measured, the training goes on: {one_line(error)}",
+                FastlrWarning,
+                stacklevel=3,
+            )
             return None
         self._proven = True
         return reading
@@ -186,7 +204,9 @@ class Meter:
 
         A model that has other parameters counts as another.
         """
-        shapes = tuple((name, p.shape, p.device, p.dtype) for name, p in ModelView.of(model).parameters.items())
+        shapes = tuple(
+            (name, p.shape, p.device, p.dtype) for name, p in ModelView.of(model).parameters.items()
+        )
         key = (id(model), dtype, shapes)
         if self._estimator is None or key != self._key:
             self._estimator = LocalRedundancy(
@@ -202,15 +222,24 @@ class Meter:
 
     def _measures(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Measure]:
         device = next(model.parameters()).device
-        x, y = (tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, data) for data in (self.x, self.y))
-        axes = {key: self.options[key] for key in ("output", "in_dim", "out_dim") if key in self.options}
+        x, y = (
+            tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, data)
+            for data in (self.x, self.y)
+        )
+        axes = {
+            key: self.options[key] for key in ("output", "in_dim", "out_dim") if key in self.options
+        }
         ambient = torch.is_autocast_enabled(device.type)
         context: Any = nullcontext()
         if ambient or dtype is not None:
-            context = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=not ambient)
+            context = torch.autocast(
+                device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=not ambient
+            )
         with context:
             state = self.init_state
-            return measures(model, self.measures, x=x, y=y, loss=self.loss, init_state=state, **axes)
+            return measures(
+                model, self.measures, x=x, y=y, loss=self.loss, init_state=state, **axes
+            )
 
 
 Keep = str | os.PathLike[str] | Callable[[Reading], Any]
@@ -233,7 +262,9 @@ class Keeper:
         self.path = None if keep is None or callable(keep) else Path(keep)
         self.function = keep if callable(keep) else None
         if self.path is not None and not self.path.absolute().parent.is_dir():
-            raise InputError(f"keep_best={self.path}: there is no folder {self.path.absolute().parent}")
+            raise InputError(
+                f"keep_best={self.path}: there is no folder {self.path.absolute().parent}"
+            )
         self.sign = 1.0 if mode == "max" else -1.0
         self.value = -math.inf
         self.best: Reading | None = None
@@ -243,9 +274,19 @@ class Keeper:
         if not self.sign * reading.value > self.value:
             return
         if self.path is not None:
-            state = {key: value for key, value in unwrap(model).state_dict().items() if isinstance(value, Tensor)}
+            state = {
+                key: value
+                for key, value in unwrap(model).state_dict().items()
+                if isinstance(value, Tensor)
+            }
             save_file(
-                self.path, {"state_dict": state, "step": reading.step, "epoch": reading.epoch, **reading.values()}
+                self.path,
+                {
+                    "state_dict": state,
+                    "step": reading.step,
+                    "epoch": reading.epoch,
+                    **reading.values(),
+                },
             )
         if self.function is not None:
             self.function(reading)
@@ -285,8 +326,12 @@ class Integration:
     ) -> None:
         if every_n_steps is not None and every_n_epochs is not None:
             raise InputError("every_n_steps and every_n_epochs are both given: choose one")
-        self.every_n_steps = None if every_n_steps is None else count("every_n_steps", every_n_steps)
-        self.every_n_epochs = None if every_n_epochs is None else count("every_n_epochs", every_n_epochs)
+        self.every_n_steps = (
+            None if every_n_steps is None else count("every_n_steps", every_n_steps)
+        )
+        self.every_n_epochs = (
+            None if every_n_epochs is None else count("every_n_epochs", every_n_epochs)
+        )
         self.has_schedule = every_n_steps is not None or every_n_epochs is not None
         self.meter = Meter(inputs, n, **what)
         self.keeper = Keeper(keep_best, mode)
@@ -300,7 +345,10 @@ class Integration:
 
     def step_due(self, before: int, now: int) -> bool:
         """Return True if a multiple of every_n_steps was reached since ``before`` steps."""
-        return self.every_n_steps is not None and now // self.every_n_steps > before // self.every_n_steps
+        return (
+            self.every_n_steps is not None
+            and now // self.every_n_steps > before // self.every_n_steps
+        )
 
     def epoch_due(self, done: int) -> bool:
         """Return True if the model is to be measured after this many epochs."""
@@ -308,7 +356,10 @@ class Integration:
 
 
 def on_main(
-    measure: Callable[[], Reading | None], main: bool, broadcast: Callable[[Any], Any] | None, model: nn.Module
+    measure: Callable[[], Reading | None],
+    main: bool,
+    broadcast: Callable[[Any], Any] | None,
+    model: nn.Module,
 ) -> Reading | None:
     """Measure on the main process; the others return its reading or raise its error.
 
@@ -341,4 +392,6 @@ def on_main(
 def rank() -> int:
     """Number of this process among those that train together; 0 where there is one."""
     distributed = torch.distributed
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    return (
+        distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
+    )

@@ -138,7 +138,12 @@ class Monitor(Integration):
         """
         last = _numbers(self.last) if self.last else {}
         dormant = self.last.measures.get("dormant_ratio") if self.last else None
-        return verdict(self.first, last, dormant.to_dict() if dormant is not None else None, "the first reading")
+        return verdict(
+            self.first,
+            last,
+            dormant.to_dict() if dormant is not None else None,
+            "the first reading",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint should hold of this monitor.
@@ -161,7 +166,11 @@ class Monitor(Integration):
 
 def _numbers(reading: Reading) -> dict[str, Any]:
     estimate = reading.estimate
-    return {"value": estimate.value, "stderr": estimate.stderr, "per_parameter": dict(estimate.per_parameter)}
+    return {
+        "value": estimate.value,
+        "stderr": estimate.stderr,
+        "per_parameter": dict(estimate.per_parameter),
+    }
 
 
 def _loggers(logger: Any) -> list[Logger]:

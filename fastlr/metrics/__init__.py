@@ -13,7 +13,12 @@ returns a `Measure`: a float that carries the name of its definition.
 - `measures`: any of those above but the last two by name, in as few passes as they need.
 """
 
-from fastlr.metrics.activations import activation_measures, dormant_ratio, effective_rank, feature_rank
+from fastlr.metrics.activations import (
+    activation_measures,
+    dormant_ratio,
+    effective_rank,
+    feature_rank,
+)
 from fastlr.metrics.compute import measures
 from fastlr.metrics.gradients import gradient_measures, train_grad_norm
 from fastlr.metrics.probes import curvature_rank, trainability

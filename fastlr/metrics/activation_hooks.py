@@ -31,7 +31,12 @@ RELU = {"relu", "relu6"}
 
 def _functions(names: str, *owners: Any) -> dict[Any, str]:
     """The functions of these names that the modules and classes have, and their names."""
-    return {getattr(owner, name): name for owner in owners for name in names.split() if hasattr(owner, name)}
+    return {
+        getattr(owner, name): name
+        for owner in owners
+        for name in names.split()
+        if hasattr(owner, name)
+    }
 
 
 _ACTIVATIONS = "relu relu6 hardswish gelu silu mish elu selu celu leaky_relu prelu rrelu hardtanh"
@@ -41,7 +46,9 @@ FUNCTIONS = {
     for function, name in _functions(names, F, torch, Tensor).items()
 }
 # Written-out formulas (Hugging Face's NewGELUActivation, a user's SquaredReLU) are known by the names of their classes.
-_MODULES = re.compile(r"(?i:relu|gelu|silu|swish|mish)|ELU|LaplaceActivation|Tanh$|Softsign|Softplus")
+_MODULES = re.compile(
+    r"(?i:relu|gelu|silu|swish|mish)|ELU|LaplaceActivation|Tanh$|Softsign|Softplus"
+)
 _CHANNEL_NORMS = {F.batch_norm, F.group_norm, F.instance_norm}
 _LAST_NORMS = {F.layer_norm, F.rms_norm}
 CONVOLUTIONS = {getattr(F, f"conv{kind}{n}d"): n for kind in ("", "_transpose") for n in (1, 2, 3)}
@@ -91,12 +98,19 @@ class Watch(TorchFunctionMode):
     """
 
     def __init__(
-        self, model: nn.Module, also: Sequence[Any] = (), layer: str | None = None, *, signed: bool = False
+        self,
+        model: nn.Module,
+        also: Sequence[Any] = (),
+        layer: str | None = None,
+        *,
+        signed: bool = False,
     ) -> None:
         super().__init__()
         self.model, self.layer, self.signed = model, layer, signed
         self.classes = tuple(a for a in also if isinstance(a, type))
-        self.functions = FUNCTIONS | {a: getattr(a, "__name__", str(a)) for a in also if not isinstance(a, type)}
+        self.functions = FUNCTIONS | {
+            a: getattr(a, "__name__", str(a)) for a in also if not isinstance(a, type)
+        }
         self.activations: dict[tuple[str, str, int], Activation] = {}
         self.layer_input: Tensor | None = None
         self.layer_input_axis: int | None = None
@@ -129,7 +143,9 @@ class Watch(TorchFunctionMode):
         try:
             for name, module in names.items():
                 active = self._is_activation(module)
-                handles.append(module.register_forward_pre_hook(self._enter(name, active), with_kwargs=True))
+                handles.append(
+                    module.register_forward_pre_hook(self._enter(name, active), with_kwargs=True)
+                )
                 handles.append(module.register_forward_hook(self._leave(active), always_call=True))
             with self:
                 yield
@@ -155,7 +171,9 @@ class Watch(TorchFunctionMode):
     def _is_activation(self, module: nn.Module) -> bool:
         if self.classes and isinstance(module, self.classes):
             return True
-        simple = next(module.children(), None) is None and all(p.ndim < 2 for p in module.parameters())
+        simple = next(module.children(), None) is None and all(
+            p.ndim < 2 for p in module.parameters()
+        )
         return simple and bool(_MODULES.search(type(module).__name__))
 
     def _enter(self, name: str, active: bool) -> Callable:
@@ -165,12 +183,16 @@ class Watch(TorchFunctionMode):
             self.path.append(name)
             self.inside += active
             if name == self.layer:
-                self.layer_input = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+                self.layer_input = next(
+                    (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None
+                )
                 if self.layer_input is not None:
                     convolution = isinstance(module, nn.modules.conv._ConvNd)
                     linear = isinstance(module, nn.Linear)
                     tagged = self.axes.get(self.layer_input)
-                    self.layer_input_axis = 1 if convolution else -1 if linear or tagged is None else tagged
+                    self.layer_input_axis = (
+                        1 if convolution else -1 if linear or tagged is None else tagged
+                    )
                     with no_torch_function():  # whatever happens to it in place later
                         self.layer_input = self.layer_input.detach().clone()
 
@@ -189,17 +211,27 @@ class Watch(TorchFunctionMode):
 
         return hook
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run a function of torch and look at its result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        results = [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, Tensor)]
+        results = [
+            t
+            for t in (result if isinstance(result, (tuple, list)) else [result])
+            if isinstance(t, Tensor)
+        ]
         if results:
             operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._follow_axis(func, args, kwargs, operands, results)
             self._follow_origin(func, operands, results)
             kind = self.functions.get(func)
-            if kind and self.inside == 0 and not (operands and isinstance(operands[0], nn.Parameter)):
+            if (
+                kind
+                and self.inside == 0
+                and not (operands and isinstance(operands[0], nn.Parameter))
+            ):
                 self._add(kind, results[0])
         return result
 
@@ -215,7 +247,11 @@ class Watch(TorchFunctionMode):
                 raise ModelError(
                     f"layer={self.layer!r} was not called with floating-point features in this forward pass: choose another"
                 )
-            return self.layer_input, self.layer_input_axis if self.layer_input_axis is not None else -1, self.layer
+            return (
+                self.layer_input,
+                self.layer_input_axis if self.layer_input_axis is not None else -1,
+                self.layer,
+            )
         origin = None if output is None else self.origins.get(output)
         remedy = "pass layer= with the name of the module whose input is the representation"
         if origin is None:
@@ -243,14 +279,22 @@ class Watch(TorchFunctionMode):
                 axis = 1 if a.ndim >= 4 else a.ndim - 1
             others = [d for d in range(a.ndim) if d != axis]
             a = a.detach()
-            wide = torch.promote_types(a.dtype, torch.float32)  # float64 would cost a copy of the activation
+            wide = torch.promote_types(
+                a.dtype, torch.float32
+            )  # float64 would cost a copy of the activation
             if self.signed:
                 sums = a.sum(others, dtype=wide).double() if others else a.double()
             else:
-                sums = torch.linalg.vector_norm(a, 1, others, dtype=wide).double() if others else a.abs().double()
+                sums = (
+                    torch.linalg.vector_norm(a, 1, others, dtype=wide).double()
+                    if others
+                    else a.abs().double()
+                )
             activation = self.activations.get((path, kind, at))
             if activation is None:
-                self.activations[path, kind, at] = Activation(name, kind, sums, a.numel() // len(sums))
+                self.activations[path, kind, at] = Activation(
+                    name, kind, sums, a.numel() // len(sums)
+                )
             elif len(activation.sums) != len(sums):
                 raise ModelError(
                     f"{name} ({kind}) has {len(activation.sums)} units in one batch and {len(sums)} in another: give "
@@ -262,14 +306,18 @@ class Watch(TorchFunctionMode):
 
     # -- the axis that holds the units ------------------------------------------------------------------------------
 
-    def _follow_axis(self, func: Any, args: Any, kwargs: Any, operands: list[Tensor], results: list[Tensor]) -> None:
+    def _follow_axis(
+        self, func: Any, args: Any, kwargs: Any, operands: list[Tensor], results: list[Tensor]
+    ) -> None:
         result = results[0]
         if func in CONVOLUTIONS:
             self.axes[result] = 1 if result.ndim == CONVOLUTIONS[func] + 2 else 0
             return
         weights = [t for t in operands if self._is_weight(t)]
         if func is F.linear or (func in _PRODUCTS and weights and func is not torch.einsum):
-            self.axes[result] = result.ndim - (2 if func is not F.linear and operands[0] is weights[0] else 1)
+            self.axes[result] = result.ndim - (
+                2 if func is not F.linear and operands[0] is weights[0] else 1
+            )
             return
         source = next((t for t in operands if t in self.axes), None)
         if source is None:
@@ -280,14 +328,22 @@ class Watch(TorchFunctionMode):
             return
         before: int = self.axes[source]
         for t in results:
-            after = moved(func, args, kwargs, source, before) if func in MOVES else _kept(source, before, t)
+            after = (
+                moved(func, args, kwargs, source, before)
+                if func in MOVES
+                else _kept(source, before, t)
+            )
             if after is not None:
                 self.axes[t] = after
 
     # -- the layer that it comes from -------------------------------------------------------------------------------
 
     def _is_weight(self, t: Tensor) -> bool:
-        return t.layout == torch.strided and t.ndim >= 2 and t.untyped_storage().data_ptr() in self.weights
+        return (
+            t.layout == torch.strided
+            and t.ndim >= 2
+            and t.untyped_storage().data_ptr() in self.weights
+        )
 
     def _follow_origin(self, func: Any, operands: list[Tensor], results: list[Tensor]) -> None:
         module = self.path[-1] if self.path else ""
@@ -299,7 +355,11 @@ class Watch(TorchFunctionMode):
         elif func in _PRODUCTS:
             origin = Origin(function, module)
             rest = [t for t in operands if not self._is_weight(t) and t.ndim > 1]
-            if len(weights) == 1 == len(rest) and weights[0].ndim == 2 and operands[0] is not weights[0]:
+            if (
+                len(weights) == 1 == len(rest)
+                and weights[0].ndim == 2
+                and operands[0] is not weights[0]
+            ):
                 origin = Origin("linear", module, rest[0], rest[0]._version)
         elif weights:
             origin = Origin(function, module)
@@ -308,7 +368,9 @@ class Watch(TorchFunctionMode):
             if len(origins) == 1:
                 (origin,) = origins.values()
             elif origins:
-                origin = Origin(" and ".join(sorted({o.name or "(model)" for o in origins.values()})), "")
+                origin = Origin(
+                    " and ".join(sorted({o.name or "(model)" for o in origins.values()})), ""
+                )
         if origin is not None:
             for t in results:
                 self.origins[t] = origin

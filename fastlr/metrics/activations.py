@@ -22,7 +22,13 @@ from fastlr.metrics.rank import Spectrum
 from fastlr.metrics.value import Measure, check_known
 from fastlr.ops.model_lock import locks_model
 
-MEASURES = ("dormant_ratio", "dormant_ratio_tau", "effective_rank", "effective_rank_entropy", "feature_rank")
+MEASURES = (
+    "dormant_ratio",
+    "dormant_ratio_tau",
+    "effective_rank",
+    "effective_rank_entropy",
+    "feature_rank",
+)
 _RANKS = MEASURES[2:]
 
 
@@ -75,7 +81,9 @@ def activation_measures(
     check_known(measures, MEASURES)
     _checked(tau=tau, delta=delta, epsilon=epsilon)
     ranks = any(name in _RANKS for name in measures)
-    activations, spectrum = _observe(model, x, also=also, layer=layer, output=output, ranks=ranks, then=then)
+    activations, spectrum = _observe(
+        model, x, also=also, layer=layer, output=output, ranks=ranks, then=then
+    )
     make = {
         "dormant_ratio": lambda: _dormant(activations, 0.0, None, True),
         "dormant_ratio_tau": lambda: _dormant(activations, tau, "all", True),
@@ -146,7 +154,9 @@ def dormant_ratio(
     if units not in (None, "relu", "all"):
         raise InputError(f"units must be 'relu', 'all' or None, not {units!r}")
     if signed and normalize:
-        raise InputError("signed=True compares the mean activation with the threshold itself: give normalize=False")
+        raise InputError(
+            "signed=True compares the mean activation with the threshold itself: give normalize=False"
+        )
     activations, _ = _observe(model, x, also=also, signed=signed)
     return _dormant(activations, threshold, units, normalize, signed=signed)
 
@@ -234,8 +244,17 @@ def feature_rank(
 
 def _checked(**options: float) -> None:
     for name, value in options.items():
-        right = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-        if not right or (name == "delta" and not 0 < value < 1) or (name == "epsilon" and value == 0):
+        right = (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and value >= 0
+        )
+        if (
+            not right
+            or (name == "delta" and not 0 < value < 1)
+            or (name == "epsilon" and value == 0)
+        ):
             wanted = {"delta": "in (0, 1)", "epsilon": "positive"}.get(name, "at least 0")
             raise InputError(f"{name} must be a finite number {wanted}, not {value!r}")
 
@@ -287,7 +306,12 @@ def _batches(x: Any) -> Iterable[Any]:
 
 
 def _dormant(
-    activations: list[Activation], threshold: float, units: str | None, normalize: bool, *, signed: bool = False
+    activations: list[Activation],
+    threshold: float,
+    units: str | None,
+    normalize: bool,
+    *,
+    signed: bool = False,
 ) -> Measure:
     if not activations:
         raise ModelError(
@@ -300,7 +324,9 @@ def _dormant(
     if units == "relu":
         if not relu:
             kinds = ", ".join(sorted({activation.kind for activation in activations}))
-            raise ModelError(f"the model has no ReLU units; its activations are {kinds}: pass units='all'")
+            raise ModelError(
+                f"the model has no ReLU units; its activations are {kinds}: pass units='all'"
+            )
         activations = relu
     dormant = _dormant_counts(activations, threshold, normalize, signed)
     total = sum(len(activation.sums) for activation in activations)
@@ -316,7 +342,9 @@ def _dormant(
     uses = Counter(activation.name for activation in activations)
     names = [a.name if uses[a.name] == 1 else f"{a.name}:{a.kind}" for a in activations]
     layers = {name: n / len(a.sums) for name, n, a in zip(names, dormant, activations, strict=True)}
-    return Measure(sum(dormant) / total, definition, {"units": total, "dormant": sum(dormant)}, layers)
+    return Measure(
+        sum(dormant) / total, definition, {"units": total, "dormant": sum(dormant)}, layers
+    )
 
 
 def _dormant_counts(
@@ -334,5 +362,7 @@ def _dormant_counts(
     for activation, (_, is_finite) in zip(activations, pairs, strict=True):
         if not is_finite:
             where = f"{activation.name} ({activation.kind})"
-            raise NonFiniteError(f"the activations of {where} are not finite: the training has diverged")
+            raise NonFiniteError(
+                f"the activations of {where} are not finite: the training has diverged"
+            )
     return [dormant for dormant, _ in pairs]

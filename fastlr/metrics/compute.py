@@ -70,17 +70,25 @@ def measures(
     """
     check_names(names, x=x, y=y, loss=loss, init_state=init_state)
     results = {name: PARAMETERS[name](model, init_state) for name in names if name in PARAMETERS}
-    activations, gradients = ([name for name in names if name in known] for known in (ACTIVATIONS, GRADIENTS))
+    activations, gradients = (
+        [name for name in names if name in known] for known in (ACTIVATIONS, GRADIENTS)
+    )
 
     def of_batch(z: Tensor) -> None:
         assert loss is not None
-        results[BATCH] = batch_gradient_norm(adapt.ModelView.of(model, output, in_dim, out_dim), z, y, loss)
+        results[BATCH] = batch_gradient_norm(
+            adapt.ModelView.of(model, output, in_dim, out_dim), z, y, loss
+        )
 
     if activations:
-        shared = BATCH in gradients and isinstance(x, (Tensor, tuple, list, Mapping))  # x is one batch
+        shared = BATCH in gradients and isinstance(
+            x, (Tensor, tuple, list, Mapping)
+        )  # x is one batch
         gradients = [name for name in gradients if name != BATCH or not shared]
         then = of_batch if shared else None
-        results |= activation_measures(model, x, measures=activations, tau=tau, output=output, then=then)
+        results |= activation_measures(
+            model, x, measures=activations, tau=tau, output=output, then=then
+        )
     if gradients:
         assert loss is not None
         axes = {"in_dim": in_dim, "out_dim": out_dim}
@@ -98,7 +106,9 @@ def check_names(names: Collection[str], *, x: Any, y: Any, loss: Any, init_state
     if data and x is None:
         raise InputError(f"{data[0]} is measured on real inputs: pass x=")
     if gradients and (y is None or loss is None):
-        raise InputError(f"{gradients[0]} is the gradient of a loss on labelled inputs: pass y= and loss=")
+        raise InputError(
+            f"{gradients[0]} is the gradient of a loss on labelled inputs: pass y= and loss="
+        )
     if "distance_from_init" in names and init_state is None:
         raise InputError(
             "distance_from_init needs init_state=: copy.deepcopy(model.state_dict()), taken right after the model was made"

@@ -83,7 +83,12 @@ def train_grad_norm(
         >>> torch.allclose(torch.tensor(float(value)), wanted.detach(), rtol=1e-4)
         True
     """
-    options: Any = {"batch_size": batch_size, "output": output, "in_dim": in_dim, "out_dim": out_dim}
+    options: Any = {
+        "batch_size": batch_size,
+        "output": output,
+        "in_dim": in_dim,
+        "out_dim": out_dim,
+    }
     return gradient_measures(model, x, y, loss, measures=(_PER_SAMPLE,), **options)[_PER_SAMPLE]
 
 
@@ -148,7 +153,9 @@ def batch_gradient_norm(view: ModelView, z: Tensor, y: Any, loss: Loss) -> Measu
     return _batch_measure(_gradient(z, list(view.parameters.values()), v), view.sample_count(z))
 
 
-def _batch_measure(sums: list[Tensor], n: int) -> Measure:  # of the samples' gradients, a parameter each
+def _batch_measure(
+    sums: list[Tensor], n: int
+) -> Measure:  # of the samples' gradients, a parameter each
     total = math.fsum(torch.stack([g.square().sum() for g in sums]).tolist()) / n**2
     if not math.isfinite(total):
         raise NonFiniteError("the batch gradient is not finite: the training has diverged")
@@ -207,7 +214,9 @@ def gradient_noise_scale(
     labels = next((t for t in tree_flatten(y)[0] if isinstance(t, Tensor) and t.ndim), None)
     n = 0 if labels is None else len(labels)
     if groups < 2 or n < 2 * groups:
-        raise InputError(f"groups={groups} of {n} samples: give at least two groups, of two samples or more each")
+        raise InputError(
+            f"groups={groups} of {n} samples: give at least two groups, of two samples or more each"
+        )
     view = ModelView.of(model, output, in_dim, out_dim)
     parts = list(_parts(view, x, y, loss, -(-n // groups), MEASURES))
     norms = torch.stack([part.sum() for part, _, _ in parts if part is not None]).cpu()  # [groups]
@@ -216,7 +225,9 @@ def gradient_noise_scale(
     flat = (torch.stack(column).flatten(1) for column in columns)
     products = torch.stack([m @ m.T for m in flat]).sum(0).cpu()  # [groups, groups]
 
-    def scale(chosen: Tensor) -> tuple[float, float]:  # trace of Sigma and ||G||^2, from these groups
+    def scale(
+        chosen: Tensor,
+    ) -> tuple[float, float]:  # trace of Sigma and ||G||^2, from these groups
         count = float(sizes[chosen].sum())
         mean = float(norms[chosen].sum()) / count
         whole = float(products[chosen][:, chosen].sum()) / count**2
@@ -232,9 +243,7 @@ def gradient_noise_scale(
         left = torch.tensor([t / s for t, s in without], dtype=torch.float64)
         stderr = float(((len(parts) - 1) * (left - left.mean()).square().mean()).sqrt())
     details = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
-    definition = (
-        "gradient noise scale: trace of the gradients' covariance over the squared norm of their mean, eval mode"
-    )
+    definition = "gradient noise scale: trace of the gradients' covariance over the squared norm of their mean, eval mode"
     return Measure(trace / square if square > 0 else math.inf, definition, details)
 
 
@@ -277,11 +286,15 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
     size = checked_count("batch_size", batch_size)
     labels = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor) and t.ndim]
     if not labels:
-        raise InputError("batch_size= needs y as a tensor with samples along axis 0; leave batch_size out")
+        raise InputError(
+            "batch_size= needs y as a tensor with samples along axis 0; leave batch_size out"
+        )
     total = len(labels[0])
     batch = adapt.Batch(x, total, in_dim)
     parts = -(-total // size)
-    bounds = [total * i // parts for i in range(parts + 1)]  # no small rest, which might take another path
+    bounds = [
+        total * i // parts for i in range(parts + 1)
+    ]  # no small rest, which might take another path
     for start, stop in zip(bounds, bounds[1:], strict=False):
 
         def cut(t: Any, start: int = start, stop: int = stop) -> Any:
@@ -290,7 +303,9 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
         yield batch.pick(range(start, stop)), tree_map(cut, y), parts == 1
 
 
-def _gradient(z: Tensor, parameters: list[nn.Parameter], v: Tensor) -> list[Tensor]:  # z, v [*output]
+def _gradient(
+    z: Tensor, parameters: list[nn.Parameter], v: Tensor
+) -> list[Tensor]:  # z, v [*output]
     """Return the gradient of <v, z> in float64.
 
     v has unit size in the backward pass, so that half precision keeps its bits.

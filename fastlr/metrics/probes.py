@@ -83,11 +83,18 @@ def trainability(
         True
     """
     checked_count("repeats", repeats)
-    fit = partial(_fit, model, x, steps, learning_rate, predictive=predictive, output=output, evaluate=False)
+    fit = partial(
+        _fit, model, x, steps, learning_rate, predictive=predictive, output=output, evaluate=False
+    )
     fits = [fit(check_seed(seed) + (repeat << _APART)) for repeat in range(repeats)]
-    loss, n = torch.tensor([fit.losses for fit in fits], dtype=torch.float64), fits[0].n  # loss: [repeats, steps + 1]
+    loss, n = (
+        torch.tensor([fit.losses for fit in fits], dtype=torch.float64),
+        fits[0].n,
+    )  # loss: [repeats, steps + 1]
     fall = loss[:, :1] - loss
-    values = 1 - loss[:, -1] / (math.log(fits[0].classes) if fits[0].classes else 0.5 / fits[0].variance)
+    values = 1 - loss[:, -1] / (
+        math.log(fits[0].classes) if fits[0].classes else 0.5 / fits[0].variance
+    )
     half = (fall < fall[:, -1:] / 2).sum(1).double()
     details = {
         "n": n,
@@ -96,9 +103,7 @@ def trainability(
         "end": float(loss[:, -1].mean()),
         "half": float(half.mean()),
     }
-    definition = (
-        f"trainability: 1 - loss on random labels after {steps} steps of AdamW at {learning_rate:g} / a guess's"
-    )
+    definition = f"trainability: 1 - loss on random labels after {steps} steps of AdamW at {learning_rate:g} / a guess's"
     return Measure(float(values.mean()), definition, details)
 
 
@@ -166,7 +171,9 @@ def memorization_capacity(
     labels, classes = fits[0].labels, fits[0].classes
     if enumerated:
         if not classes or classes ** labels.numel() > 4096:
-            raise InputError(f"enumerated: more than 4096 labelings of {labels.numel()} labels: give fewer inputs")
+            raise InputError(
+                f"enumerated: more than 4096 labelings of {labels.numel()} labels: give fewer inputs"
+            )
         every = product(range(classes), repeat=labels.numel())
         fits = [fit(seed, labels=labels.new_tensor(y).view(labels.shape)) for y in every]
     else:
@@ -186,13 +193,13 @@ def memorization_capacity(
         "n": fits[0].n,
         "parameters": parameters,
         "bits": value,
-        "stderr": float(gains.std() / len(fits) ** 0.5 / parameters) if len(fits) > 1 and not enumerated else None,
+        "stderr": float(gains.std() / len(fits) ** 0.5 / parameters)
+        if len(fits) > 1 and not enumerated
+        else None,
         "share": value / whole if whole else None,
         "ceiling": float(torch.logsumexp(-nats, 0)) / math.log(2) if enumerated else None,
     }
-    definition = (
-        f"memorization capacity: bits of random labels a parameter, {steps} steps of AdamW at {learning_rate:g}"
-    )
+    definition = f"memorization capacity: bits of random labels a parameter, {steps} steps of AdamW at {learning_rate:g}"
     return Measure(value / parameters, definition, details)
 
 
@@ -243,9 +250,22 @@ def _fit(
             end = float(_loss(z.detach(), labels, predictive))
     if not all(map(math.isfinite, (*losses, end))):
         remedy = "lower it, or give the model in float32 if its weights are float16"
-        raise NonFiniteError(f"the loss on random labels is not finite with learning_rate={rate:g}: {remedy}")
-    classes = z.shape[predictive.dim] if isinstance(predictive, Categorical) else 2 * isinstance(predictive, Bernoulli)
-    return _Fit(n, losses, end, labels, classes, predictive.sigma**2 if isinstance(predictive, Gaussian) else math.nan)
+        raise NonFiniteError(
+            f"the loss on random labels is not finite with learning_rate={rate:g}: {remedy}"
+        )
+    classes = (
+        z.shape[predictive.dim]
+        if isinstance(predictive, Categorical)
+        else 2 * isinstance(predictive, Bernoulli)
+    )
+    return _Fit(
+        n,
+        losses,
+        end,
+        labels,
+        classes,
+        predictive.sigma**2 if isinstance(predictive, Gaussian) else math.nan,
+    )
 
 
 def _learn(
@@ -278,17 +298,23 @@ def _labels(x: Any, z: Tensor, predictive: Any) -> Tensor:
     """Random labels for the outputs z of inputs x, for every position."""
     refuse_padding(x)
     if isinstance(predictive, Predictive):
-        predictive.cotangent(z, "rademacher", range(len(z)), 0)  # refuses what is no output of this kind
+        predictive.cotangent(
+            z, "rademacher", range(len(z)), 0
+        )  # refuses what is no output of this kind
     if isinstance(predictive, Categorical):
         if predictive.mask is not None:
-            raise InputError("Categorical(mask=...): random labels are drawn for every position: leave the mask out")
+            raise InputError(
+                "Categorical(mask=...): random labels are drawn for every position: leave the mask out"
+            )
         moved = z.movedim(predictive.dim, -1)
         return torch.randint(moved.shape[-1], moved.shape[:-1], device=z.device)
     if isinstance(predictive, Bernoulli):
         return torch.randint(2, z.shape, device=z.device).float()
     if isinstance(predictive, Gaussian):
         return torch.randn(z.shape, device=z.device)
-    raise InputError(f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()")
+    raise InputError(
+        f"predictive is {predictive!r}: give a fastlr.Categorical(), Bernoulli() or Gaussian()"
+    )
 
 
 def _loss(z: Tensor, labels: Tensor, predictive: Any) -> Tensor:
@@ -350,17 +376,19 @@ def curvature_rank(
         z = view.forward(x)
         n = view.sample_count(z)
         predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
-        v = predictive.cotangent(z.detach(), "rademacher", range(n), seed, counted=padding_mask(x, z, 0))
+        v = predictive.cotangent(
+            z.detach(), "rademacher", range(n), seed, counted=padding_mask(x, z, 0)
+        )
         assert isinstance(v, Tensor)
         unit, factors = scaled(v, z, 0)  # small cotangents keep their bits
         grads = sample_gradients(z, list(view.parameters.values()), unit)
     flat = (g.double().flatten(1) for g in grads if g is not None)
-    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(factors.sqrt(), factors.sqrt())  # [n, n]
+    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(
+        factors.sqrt(), factors.sqrt()
+    )  # [n, n]
     if not products.isfinite().all():
         raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
     values = torch.linalg.eigvalsh(products).flip(0).clamp_min(0)
     rank = effective_rank(values, delta)
-    definition = (
-        f"curvature rank: smallest k whose k largest eigenvalues of the Gauss-Newton matrix make up {1 - delta:g}"
-    )
+    definition = f"curvature rank: smallest k whose k largest eigenvalues of the Gauss-Newton matrix make up {1 - delta:g}"
     return Measure(rank, definition, {"n": n, "trace": float(values.sum()) / n})

@@ -34,14 +34,20 @@ class Spectrum:
     def add(self, features: Tensor, axis: int, layer: str) -> None:  # [..., d, ...]
         """Take in features with d along ``axis``; every other axis is rows."""
         self.layer = layer
-        flat = features.detach().movedim(axis, -1).flatten(0, -2) if features.ndim > 1 else features.detach()[None]
+        flat = (
+            features.detach().movedim(axis, -1).flatten(0, -2)
+            if features.ndim > 1
+            else features.detach()[None]
+        )
         if self.rows is not None and flat.shape[1] != self.rows.shape[1]:
             raise InputError(
                 f"{layer} had {self.rows.shape[1]} features in one batch and {flat.shape[1]} in another: give batches of one "
                 "shape"
             )
         if not bool(flat.isfinite().all()):
-            raise NonFiniteError(f"the features that go into {layer} are not finite: the training has diverged")
+            raise NonFiniteError(
+                f"the features that go into {layer} are not finite: the training has diverged"
+            )
         self.n += len(flat)
         d = flat.shape[1]
         for part in flat.split(max(4 * d, 256)):
@@ -67,12 +73,16 @@ class Spectrum:
         total = self.values.sum()
         p = self.values / total
         rank = float(torch.special.entr(p).sum().exp()) if float(total) > 0 else 0.0
-        return self._measure(rank, "effective rank: exp of the entropy of the features' normalised singular values")
+        return self._measure(
+            rank, "effective rank: exp of the entropy of the features' normalised singular values"
+        )
 
     def feature_rank(self, epsilon: float) -> Measure:
         """Number of singular values of the matrix over sqrt(n) above epsilon."""
         rank = int((self.values / math.sqrt(self.n) > epsilon).sum())
-        return self._measure(rank, f"feature rank: singular values of features / sqrt(n) above {epsilon:g}")
+        return self._measure(
+            rank, f"feature rank: singular values of features / sqrt(n) above {epsilon:g}"
+        )
 
     def _measure(self, value: float, definition: str) -> Measure:
         d = self.rows.shape[1] if self.rows is not None else 0

@@ -44,7 +44,11 @@ class Measure(float):
     ) -> Measure:
         """Make one of a value and what it means."""
         self = super().__new__(cls, value)
-        self.definition, self.details, self.layers = definition, dict(details or {}), dict(layers or {})
+        self.definition, self.details, self.layers = (
+            definition,
+            dict(details or {}),
+            dict(layers or {}),
+        )
         return self
 
     def __getnewargs__(self) -> tuple[float]:

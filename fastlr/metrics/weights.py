@@ -45,7 +45,11 @@ def weight_norm(model: nn.Module) -> Measure:
         True
     """
     definition = "weight norm: l2 norm of all trainable parameters together"
-    return _norm(definition, {name: p.detach() for name, p in ModelView.of(model).parameters.items()}, "parameter {}")
+    return _norm(
+        definition,
+        {name: p.detach() for name, p in ModelView.of(model).parameters.items()},
+        "parameter {}",
+    )
 
 
 @locks_model
@@ -79,9 +83,13 @@ def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.M
     view = ModelView.of(model)
     module, parameters = view.module, view.parameters
     init = _state(init_state)
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(module.state_dict())
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(
+        module.state_dict()
+    )
     for prefix in _WRAPPERS:  # saved from a wrapped model
-        if not any(name in known for name in init) and all(name.startswith(prefix) for name in init):
+        if not any(name in known for name in init) and all(
+            name.startswith(prefix) for name in init
+        ):
             init = {name.removeprefix(prefix): value for name, value in init.items()}
     missing = [name for name in parameters if name not in init]
     foreign = [name for name in init if name not in known]
@@ -130,5 +138,9 @@ def _norm(definition: str, tensors: dict[str, Tensor], label: str) -> Measure:
     values = torch.stack([n.to(device) for n in norms]).tolist()
     for name, value in zip(tensors, values, strict=True):
         if not math.isfinite(value):
-            raise NonFiniteError(f"{label.format(name)} has values that are not finite: the training has diverged")
-    return Measure(math.hypot(*values), definition, {"parameters": sum(t.numel() for t in tensors.values())})
+            raise NonFiniteError(
+                f"{label.format(name)} has values that are not finite: the training has diverged"
+            )
+    return Measure(
+        math.hypot(*values), definition, {"parameters": sum(t.numel() for t in tensors.values())}
+    )

@@ -30,17 +30,27 @@ class ConvNet(nn.Module):
     """
 
     def __init__(
-        self, num_classes: int = 2, size: int = 32, widths: tuple[int, int, int] = (32, 64, 128), hidden: int = 128
+        self,
+        num_classes: int = 2,
+        size: int = 32,
+        widths: tuple[int, int, int] = (32, 64, 128),
+        hidden: int = 128,
     ) -> None:
         super().__init__()
         side = ((((size - 4) // 2) - 2) // 2 - 2) // 2
         if side < 1:
             raise InputError(f"size={size}: ConvNet needs images of at least 24 x 24")
         if len(widths) != 3 or min(*widths, hidden) < 1:
-            raise InputError(f"widths={list(widths)}, hidden={hidden}: give three widths, and at least 1 of everything")
+            raise InputError(
+                f"widths={list(widths)}, hidden={hidden}: give three widths, and at least 1 of everything"
+            )
         a, b, c = widths
         self.size, self.features = size, c * side * side
-        self.conv1, self.conv2, self.conv3 = nn.Conv2d(3, a, 5), nn.Conv2d(a, b, 3), nn.Conv2d(b, c, 3)
+        self.conv1, self.conv2, self.conv3 = (
+            nn.Conv2d(3, a, 5),
+            nn.Conv2d(a, b, 3),
+            nn.Conv2d(b, c, 3),
+        )
         self.fc1, self.fc2 = nn.Linear(self.features, hidden), nn.Linear(hidden, hidden)
         self.fc3 = nn.Linear(hidden, num_classes)
 

@@ -69,7 +69,9 @@ def load_model(
         model = _from_timm(name.removeprefix("timm/"), weights, arguments)
     elif ":" in name:
         if weights is not None:
-            raise InputError(f"{name} is your own function, which has no published weights; give a checkpoint")
+            raise InputError(
+                f"{name} is your own function, which has no published weights; give a checkpoint"
+            )
         model = _from_function(name, arguments)
     elif name in _torchvision_names():
         model = _from_torchvision(name, weights, arguments)
@@ -109,8 +111,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     for key in WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
-    if not isinstance(state, Mapping) or not any(isinstance(v, torch.Tensor) for v in state.values()):
-        what = f"a dictionary of {_list(map(str, state))}" if isinstance(state, Mapping) else type(state).__name__
+    if not isinstance(state, Mapping) or not any(
+        isinstance(v, torch.Tensor) for v in state.values()
+    ):
+        what = (
+            f"a dictionary of {_list(map(str, state))}"
+            if isinstance(state, Mapping)
+            else type(state).__name__
+        )
         raise InputError(
             f"checkpoint {path}: holds {what}, not named tensors; save it with torch.save(model.state_dict(), path)"
         )
@@ -136,7 +144,9 @@ def _unreadable(path: Path, error: Exception) -> str:
     )
 
 
-def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, source: str = "state dict") -> None:
+def load_state_dict(
+    model: nn.Module, state: Mapping[str, Any], *, source: str = "state dict"
+) -> None:
     """Load ``state`` into ``model``: every name and shape must agree, otherwise nothing is changed.
 
     A prefix that all names carry (``module.`` of DistributedDataParallel, ``_orig_mod.`` of torch.compile, ``model.``)
@@ -153,7 +163,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, source: str =
     """
     wanted = model.state_dict()
     for prefix in PREFIXES:
-        if state and all(k.startswith(prefix) for k in state) and not any(k.startswith(prefix) for k in wanted):
+        if (
+            state
+            and all(k.startswith(prefix) for k in state)
+            and not any(k.startswith(prefix) for k in wanted)
+        ):
             state = {k.removeprefix(prefix): v for k, v in state.items()}
     present = {_storage(wanted[k]) for k in state if k in wanted} - {None}
     absent = [k for k, v in wanted.items() if k not in state and _storage(v) not in present]
@@ -168,8 +182,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], *, source: str =
         "of another shape": shapes,
     }
     if any(wrong.values()):
-        reasons = "; ".join(f"{len(names)} {what}: {_list(names)}" for what, names in wrong.items() if names)
-        raise InputError(f"{source} does not fit {type(model).__name__}: {reasons}; check the model's name and classes")
+        reasons = "; ".join(
+            f"{len(names)} {what}: {_list(names)}" for what, names in wrong.items() if names
+        )
+        raise InputError(
+            f"{source} does not fit {type(model).__name__}: {reasons}; check the model's name and classes"
+        )
     model.load_state_dict(dict(state), strict=False)
 
 
@@ -230,19 +248,25 @@ def call_factory(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
         module = importlib.import_module(module_name)
     except Exception as error:
         kind = type(error).__name__
-        raise InputError(f"{name}: importing {module_name} failed: {kind}: {first_line(error)}") from error
+        raise InputError(
+            f"{name}: importing {module_name} failed: {kind}: {first_line(error)}"
+        ) from error
     finally:
         if is_added:
             sys.path.remove(here)
     function = getattr(module, function_name, None)
     if not callable(function):
-        close = get_close_matches(function_name, [n for n in dir(module) if callable(getattr(module, n))], n=4)
+        close = get_close_matches(
+            function_name, [n for n in dir(module) if callable(getattr(module, n))], n=4
+        )
         hint = f": did you mean {_list(close)}?" if close else ""
         raise InputError(f"{name}: no such function in the module{hint}")
     try:
         return function(**(arguments or {}))
     except Exception as error:
-        raise InputError(f"{name}: the call failed: {type(error).__name__}: {first_line(error)}") from error
+        raise InputError(
+            f"{name}: the call failed: {type(error).__name__}: {first_line(error)}"
+        ) from error
 
 
 def _torchvision_names() -> list[str]:
@@ -258,7 +282,9 @@ def _timm() -> Any:
 
 def _timm_has(name: str) -> bool:
     timm = _timm()
-    return timm is not None and (name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) or timm.is_model(name))
+    return timm is not None and (
+        name.startswith(("hf-hub:", "hf_hub:", "local-dir:")) or timm.is_model(name)
+    )
 
 
 def _timm_names() -> list[str]:
@@ -272,7 +298,10 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, known, n=4)
     if not close:  # compare with timm's names as well without their prefix
         by_bare_name = {k.removeprefix("timm/"): k for k in known}
-        close = [by_bare_name[k] for k in get_close_matches(name.removeprefix("timm/"), list(by_bare_name), n=4)]
+        close = [
+            by_bare_name[k]
+            for k in get_close_matches(name.removeprefix("timm/"), list(by_bare_name), n=4)
+        ]
     hint = "give a torchvision or timm name, or package.module:function for your own"
     return f"no model is called {name}: {f'did you mean {_list(close)}?' if close else hint}"
 

@@ -135,7 +135,13 @@ class PatchTST(nn.Module):
             raise InputError(f"width={width}: give an even multiple of heads={heads}")
         if not 0 <= dropout < 1:
             raise InputError(f"dropout={dropout}: give a number in [0, 1)")
-        self.channels, self.context, self.horizon, self.patch, self.stride = channels, context, horizon, patch, stride
+        self.channels, self.context, self.horizon, self.patch, self.stride = (
+            channels,
+            context,
+            horizon,
+            patch,
+            stride,
+        )
         self.patches = (context - patch) // stride + 1
         self.embedding = nn.Linear(patch, width)
         table = _sine_cosine(self.patches, width)
@@ -162,7 +168,9 @@ class PatchTST(nn.Module):
         scale = ((x - mean).square().mean(1, keepdim=True) + _SMALLEST_VARIANCE).sqrt()
         used = self.patch + self.stride * (self.patches - 1)
         z = ((x - mean) / scale)[:, self.context - used :].transpose(1, 2)
-        tokens = self.embedding(z.unfold(2, self.patch, self.stride))  # [B, channels, patches, width]
+        tokens = self.embedding(
+            z.unfold(2, self.patch, self.stride)
+        )  # [B, channels, patches, width]
         h = self.dropout(tokens + self.position.to(tokens.dtype)).flatten(0, 2)
         for layer in self.layers:
             h = layer(h, self.patches)
@@ -183,12 +191,18 @@ class PatchTST(nn.Module):
             raise InputError(f"{type(model).__name__} is no PatchTSTForPrediction of Hugging Face")
         for name, value in _HUGGING_FACE.items():
             if getattr(config, name) != value:
-                raise InputError(f"Hugging Face's PatchTST with {name}={getattr(config, name)}: only {value} is here")
+                raise InputError(
+                    f"Hugging Face's PatchTST with {name}={getattr(config, name)}: only {value} is here"
+                )
         if config.scaling not in ("std", True):
-            raise InputError(f"Hugging Face's PatchTST with scaling={config.scaling}: only std is here")
+            raise InputError(
+                f"Hugging Face's PatchTST with scaling={config.scaling}: only std is here"
+            )
         rates = {getattr(config, name) for name in _RATES}
         if len(rates) > 1:
-            raise InputError(f"Hugging Face's PatchTST with different {', '.join(_RATES)}: there is one dropout here")
+            raise InputError(
+                f"Hugging Face's PatchTST with different {', '.join(_RATES)}: there is one dropout here"
+            )
         state = dict(model.state_dict())
         sizes: dict[str, Any] = {ours: getattr(config, theirs) for ours, theirs in _SIZES.items()}
         learned = config.positional_encoding_type == "random"
@@ -257,11 +271,15 @@ def hugging_face(dropout: float = 0.1, **sizes: int) -> nn.Module:
     try:
         from transformers import PatchTSTConfig, PatchTSTForPrediction
     except ImportError as error:
-        raise InputError(f"Hugging Face's PatchTST needs transformers: {install('models')}") from error
+        raise InputError(
+            f"Hugging Face's PatchTST needs transformers: {install('models')}"
+        ) from error
     if unknown := sorted(set(sizes) - set(_SIZES)):
         raise InputError(f"PatchTST has no {', '.join(unknown)}: choose from {', '.join(_SIZES)}")
     defaults = inspect.signature(PatchTST).parameters
-    settings: dict[str, Any] = {theirs: sizes.get(ours, defaults[ours].default) for ours, theirs in _SIZES.items()}
+    settings: dict[str, Any] = {
+        theirs: sizes.get(ours, defaults[ours].default) for ours, theirs in _SIZES.items()
+    }
     settings |= {name: dropout for name in _RATES}
     try:
         return PatchTSTForPrediction(PatchTSTConfig(**settings))
@@ -296,4 +314,6 @@ def _sine_cosine(patches: int, width: int) -> Tensor:  # [patches, width]
 
 def _renamed(state: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
     """The entries under one prefix, under another."""
-    return {new + name.removeprefix(old): value for name, value in state.items() if name.startswith(old)}
+    return {
+        new + name.removeprefix(old): value for name, value in state.items() if name.startswith(old)
+    }

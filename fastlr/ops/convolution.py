@@ -19,7 +19,9 @@ from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import CACHED, chunks, linear_sq_norms, raised, square_sum
 from fastlr.ops.reference.norms import conv_grads as conv_grads
 
-FEW_BYTES = 1 << 19  # of one sample's input: below, calls for each sample cost more than a copy of the batch
+FEW_BYTES = (
+    1 << 19
+)  # of one sample's input: below, calls for each sample cost more than a copy of the batch
 aten = torch.ops.aten
 
 
@@ -45,7 +47,12 @@ def conv_sq_norms(
     shape = torch.Size((g.shape[2], channels // groups, *kernel))
     if images > 1:
         like = weight.new_empty(shape, dtype=g.dtype)
-        return torch.cat([square_sum(_library(xb, gb, like, geometry)[None]) for xb, gb in zip(x, g, strict=True)])
+        return torch.cat(
+            [
+                square_sum(_library(xb, gb, like, geometry)[None])
+                for xb, gb in zip(x, g, strict=True)
+            ]
+        )
     x, g = x[:, 0], g[:, 0]
     if groups == 1 and gram_pays(x, g, shape, geometry):
         ranges = gram_ranges(x, g, geometry)
@@ -92,7 +99,13 @@ def weight_grads(
             merged = hi - lo
             like = x.new_empty(merged * outputs, *shape[1:])
             grouped = geometry._replace(groups=merged * groups)
-            yield lo, hi, _library(_merged(x[lo:hi]), _merged(g[lo:hi]), like, grouped).reshape(merged, outputs, -1)
+            yield (
+                lo,
+                hi,
+                _library(_merged(x[lo:hi]), _merged(g[lo:hi]), like, grouped).reshape(
+                    merged, outputs, -1
+                ),
+            )
 
 
 def _library(x: Tensor, g: Tensor, like: Tensor, geometry: ConvGeometry) -> Tensor:
@@ -104,7 +117,9 @@ def _library(x: Tensor, g: Tensor, like: Tensor, geometry: ConvGeometry) -> Tens
 
 
 def _channels_last(t: Tensor) -> bool:
-    return t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+    return (
+        t.ndim == 4 and t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+    )
 
 
 def _strided(x: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -144,12 +159,16 @@ def depthwise_grads(
     sample_by_sample = _channels_last(x) and x[0].numel() * x.element_size() >= FEW_BYTES
     groups = channels if sample_by_sample else count * channels
     if prod(kernel) > 9:
-        exchanged = geometry._replace(stride=geometry.dilation, dilation=geometry.stride, groups=groups)
+        exchanged = geometry._replace(
+            stride=geometry.dilation, dilation=geometry.stride, groups=groups
+        )
         if sample_by_sample:
             pairs = [(x[b : b + 1], g[b, :, None]) for b in range(count)]
         else:
             pairs = [(_merged(x), _merged(g)[0, :, None])]
-        grads = torch.cat([aten.convolution(image, weight, None, *exchanged) for image, weight in pairs])
+        grads = torch.cat(
+            [aten.convolution(image, weight, None, *exchanged) for image, weight in pairs]
+        )
         for axis, k in enumerate(kernel):
             grads = grads.narrow(2 + axis, 0, k)
     else:
@@ -186,7 +205,9 @@ def _depthwise_taps(
     parts = []
     for tap in product(*(range(k) for k in kernel)):
         seen = padded
-        for axis, (k, d, s, n) in enumerate(zip(tap, geometry.dilation, geometry.stride, g.shape[2:], strict=True)):
+        for axis, (k, d, s, n) in enumerate(
+            zip(tap, geometry.dilation, geometry.stride, g.shape[2:], strict=True)
+        ):
             seen = seen[(slice(None),) * (2 + axis) + (slice(k * d, k * d + (n - 1) * s + 1, s),)]
         parts.append((seen * g).flatten(2).sum(2))
     return torch.stack(parts, 2).reshape(*x.shape[:2], *kernel)
@@ -215,7 +236,10 @@ def gram_pays(
     positions, outputs, fan_in, channels = prod(g.shape[2:]), shape[0], prod(shape[1:]), shape[1]
     pixels = _pixels(x, geometry)
     taps = fan_in // channels
-    return pixels * pixels * channels + positions * positions * (outputs + taps) < positions * fan_in * outputs
+    return (
+        pixels * pixels * channels + positions * positions * (outputs + taps)
+        < positions * fan_in * outputs
+    )
 
 
 def gram_ranges(x: Tensor, g: Tensor, geometry: ConvGeometry) -> list[tuple[int, int]]:

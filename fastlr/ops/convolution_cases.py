@@ -26,7 +26,11 @@ MIXED = {"g-last": ("planes", "last", "last"), "repeated": ("repeated", "planes"
 
 
 def draw(
-    *shape: int, seed: int = 0, offset: float = 0.3, scale: float = 1.0, dtype: torch.dtype = torch.float32
+    *shape: int,
+    seed: int = 0,
+    offset: float = 0.3,
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Normal numbers with an offset, so that a missing or a doubled part would show."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
@@ -54,7 +58,9 @@ def geometry(
     **options: Any,
 ) -> ConvGeometry:
     """The geometry of a convolution of so many axes; a single number is that of all of them."""
-    strides, paddings, dilations = (o if isinstance(o, tuple) else (o,) * axes for o in (stride, padding, dilation))
+    strides, paddings, dilations = (
+        o if isinstance(o, tuple) else (o,) * axes for o in (stride, padding, dilation)
+    )
     return ConvGeometry(strides, paddings, dilations, **options)
 
 
@@ -82,11 +88,15 @@ CONVOLUTIONS = {
     "3x3_few_positions": Convolution(40, 50, (3, 3), (3, 2), padding=1, images=2),
     "3x3_large": Convolution(16, 24, (3, 3), (28, 29), padding=1),
     "3x3_strided": Convolution(5, 7, (3, 3), (9, 12), stride=2, padding=1),
-    "3x3_dilated": Convolution(5, 7, (3, 3), (9, 12), stride=(1, 2), padding=(2, 1), dilation=(2, 1), images=2),
+    "3x3_dilated": Convolution(
+        5, 7, (3, 3), (9, 12), stride=(1, 2), padding=(2, 1), dilation=(2, 1), images=2
+    ),
     "3x5_grouped": Convolution(6, 4, (3, 5), (9, 12), stride=(2, 1), padding=(0, 2), groups=2),
     "stem": Convolution(3, 8, (7, 7), (33, 31), stride=2, padding=3),
     "depthwise": Convolution(12, 12, (3, 3), (9, 7), padding=1, groups=12),
-    "depthwise_5_strided": Convolution(12, 12, (5, 5), (13, 11), stride=2, padding=2, groups=12, images=2),
+    "depthwise_5_strided": Convolution(
+        12, 12, (5, 5), (13, 11), stride=2, padding=2, groups=12, images=2
+    ),
     "depthwise_twice": Convolution(6, 12, (3, 3), (9, 7), padding=1, groups=6),
     "even_kernel": Convolution(5, 7, (2, 4), (9, 8), padding=(0, 2)),
     "1d": Convolution(5, 7, (3,), (23,), stride=2, padding=1, images=2),
@@ -95,7 +105,9 @@ CONVOLUTIONS = {
 }
 
 
-def convolution(name: str, dtype: torch.dtype, transposed: bool) -> tuple[Tensor, Tensor, Tensor, ConvGeometry]:
+def convolution(
+    name: str, dtype: torch.dtype, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, ConvGeometry]:
     """Arguments of conv_grads for a named case: x, g, weight, geometry."""
     channels, outputs, kernel, size, *steps, groups, images = CONVOLUTIONS[name]
     how = geometry(len(kernel), *steps, groups=groups)
@@ -143,7 +155,9 @@ def case(
     of_x, of_grad, of_kept = (LAYOUTS | MIXED)[layout]
     x = laid_out(draw(count, inputs, *size, seed=3, scale=2), of_x)
     factors = draw(count, inputs, *[1] * axes, seed=6) if gate else None
-    out, kept = ops.get("folded_conv", "reference")(x, folded, bias, act, how, None, before or "none", factors)
+    out, kept = ops.get("folded_conv", "reference")(
+        x, folded, bias, act, how, None, before or "none", factors
+    )
     grad, kept = laid_out(draw(*out.shape, seed=4, scale=2), of_grad), laid_out(kept, of_kept)
     added = () if residual is None else (laid_out(draw(*out.shape, seed=5, scale=2), residual),)
     forward: tuple = (x, folded, bias, act, how, *added)
@@ -173,7 +187,10 @@ def pointwise_cases() -> dict[str, dict]:
     cases = {act: case(2, 5, 17, (5, 7), act) for act in ACTIVATIONS}
     cases |= {f"{layout}": case(3, 16, 8, (6, 8), "hardswish", layout) for layout in LAYOUTS}
     cases |= {f"{layout}-odd": case(2, 17, 5, (9, 5), "silu", layout) for layout in LAYOUTS}
-    cases |= {f"stride-{layout}": case(2, 5, 16, (9, 6), "relu", layout, stride=2) for layout in ("last", "planes")}
+    cases |= {
+        f"stride-{layout}": case(2, 5, 16, (9, 6), "relu", layout, stride=2)
+        for layout in ("last", "planes")
+    }
     return cases | {
         "norms-only": case(2, 16, 17, (5, 7), "gelu", want=False),
         "norms-only-stride": case(2, 16, 17, (5, 7), "gelu", "planes", want=False, stride=3),
@@ -189,21 +206,39 @@ def pointwise_cases() -> dict[str, dict]:
         **{f"before-{act}": case(2, 5, 17, (5, 7), "none", before=act) for act in ACTIVATIONS},
         "closed": closed(case(2, 16, 24, (5, 7), "relu")),
         "before-closed": closed(case(2, 16, 24, (6, 8), "relu", before="relu", more="last")),
-        "few-positions-closed": closed(case(1, 16, 136, (5, 5), "relu", before="relu", more="last")),
-        "before": case(2, 16, 24, (6, 8), "relu", before="hardswish", residual="planes", more="planes"),
-        "before-more": case(2, 8, 12, (6, 4), "none", before="hardswish", residual="last", more="last", gate=True),
-        "before-odd": case(2, 17, 5, (9, 5), "none", "planes", before="silu", gate=True, more="planes"),
-        "before-settled": case(2, 40, 20, (5, 5), "hardswish", before="relu6", gate=True, settled=True, more="last"),
-        "before-split": case(1, 4, 5, (20, 20), "none", before="relu", residual="last", more="last"),
+        "few-positions-closed": closed(
+            case(1, 16, 136, (5, 5), "relu", before="relu", more="last")
+        ),
+        "before": case(
+            2, 16, 24, (6, 8), "relu", before="hardswish", residual="planes", more="planes"
+        ),
+        "before-more": case(
+            2, 8, 12, (6, 4), "none", before="hardswish", residual="last", more="last", gate=True
+        ),
+        "before-odd": case(
+            2, 17, 5, (9, 5), "none", "planes", before="silu", gate=True, more="planes"
+        ),
+        "before-settled": case(
+            2, 40, 20, (5, 5), "hardswish", before="relu6", gate=True, settled=True, more="last"
+        ),
+        "before-split": case(
+            1, 4, 5, (20, 20), "none", before="relu", residual="last", more="last"
+        ),
         "before-stride": case(2, 5, 16, (9, 6), "relu", before="hardswish", stride=2),
         "before-wanted-by-none": case(2, 16, 17, (5, 7), "none", before="gelu", want=False),
         "few-positions": case(2, 33, 140, (5, 7), "hardswish", before="relu", more="planes"),
-        "few-positions-gate": case(2, 40, 136, (4, 6), "none", before="hardswish", gate=True, more="last"),
+        "few-positions-gate": case(
+            2, 40, 136, (4, 6), "none", before="hardswish", gate=True, more="last"
+        ),
         "few-positions-odd": case(1, 17, 131, (9, 5), "silu", "x-last"),
-        "few-positions-planes": case(1, 24, 136, (6, 8), "relu", "planes", before="silu", settled=True, gate=True),
+        "few-positions-planes": case(
+            1, 24, 136, (6, 8), "relu", "planes", before="silu", settled=True, gate=True
+        ),
         "few-positions-norms": case(2, 17, 130, (5, 5), "gelu", want=False),
         "few-positions-expanded": case(2, 16, 136, (5, 5), "hardswish", "expanded"),
-        "1d-before": case(2, 5, 17, (11,), "none", "planes", before="silu", gate=True, more="planes"),
+        "1d-before": case(
+            2, 5, 17, (11,), "none", "planes", before="silu", gate=True, more="planes"
+        ),
         "1d": case(2, 5, 17, (11,), "silu", "planes"),
         "1d-stride": case(2, 5, 17, (11,), "relu", "planes", stride=2),
         # the input's positions are a multiple of what is loaded at once, the output's are not, and the other way about
@@ -217,13 +252,17 @@ def pointwise_cases() -> dict[str, dict]:
 def depthwise_cases() -> dict[str, dict]:
     """Folded convolutions with one channel a group."""
 
-    def depthwise(count: int, channels: int, size: tuple[int, ...], *rest: str, **options: Any) -> dict:
+    def depthwise(
+        count: int, channels: int, size: tuple[int, ...], *rest: str, **options: Any
+    ) -> dict:
         return case(count, channels, channels, size, *rest, groups=channels, **options)
 
     cases = {act: depthwise(2, 5, (5, 7), act, kernel=3, padding=1) for act in ACTIVATIONS}
     for layout in LAYOUTS:
         cases[f"{layout}"] = depthwise(2, 16, (6, 8), "hardswish", layout, kernel=3, padding=1)
-        cases[f"{layout}-odd"] = depthwise(2, 17, (9, 6), "silu", layout, kernel=3, padding=1, stride=2)
+        cases[f"{layout}-odd"] = depthwise(
+            2, 17, (9, 6), "silu", layout, kernel=3, padding=1, stride=2
+        )
     return cases | {
         "5x5": depthwise(2, 16, (9, 6), "hardswish", kernel=5, padding=2),
         "5x5-stride": depthwise(2, 5, (9, 6), "gelu", "planes", kernel=5, padding=2, stride=2),
@@ -237,27 +276,60 @@ def depthwise_cases() -> dict[str, dict]:
         "wide-padding": depthwise(2, 5, (9, 8), "relu", kernel=3, padding=2),
         "wider-padding": depthwise(2, 5, (6, 7), "relu", kernel=3, padding=4, stride=2),
         "dilation": depthwise(2, 5, (9, 6), "silu", kernel=3, padding=2, dilation=2),
-        "dilation-stride": depthwise(2, 5, (9, 7), "silu", kernel=3, padding=2, dilation=2, stride=2),
+        "dilation-stride": depthwise(
+            2, 5, (9, 7), "silu", kernel=3, padding=2, dilation=2, stride=2
+        ),
         "rows-split": depthwise(1, 5, (35, 8), "relu", kernel=3, padding=1),
         "rows-split-stride": depthwise(1, 5, (47, 9), "relu", kernel=5, padding=2, stride=2),
         "columns-split": depthwise(1, 17, (4, 140), "relu", kernel=3, padding=1, stride=2),
         "residual": depthwise(2, 8, (6, 4), "relu", kernel=3, padding=1, residual="last"),
         "residual-other": depthwise(2, 5, (6, 5), "gelu", kernel=3, residual="planes"),
-        **{f"before-{act}": depthwise(2, 5, (5, 7), "none", kernel=3, padding=1, before=act) for act in ACTIVATIONS},
+        **{
+            f"before-{act}": depthwise(2, 5, (5, 7), "none", kernel=3, padding=1, before=act)
+            for act in ACTIVATIONS
+        },
         "before": depthwise(
-            2, 16, (6, 8), "none", kernel=3, padding=1, before="hardswish", residual="last", more="last"
+            2,
+            16,
+            (6, 8),
+            "none",
+            kernel=3,
+            padding=1,
+            before="hardswish",
+            residual="last",
+            more="last",
         ),
-        "before-closed": closed(depthwise(2, 16, (6, 8), "relu", kernel=3, padding=1, before="relu", more="last")),
+        "before-closed": closed(
+            depthwise(2, 16, (6, 8), "relu", kernel=3, padding=1, before="relu", more="last")
+        ),
         "before-mean": depthwise(
             2, 16, (9, 6), "hardswish", kernel=3, padding=1, before="relu", more="planes", mean=True
         ),
         "before-mean-stride": depthwise(
-            2, 17, (9, 7), "silu", "planes", kernel=5, padding=2, stride=2, before="gelu", settled=True, mean=True
+            2,
+            17,
+            (9, 7),
+            "silu",
+            "planes",
+            kernel=5,
+            padding=2,
+            stride=2,
+            before="gelu",
+            settled=True,
+            mean=True,
         ),  # fmt: skip
-        "before-mean-columns": depthwise(1, 5, (5, 140), "relu", kernel=3, padding=1, before="none", mean=True),
-        "before-stride-more": depthwise(2, 5, (9, 7), "relu", kernel=3, stride=3, before="relu6", more="last"),
-        "before-rows-split": depthwise(1, 5, (35, 8), "none", kernel=3, padding=1, before="hardswish", more="last"),
-        "1d-before": depthwise(2, 5, (11,), "relu", "planes", kernel=3, padding=1, before="silu", more="planes"),
+        "before-mean-columns": depthwise(
+            1, 5, (5, 140), "relu", kernel=3, padding=1, before="none", mean=True
+        ),
+        "before-stride-more": depthwise(
+            2, 5, (9, 7), "relu", kernel=3, stride=3, before="relu6", more="last"
+        ),
+        "before-rows-split": depthwise(
+            1, 5, (35, 8), "none", kernel=3, padding=1, before="hardswish", more="last"
+        ),
+        "1d-before": depthwise(
+            2, 5, (11,), "relu", "planes", kernel=3, padding=1, before="silu", more="planes"
+        ),
         "1d": depthwise(2, 5, (11,), "silu", "planes", kernel=3, padding=1),
     }
 
@@ -266,7 +338,9 @@ def depthwise_cases() -> dict[str, dict]:
 def folded_calls() -> dict[str, dict[str, tuple]]:
     """Every folded convolution: name -> op -> arguments."""
     kinds = {"pointwise": pointwise_cases(), "depthwise": depthwise_cases()}
-    return {f"{kind}-{name}": calls for kind, cases in kinds.items() for name, calls in cases.items()}
+    return {
+        f"{kind}-{name}": calls for kind, cases in kinds.items() for name, calls in cases.items()
+    }
 
 
 # -- norms of the weight's gradient --------------------------------------------------------------------------------------
@@ -295,8 +369,17 @@ def conv_cases() -> dict[str, tuple]:
     wide = torch.stack([x, 0 * x], -1)[..., 0]  # a view with strides that are all larger than 1
     apart = draw(2, 4, 6, 5, 7), draw(2, 4, 9, 5, 7)
     plain = geometry(2)
-    vectors = (draw(2, 1, 40, 6, 6), draw(2, 1, 72, 4, 4), draw(72, 40, 3, 3))  # channels divisible by the load width
-    grouped = (draw(2, 2, 80, 5, 5), draw(2, 2, 70, 3, 3), draw(70, 40, 3, 3), geometry(2, groups=2))
+    vectors = (
+        draw(2, 1, 40, 6, 6),
+        draw(2, 1, 72, 4, 4),
+        draw(72, 40, 3, 3),
+    )  # channels divisible by the load width
+    grouped = (
+        draw(2, 2, 80, 5, 5),
+        draw(2, 2, 70, 3, 3),
+        draw(70, 40, 3, 3),
+        geometry(2, groups=2),
+    )
     dilated = geometry(2, padding=(0, 1), dilation=(2, 3))
     return cases | {
         "3x3-strided-view": (wide, torch.cat([g, g], 2)[:, :, : g.shape[2]], *rest),
@@ -305,7 +388,12 @@ def conv_cases() -> dict[str, tuple]:
         "3x3-vectors-channels-last": (*(channels_last(t) for t in vectors[:2]), vectors[2], plain),
         "3x3-tap-a-tile-grouped": grouped,
         "dilated": (draw(2, 1, 5, 9, 12), draw(2, 1, 7, 5, 8), draw(7, 5, 3, 3), dilated),
-        "1d-pointwise-strided": (draw(2, 1, 20, 17), draw(2, 1, 10, 9), draw(10, 20, 1), geometry(1, stride=2)),
+        "1d-pointwise-strided": (
+            draw(2, 1, 20, 17),
+            draw(2, 1, 10, 9),
+            draw(10, 20, 1),
+            geometry(1, stride=2),
+        ),
         "images-kept-apart": (*(t[:, ::2] for t in apart), draw(9, 6, 1, 1), plain),
     }
 
@@ -318,9 +406,17 @@ def moments_cases() -> dict[str, tuple]:
             cases[name] = (x[:, 0], g[:, 0], weight, draw(3, g.shape[2], seed=4), how)
     x, g, weight, *others = cases["3x3-tap-a-tile"]
     cases["weight-channels-last"] = (x, g, channels_last(weight, 1), *others)
-    for inputs, outputs, size in ((16, 70, 12), (70, 24, 7), (8, 8, 14)):  # whole and broken tiles on either side
+    for inputs, outputs, size in (
+        (16, 70, 12),
+        (70, 24, 7),
+        (8, 8, 14),
+    ):  # whole and broken tiles on either side
         x, g = draw(2, inputs, size, size), draw(2, outputs, size, size)
         rest = (draw(outputs, inputs, 1, 1), draw(3, outputs, seed=4), geometry(2))
         cases[f"pointwise-{inputs}-{outputs}"] = (x, g, *rest)
-        cases[f"pointwise-{inputs}-{outputs}-channels-last"] = (channels_last(x, 1), channels_last(g, 1), *rest)
+        cases[f"pointwise-{inputs}-{outputs}-channels-last"] = (
+            channels_last(x, 1),
+            channels_last(g, 1),
+            *rest,
+        )
     return cases

@@ -39,19 +39,38 @@ _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
     "conv_grads": ("ops.reference.norms", "ops.convolution", None, (0, 1)),
     "embedding_sq_norms": ("ops.reference.norms", "ops.linear", "kernels.embedding_norms", (0, 1)),
     "channel_sums": ("ops.reference.norms", "ops.linear", "kernels.channel_sums", (0, 1, 2)),
-    "layer_norm_sums": ("ops.reference.norms", "ops.linear", "kernels.layer_norm_sums", (0, 1, 2, 3)),
+    "layer_norm_sums": (
+        "ops.reference.norms",
+        "ops.linear",
+        "kernels.layer_norm_sums",
+        (0, 1, 2, 3),
+    ),
     "rms_norm_sums": ("ops.reference.norms", "ops.linear", "kernels.layer_norm_sums", (0, 1, 2)),
     "broadcast_sums": ("ops.reference.norms", "ops.linear", "kernels.broadcast_sums", (0, 1)),
-    "categorical_root_cotangent": ("ops.reference.fisher", "ops.fisher", "kernels.fisher_root", (0, 1)),
+    "categorical_root_cotangent": (
+        "ops.reference.fisher",
+        "ops.fisher",
+        "kernels.fisher_root",
+        (0, 1),
+    ),
     "fold_weights": ("ops.reference.folded", "ops.folded", "kernels.fold_weights", ()),
     "folded_conv": ("ops.reference.folded", "ops.folded", "kernels.folded", (0, 5, 7)),
     "activation_grad": ("ops.reference.folded", "ops.folded", None, (0, 1)),
     "gate_grad": ("ops.reference.folded", "ops.folded", None, (0, 1, 2)),
     "folded_conv_sq_norms": ("ops.reference.folded", "ops.folded", "kernels.conv_norms", (0, 1, 5)),
-    "folded_conv_backward": ("ops.reference.folded", "ops.folded", "kernels.folded", (0, 1, 2, 9, 12, 13, 14)),
+    "folded_conv_backward": (
+        "ops.reference.folded",
+        "ops.folded",
+        "kernels.folded",
+        (0, 1, 2, 9, 12, 13, 14),
+    ),
 }
 TABLE: dict[str, dict[str, str]] = {
-    name: {backend: f"fastlr.{module}" for backend, module in zip(("reference", "torch", "triton"), modules) if module}
+    name: {
+        backend: f"fastlr.{module}"
+        for backend, module in zip(("reference", "torch", "triton"), modules)
+        if module
+    }
     for name, (*modules, _) in _OPS.items()
 }
 SAMPLES: dict[str, tuple[int, ...]] = {name: samples for name, (*_, samples) in _OPS.items()}
@@ -97,11 +116,15 @@ def run(name: str, *args: Any) -> Any:
     return get(name, "torch")(*args)
 
 
-_forced: str | None = None  # of the process, not of a context: the backward pass on a GPU runs in another thread
+_forced: str | None = (
+    None  # of the process, not of a context: the backward pass on a GPU runs in another thread
+)
 _by_twins = False  # whether plain torch serves all calls of the backend that is forced
 _checked = False  # whether a kernel that is forced is held to plain torch all the same
 _warned: set[str] = set()  # the ops that a warning has named as not compiled
-_serves: dict[tuple, bool] = {}  # call -> whether its kernel serves; what is not here has not been looked at
+_serves: dict[
+    tuple, bool
+] = {}  # call -> whether its kernel serves; what is not here has not been looked at
 _comparisons = kernel_checks.Comparisons()
 MOST_CALLS = 1 << 16  # kept in mind
 
@@ -138,7 +161,9 @@ def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
     result = _launched(name, args, call)
     if result is NotImplemented:
         return _note(call, False)
-    agrees = known or _comparisons.agrees(name, kind, get(name, "triton"), twin(name), args, SAMPLES[name], result)
+    agrees = known or _comparisons.agrees(
+        name, kind, get(name, "triton"), twin(name), args, SAMPLES[name], result
+    )
     if agrees is not None:  # else memory did not suffice: next time
         _note(call, agrees)
     return NotImplemented if agrees is False else result
@@ -168,18 +193,32 @@ def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
 
     They are compared once for these options.
     """
-    call = (str(device), repr({name: value for name, value in options.items() if name not in ("table", "seed")}))
+    call = (
+        str(device),
+        repr({name: value for name, value in options.items() if name not in ("table", "seed")}),
+    )
     if call not in _serves:
         if not waiting():
             return False
-        start = torch.full((1,), (1 << 32) - 2, dtype=torch.int64, device=device)  # high words are compared too
-        index = start + torch.arange(max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"]))), device=device)
+        start = torch.full(
+            (1,), (1 << 32) - 2, dtype=torch.int64, device=device
+        )  # high words are compared too
+        index = start + torch.arange(
+            max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"]))), device=device
+        )
         right = True
-        for name, args in {"shape_images_from": (start, len(index)), "shape_images_at": (index,)}.items():
-            kernel, define = (partial(get(name, backend), **options) for backend in ("triton", "reference"))
+        for name, args in {
+            "shape_images_from": (start, len(index)),
+            "shape_images_at": (index,),
+        }.items():
+            kernel, define = (
+                partial(get(name, backend), **options) for backend in ("triton", "reference")
+            )
             off = _comparisons.off(name, call[1])
             right &= not off and bool(
-                _comparisons.agrees(name, call[1], kernel, define, args, SAMPLES[name], kernel(*args))
+                _comparisons.agrees(
+                    name, call[1], kernel, define, args, SAMPLES[name], kernel(*args)
+                )
             )
         _note(call, right)
     return _serves[call]
@@ -222,11 +261,19 @@ def _is_compilers(error: Exception) -> bool:
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    in_message = isinstance(error, RuntimeError) and any(text in str(error) for text in _COMPILER_SAYS)
-    return in_message or isinstance(error, (CompilationError, OutOfResources, PTXASError, CalledProcessError))
+    in_message = isinstance(error, RuntimeError) and any(
+        text in str(error) for text in _COMPILER_SAYS
+    )
+    return in_message or isinstance(
+        error, (CompilationError, OutOfResources, PTXASError, CalledProcessError)
+    )
 
 
-_COMPILER_SAYS = ("PassManager::run failed", "Failed to find C compiler", "failed to translate module to LLVM IR")
+_COMPILER_SAYS = (
+    "PassManager::run failed",
+    "Failed to find C compiler",
+    "failed to translate module to LLVM IR",
+)
 
 
 def _warn_uncompiled(name: str, error: Exception) -> None:
@@ -234,7 +281,9 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
         return
     _warned.add(name)
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    built = "C compiler" in str(error) or isinstance(error, CalledProcessError)  # of the code that launches a kernel
+    built = "C compiler" in str(error) or isinstance(
+        error, CalledProcessError
+    )  # of the code that launches a kernel
     remedy = "install gcc and Python's headers, or set CC" if built else "please report it"
     warnings.warn(
         f"{name}: Triton could not compile its kernel for this call ({lines[-1][:200]}); plain torch serves, slower and "

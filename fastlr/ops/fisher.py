@@ -96,7 +96,9 @@ def categorical_root_cotangent(
     return v
 
 
-def categorical_values(z: Tensor, probe: str, index: Tensor, seed: int) -> Callable[[slice, slice], Tensor]:
+def categorical_values(
+    z: Tensor, probe: str, index: Tensor, seed: int
+) -> Callable[[slice, slice], Tensor]:
     """Return a function (samples, positions) -> that part of the cotangents, float64.
 
     They are the cotangents of the logits z [B, P, C].
@@ -110,7 +112,9 @@ def categorical_values(z: Tensor, probe: str, index: Tensor, seed: int) -> Calla
         draws = sign_words(index, positions * classes, seed)
 
     def part(samples: slice, where: slice) -> Tensor:
-        root = (z[samples, where].double().log_softmax(-1) / 2).exp_()  # sqrt(p), without cancellation
+        root = (
+            z[samples, where].double().log_softmax(-1) / 2
+        ).exp_()  # sqrt(p), without cancellation
         best = root.argmax(-1, keepdim=True)
         if probe == "sampled":
             return _sampled(root.square_(), best, draws[samples, where])
@@ -173,7 +177,9 @@ def scaled_blocks(
         low, high = values.flatten(1).aminmax(dim=1)
         largest = torch.maximum(-low, high)
         refuse(largest.isnan())
-        exponent = torch.frexp(largest).exponent.long().clamp_min(-1000)  # the power of its inverse is finite
+        exponent = (
+            torch.frexp(largest).exponent.long().clamp_min(-1000)
+        )  # the power of its inverse is finite
         v[samples, positions] = values.mul_(power_of_two(-exponent).view(-1, 1, 1))
         exponents.append(torch.where(largest > 0, exponent, -(1 << 20)))
     highest = torch.full(shape[:1], -(1 << 20), dtype=torch.int64, device=device)
@@ -181,7 +187,9 @@ def scaled_blocks(
         highest[samples] = torch.maximum(highest[samples], exponent)
     highest = torch.where(highest > -(1 << 20), highest, 0)
     for (samples, positions), exponent in zip(parts, exponents, strict=True):
-        if positions.stop - positions.start < shape[1]:  # a part of a sample: to the size of the whole
+        if (
+            positions.stop - positions.start < shape[1]
+        ):  # a part of a sample: to the size of the whole
             lower = (exponent - highest[samples]).clamp(-1000, 0)
             v[samples, positions] *= power_of_two(lower).view(-1, 1, 1)
     return v, highest

@@ -69,7 +69,9 @@ def arriving(grad: Tensor, kept: Tensor, act: str, of_mean: Tensor | None) -> Te
     """The gradient at a convolution's output from the one after it."""
     if of_mean is None:
         return ops.run("activation_grad", grad, kept, act)
-    return grad + ops.run("activation_grad", (of_mean / prod(grad.shape[2:])).expand_as(grad), kept, act)
+    return grad + ops.run(
+        "activation_grad", (of_mean / prod(grad.shape[2:])).expand_as(grad), kept, act
+    )
 
 
 def keeps_product(
@@ -83,7 +85,12 @@ def keeps_product(
 
     So it is where Gram matrices serve (few positions), on a CPU. In low precision what is kept would be too coarse.
     """
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or x.ndim != 4 or geometry.groups > 1:
+    if (
+        x.device.type != "cpu"
+        or x.dtype not in (torch.float32, torch.float64)
+        or x.ndim != 4
+        or geometry.groups > 1
+    ):
         return False
     size = geometry.output_size(x.shape[2:], weight.shape[2:])
     return gram_pays(x, x.new_empty(0, len(weight), *size), weight.shape, geometry)
@@ -182,7 +189,9 @@ def folded_conv_sq_norms(
             squares.append(torch.linalg.vector_norm(grads, dim=2).mul_(s).double().square().sum(1))
             along.append(torch.linalg.vecdot(grads, flat))
         sq, inner = torch.cat(squares), torch.cat(along)
-    return sq, *(t.double().square().sum(1) for t in (sums * s, (inner + shift * sums) * rstd, sums))
+    return sq, *(
+        t.double().square().sum(1) for t in (sums * s, (inner + shift * sums) * rstd, sums)
+    )
 
 
 def folded_conv_backward(
@@ -216,7 +225,11 @@ def folded_conv_backward(
     ranges = [(0, len(x))]
     size = grad.numel() * grad.element_size()
     # slices of the input gradient have to be joined: not where it is the larger one
-    if x.device.type == "cpu" and size >= 2 * SLICE_BYTES and not (want_input and x.numel() > grad.numel()):
+    if (
+        x.device.type == "cpu"
+        and size >= 2 * SLICE_BYTES
+        and not (want_input and x.numel() > grad.numel())
+    ):
         step = -(-len(x) // -(-size // SLICE_BYTES))
         step += step % 2  # samples are shared out among the cores
         ranges = [(lo, min(len(x), lo + step)) for lo in range(0, len(x), step)]
@@ -227,7 +240,9 @@ def folded_conv_backward(
             backward = aten.convolution_backward
             inputs.append(backward(g, x[lo:hi], folded, None, *geometry, [True, False, False])[0])
         products = () if product is None else (product[lo:hi],)
-        parts.append(ops.run("folded_conv_sq_norms", x[lo:hi], g, weight, statistics, geometry, *products))
+        parts.append(
+            ops.run("folded_conv_sq_norms", x[lo:hi], g, weight, statistics, geometry, *products)
+        )
     norms = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
     gx = None
     if want_input:

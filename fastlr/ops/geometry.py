@@ -59,7 +59,10 @@ class ConvGeometry(NamedTuple):
         else:
             zeros = _each_axis(padding, axes)
         output_padding = _each_axis(output_padding, axes)
-        if zeros is None or not len(stride) == len(zeros) == len(dilation) == len(output_padding) == axes:
+        if (
+            zeros is None
+            or not len(stride) == len(zeros) == len(dilation) == len(output_padding) == axes
+        ):
             return None
         return cls(stride, zeros, dilation, transposed, output_padding, groups)
 
@@ -80,7 +83,9 @@ class ConvGeometry(NamedTuple):
 
     def with_rows(self) -> ConvGeometry:
         """A convolution of one spatial axis as one of two, of which the first (rows) has size 1."""
-        return self._replace(stride=(1, *self.stride), padding=(0, *self.padding), dilation=(1, *self.dilation))
+        return self._replace(
+            stride=(1, *self.stride), padding=(0, *self.padding), dilation=(1, *self.dilation)
+        )
 
 
 def _each_axis(option: Option, axes: int) -> tuple[int, ...]:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ops.convolution_cases import channels_last, conv_cases, draw, folded_calls, moments_cases, swapped
+from fastlr.ops.convolution_cases import (
+    channels_last,
+    conv_cases,
+    draw,
+    folded_calls,
+    moments_cases,
+    swapped,
+)
 from fastlr.ops.kernel_checks import with_strides, without_repeats
 
 
@@ -48,7 +55,9 @@ def linear_cases() -> dict[str, tuple]:
     # Activations far from zero and gradients that sum to nearly nothing: uncentred Gram matrices err by 4e-4 here.
     a, g = draw(2, 1, 48, 150, offset=100), draw(2, 1, 48, 170)
     cases["gram-common-part"] = (a, g - g.mean(2, keepdim=True) + 1e-4)
-    cases["heads"] = tuple(draw(2, 5, 3, n).transpose(1, 2) for n in (8, 20))  # a view, as attention has them
+    cases["heads"] = tuple(
+        draw(2, 5, 3, n).transpose(1, 2) for n in (8, 20)
+    )  # a view, as attention has them
     cases["expanded"] = (draw(2, 1, 20, 6), draw(2, 1, 1, 6).expand(2, 1, 20, 6))
     return cases
 
@@ -82,7 +91,10 @@ def channel_cases() -> dict[str, tuple]:
     cases["mixed-formats"] = (x, channels_last(g))
     cases["expanded"] = (x, g[..., :1, :1].expand_as(x))  # what a mean over positions gives
     cases["sliced"] = (draw(3, 1, 20, 5, 14)[1:, ..., ::2], draw(2, 2, 40, 5, 7)[:, 1:, 1::2])
-    cases["batch-first-in-memory-last"] = (draw(5, 7, 20, 2).movedim(-1, 0)[:, None], draw(2, 1, 5, 7, 20))
+    cases["batch-first-in-memory-last"] = (
+        draw(5, 7, 20, 2).movedim(-1, 0)[:, None],
+        draw(2, 1, 5, 7, 20),
+    )
     return cases
 
 
@@ -105,13 +117,18 @@ def broadcast_cases() -> dict[str, tuple]:
     """g, another factor or None, axes."""
     g = draw(2, 3, 4, 5, 6)
     cases: dict[str, tuple] = {
-        f"sum-{''.join(map(str, axes))}": (g, None, axes) for axes in [(1,), (1, 2), (1, 4), (2, 4), (1, 2, 3, 4)]
+        f"sum-{''.join(map(str, axes))}": (g, None, axes)
+        for axes in [(1,), (1, 2), (1, 4), (2, 4), (1, 2, 3, 4)]
     }
     cases |= {
         "bias-of-linear": (draw(2, 37, 70), None, (1,)),
         "bias-of-convolution-channels-last": (channels_last(draw(2, 1, 20, 5, 7)), None, (1, 3, 4)),
         "layer-scale": (draw(2, 1, 4, 5, 20), draw(2, 1, 4, 5, 20, seed=1), (1, 2, 3)),
-        "layer-scale-channels-first": (draw(2, 1, 20, 5, 7), draw(2, 1, 20, 5, 7, seed=1), (1, 3, 4)),
+        "layer-scale-channels-first": (
+            draw(2, 1, 20, 5, 7),
+            draw(2, 1, 20, 5, 7, seed=1),
+            (1, 3, 4),
+        ),
         "factor-broadcast": (g, draw(5, 1), (1, 2)),
         "factor-of-a-sample": (draw(2, 3, 4), draw(2, 1, 1), (1,)),
         "one-number": (draw(3, 1, 5, 7), draw(3, 1, 5, 7, seed=1), (1, 2, 3)),
@@ -125,7 +142,12 @@ def broadcast_cases() -> dict[str, tuple]:
 def embedding_cases() -> dict[str, tuple]:
     """Row numbers [B, T], g [B, T, D]."""
     cases: dict[str, tuple] = {}
-    sizes = {"one": (1, 1, 1, 1), "small": (3, 16, 5, 4), "tiles": (2, 67, 33, 9), "distinct": (2, 40, 7, 10**6)}
+    sizes = {
+        "one": (1, 1, 1, 1),
+        "small": (3, 16, 5, 4),
+        "tiles": (2, 67, 33, 9),
+        "distinct": (2, 40, 7, 10**6),
+    }
     for name, (count, rows, width, numbers) in sizes.items():
         ids = torch.randint(numbers, (count, rows), generator=torch.Generator().manual_seed(0))
         cases[name] = (ids, draw(count, rows, width))
@@ -183,7 +205,12 @@ def fold_cases() -> dict[str, tuple]:
     """Dtype, eps, and of each convolution weight, bias, gamma, beta, mean, var."""
     generator = torch.Generator().manual_seed(0)
     one: dict[str, tuple] = {}
-    shapes = {"pointwise": (5, 7, 1, 1), "3x3": (6, 35, 3, 3), "depthwise": (9, 1, 5, 5), "1d": (4, 3, 3)}
+    shapes = {
+        "pointwise": (5, 7, 1, 1),
+        "3x3": (6, 35, 3, 3),
+        "depthwise": (9, 1, 5, 5),
+        "1d": (4, 3, 3),
+    }
     for name, shape in shapes.items():
         weight = torch.randn(shape, generator=generator)
         bias, gamma, beta, mean = torch.randn(4, shape[0], generator=generator)
@@ -193,7 +220,9 @@ def fold_cases() -> dict[str, tuple]:
     one["channels-last"] = (one["3x3"][0].to(memory_format=torch.channels_last), *one["3x3"][1:])
     cases = {name: (torch.float32, (1e-3,), *tensors) for name, tensors in one.items()}
     several = [t for tensors in one.values() for t in tensors]
-    return cases | {"several": (torch.float32, tuple(1e-3 / (i + 1) for i in range(len(one))), *several)}
+    return cases | {
+        "several": (torch.float32, tuple(1e-3 / (i + 1) for i in range(len(one))), *several)
+    }
 
 
 CASES: dict[str, Callable[[], dict[str, tuple]]] = {
@@ -202,7 +231,9 @@ CASES: dict[str, Callable[[], dict[str, tuple]]] = {
     "conv_sq_norms": conv_cases,
     "folded_conv_sq_norms": moments_cases,
     "folded_conv": lambda: {name: calls["folded_conv"] for name, calls in folded_calls().items()},
-    "folded_conv_backward": lambda: {name: calls["folded_conv_backward"] for name, calls in folded_calls().items()},
+    "folded_conv_backward": lambda: {
+        name: calls["folded_conv_backward"] for name, calls in folded_calls().items()
+    },
     "fold_weights": fold_cases,
     "channel_sums": channel_cases,
     "layer_norm_sums": lambda: row_cases(2),
@@ -212,7 +243,15 @@ CASES: dict[str, Callable[[], dict[str, tuple]]] = {
     "categorical_root_cotangent": cotangent_cases,
 }
 IMAGES = [  # options of shape_images and its like
-    {"size": size, "rectangles": 3, "circles": 4, "seed": 1, "table": None, "dtype": dtype, "channels_last": last}
+    {
+        "size": size,
+        "rectangles": 3,
+        "circles": 4,
+        "seed": 1,
+        "table": None,
+        "dtype": dtype,
+        "channels_last": last,
+    }
     for size, dtype, last in (
         ((3, 33, 35), torch.float32, False),
         ((3, 64, 32), torch.bfloat16, True),
@@ -220,7 +259,10 @@ IMAGES = [  # options of shape_images and its like
         ((4, 16, 16), torch.float16, True),
     )
 ]
-LOW = {"folded_conv": (1,), "folded_conv_backward": (4,)}  # arguments without samples, in the dtype of the data
+LOW = {
+    "folded_conv": (1,),
+    "folded_conv_backward": (4,),
+}  # arguments without samples, in the dtype of the data
 
 
 def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tuple:
@@ -232,7 +274,11 @@ def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tup
         return dtype, *(_on(a, device, None) for a in args[1:])
     data = (*ops.SAMPLES[op], *LOW.get(op, ()))
     return tuple(
-        _on(a, device, dtype if i in data and isinstance(a, Tensor) and a.dtype == torch.float32 else None)
+        _on(
+            a,
+            device,
+            dtype if i in data and isinstance(a, Tensor) and a.dtype == torch.float32 else None,
+        )
         for i, a in enumerate(args)
     )
 

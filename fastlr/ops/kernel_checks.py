@@ -42,7 +42,9 @@ def divisor(n: int) -> int:
     return n if 0 <= n <= 1 else min(n & -n, 16)
 
 
-def kind_of_call(launcher: Callable[..., Any] | None, args: Sequence[Any], samples: Sequence[int]) -> str:
+def kind_of_call(
+    launcher: Callable[..., Any] | None, args: Sequence[Any], samples: Sequence[int]
+) -> str:
     """Return the kind of a call, the same in every process.
 
     It is the call's `signature` and the `variants` that its launcher runs.
@@ -80,7 +82,9 @@ def signature(args: Sequence[Any], samples: Sequence[int]) -> str:
         elif isinstance(a, int) and not isinstance(a, bool):
             parts.append(f"int%{divisor(a)}")
         elif not isinstance(a, float):
-            parts.append(str(list(a)) if isinstance(a, (tuple, list)) else str(a).removeprefix("torch."))
+            parts.append(
+                str(list(a)) if isinstance(a, (tuple, list)) else str(a).removeprefix("torch.")
+            )
     return "; ".join(parts)
 
 
@@ -97,9 +101,14 @@ def _layout(t: Tensor, by_sample: bool) -> str:
     joins = "".join("-" if t.stride(j) == t.stride(i) * t.shape[i] else "/" for i, j in pairs)
     known = [f"%{divisor(n)}" for n in t.shape]
     known = ["", *known[1:]] if by_sample and known else known
-    axes = ",".join(f"{n.bit_length()}{d}@{divisor(s)}" for n, d, s in zip(t.shape, known, t.stride(), strict=True))
+    axes = ",".join(
+        f"{n.bit_length()}{d}@{divisor(s)}"
+        for n, d, s in zip(t.shape, known, t.stride(), strict=True)
+    )
     aligned = "" if t.data_ptr() % 16 == 0 else " unaligned"
-    return f"{str(t.dtype).removeprefix('torch.')}[{axes}]{''.join(map(str, order))}{joins}{aligned}"
+    return (
+        f"{str(t.dtype).removeprefix('torch.')}[{axes}]{''.join(map(str, order))}{joins}{aligned}"
+    )
 
 
 class Deviation(NamedTuple):
@@ -144,8 +153,13 @@ def compared(
         results = [_of(t, chosen) for t in _leaves(result)]
         deviation, empty = _deviation(results, picked, twin, by_sample)
         if empty:  # zero or not finite: nothing was learnt
-            drawn = [_drawn(a, few if _has_samples(args, samples, i) else None) for i, a in enumerate(args)]
-            again = kernel(*drawn)  # on as many samples: on fewer it might be another compiled variant
+            drawn = [
+                _drawn(a, few if _has_samples(args, samples, i) else None)
+                for i, a in enumerate(args)
+            ]
+            again = kernel(
+                *drawn
+            )  # on as many samples: on fewer it might be another compiled variant
             if again is not NotImplemented:
                 results = [_of(t, chosen) for t in _leaves(again)]
                 picked = _picked(drawn, samples, chosen)
@@ -174,8 +188,14 @@ def _deviation(
         error = torch.where(seen, (got.double() - right).abs(), 0.0).nan_to_num(nan=torch.inf)
         rounding = torch.where(seen, (low.double() - right).abs(), 0.0)
         scale = torch.where(seen, right.abs(), 0.0)
-        error, rounding, scale, size = (_largest(t, by_sample) for t in (error, rounding, scale, size.nan_to_num(0, 0)))
-        allowed = TOLERANCE[lowest] * scale + OF_TORCH * rounding + ROUNDING.get(lowest, IN_FLOAT32) * size
+        error, rounding, scale, size = (
+            _largest(t, by_sample) for t in (error, rounding, scale, size.nan_to_num(0, 0))
+        )
+        allowed = (
+            TOLERANCE[lowest] * scale
+            + OF_TORCH * rounding
+            + ROUNDING.get(lowest, IN_FLOAT32) * size
+        )
         wrong = error > allowed
         relative = torch.where(error > 0, error / scale, 0.0).max()  # infinite where zero is right
         share = torch.where(wrong | (allowed > 0), error / allowed, 0.0).max()
@@ -186,12 +206,20 @@ def _deviation(
 
 def _exact(results: list[Tensor], truth: list[Tensor]) -> tuple[Deviation, bool]:
     """Of integer arithmetic: every bit must be right."""
-    same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(results, truth, strict=True))
+    same = all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(results, truth, strict=True)
+    )
     return Deviation(0.0, 0.0) if same else Deviation(float("inf"), float("inf")), False
 
 
 def _largest(t: Tensor, by_sample: bool) -> Tensor:
-    return t.double().flatten(1).amax(1) if by_sample and t.ndim > 1 else t.double() if by_sample else t.double().amax()
+    return (
+        t.double().flatten(1).amax(1)
+        if by_sample and t.ndim > 1
+        else t.double()
+        if by_sample
+        else t.double().amax()
+    )
 
 
 def _leaves(result: Any) -> list[Tensor]:
@@ -211,7 +239,12 @@ def _has_samples(args: Sequence[Any], samples: Sequence[int], i: int) -> bool:
     A factor may be broadcast instead.
     """
     a = args[i]
-    return i in samples and isinstance(a, Tensor) and a.ndim > 0 and a.shape[0] == args[samples[0]].shape[0]
+    return (
+        i in samples
+        and isinstance(a, Tensor)
+        and a.ndim > 0
+        and a.shape[0] == args[samples[0]].shape[0]
+    )
 
 
 def _picked(args: Sequence[Any], samples: Sequence[int], chosen: Tensor | None) -> list[Any]:
@@ -306,7 +339,11 @@ class Comparisons:
             return True
         self.switch_off(name, kind)
         shapes = ", ".join(f"{list(a.shape)}" for a in args if isinstance(a, Tensor))
-        dtypes = ", ".join(dict.fromkeys(str(a.dtype).removeprefix("torch.") for a in args if isinstance(a, Tensor)))
+        dtypes = ", ".join(
+            dict.fromkeys(
+                str(a.dtype).removeprefix("torch.") for a in args if isinstance(a, Tensor)
+            )
+        )
         warnings.warn(
             f"{name}: its Triton kernel is off by {deviation.relative:.2g} of the result of plain torch for tensors of "
             f"{shapes} ({dtypes}), {deviation.share:.2g} times what rounding explains; it is switched off for such calls in "

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 23  # elements of intermediate products held at once
-ONE_BY_ONE = 1 << 16  # elements of a sample from which a call for each costs less than temporaries of the batch
+ONE_BY_ONE = (
+    1 << 16
+)  # elements of a sample from which a call for each costs less than temporaries of the batch
 RUN = 1 << 12  # elements that a norm in float32 adds up at once
 FAINT = 1e-30  # a sum of squares in float32 below which those that vanish may show
 CENTRING = 40  # rows of products that a row costs of a Gram matrix on a CPU beside its products: centring, and the sums
 GRAM_STRIP = 64  # rows of a Gram matrix made at once on a CPU, or a multiple: what the BLAS' inner loops take on a side
-CACHED = 1 << 19  # elements of gradients held at once on a CPU, so that they stay in the cache for their sums
+CACHED = (
+    1 << 19
+)  # elements of gradients held at once on a CPU, so that they stay in the cache for their sums
 COPIED = 1 << 21  # elements centred at once on a CPU: near the cache, and enough for all cores
 
 
@@ -69,7 +73,9 @@ def linear_sq_norms(
     count, groups, rows, inputs = a.shape
     outputs = g.shape[-1]
     if rows == 1:
-        lengths = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).square() for t in (a, g))
+        lengths = (
+            torch.linalg.vector_norm(t, dim=-1, dtype=torch.float64).square() for t in (a, g)
+        )
         return torch.mul(*lengths).sum((1, 2))
     on_cpu = a.device.type == "cpu"
     copied = groups * rows * (inputs + outputs)  # by centring or raising them
@@ -77,7 +83,9 @@ def linear_sq_norms(
         ranges = chunks(count, max(2 * groups * rows * rows, copied), COPIED if on_cpu else None)
         parts = [_gram(raised(a[lo:hi]), raised(g[lo:hi])) for lo, hi in ranges]
     else:
-        small, large = (a, g) if outputs >= inputs else (g, a)  # the longer side last: up to six times as fast
+        small, large = (
+            (a, g) if outputs >= inputs else (g, a)
+        )  # the longer side last: up to six times as fast
         copied = 0 if a.dtype == g.dtype == raised(g).dtype else copied
         ranges = chunks(count, max(groups * inputs * outputs, copied), CACHED if on_cpu else None)
         parts = [square_sum(raised(small[lo:hi]).mT @ raised(large[lo:hi])) for lo, hi in ranges]
@@ -109,7 +117,9 @@ def _gram(a: Tensor, g: Tensor) -> Tensor:
     a, g = _centred(a), _centred(g)
     inner = torch.zeros(count, dtype=torch.float64, device=a.device)
     with_means = a.new_zeros(())  # (a'_t . mean a) (g'_t . mean g), from the first strip
-    for lo, hi in gram_strips(a[:, :, 1:]):  # both matrices are symmetric: a strip from its diagonal block down
+    for lo, hi in gram_strips(
+        a[:, :, 1:]
+    ):  # both matrices are symmetric: a strip from its diagonal block down
         product, other = (t[:, :, 1 + lo :] @ t[:, :, lo + (lo > 0) : hi + 1].mT for t in (a, g))
         product = product.double().mul_(other)  # in float32 the product of small ones would be zero
         if lo == 0:
@@ -164,7 +174,9 @@ def embedding_sq_norms(
     if g.device.type == "cpu":
         number = int(ids.max()) + 1 if ids.numel() else 1
         unique, place = (
-            (ids + number * torch.arange(count, device=ids.device)[:, None]).flatten().unique(return_inverse=True)
+            (ids + number * torch.arange(count, device=ids.device)[:, None])
+            .flatten()
+            .unique(return_inverse=True)
         )
         table = g.new_zeros(len(unique), g.shape[-1]).index_add_(0, place, g.flatten(0, 1))
         norms = torch.zeros(count, dtype=torch.float64, device=g.device)
@@ -195,9 +207,15 @@ def channel_sums(
         axes = [1, *range(3, x.ndim)]
         if mean is None:
             return (g * x).sum(axes), g.sum(axes)
-        return (x - mean.to(x.dtype).view(len(mean), 1, channels, *[1] * (x.ndim - 3))).mul_(g).sum(axes), g.sum(axes)
+        return (x - mean.to(x.dtype).view(len(mean), 1, channels, *[1] * (x.ndim - 3))).mul_(g).sum(
+            axes
+        ), g.sum(axes)
     one = x.new_ones(count * channels)
-    centre = torch.zeros_like(one) if mean is None else mean.to(x.dtype).expand(count, channels).reshape(-1)
+    centre = (
+        torch.zeros_like(one)
+        if mean is None
+        else mean.to(x.dtype).expand(count, channels).reshape(-1)
+    )
     flat = (t.reshape(1, count * channels, -1) for t in (g, x))
     _, gx, gs = torch.ops.aten.native_batch_norm_backward(
         *flat, one, centre, one, None, None, False, 0.0, [False, True, True]
@@ -219,7 +237,9 @@ def layer_norm_sums(
     if x.device.type == "cpu" and x[0].numel() >= ONE_BY_ONE:
         one = x.new_ones(x.shape[2])
         sums = [
-            torch.ops.aten.native_layer_norm_backward(gb, xb, [len(one)], m, r, one, one, [False, True, True])[1:]
+            torch.ops.aten.native_layer_norm_backward(
+                gb, xb, [len(one)], m, r, one, one, [False, True, True]
+            )[1:]
             for xb, gb, m, r in zip(x, g, mean.to(x.dtype), rstd.to(x.dtype), strict=True)
         ]
         return torch.stack([gx for gx, _ in sums]), torch.stack([gs for _, gs in sums])

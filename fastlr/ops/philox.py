@@ -66,7 +66,12 @@ def philox4x32(
     for _ in range(10):
         # int64 products wrap modulo 2**64; bits 32..63 of the wrapped product are still those of the true one.
         p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (p1 >> 32 ^ c1 ^ k0) & MASK, p1 & MASK, (p0 >> 32 ^ c3 ^ k1) & MASK, p0 & MASK
+        c0, c1, c2, c3 = (
+            (p1 >> 32 ^ c1 ^ k0) & MASK,
+            p1 & MASK,
+            (p0 >> 32 ^ c3 ^ k1) & MASK,
+            p0 & MASK,
+        )
         k0, k1 = (k0 + _W0) & MASK, (k1 + _W1) & MASK
     return tuple(c.contiguous() for c in torch.broadcast_tensors(c0, c1, c2, c3))
 
@@ -74,7 +79,9 @@ def philox4x32(
 def check_seed(seed: int) -> int:
     """Return ``seed`` as an int, or raise InputError unless it is an integer in ``[0, 2**64)``."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise InputError(f"seed must be an integer, got {type(seed).__name__}: pass an int such as seed=0")
+        raise InputError(
+            f"seed must be an integer, got {type(seed).__name__}: pass an int such as seed=0"
+        )
     seed = seed.__index__()
     if not 0 <= seed < 1 << 64:
         raise InputError(f"seed must lie in [0, 2**64), got {seed}: use seed % 2**64")
@@ -85,7 +92,9 @@ def check_range(start: int, stop: int) -> tuple[int, int]:
     """Return (start, stop) as ints, or raise InputError unless ``0 <= start < stop <= 2**64``."""
     for name, value in (("start", start), ("stop", stop)):
         if isinstance(value, bool) or not hasattr(value, "__index__"):
-            raise InputError(f"{name} must be an integer, got {type(value).__name__}: pass the index of a sample")
+            raise InputError(
+                f"{name} must be an integer, got {type(value).__name__}: pass the index of a sample"
+            )
     start, stop = start.__index__(), stop.__index__()
     if stop <= start:
         raise InputError(f"the range [{start}, {stop}) is empty: stop must be larger than start")
@@ -116,8 +125,17 @@ def check_index(index: Tensor) -> Tensor:
 
     It must be ``[n]`` int64 with n of at least 1.
     """
-    if not isinstance(index, Tensor) or index.dtype != torch.int64 or index.ndim != 1 or not len(index):
-        got = f"{index.dtype} {list(index.shape)}" if isinstance(index, Tensor) else type(index).__name__
+    if (
+        not isinstance(index, Tensor)
+        or index.dtype != torch.int64
+        or index.ndim != 1
+        or not len(index)
+    ):
+        got = (
+            f"{index.dtype} {list(index.shape)}"
+            if isinstance(index, Tensor)
+            else type(index).__name__
+        )
         raise InputError(f"index must be an int64 tensor [n] with n of at least 1, got {got}")
     return index.contiguous()
 
@@ -137,10 +155,16 @@ def random_words(seed: int, index: Tensor, stream: int, count: int, first: int =
     """
     seed = check_seed(seed)
     if count < 0 or first < 0 or first + count > 1 << 34:
-        raise InputError(f"draws {first}..{first + count - 1} do not fit: a sample has 2**34 random words a stream")
-    blocks = torch.arange(first // 4, -(-(first + count) // 4), dtype=torch.int64, device=index.device)
+        raise InputError(
+            f"draws {first}..{first + count - 1} do not fit: a sample has 2**34 random words a stream"
+        )
+    blocks = torch.arange(
+        first // 4, -(-(first + count) // 4), dtype=torch.int64, device=index.device
+    )
     index = index[:, None]
-    uses = torch.full((), stream, dtype=torch.int64, device=index.device)  # a GPU need not wait for it
+    uses = torch.full(
+        (), stream, dtype=torch.int64, device=index.device
+    )  # a GPU need not wait for it
     words = philox4x32(blocks, uses, index & MASK, index >> 32 & MASK, seed & MASK, seed >> 32)
     offset = first % 4
     return torch.stack(words, dim=-1).flatten(1)[:, offset : offset + count]
@@ -173,7 +197,10 @@ def normal_quantiles() -> Tensor:
         dtype=torch.float64,
         device="cpu",
     )
-    upper = torch.round(upper / upper.square().mean().sqrt() * 2**_NORMAL_FRACTION) / 2**_NORMAL_FRACTION
+    upper = (
+        torch.round(upper / upper.square().mean().sqrt() * 2**_NORMAL_FRACTION)
+        / 2**_NORMAL_FRACTION
+    )
     return torch.cat([-upper.flip(0), upper]).float()
 
 
@@ -228,5 +255,7 @@ def normals(
     for first in range(start, stop, block):
         index = indices(first, min(first + block, stop), device)
         draws = half_words(seed, index, stream, count).unflatten(1, (groups, -1)) + offset
-        torch.index_select(tables, 0, draws.flatten(), out=out[first - start : first - start + len(index)].view(-1))
+        torch.index_select(
+            tables, 0, draws.flatten(), out=out[first - start : first - start + len(index)].view(-1)
+        )
     return out.view(stop - start, *shape)

@@ -14,14 +14,30 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import InputError
-from fastlr.ops.philox import STREAMS, check_index, check_seed, indices, random_words, uniform_integers
+from fastlr.ops.philox import (
+    STREAMS,
+    check_index,
+    check_seed,
+    indices,
+    random_words,
+    uniform_integers,
+)
 
 MAX_SIDE = 1 << 14
-RECTANGLE_SIDES, CIRCLE_RADII = (1 / 8, 1 / 2), (1 / 16, 1 / 4)  # least and greatest, as shares of the image's side
-_OUTSIDE = (1 << 29) + 1  # more than any squared distance inside the largest image, and twice it still fits int32
-_BLOCK_PIXELS = 1 << 19  # images are painted in blocks of about this many pixels, which stay in the cache
+RECTANGLE_SIDES, CIRCLE_RADII = (
+    (1 / 8, 1 / 2),
+    (1 / 16, 1 / 4),
+)  # least and greatest, as shares of the image's side
+_OUTSIDE = (
+    1 << 29
+) + 1  # more than any squared distance inside the largest image, and twice it still fits int32
+_BLOCK_PIXELS = (
+    1 << 19
+)  # images are painted in blocks of about this many pixels, which stay in the cache
 
-WORDS_PER_SHAPE = 8  # kind, colour, three or four for the geometry, the rest unused: two Philox blocks
+WORDS_PER_SHAPE = (
+    8  # kind, colour, three or four for the geometry, the rest unused: two Philox blocks
+)
 
 
 class Bounds(NamedTuple):
@@ -63,7 +79,11 @@ def check_images(size: tuple[int, ...], rectangles: int, circles: int) -> tuple[
 
     The error names the argument that is wrong.
     """
-    if not (isinstance(size, (tuple, list)) and len(size) == 3 and all(type(side) is int for side in size)):
+    if not (
+        isinstance(size, (tuple, list))
+        and len(size) == 3
+        and all(type(side) is int for side in size)
+    ):
         raise InputError(f"size must be three integers (channels, height, width), got {size!r}")
     channels, height, width = size
     if not 1 <= channels <= 4:
@@ -89,27 +109,45 @@ def shape_bounds(
         InputError: Not two shares with 0 <= least <= greatest <= 1.
     """
     for name, shares in (("rectangle_sides", rectangle_sides), ("circle_radii", circle_radii)):
-        numbers = isinstance(shares, (tuple, list)) and all(type(share) in (int, float) for share in shares)
+        numbers = isinstance(shares, (tuple, list)) and all(
+            type(share) in (int, float) for share in shares
+        )
         if not (numbers and len(shares) == 2 and 0 <= shares[0] <= shares[1] <= 1):
             raise InputError(
                 f"{name} must be (least, greatest), shares of a side in 0..1 such as (1/8, 1/2), got {shares!r}"
             )
-    lengths = (height, rectangle_sides, 1), (width, rectangle_sides, 1), (min(height, width), circle_radii, 0)
-    return Bounds(*(max(fewest, math.floor(length * share)) for length, shares, fewest in lengths for share in shares))
+    lengths = (
+        (height, rectangle_sides, 1),
+        (width, rectangle_sides, 1),
+        (min(height, width), circle_radii, 0),
+    )
+    return Bounds(
+        *(
+            max(fewest, math.floor(length * share))
+            for length, shares, fewest in lengths
+            for share in shares
+        )
+    )
 
 
-def resolve_table(table: Tensor | None, channels: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+def resolve_table(
+    table: Tensor | None, channels: int, dtype: torch.dtype, device: torch.device | str | None
+) -> Tensor:
     """Return the ``[channels, 256]`` table of outputs in ``dtype``, checked.
 
     By default it holds the byte (uint8) or byte / 255.
     """
     if dtype != torch.uint8 and not dtype.is_floating_point:
-        raise InputError(f"dtype must be a floating-point type, or torch.uint8 for raw bytes, got {dtype}")
+        raise InputError(
+            f"dtype must be a floating-point type, or torch.uint8 for raw bytes, got {dtype}"
+        )
     if table is None:
         table = torch.arange(256, dtype=torch.float32)[None].expand(channels, 256)
         table = table if dtype == torch.uint8 else table / 255
     elif dtype == torch.uint8:
-        raise InputError("a normalisation table has no meaning for dtype torch.uint8: pass table=None for raw bytes")
+        raise InputError(
+            "a normalisation table has no meaning for dtype torch.uint8: pass table=None for raw bytes"
+        )
     if table.shape != (channels, 256) or table.dtype != torch.float32:
         raise InputError(
             f"table must be float32 [{channels}, 256], one row a channel, got {table.dtype} {list(table.shape)}"
@@ -133,7 +171,9 @@ def draw_shapes(
     """
     channels, height, width = size
     count = rectangles + circles
-    words = random_words(seed, index, STREAMS["shapes"], WORDS_PER_SHAPE * (1 + count)).unflatten(1, (1 + count, -1))
+    words = random_words(seed, index, STREAMS["shapes"], WORDS_PER_SHAPE * (1 + count)).unflatten(
+        1, (1 + count, -1)
+    )
     kind, colour, w2, w3, w4, w5 = words.unbind(-1)[:6]
     shifts = torch.arange(0, 8 * channels, 8, device=index.device)
     colours = colour[..., None] >> shifts & 0xFF
@@ -154,8 +194,14 @@ def draw_shapes(
 
     bounds = shape_bounds(height, width, rectangle_sides, circle_radii)
     h, w, radius = between(w4, *bounds[:2]), between(w5, *bounds[2:4]), between(w4, *bounds[4:])
-    top, left = torch.where(circle, y - radius, y - h // 2), torch.where(circle, x - radius, x - w // 2)
-    bottom, right = torch.where(circle, y + radius + 1, top + h), torch.where(circle, x + radius + 1, left + w)
+    top, left = (
+        torch.where(circle, y - radius, y - h // 2),
+        torch.where(circle, x - radius, x - w // 2),
+    )
+    bottom, right = (
+        torch.where(circle, y + radius + 1, top + h),
+        torch.where(circle, x + radius + 1, left + w),
+    )
     return Shapes(circle, top, bottom, left, right, colours)
 
 
@@ -173,11 +219,15 @@ def paint(shapes: Shapes, height: int, width: int) -> Tensor:
     def distance(length: int, low: Tensor, high: Tensor) -> Tensor:
         position = torch.arange(length, dtype=torch.int32, device=low.device)
         inside = (position >= low) & (position < high)
-        return torch.where(circle, (position - low - radius).square(), torch.where(inside, 0, _OUTSIDE))
+        return torch.where(
+            circle, (position - low - radius).square(), torch.where(inside, 0, _OUTSIDE)
+        )
 
     y = distance(height, top, bottom)
     limit_x = torch.where(circle, radius.square(), 0) - distance(width, left, right)
-    top_shape = torch.zeros(n, height, width, dtype=torch.uint8 if count < 256 else torch.int32, device=circle.device)
+    top_shape = torch.zeros(
+        n, height, width, dtype=torch.uint8 if count < 256 else torch.int32, device=circle.device
+    )
     for step in range(count):
         inside = y[:, step, :, None] <= limit_x[:, step, None, :]
         torch.maximum(top_shape, inside.to(top_shape.dtype).mul_(step + 1), out=top_shape)
@@ -260,17 +310,26 @@ def shape_images_at(
     out = torch.empty(len(index), *size, dtype=dtype, device=device, memory_format=memory_format)
     flat = out.permute(0, 2, 3, 1) if channels_last else out
     block = max(1, _BLOCK_PIXELS // (height * width))
-    drawn: dict[str, Any] = {"size": size, "rectangles": rectangles, "circles": circles, "seed": seed}
+    drawn: dict[str, Any] = {
+        "size": size,
+        "rectangles": rectangles,
+        "circles": circles,
+        "seed": seed,
+    }
     drawn |= {"rectangle_sides": rectangle_sides, "circle_radii": circle_radii}
     for part, numbers in zip(flat.split(block), index.split(block)):
         shapes = draw_shapes(numbers, **drawn)
         values = table[torch.arange(channels, device=device), shapes.colours]  # [n, 1 + S, C]
         pixels = paint(shapes, height, width).flatten(1)
         if channels_last:
-            torch.gather(values, 1, pixels[:, :, None].expand(-1, -1, channels), out=part.flatten(1, 2))
+            torch.gather(
+                values, 1, pixels[:, :, None].expand(-1, -1, channels), out=part.flatten(1, 2)
+            )
         else:
             values = values.transpose(1, 2).contiguous()
-            torch.gather(values, 2, pixels[:, None, :].expand(-1, channels, -1), out=part.flatten(2))
+            torch.gather(
+                values, 2, pixels[:, None, :].expand(-1, channels, -1), out=part.flatten(2)
+            )
     return out
 
 

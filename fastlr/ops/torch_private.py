@@ -66,7 +66,10 @@ StatisticsNorm = _get("nn.modules.batchnorm._NormBase")  # that may have running
 InstanceNorm = _get("nn.modules.instancenorm._InstanceNorm")
 Convolution = _get("nn.modules.conv._ConvNd")
 
-for _name in (*(f"nn.modules.module._global_{kind}" for kind in _HOOKS), *(f"nn.Module.{name}" for name in _CALLS)):
+for _name in (
+    *(f"nn.modules.module._global_{kind}" for kind in _HOOKS),
+    *(f"nn.Module.{name}" for name in _CALLS),
+):
     _get(_name)  # read anew at every call, as they may be replaced
 
 
@@ -132,13 +135,17 @@ def run_backward(z: Tensor, inputs: Any, v: Tensor, *, retain: bool) -> tuple[Te
     return run((z,), (v,), retain, False, tuple(inputs), True, accumulate_grad=False)
 
 
-def distance_gradients(g: Tensor, points: Tensor, rows: Tensor, p: float, distances: Tensor) -> Tensor:
+def distance_gradients(
+    g: Tensor, points: Tensor, rows: Tensor, p: float, distances: Tensor
+) -> Tensor:
     """The gradients [*, M, D] of points at their p-norm distances to rows.
 
     ``points`` are [*, M, D], ``g`` [*, M, T] and ``rows`` [*, T, D].
     """
     backward = _get("ops.aten._cdist_backward")
-    return backward(g.contiguous(), points.contiguous(), rows.contiguous(), p, distances.contiguous())
+    return backward(
+        g.contiguous(), points.contiguous(), rows.contiguous(), p, distances.contiguous()
+    )
 
 
 def output_metadata(node: Any) -> Any:
@@ -327,7 +334,9 @@ def _narrow_settings() -> Iterator[_Setting]:
     for backend, operation in _ROOTS:
         yield from _narrow_precision(backend, operation)
     if _read(_get("_C._get_cudnn_allow_tf32")):
-        yield _Setting(_get("_C._get_cudnn_allow_tf32"), _get("_C._set_cudnn_allow_tf32"), True, False)
+        yield _Setting(
+            _get("_C._get_cudnn_allow_tf32"), _get("_C._set_cudnn_allow_tf32"), True, False
+        )
     if _read(_get("_C._get_cublas_allow_tf32")):
         before = _read(_get("_C._get_float32_matmul_precision"))
         yield _Setting(_get("_C._get_cublas_allow_tf32"), _allow_tf32_of_matmul, before, False)
@@ -343,7 +352,10 @@ def _narrow_settings() -> Iterator[_Setting]:
         else:
             yield _Setting(read, write, before, False)
     if _has("_C._get_cublas_allow_fp16_accumulation"):
-        read, write = _get("_C._get_cublas_allow_fp16_accumulation"), _get("_C._set_cublas_allow_fp16_accumulation")
+        read, write = (
+            _get("_C._get_cublas_allow_fp16_accumulation"),
+            _get("_C._set_cublas_allow_fp16_accumulation"),
+        )
         yield _Setting(read, write, read(), False)
 
 
@@ -463,8 +475,15 @@ class Unit:
         self.hooks = [one for handle in handles for one in getattr(handle, "handles", (handle,))]
         several = getattr(state, "_fsdp_param_groups", None)  # after 2.11.0
         groups = [_of(state, "_fsdp_param_group")] if several is None else several
-        managed = [parameter for group in groups if group is not None for parameter in _of(group, "fsdp_params")]
-        self.shards = [(_of(parameter, "sharded_param"), _holders(parameter)) for parameter in managed]
+        managed = [
+            parameter
+            for group in groups
+            if group is not None
+            for parameter in _of(group, "fsdp_params")
+        ]
+        self.shards = [
+            (_of(parameter, "sharded_param"), _holders(parameter)) for parameter in managed
+        ]
         meshes = [shard.device_mesh for shard, _ in self.shards]
         self.mesh = meshes[0] if meshes else None
         self.foreign: str | None = None

@@ -21,7 +21,9 @@ import torch
 Arguments = ParamSpec("Arguments")
 Tile = TypeVar("Tile")
 
-TABLE = Path(__file__).with_name("tuned.json")  # {"9.0": {"folded_pointwise.forward_tile(...)": {"positions": 64}}}
+TABLE = Path(__file__).with_name(
+    "tuned.json"
+)  # {"9.0": {"folded_pointwise.forward_tile(...)": {"positions": 64}}}
 _asked: dict[str, Asked] | None = None
 _forced: dict[str, dict[str, int]] = {}
 
@@ -46,7 +48,10 @@ def tuned(*free: str) -> Callable[[Callable[Arguments, Tile]], Callable[Argument
     """
 
     def declare(rule: Callable[Arguments, Tile]) -> Callable[Arguments, Tile]:
-        signature, place = inspect.signature(rule), f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
+        signature, place = (
+            inspect.signature(rule),
+            f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}",
+        )
 
         @functools.wraps(rule)
         def chosen(*args: Arguments.args, **how: Arguments.kwargs) -> Tile:

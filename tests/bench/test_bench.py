@@ -34,9 +34,20 @@ def of_no_worker(monkeypatch) -> None:
 
 
 def pytest_bench(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--quick", "--device=cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--quick",
+        "--device=cpu",
+    ]
     options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
-    return subprocess.run([*command, *map(str, arguments)], env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
+    return subprocess.run(
+        [*command, *map(str, arguments)], env=os.environ | {"OMP_NUM_THREADS": "1"}, **options
+    )
 
 
 # ------------------------------------------------------------------------------------------------- rounds beside plain
@@ -76,7 +87,9 @@ def test_ratios_are_taken_within_rounds() -> None:
     assert ratios([1.0], [2.0])["ratio_p80"] == 0.5
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak can only be reset on Linux")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the peak can only be reset on Linux"
+)
 def test_peak_sees_what_is_freed_again_and_only_that() -> None:
     grown = peak_bytes(lambda: torch.ones(64 << 20, dtype=torch.uint8).numel(), CPU, in_use(CPU))
     assert 60 << 20 < grown < 110 << 20
@@ -99,7 +112,9 @@ def test_all_cases_agree_with_their_definitions() -> None:
 
 
 def test_the_check_sees_one_sample_a_missing_output_and_what_was_not_written() -> None:
-    call = layers.CASES["channel_sums"]["64 @112"](layers.Draw(CPU, torch.float32, batch=4, shrink=16))
+    call = layers.CASES["channel_sums"]["64 @112"](
+        layers.Draw(CPU, torch.float32, batch=4, shrink=16)
+    )
     right = ops.get("channel_sums", "torch")(*call.args)
     assert test_norms.check("channel_sums", right, call, CPU) < 1e-4
     off = [t.clone() for t in right]
@@ -124,14 +139,21 @@ def test_the_check_sees_one_sample_a_missing_output_and_what_was_not_written() -
 # ---------------------------------------------------------------------------------------------------- runs and records
 def test_a_run_writes_its_record_and_xdist_is_refused(tmp_path) -> None:
     done = pytest_bench(
-        "bench/test_norms.py", "-k", "fold_weights or dense_sq_norms", f"--benchmark-json={tmp_path}/a.json"
+        "bench/test_norms.py",
+        "-k",
+        "fold_weights or dense_sq_norms",
+        f"--benchmark-json={tmp_path}/a.json",
     )
     assert done.returncode == 0, done.stdout[-2000:]
     record = table.read(tmp_path / "a.json")
     info = record["benchmarks"][0]["extra_info"]
     assert info["deviation"] <= 1e-4 and info["share"] > 0 and info["bytes"] > 0
     about = record["machine_info"]
-    assert about["versions"]["torch"] == torch.__version__.split("+")[0] and about["cpu"] and about["threads"] == 1
+    assert (
+        about["versions"]["torch"] == torch.__version__.split("+")[0]
+        and about["cpu"]
+        and about["threads"] == 1
+    )
     assert about["command"].startswith("pytest -q") and "node" not in about
     assert all(": same" in line for line in table.compared(record, record))
     refused = pytest_bench("bench/test_norms.py", "-n", "2")
@@ -140,7 +162,9 @@ def test_a_run_writes_its_record_and_xdist_is_refused(tmp_path) -> None:
 
 @pytest.mark.long
 def test_peers_end_to_end(tmp_path) -> None:
-    done = pytest_bench("bench/test_peers.py", "-k", "resnet18", f"--benchmark-json={tmp_path}/peers.json")
+    done = pytest_bench(
+        "bench/test_peers.py", "-k", "resnet18", f"--benchmark-json={tmp_path}/peers.json"
+    )
     assert done.returncode == 0, done.stdout[-2000:]
     record = table.read(tmp_path / "peers.json")
     rows = table.peers(record)["resnet18"]
@@ -153,7 +177,10 @@ def test_reductions_are_checked_and_measured() -> None:
     from ranks import good, run_ranks
 
     results = good(run_ranks(2, test_reductions.measure, "cpu", 1 << 10, 1))
-    assert not results[0]["wrong"] and results[0]["errors"]["fastlr"] < results[0]["errors"]["gloo"] * 1.01
+    assert (
+        not results[0]["wrong"]
+        and results[0]["errors"]["fastlr"] < results[0]["errors"]["gloo"] * 1.01
+    )
     assert set(results[0]["seconds"]) == {1024} and "gloo all_reduce" in results[0]["seconds"][1024]
     assert test_reductions.SIZES[:2] == (1 << 10, 1 << 13) and test_reductions.SIZES[-1] == 1 << 30
 
@@ -164,8 +191,16 @@ def test_gradients_of_a_shared_training_are_measured() -> None:
 
     results = good(run_ranks(2, test_reductions.trained, 1, 1, 1))
     full, low, *_ = rows = results[0]["rows"]
-    assert [row["sum"] for row in rows] == ["fp32 by fastlr", "bf16 by fastlr", "fp32 by gloo", "bf16 by gloo"]
-    assert 1.99 < full["bytes a step"] / low["bytes a step"] < 2.01 and "extension" in results[0]["backend"]
+    assert [row["sum"] for row in rows] == [
+        "fp32 by fastlr",
+        "bf16 by fastlr",
+        "fp32 by gloo",
+        "bf16 by gloo",
+    ]
+    assert (
+        1.99 < full["bytes a step"] / low["bytes a step"] < 2.01
+        and "extension" in results[0]["backend"]
+    )
     assert full["error of the first step"] < 1e-6 < low["error of the first step"] < 0.01
 
 
@@ -183,19 +218,41 @@ def test_a_contender_that_is_not_right_is_never_timed(tmp_path) -> None:
     """Record a wrong rival as an expected failure and a wrong fastlr as a failure, both untimed."""
     (tmp_path / "conftest.py").write_text("from bench.conftest import *\n")
     (tmp_path / "test_it.py").write_text(CONTENDERS)
-    done = pytest_bench(tmp_path / "test_it.py", "-c", ROOT / "pyproject.toml", f"--benchmark-json={tmp_path}/a.json")
-    assert done.returncode == 1 and "1 failed, 1 passed, 2 xfailed" in done.stdout, done.stdout[-2000:]
+    done = pytest_bench(
+        tmp_path / "test_it.py",
+        "-c",
+        ROOT / "pyproject.toml",
+        f"--benchmark-json={tmp_path}/a.json",
+    )
+    assert done.returncode == 1 and "1 failed, 1 passed, 2 xfailed" in done.stdout, done.stdout[
+        -2000:
+    ]
     record = table.read(tmp_path / "a.json")
     (right,) = record["benchmarks"]
     assert right["extra_info"]["ratio"] > 1 and right["stats"]["rounds"] == 3
     refused = [(each["contender"], each["kind"], each["reason"]) for each in record["refused"]]
-    assert refused[0] == refused[2] == ("wrong", "wrong", "3.5 times the truth (conv1.weight 15 times)")
+    assert (
+        refused[0]
+        == refused[2]
+        == ("wrong", "wrong", "3.5 times the truth (conv1.weight 15 times)")
+    )
     assert refused[1] == ("fails", "cannot run", "RuntimeError: no such layer")
 
 
 def row(network: str, contender: str, ratio: float, low: float, high: float) -> dict:
-    info = {"contender": contender, "ratio": ratio, "ratio_p20": low, "ratio_p80": high, "memory_ratio": 0.7}
-    return {"group": network, "fullname": f"x::{network}-{contender}", "extra_info": info, "stats": {}}
+    info = {
+        "contender": contender,
+        "ratio": ratio,
+        "ratio_p20": low,
+        "ratio_p80": high,
+        "memory_ratio": 0.7,
+    }
+    return {
+        "group": network,
+        "fullname": f"x::{network}-{contender}",
+        "extra_info": info,
+        "stats": {},
+    }
 
 
 RECORD = {
@@ -203,7 +260,12 @@ RECORD = {
     "benchmarks": [row("resnet18", "fastlr", 0.5, 0.4, 0.6), row("resnet18", "loop", 2, 2, 2)],
     "refused": [
         {"group": "resnet18", "contender": "opacus", "kind": "cannot run", "reason": "no"},
-        {"group": "resnet18", "contender": "backpack", "kind": "wrong", "reason": "3.5 times the truth (a 15 times)"},
+        {
+            "group": "resnet18",
+            "contender": "backpack",
+            "kind": "wrong",
+            "reason": "3.5 times the truth (a 15 times)",
+        },
     ],
 }
 
@@ -213,19 +275,34 @@ def test_the_table_the_picture_and_the_comparison_of_records(tmp_path, capsys) -
         "| ResNet-18, 224x224 | **0.50** | 0.70 | 2.00 (loop over samples) | 2.00 | Opacus: cannot run; "
         "BackPACK: wrong: 3.5 times the truth |"
     )
-    assert "| not timed | not timed | 2.00" in table.markdown({**RECORD, "benchmarks": RECORD["benchmarks"][1:]})
-    broken = {"group": "resnet18", "extra_info": {"contender": "opacus", "peak_bytes": 1}}  # it failed as it was timed
-    assert table.markdown({**RECORD, "benchmarks": [*RECORD["benchmarks"], broken]}) == table.markdown(RECORD)
+    assert "| not timed | not timed | 2.00" in table.markdown(
+        {**RECORD, "benchmarks": RECORD["benchmarks"][1:]}
+    )
+    broken = {
+        "group": "resnet18",
+        "extra_info": {"contender": "opacus", "peak_bytes": 1},
+    }  # it failed as it was timed
+    assert table.markdown(
+        {**RECORD, "benchmarks": [*RECORD["benchmarks"], broken]}
+    ) == table.markdown(RECORD)
     faster = {**RECORD, "benchmarks": [row("resnet18", "fastlr", 0.3, 0.2, 0.35)]}
     lines = list(table.compared(RECORD, faster))
-    assert lines == ["resnet18, fastlr: 0.5 -> 0.3 of plain (0.60): faster", "resnet18, loop: only in the first record"]
-    rows = {"group": "probes", "extra_info": {"contender": "net", "rows": [{"tasks": 1, "ratio": 3.456}]}}
+    assert lines == [
+        "resnet18, fastlr: 0.5 -> 0.3 of plain (0.60): faster",
+        "resnet18, loop: only in the first record",
+    ]
+    rows = {
+        "group": "probes",
+        "extra_info": {"contender": "net", "rows": [{"tasks": 1, "ratio": 3.456}]},
+    }
     tables = "\n".join(table.further({"benchmarks": [*RECORD["benchmarks"], rows]}))
     assert tables == "probes:\n\n| tasks | ratio |\n| --- | --- |\n| 1 | 3.46 |"
     file = tmp_path / "record.json"
     file.write_text(json.dumps(RECORD))
     assert table.main([str(file), "--figure", str(tmp_path / "picture.png")]) == 0
-    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG" and "**0.50**" in capsys.readouterr().out
+    assert (tmp_path / "picture.png").read_bytes()[
+        :4
+    ] == b"\x89PNG" and "**0.50**" in capsys.readouterr().out
     for content, says in (("{}", "holds no benchmarks"), ("x", "no JSON")):
         file.write_text(content)
         with pytest.raises(InputError, match=says):
@@ -238,7 +315,9 @@ def test_the_gpu_benchmark_says_what_to_do_without_one(capsys) -> None:
     assert gpu.main([]) == 2 and "make bench" in capsys.readouterr().err
 
 
-def test_the_gpu_benchmark_runs_its_parts_in_order_within_the_budget(tmp_path, monkeypatch, capsys) -> None:
+def test_the_gpu_benchmark_runs_its_parts_in_order_within_the_budget(
+    tmp_path, monkeypatch, capsys
+) -> None:
     """The headline runs whatever the budget; parts left out are named, and failures are counted."""
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -53,13 +53,18 @@ def test_contenders_agree_with_the_truth_after_repairs(peer: str, model: str) ->
     before = [p.clone() for p in case.model.parameters()]
     contender = peers.PEERS[peer](case, cotangent)
     found = contender.run()
-    if (peer, model) == ("backpack", "separable"):  # it takes a depthwise convolution for a dense one
+    if (peer, model) == (
+        "backpack",
+        "separable",
+    ):  # it takes a depthwise convolution for a dense one
         with pytest.raises(Wrong, match=r"times the truth \(.*block.1.0.weight .* times\)"):
             peers.hold(found, truth, range(case.batch))
         return
     assert peers.hold(found, truth, range(case.batch))["deviation"] < 1e-4
     again = contender.run()
-    assert_norms(again, {n: t.double() for n, t in found.items()}, 0.0, 1e-6, context="the second call")
+    assert_norms(
+        again, {n: t.double() for n, t in found.items()}, 0.0, 1e-6, context="the second call"
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, case.model.parameters()))
     assert all(p.grad is None for p in case.model.parameters())
 
@@ -67,7 +72,9 @@ def test_contenders_agree_with_the_truth_after_repairs(peer: str, model: str) ->
 @pytest.mark.parametrize("model", MODELS)
 def test_repairs_keep_the_function(model: str) -> None:
     case = cases.as_double(build(model))
-    repaired, notes = repairs.repaired(case.model, repairs.layer_norm_as_batch_norm, repairs.frozen_batch_norm)
+    repaired, notes = repairs.repaired(
+        case.model, repairs.layer_norm_as_batch_norm, repairs.frozen_batch_norm
+    )
     assert notes, "nothing was repaired: the test shows nothing"
     want, got = cases.forward(case.model, case.x), cases.forward(repaired, case.x)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)

@@ -45,7 +45,9 @@ def test_lines_and_names(counts):
 def test_branches(counts, monkeypatch, tmp_path):
     assert counts.branchy == 0
     monkeypatch.setattr(reading, "MOST_BRANCHES", 3)  # if, and, for, for
-    assert [place.split()[-1] for _, place in reading.count_folder(tmp_path).branchy_functions] == ["function"]
+    assert [place.split()[-1] for _, place in reading.count_folder(tmp_path).branchy_functions] == [
+        "function"
+    ]
 
 
 def test_a_limit_that_is_exceeded_is_named(counts, monkeypatch):

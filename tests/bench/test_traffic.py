@@ -24,22 +24,34 @@ def test_operations_and_views() -> None:
         x.add_(1.0)
     assert dict(counted.launches) == {"add": 1, "sum": 1, "add_": 1}
     assert (
-        counted.bytes["add"] == 4 * (24 + 6 + 24) and counted.bytes["sum"] == 4 * 25 and counted.bytes["add_"] == 4 * 24
+        counted.bytes["add"] == 4 * (24 + 6 + 24)
+        and counted.bytes["sum"] == 4 * 25
+        and counted.bytes["add_"] == 4 * 24
     )
 
 
-def test_a_chunk_of_a_small_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2)).eval()
+def test_a_chunk_of_a_small_network(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2)
+    ).eval()
     counted = traffic.chunk_traffic(model, fastlr.ShapeImages((3, 8, 8)), 4, torch.bfloat16)
     assert counted.launches["fold_weights_kernel"] == 1 and counted.launches["paint_kernel"] == 1
     # read x [4, 3, 64] and the folded weight and bias, write the output [4, 8, 64]
-    (name,) = [name for name in counted.bytes if name.startswith("folded_pointwise") and "backward" not in name]
+    (name,) = [
+        name
+        for name in counted.bytes
+        if name.startswith("folded_pointwise") and "backward" not in name
+    ]
     assert 0 <= counted.bytes[name] - 2 * (4 * 3 * 64 + 4 * 8 * 64 + 24) < 200
     assert torch.equal(torch.empty(2).fill_(1.0), torch.ones(2)), "all is as before"
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["traffic", "resnet18", "--batch", "2", "--size", "64", "--dtype", "fp32"])
+    monkeypatch.setattr(
+        sys, "argv", ["traffic", "resnet18", "--batch", "2", "--size", "64", "--dtype", "fp32"]
+    )
     traffic.main()
     out = capsys.readouterr().out
     assert "fold_weights_kernel" in out and "predicted, not measured" in out

@@ -32,11 +32,17 @@ def test_the_fastest_that_is_right_is_taken_where_it_saves_enough() -> None:
 
     def clock(key: str, fields: dict[str, int]) -> float | None:
         if key == c:
-            return None if not fields else 0.1  # without the rule's own there is nothing to compare with
+            return (
+                None if not fields else 0.1
+            )  # without the rule's own there is nothing to compare with
         if fields == {"positions": of_a.tile.positions // 2}:
             return None  # wrong results, however fast
         gain = {a: 0.5, b: 0.96}[key]
-        return gain if fields == {"num_warps": warps * 2 if key == a else of_b.tile.num_warps // 2} else 1.0
+        return (
+            gain
+            if fields == {"num_warps": warps * 2 if key == a else of_b.tile.num_warps // 2}
+            else 1.0
+        )
 
     found = tune.choose({a: of_a, b: of_b, c: of_c}, clock)
     assert found == {a: {"num_warps": warps * 2}}
@@ -45,7 +51,10 @@ def test_the_fastest_that_is_right_is_taken_where_it_saves_enough() -> None:
 def test_eight_configurations_are_tried_that_the_kernel_may_have() -> None:
     _, what = asked()
     tried = tune.candidates(what)
-    assert tried[0] == {} and len(tried) == len({str(fields) for fields in tried}) == tune.CONFIGURATIONS
+    assert (
+        tried[0] == {}
+        and len(tried) == len({str(fields) for fields in tried}) == tune.CONFIGURATIONS
+    )
     assert all(set(fields) <= set(what.free) for fields in tried)
     for fields in tried[1:]:
         assert what.tile._replace(**fields) != what.tile
@@ -54,13 +63,17 @@ def test_eight_configurations_are_tried_that_the_kernel_may_have() -> None:
     assert {tuple(fields) for fields in fixed} == {(), ("num_warps",)}
 
 
-def test_without_a_gpu_it_says_so_in_a_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so_in_a_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune.main([]) == 2
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_launched_with_the_block_sizes_of_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     given = x, torch.ones(64, 32, 1, 1, dtype=torch.bfloat16), torch.ones(64), "none", geometry(2)
 
@@ -84,7 +97,9 @@ def test_kernels_are_launched_with_the_block_sizes_of_the_table(monkeypatch: pyt
 def test_the_table_has_fields_that_their_kernels_may_have() -> None:
     from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
 
-    modules = {m.__name__.rpartition(".")[2]: m for m in (depthwise, folded_depthwise, folded_pointwise)}
+    modules = {
+        m.__name__.rpartition(".")[2]: m for m in (depthwise, folded_depthwise, folded_pointwise)
+    }
     assert tuning.TABLE.exists()
     for entries in tuning.table().values():
         for key, fields in entries.items():

@@ -33,7 +33,9 @@ def refused(cli):
 
     def run(line, *more, code, says):
         error = cli(line, *more, code=code, says=says).err
-        assert error.startswith("error: ") and error.count("\n") == 1 and "Traceback" not in error, error
+        assert (
+            error.startswith("error: ") and error.count("\n") == 1 and "Traceback" not in error
+        ), error
 
     return run
 
@@ -69,7 +71,9 @@ def test_options_reach_the_estimate(cli):
     torch.manual_seed(3)
     model = cli_nets.net(num_classes=2)
     noise = fastlr.NoiseImages(size=(3, 16, 16))
-    expected = fastlr.estimate(model, noise, n=6, probe="exact", seed=3, batch_size=4, dtype=torch.bfloat16)
+    expected = fastlr.estimate(
+        model, noise, n=6, probe="exact", seed=3, batch_size=4, dtype=torch.bfloat16
+    )
     assert record["value"] == pytest.approx(expected.value, rel=1e-6)
     assert (record["probe"], record["seed"], record["dtype"]) == ("exact", 3, "bfloat16")
 
@@ -80,7 +84,9 @@ def test_target_and_own_inputs_and_gaussian(cli):
     options = "--size 8 --n 3 --predictive gaussian --sigma 2.0"
     record = json.loads(cli(f"estimate cli_nets:regression --json - {options}").out)
     x = fastlr.ShapeImages(size=(3, 8, 8)).batch(0, 3, seed=0, device="cpu", dtype=torch.float32)
-    exact = 5 / 2.0**2 * (x.flatten(1).square().sum(1) + 1).mean().item()  # one row per output: |x|^2 + 1
+    exact = (
+        5 / 2.0**2 * (x.flatten(1).square().sum(1) + 1).mean().item()
+    )  # one row per output: |x|^2 + 1
     assert record["value"] == pytest.approx(exact, rel=1e-5)
 
 
@@ -144,12 +150,20 @@ def test_traceback_on_request(cli, refused):
     error = cli("estimate cli_nets:broken --traceback", *BASE, code=1).err
     assert "Traceback" in error and "RuntimeError: the forward pass" in error
     assert error.splitlines()[-1].startswith("error: ")
-    refused("estimate cli_nets:broken", *BASE, code=1, says="Broken does not run on an input float32[2, 3, ")
+    refused(
+        "estimate cli_nets:broken",
+        *BASE,
+        code=1,
+        says="Broken does not run on an input float32[2, 3, ",
+    )
 
 
 def test_version_and_help(cli):
     assert cli("--version").out.startswith("fastlr ")
     commands = re.findall(r"^│ (\w+) ", cli("--help").out, re.MULTILINE)
-    newcomers, runs = ["estimate", "rank", "demo", "doctor", "bench"], ["continual", "transfer", "memorize", "sweep"]
+    newcomers, runs = (
+        ["estimate", "rank", "demo", "doctor", "bench"],
+        ["continual", "transfer", "memorize", "sweep"],
+    )
     assert commands == [*newcomers, *runs, "report", "cost", "ablate", "data"]
     cli(code=2)

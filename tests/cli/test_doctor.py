@@ -41,7 +41,17 @@ def let_imports_give(monkeypatch, modules):
 
 def test_command_exits_0(cli):
     out = cli("doctor").out
-    for name in ("python", "torch", "triton", "GPU", "C++ compiler", "nvcc", "fastlr._C", "timm", "opacus"):
+    for name in (
+        "python",
+        "torch",
+        "triton",
+        "GPU",
+        "C++ compiler",
+        "nvcc",
+        "fastlr._C",
+        "timm",
+        "opacus",
+    ):
         assert name in out
 
 
@@ -52,12 +62,19 @@ def test_torch_is_found_with_its_version():
 
 def test_everything_missing_has_a_cost_and_a_remedy(monkeypatch, tmp_path):
     names = ("torchvision", "triton", "fastlr._C", *doctor.OPTIONAL)
-    let_imports_give(monkeypatch, {name: ModuleNotFoundError(f"No module named '{name}'", name=name) for name in names})
+    let_imports_give(
+        monkeypatch,
+        {name: ModuleNotFoundError(f"No module named '{name}'", name=name) for name in names},
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
     findings = doctor.examine()
     assert {finding.name for finding in findings if finding.found} == {"python", "torch"}
-    assert all(finding.cost and finding.remedy and finding.detail for finding in findings if not finding.found)
+    assert all(
+        finding.cost and finding.remedy and finding.detail
+        for finding in findings
+        if not finding.found
+    )
     report = text(findings)
     assert "pip install --no-build-isolation '.[models]'" in report.replace("\n", "")
     assert "estimates run on the CPU" in report
@@ -65,7 +82,9 @@ def test_everything_missing_has_a_cost_and_a_remedy(monkeypatch, tmp_path):
 
 def test_a_broken_package_is_a_finding(monkeypatch):
     let_imports_give(monkeypatch, {"triton": RuntimeError("libcuda is cursed\nsecond line")})
-    assert not find("triton").found and find("triton").detail == "does not import: libcuda is cursed"
+    assert (
+        not find("triton").found and find("triton").detail == "does not import: libcuda is cursed"
+    )
 
 
 def test_a_failing_check_is_a_finding(monkeypatch):
@@ -76,7 +95,9 @@ def test_a_failing_check_is_a_finding(monkeypatch):
     assert not find("nvcc").found and "no such tool" in find("nvcc").detail
 
 
-@pytest.mark.parametrize("cuda, gpu, found", [(True, True, True), (False, False, True), (False, True, False)])
+@pytest.mark.parametrize(
+    "cuda, gpu, found", [(True, True, True), (False, False, True), (False, True, False)]
+)
 def test_the_extension_says_what_it_is_for(monkeypatch, cuda, gpu, found):
     native = SimpleNamespace(cuda=cuda, architectures="8.0 9.0" if cuda else "", __file__="_C.so")
     let_imports_give(monkeypatch, {"fastlr._C": native})
@@ -106,7 +127,9 @@ def test_nothing_missing():
 def test_without_a_gpu_it_says_how_kernels_are_run(monkeypatch, cli):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert "TRITON_INTERPRET=1 fastlr doctor --kernels" in " ".join(cli("doctor --kernels").out.split())
+    assert "TRITON_INTERPRET=1 fastlr doctor --kernels" in " ".join(
+        cli("doctor --kernels").out.split()
+    )
 
 
 def test_wrong_kernels_are_findings(monkeypatch):
@@ -130,7 +153,13 @@ def test_wrong_kernels_are_findings(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(ops, "images_agree", fail)
-    names = ("channel_sums", "embedding_sq_norms", "dense_sq_norms", "fold_weights", "shape_images_at")
+    names = (
+        "channel_sums",
+        "embedding_sq_norms",
+        "dense_sq_norms",
+        "fold_weights",
+        "shape_images_at",
+    )
     findings = {finding.name.split(",")[0]: finding for finding in doctor.kernels(names)}
     assert list(findings) == [name for name in ops.TABLE if name in names]
     for name, detail in {
@@ -140,7 +169,10 @@ def test_wrong_kernels_are_findings(monkeypatch):
         "dense_sq_norms": "PassManager",
         "shape_images_at": "out of shared memory",
     }.items():
-        assert findings[name].found == (detail == "calls as plain torch") and detail in findings[name].detail
+        assert (
+            findings[name].found == (detail == "calls as plain torch")
+            and detail in findings[name].detail
+        )
 
 
 def test_kernels_are_compared_in_threads_on_a_gpu(monkeypatch):
@@ -158,7 +190,9 @@ def test_kernels_are_compared_in_threads_on_a_gpu(monkeypatch):
     monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
     found = doctor.kernels(("channel_sums", "fold_weights"))
     names = [name for name in ops.TABLE if name in ("channel_sums", "fold_weights")]
-    assert found == [(name, dtype) for name in names for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    assert found == [
+        (name, dtype) for name in names for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
 
 
 def test_every_kernel_has_cases():

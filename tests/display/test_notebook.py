@@ -13,7 +13,12 @@ from fastlr.errors import InputError
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    parts = {"body<1>": nn.Linear(6, 5), "act": nn.ReLU(), "norm": nn.BatchNorm1d(5), "head": nn.Linear(5, 3)}
+    parts = {
+        "body<1>": nn.Linear(6, 5),
+        "act": nn.ReLU(),
+        "norm": nn.BatchNorm1d(5),
+        "head": nn.Linear(5, 3),
+    }
     net = nn.Sequential()
     for name, part in parts.items():
         net.add_module(name, part)
@@ -29,7 +34,11 @@ def test_estimate_as_html():
     assert page.rows[0][:3] == ["largest of 3 modules", "E||grad||^2", "share"]
     assert {row[0] for row in page.rows[1:]} == {"body<1>", "norm", "head"}
     assert sum(float(row[2].rstrip(" %")) for row in page.rows[1:]) == pytest.approx(100, abs=0.2)
-    assert f"± {estimate.stderr:.2g}"[:4] in page.text and "autocast bfloat16" in page.text and "rule 6" in page.text
+    assert (
+        f"± {estimate.stderr:.2g}"[:4] in page.text
+        and "autocast bfloat16" in page.text
+        and "rule 6" in page.text
+    )
     one = fastlr.estimate(model(), fastlr.TensorInputs(X), 1)
     assert "(n = 1: no standard error)" in Page(one._repr_html_()).text
 
@@ -39,7 +48,11 @@ def test_support_report_as_html():
     report = fastlr.support_report(net, X)
     page = Page(report._repr_html_())
     assert page.rows[0] == ["parameter", "node", "samples along", "route", "deviation"]
-    assert [row[0] for row in page.rows[1:]] == ["body<1>.{weight,bias}", "norm.{weight,bias}", "head.{weight,bias}"]
+    assert [row[0] for row in page.rows[1:]] == [
+        "body<1>.{weight,bias}",
+        "norm.{weight,bias}",
+        "head.{weight,bias}",
+    ]
     for line in str(report).splitlines()[-2:]:
         assert line in page.text
     assert str(report).startswith("parameter") and "6 parameters: 6 by rule" in str(report)

@@ -40,10 +40,14 @@ def test_measurements_within_a_training(whole):
         close(each["in the midst"], work.norms(work.tokens_model(), work.batch(3, rank)))
         assert each["values"] == results[0]["values"] and len(set(each["values"])) == 2
         assert each["values"][2] == each["values"][3], "nothing moved between the parts of a step"
-        want = fastlr.estimate(unsharded(each["weights"]), work.DRAWN, 7, predictive=work.PREDICTIVE, batch_size=2)
+        want = fastlr.estimate(
+            unsharded(each["weights"]), work.DRAWN, 7, predictive=work.PREDICTIVE, batch_size=2
+        )
         assert each["values"][-1] == pytest.approx(want.value, rel=1e-6)
         assert each["routes"] == want.routes or not (whole or TOLD_APART)
-        assert each["per parameter"] == pytest.approx(want.per_parameter, rel=1e-5, abs=1e-5 * want.value)
+        assert each["per parameter"] == pytest.approx(
+            want.per_parameter, rel=1e-5, abs=1e-5 * want.value
+        )
 
 
 def test_parameters_on_demand():
@@ -58,11 +62,20 @@ def test_parameters_on_demand():
         for whole, demanded in zip(each[True], each[False], strict=True):
             for a, b in zip(tree_leaves(whole), tree_leaves(demanded), strict=True):
                 rtol, atol = (0, 0) if TOLD_APART else (1e-4, 1e-6)
-                torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text: f"the same bits: {text}")
-        assert not each["notes", True][1:] and "in memory only while it was used" in each["notes", False][1]
-        assert each["by itself"] == each["notes", False], "too little memory on one rank is too little"
+                torch.testing.assert_close(
+                    a, b, rtol=rtol, atol=atol, msg=lambda text: f"the same bits: {text}"
+                )
+        assert (
+            not each["notes", True][1:]
+            and "in memory only while it was used" in each["notes", False][1]
+        )
+        assert each["by itself"] == each["notes", False], (
+            "too little memory on one rank is too little"
+        )
         assert max(each["mapped"]) < 3 << 20, "of eight parameters of a MiB, one or two"
-        assert each["left"] == [] and each["kept"] == "None", "no file, and no graph that refers to itself"
+        assert each["left"] == [] and each["kept"] == "None", (
+            "no file, and no graph that refers to itself"
+        )
         for text, said in zip(says, each["errors"], strict=True):
             assert text in said
 
@@ -83,9 +96,13 @@ def test_ways_to_shard_and_to_measure():
         total = sum(half.values())
         for found in each["half"]:
             for name in half:
-                assert (torch.as_tensor(found[name]) - half[name]).abs().le(0.03 * total).all(), name
+                assert (torch.as_tensor(found[name]) - half[name]).abs().le(0.03 * total).all(), (
+                    name
+                )
         assert each["monitor"][0] == pytest.approx(value, rel=1e-6)
-        assert [who for who, _ in each["monitor"][1]] == ([0] if rank == 0 else []), "rank 0 keeps the best"
+        assert [who for who, _ in each["monitor"][1]] == ([0] if rank == 0 else []), (
+            "rank 0 keeps the best"
+        )
         assert each["routes"] <= {"rule", "node"}
 
 
@@ -103,7 +120,11 @@ def test_what_is_refused():
         assert len(found) == 7
         for text, said in zip(says, found, strict=False):
             assert said.startswith(text), said
-        late = "DistributedError: rank 0: rank 1 did not arrive within 1 s" if rank == 0 else "no error"
+        late = (
+            "DistributedError: rank 0: rank 1 did not arrive within 1 s"
+            if rank == 0
+            else "no error"
+        )
         assert found[6].startswith(late)
 
 

@@ -37,7 +37,16 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
     Time-outs and disagreements between ranks are among the cases.
     """
     program = str(tmp_path / "check")
-    flags = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-pthread", "-Icsrc", "-Wall", "-Wextra", "-Werror"]
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-fno-strict-aliasing",
+        "-pthread",
+        "-Icsrc",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ]
     flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     code, said = run([COMPILER, *flags, *CHECK, "-o", program, "-lrt"])
     if code != 0 and re.search(r"cannot find .*(asan|ubsan|tsan)", said):
@@ -92,18 +101,33 @@ def test_nvcc_compiles_and_links(every, tmp_path, setup_module_of_fastlr, monkey
     root = setup_module_of_fastlr.cuda_root()
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     wanted = setup_module_of_fastlr.architectures()
-    assert wanted == "8.0 9.0 10.0+PTX" or "10.0" not in wanted  # an older nvcc does not know the last
+    assert (
+        wanted == "8.0 9.0 10.0+PTX" or "10.0" not in wanted
+    )  # an older nvcc does not know the last
     archs = [a.replace(".", "") for a in wanted.removesuffix("+PTX").split()][0 if every else -1 :]
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     library = tmp_path / "device_group.so"
-    nvcc = [f"{root}/bin/nvcc", "-std=c++17", "-O3", "-Icsrc", "-Xcompiler", "-fPIC", "-shared", "-Xptxas", "-v"]
+    nvcc = [
+        f"{root}/bin/nvcc",
+        "-std=c++17",
+        "-O3",
+        "-Icsrc",
+        "-Xcompiler",
+        "-fPIC",
+        "-shared",
+        "-Xptxas",
+        "-v",
+    ]
     link = ["--cudart=static", "-o", str(library)]
     code, said = run([*nvcc, *codes, "csrc/device_group.cu", *link])
     assert code == 0, said
     kernels = re.findall(r"Compiling entry function '(\w+)' for 'sm_(\d+)'", said)
     for name in ("one_shot", "two_shot", "norm"):
         for arch in archs:
-            assert sum(f"{name}_kernel" in kernel and at == arch for kernel, at in kernels) == 2, (name, arch)
+            assert sum(f"{name}_kernel" in kernel and at == arch for kernel, at in kernels) == 2, (
+                name,
+                arch,
+            )
     assert not re.search(r"[1-9]\d* bytes spill", said), said
     loaded = f"import ctypes, os; ctypes.CDLL({str(library)!r}, mode=os.RTLD_NOW)"
     assert run([sys.executable, "-c", loaded]) == (0, "")
@@ -127,14 +151,24 @@ def test_nvcc_compiles_and_links(every, tmp_path, setup_module_of_fastlr, monkey
 def test_an_install_without_a_working_compiler_has_no_extension(tmp_path):
     """Sources that do not compile, FASTLR_NO_EXT, no compiler: the build ends well, and says so."""
     for name in ("csrc", "fastlr", "kernels"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    no_nvcc = {**os.environ, "PATH": str(tmp_path / "bin"), "CC": "false", "CXX": "false", "PYTHONWARNINGS": "ignore"}
+    no_nvcc = {
+        **os.environ,
+        "PATH": str(tmp_path / "bin"),
+        "CC": "false",
+        "CXX": "false",
+        "PYTHONWARNINGS": "ignore",
+    }
     (tmp_path / "bin").mkdir()
     for environment in ({**no_nvcc, "FASTLR_NO_EXT": "1"}, no_nvcc):
-        done = subprocess.run(build, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            build, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stderr
         assert ("was not built" in done.stderr) == (environment is no_nvcc)
         assert not list((tmp_path / "fastlr").glob("_C*"))
@@ -144,7 +178,9 @@ def test_what_was_built_says_what_it_has():
     native = pytest.importorskip("fastlr._C")
     assert native.cuda == bool(native.architectures)
     assert hasattr(native, "DeviceGroup") == native.cuda
-    assert native.protocol == int(re.search(r"kProtocol = (\d+)", (ROOT / "csrc/protocol.h").read_text()).group(1))
+    assert native.protocol == int(
+        re.search(r"kProtocol = (\d+)", (ROOT / "csrc/protocol.h").read_text()).group(1)
+    )
     assert Path(native.__file__).suffix == Path("x" + sysconfig.get_config_var("EXT_SUFFIX")).suffix
 
 
@@ -161,11 +197,16 @@ def test_arguments_of_the_binding_are_checked():
         ({"half_bytes": 1 << 60}, "cannot reserve|cannot make"),
     ]:
         with pytest.raises((InputError, DistributedError), match=says):
-            native.HostGroup(**{"rank": 0, "size": 2, "half_bytes": 4096, "timeout": 1.0, **options})
+            native.HostGroup(
+                **{"rank": 0, "size": 2, "half_bytes": 4096, "timeout": 1.0, **options}
+            )
     group = native.HostGroup(0, 2, 4096, 1.0)
     for bad, says in [
         ([1.0], "must be a tensor, not list"),
-        (torch.ones(3, dtype=torch.float64), "dtype must be torch.bfloat16 or torch.float32, not torch.float64"),
+        (
+            torch.ones(3, dtype=torch.float64),
+            "dtype must be torch.bfloat16 or torch.float32, not torch.float64",
+        ),
         (torch.ones(4, 4)[:, ::2], "dense and contiguous"),
         (torch.ones(3, device="meta"), "is on meta, but this group works on cpu"),
         (torch._neg_view(torch.ones(3)), "resolve_neg"),
@@ -180,7 +221,9 @@ def test_arguments_of_the_binding_are_checked():
         group.open([group.address()])
     with pytest.raises(InputError, match="not an address"):
         group.open([group.address(), b"nonsense"])
-    with pytest.raises(DistributedError, match="cannot reach the memory of rank 1|is not the memory of rank 1"):
+    with pytest.raises(
+        DistributedError, match="cannot reach the memory of rank 1|is not the memory of rank 1"
+    ):
         group.open([group.address(), b"1 999999 5"])
     group.seal()
     with pytest.raises(DistributedError, match="sealed"):

@@ -25,14 +25,20 @@ ROUTES = [pytest.param("extension", marks=built), "torch.distributed"]
 
 @pytest.mark.parametrize(
     "ranks, prefer",
-    [pytest.param(2, "extension", marks=built), pytest.param(4, "extension", marks=built), (2, "torch.distributed")],
+    [
+        pytest.param(2, "extension", marks=built),
+        pytest.param(4, "extension", marks=built),
+        (2, "torch.distributed"),
+    ],
 )
 def test_all_checks(ranks, prefer):
     """One world of processes for all of them."""
     before = left_behind()
     results = good(run_ranks(ranks, work.all_checks, prefer, "cpu", 1 << 16))
     assert left_behind() == before
-    assert {each["route"][0] for each in results} == {prefer} and len({each["route"] for each in results}) == 1
+    assert {each["route"][0] for each in results} == {prefer} and len(
+        {each["route"] for each in results}
+    ) == 1
     for each in results:
         assert each["sums"] == [], "not the fixed-order sum rounded once"
         assert each["special"] == [] and each["layouts"] == []
@@ -41,8 +47,12 @@ def test_all_checks(ranks, prefer):
         errors_are_those_of_one_rounding(each["errors"], ranks)
         for how, gap in (("float32", 1e-6), ("bfloat16", 0.05), ("compressed", 0.01)):
             assert each["ddp"][how]["not the mean"] == 0, how
-            assert each["ddp"][how]["gap"] < gap, f"{how}: not the step of one process on the joined batch"
-    assert len({each["hash"] for each in results} | {each["again"] for each in results}) == 1, "ranks or runs differ"
+            assert each["ddp"][how]["gap"] < gap, (
+                f"{how}: not the step of one process on the joined batch"
+            )
+    assert len({each["hash"] for each in results} | {each["again"] for each in results}) == 1, (
+        "ranks or runs differ"
+    )
 
 
 def norms_are_right(norms, first):
@@ -65,14 +75,18 @@ def errors_are_those_of_one_rounding(errors, ranks):
     """Rounding once to 8 bits errs by about 2^-9 / sqrt(3); bfloat16 sums err more by rank."""
     assert errors["fastlr"] < 2.0**-9
     if ranks == 2:
-        assert errors["bfloat16"] == pytest.approx(errors["fastlr"], rel=1e-6)  # one addition, one rounding
+        assert errors["bfloat16"] == pytest.approx(
+            errors["fastlr"], rel=1e-6
+        )  # one addition, one rounding
     else:
         assert errors["fastlr"] < 0.8 * errors["bfloat16"]
         assert errors["fastlr"] <= errors["gloo"]
 
 
 @pytest.mark.parametrize("prefer", ROUTES)
-@pytest.mark.parametrize("ranks, when", [(2, "before connecting"), (4, "later"), (2, "in a backward pass")])
+@pytest.mark.parametrize(
+    "ranks, when", [(2, "before connecting"), (4, "later"), (2, "in a backward pass")]
+)
 def test_a_killed_rank_is_an_error_within_the_limit(ranks, when, prefer):
     before, limit = left_behind(), 2.0
     results = run_ranks(ranks, work.one_is_killed, when, prefer, limit)
@@ -110,7 +124,11 @@ def test_an_interrupt_gets_through():
 
 def test_options_are_checked():
     for timeout, prefer, size, meta, differ, member in good(run_ranks(2, work.options_that_differ)):
-        assert "timeout must be" in timeout and "prefer must be" in prefer and "buffer_bytes must be" in size
+        assert (
+            "timeout must be" in timeout
+            and "prefer must be" in prefer
+            and "buffer_bytes must be" in size
+        )
         assert "not on meta" in meta
         assert "ranks differ in prefer" in differ
         assert "not in the group" in member
@@ -159,7 +177,9 @@ def test_on_gpus(ranks):
         assert norms["got"][0] == norms["got"][1] == pytest.approx(norms["want"], rel=1e-13)
         assert each["errors"]["fastlr"] < 2.0**-9 and "CUDA graph" in each["capture"]
         assert all(each["ddp"][how]["not the mean"] == 0 for how in each["ddp"])
-        assert not math.isnan(each["ddp"]["float32"]["gap"]) and each["ddp"]["float32"]["gap"] < 1e-4
+        assert (
+            not math.isnan(each["ddp"]["float32"]["gap"]) and each["ddp"]["float32"]["gap"] < 1e-4
+        )
     assert len({each["hash"] for each in results} | {each["again"] for each in results}) == 1
 
 

@@ -41,7 +41,9 @@ def test_any_number_of_ranks_gives_the_same(ranks):
         changed = work.mlp()
         with torch.no_grad():
             changed[3].weight.mul_(2)
-        assert second == pytest.approx(fastlr.estimate(changed, work.Drawn(), 40, seed=1).value, rel=1e-12)
+        assert second == pytest.approx(
+            fastlr.estimate(changed, work.Drawn(), 40, seed=1).value, rel=1e-12
+        )
 
 
 def same_as_alone(name, got, ranks):
@@ -65,7 +67,11 @@ def same_as_alone(name, got, ranks):
     "where, who, says",
     [
         ("model error", 1, "ModelError: rank 1: the forward pass fails"),
-        ("other error", 1, "ModelError: rank 1: Failing does not run on an input float64[3, 6] (KeyError: 'absent')"),
+        (
+            "other error",
+            1,
+            "ModelError: rank 1: Failing does not run on an input float64[3, 6] (KeyError: 'absent')",
+        ),
         ("arguments", 2, "DistributedError: rank 2: ValueError: no arguments"),
         ("after", 1, "ModelError: rank 1: too late"),
     ],
@@ -86,16 +92,25 @@ def test_a_killed_rank():
     results = run_ranks(2, work.killed, 1.0)
     assert isinstance(results[1], Ended)
     said, seconds = results[0]
-    assert said.startswith("DistributedError: rank 0: rank 1 did not arrive within 1 s: every rank") and seconds < 6
+    assert (
+        said.startswith("DistributedError: rank 0: rank 1 did not arrive within 1 s: every rank")
+        and seconds < 6
+    )
 
 
 def test_ranks_must_measure_the_same():
     first, *others = good(run_ranks(2, work.differing))
     assert others == [first]
     n, seed, predictive, weights, buffers, inputs = first
-    assert n.startswith("InputError: ranks 0 and 1 differ in what they measure: total is 20 and 21; ")
+    assert n.startswith(
+        "InputError: ranks 0 and 1 differ in what they measure: total is 20 and 21; "
+    )
     assert "seed is 0 and 1" in seed and "predictive is" in predictive and "inputs is" in inputs
-    assert "differ in the model: 3.bias is" in weights and "1.running_mean is" in buffers and "broadcast" in buffers
+    assert (
+        "differ in the model: 3.bias is" in weights
+        and "1.running_mean is" in buffers
+        and "broadcast" in buffers
+    )
 
 
 def test_one_rank_alone_is_told():
@@ -103,7 +118,9 @@ def test_one_rank_alone_is_told():
     assert first["plain"] == 10, "without sharded(), one rank measures alone"
     assert "rank 1 did not arrive within 1 s: every rank of the group must enter" in first["error"]
     assert 1 <= first["seconds"] < 6
-    assert len(first["warned"]) == 1 and first["warned"][0].startswith("waiting for rank 1, for 1 s at most")
+    assert len(first["warned"]) == 1 and first["warned"][0].startswith(
+        "waiting for rank 1, for 1 s at most"
+    )
 
 
 def test_a_rank_that_leaves():
@@ -127,15 +144,23 @@ def test_memory_that_runs_out_on_one_rank_makes_all_chunks_smaller():
         assert len(first["notes"]) > 1 and all(note.startswith(who) for note in first["notes"][1:])
         assert first["notes"][-1].endswith(f"went on with {first['chunk']}")
         value, notes, chunk = first["again"]
-        assert value == pytest.approx(want.value, rel=1e-12) and notes == first["notes"] and chunk <= first["chunk"]
+        assert (
+            value == pytest.approx(want.value, rel=1e-12)
+            and notes == first["notes"]
+            and chunk <= first["chunk"]
+        )
         assert all(max(each["sizes again"]) <= 6 for each in (first, second))
     sizes = results[0]["first round"]["sizes"]
-    assert sizes.count(8) == 1 and max(sizes[sizes.index(8) + 1 :]) == 4, "rank 0, which has memory, goes on as rank 1"
+    assert sizes.count(8) == 1 and max(sizes[sizes.index(8) + 1 :]) == 4, (
+        "rank 0, which has memory, goes on as rank 1"
+    )
 
 
 def test_a_store_that_is_lost():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    board = Board(dist.TCPStore("127.0.0.1", store.port, is_master=False), "lost", 0, 2, 20.0, "together")
+    board = Board(
+        dist.TCPStore("127.0.0.1", store.port, is_master=False), "lost", 0, 2, 20.0, "together"
+    )
     del store
     with pytest.raises(DistributedError, match="rank 0: the store of the group was lost"):
         board.share(1)
@@ -147,7 +172,9 @@ def test_messages_do_not_pile_up():
     store = dist.HashStore()
     boards = [Board(store, "kept", rank, 2, 20.0, "together") for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        work = [threads.submit(lambda b=b: [b.share([b.rank, k]) for k in range(50)]) for b in boards]
+        work = [
+            threads.submit(lambda b=b: [b.share([b.rank, k]) for k in range(50)]) for b in boards
+        ]
         assert work[0].result() == work[1].result() == [[[0, k], [1, k]] for k in range(50)]
     assert store.num_keys() <= 4
 
@@ -198,13 +225,26 @@ def test_command_line_errors_are_printed_once(nets):
     first, second = as_torchrun(2, nets, [*ESTIMATE[:1], "nets:broken", *ESTIMATE[2:]])
     assert first[0] == second[0] == 1
     printed = first[2] + second[2]
-    assert printed.startswith("error: rank ") and printed.count("the forward pass fails") == 1, printed
+    assert printed.startswith("error: rank ") and printed.count("the forward pass fails") == 1, (
+        printed
+    )
 
 
 @pytest.mark.long
 def test_torchrun_itself(nets):
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fastlr"]
-    done = subprocess.run([*run, *ESTIMATE, "--json", "-"], cwd=nets, capture_output=True, text=True, timeout=300)
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "fastlr",
+    ]
+    done = subprocess.run(
+        [*run, *ESTIMATE, "--json", "-"], cwd=nets, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["notes"] == ["the inputs were shared by 2 ranks"]
 

@@ -68,13 +68,23 @@ def test_the_measured_peak_gives_the_chunk_once(peaks: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"n": 8}, {"n": 60, "target_rel_stderr": 0.5}, {"n": 60, "batch_size": 30}, {"n": 20, "probe": "exact"}]
+    "how",
+    [
+        {"n": 8},
+        {"n": 60, "target_rel_stderr": 0.5},
+        {"n": 60, "batch_size": 30},
+        {"n": 20, "probe": "exact"},
+    ],
 )
-def test_no_peak_is_measured_where_it_would_change_nothing(peaks: list[int], how: dict[str, Any]) -> None:
+def test_no_peak_is_measured_where_it_would_change_nothing(
+    peaks: list[int], how: dict[str, Any]
+) -> None:
     assert estimator(**how).measure().bytes_per_input == 0 and not peaks
 
 
-def test_a_peak_above_the_guess_makes_chunks_smaller(peaks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peak_above_the_guess_makes_chunks_smaller(
+    peaks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runtime, "free_bytes", lambda device: 10 * BYTES)
     assert estimator(60).measure().batch_size == 4
 
@@ -107,7 +117,9 @@ def test_the_peak_is_of_the_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         held["peak"] = max(held["peak"], held["now"] + 300)
 
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["now"]))
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["now"])
+    )
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["now"])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: held["peak"])
     assert runtime.peak_bytes(torch.device("cuda"), work) == 300

@@ -88,7 +88,9 @@ def test_probes_converge_to_exact(name, probe):
     model, predictive, fisher = CASES[name]
     x = Normal().batch(0, 8, seed=0, device="cpu", dtype=torch.float64)
     want = loop(model, x, fisher).repeat(500)
-    got = estimate(model, TensorInputs(x.repeat(500, 1)), 4000, probe=probe, predictive=predictive, seed=11)
+    got = estimate(
+        model, TensorInputs(x.repeat(500, 1)), 4000, probe=probe, predictive=predictive, seed=11
+    )
     difference = got.per_sample - want
     stderr = float(difference.std()) / math.sqrt(len(difference))
     assert abs(float(difference.mean())) < 4.5 * stderr + 1e-12 * got.value
@@ -152,7 +154,8 @@ def test_chunks_change_nothing_but_rounding():
 def test_target_stops_at_the_same_n_for_every_chunk():
     model = mlp(3)
     results = [
-        estimate(model, Normal(), 4000, target_rel_stderr=0.03, min_n=100, batch_size=size) for size in (13, 64, 500)
+        estimate(model, Normal(), 4000, target_rel_stderr=0.03, min_n=100, batch_size=size)
+        for size in (13, 64, 500)
     ]
     n = results[0].n
     assert {r.n for r in results} == {n} and 100 < n < 4000 and (n - 100) % CHECK_EVERY == 0
@@ -161,7 +164,9 @@ def test_target_stops_at_the_same_n_for_every_chunk():
         torch.testing.assert_close(r.per_sample, results[0].per_sample, rtol=1e-12, atol=0)
         assert r.per_parameter == pytest.approx(results[0].per_parameter, rel=1e-11)
     before = torch.tensor(results[0].per_sample[: n - CHECK_EVERY].tolist())
-    assert before.std() / math.sqrt(len(before)) / before.mean() > 0.03  # it could not have stopped one look earlier
+    assert (
+        before.std() / math.sqrt(len(before)) / before.mean() > 0.03
+    )  # it could not have stopped one look earlier
 
 
 def test_target_keeps_to_its_limits():
@@ -178,7 +183,11 @@ def test_batch_probe_has_the_same_expectation():
     model = mlp(3, 2.0)
     exact = estimate(model, Normal(), 500, probe="exact", batch_size=100)
     got = estimate(model, Normal(), 4000, probe="batch", batch_size=8)
-    assert got.n == 500 and got.inputs_used == 4000 and got.bound(0.5) == pytest.approx(0.5 * 4000 * got.value)
+    assert (
+        got.n == 500
+        and got.inputs_used == 4000
+        and got.bound(0.5) == pytest.approx(0.5 * 4000 * got.value)
+    )
     assert abs(got.value - exact.value) < 4.5 * math.hypot(got.stderr, exact.stderr)
     assert sum(got.per_parameter.values()) == pytest.approx(got.value, rel=1e-10)
     # one batch by hand
@@ -186,8 +195,12 @@ def test_batch_probe_has_the_same_expectation():
     z = model(x)
     v = Categorical().cotangent(z, "sampled", range(8), 0)
     grads = torch.autograd.grad((z * v).sum() / 8, list(model.parameters()))
-    assert float(got.per_sample[0]) == pytest.approx(8 * sum(float(g.square().sum()) for g in grads), rel=1e-10)
-    assert estimate(model, Normal(), 1001, probe="batch").n == 5  # 250 by default, the last one of a single input
+    assert float(got.per_sample[0]) == pytest.approx(
+        8 * sum(float(g.square().sum()) for g in grads), rel=1e-10
+    )
+    assert (
+        estimate(model, Normal(), 1001, probe="batch").n == 5
+    )  # 250 by default, the last one of a single input
 
 
 class Stateful(nn.Module):
@@ -221,7 +234,9 @@ def test_the_model_is_left_as_it_was(fail, probe):
         x[33] = torch.nan
     with untouched(model), pytest.raises(NonFiniteError) if fail else nullcontext():
         result = estimate(model, TensorInputs(x), 40, probe=probe, batch_size=8)
-        assert set(result.per_parameter) == {n for n, p in model.named_parameters() if p.requires_grad}
+        assert set(result.per_parameter) == {
+            n for n, p in model.named_parameters() if p.requires_grad
+        }
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
@@ -275,14 +290,22 @@ def test_sample_axes_and_positions():
     kwargs = {"predictive": Categorical(), "n": 10, "batch_size": 4}
     want = estimate(batch_first, TensorInputs(x), **kwargs)
     moved = estimate(time_first, TensorInputs(x), in_dim=1, out_dim=1, **kwargs)
-    own = estimate(time_first, TensorInputs(x.transpose(0, 1).contiguous(), in_dim=1), in_dim=1, out_dim=1, **kwargs)
+    own = estimate(
+        time_first,
+        TensorInputs(x.transpose(0, 1).contiguous(), in_dim=1),
+        in_dim=1,
+        out_dim=1,
+        **kwargs,
+    )
     torch.testing.assert_close(moved.per_sample, want.per_sample, rtol=1e-12, atol=0)
     torch.testing.assert_close(own.per_sample, want.per_sample, rtol=1e-12, atol=0)
     exact = estimate(time_first, TensorInputs(x), in_dim=1, out_dim=1, probe="exact", **kwargs)
     by_hand = []
     for row in x:
         z = time_first(row[:, None])[:, 0]
-        by_hand.append(sum(redundancy(time_first, one) for one in z))  # independent labels: F is block diagonal
+        by_hand.append(
+            sum(redundancy(time_first, one) for one in z)
+        )  # independent labels: F is block diagonal
     torch.testing.assert_close(exact.per_sample, torch.stack(by_hand), rtol=1e-10, atol=0)
 
 
@@ -309,16 +332,27 @@ def test_out_of_memory_halves_the_chunk(monkeypatch):
     monkeypatch.setattr(meter.engine, "run", limited)
     with pytest.warns(FastlrWarning, match="32 inputs") as caught:
         got = meter.measure()
-    assert len(caught) == 1 and sizes[:3] == [32, 16, 8] and got.batch_size == 8 and len(got.notes) == 2
-    torch.testing.assert_close(got.per_sample, estimate(model, Normal(), 50).per_sample, rtol=1e-12, atol=0)
+    assert (
+        len(caught) == 1
+        and sizes[:3] == [32, 16, 8]
+        and got.batch_size == 8
+        and len(got.notes) == 2
+    )
+    torch.testing.assert_close(
+        got.per_sample, estimate(model, Normal(), 50).per_sample, rtol=1e-12, atol=0
+    )
 
     def never(x, cotangent):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        )
 
     monkeypatch.setattr(meter.engine, "run", never)
     with pytest.raises(ModelError, match="out of memory on cpu: one input does not fit"):
         meter.measure()
-    monkeypatch.setattr(meter.engine, "run", lambda x, c: (_ for _ in ()).throw(RuntimeError("something else")))
+    monkeypatch.setattr(
+        meter.engine, "run", lambda x, c: (_ for _ in ()).throw(RuntimeError("something else"))
+    )
     with pytest.raises(RuntimeError, match="something else"):
         meter.measure()
 
@@ -339,16 +373,25 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(
     ("progress", "terminal", "patience", "shown"),
-    [(None, True, 0.0, True), (None, True, 60.0, False), (None, False, 0.0, False), (False, True, 0.0, False)],
+    [
+        (None, True, 0.0, True),
+        (None, True, 60.0, False),
+        (None, False, 0.0, False),
+        (False, True, 0.0, False),
+    ],
 )
-def test_a_long_call_shows_its_progress_on_a_terminal(monkeypatch, capsys, progress, terminal, patience, shown):
+def test_a_long_call_shows_its_progress_on_a_terminal(
+    monkeypatch, capsys, progress, terminal, patience, shown
+):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(runtime, "PATIENCE", patience)
     monkeypatch.setattr(sys, "stderr", stderr := Terminal() if terminal else io.StringIO())
     got = estimate(mlp(3), Normal(), 50, batch_size=20, progress=progress)
     assert ("local redundancy" in stderr.getvalue()) is shown and bool(stderr.getvalue()) is shown
     assert capsys.readouterr().out == ""
-    torch.testing.assert_close(got.per_sample, estimate(mlp(3), Normal(), 50, batch_size=20).per_sample, rtol=0, atol=0)
+    torch.testing.assert_close(
+        got.per_sample, estimate(mlp(3), Normal(), 50, batch_size=20).per_sample, rtol=0, atol=0
+    )
 
 
 def test_a_notebook_is_no_file(monkeypatch):
@@ -392,13 +435,19 @@ def test_bound():
     assert got.bound(0.1) == pytest.approx(0.1 * 30 * got.value)
     assert got.bound(0.1, n=1000) == pytest.approx(100 * got.value)
     assert got.bound(0.1, unit="bits") == pytest.approx(got.bound(0.1) / math.log(2))
-    for bad in ({"epsilon": -1}, {"epsilon": math.nan}, {"epsilon": 1, "n": 0}, {"epsilon": 1, "unit": "bytes"}):
+    for bad in (
+        {"epsilon": -1},
+        {"epsilon": math.nan},
+        {"epsilon": 1, "n": 0},
+        {"epsilon": 1, "unit": "bytes"},
+    ):
         with pytest.raises(InputError):
             got.bound(**bad)
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"n": 31}, {"probe": "sampled"}, {"inputs": TensorInputs(torch.randn(30, 6))}]
+    "change",
+    [{"seed": 1}, {"n": 31}, {"probe": "sampled"}, {"inputs": TensorInputs(torch.randn(30, 6))}],
 )
 def test_only_like_estimates_pair(change):
     base = {"inputs": Normal(), "n": 30}
@@ -433,8 +482,16 @@ class Wrong:
         ({"device": "meta"}, InputError, "the model is on cpu"),
         ({"device": "gpu"}, InputError, "device='gpu'.*'cuda'"),
         ({"device": 1.5}, InputError, "device=1.5"),
-        ({"inputs": TensorInputs}, InputError, r"TensorInputs is a class: pass an instance, TensorInputs\("),
-        ({"predictive": Categorical}, InputError, r"predictive=Categorical is a class.*Categorical\("),
+        (
+            {"inputs": TensorInputs},
+            InputError,
+            r"TensorInputs is a class: pass an instance, TensorInputs\(",
+        ),
+        (
+            {"predictive": Categorical},
+            InputError,
+            r"predictive=Categorical is a class.*Categorical\(",
+        ),
         ({"model": nn.Tanh}, InputError, "model=Tanh is a class"),
         ({"inputs": torch.zeros(9, 6)}, InputError, "TensorInputs"),
         ({"inputs": TensorInputs(torch.zeros(9, 6))}, InputError, "there are 9"),
@@ -490,7 +547,9 @@ def test_probabilities_are_not_taken_for_logits(head, options, dtype):
     model = nn.Sequential(copy.deepcopy(head), nn.Softmax(1)).to(dtype)
     meter = LocalRedundancy(model, Normal(), 8, **options)
     for _ in range(2):  # an estimator that is kept says it again
-        with pytest.raises(InputError, match=r"probabilities.*logits.*predictive=fastlr.Categorical\(\)"):
+        with pytest.raises(
+            InputError, match=r"probabilities.*logits.*predictive=fastlr.Categorical\(\)"
+        ):
             meter.measure()
     given = estimate(model, Normal(), 8, predictive=Categorical(), **options)
     assert given.predictive == "Categorical(dim=-1)"
@@ -510,12 +569,17 @@ def test_probabilities_of_autocast_are_seen():
         constant(0.0, 0.0, 0.0),
         constant(1.5, -0.5),  # sums to one, but one is negative
         constant(0.5, 0.6),
-        nn.Sequential(nn.Linear(6, 4), nn.Softmax(1), nn.Unflatten(1, (2, 2)), nn.Flatten(), nn.Linear(4, 3)),
+        nn.Sequential(
+            nn.Linear(6, 4), nn.Softmax(1), nn.Unflatten(1, (2, 2)), nn.Flatten(), nn.Linear(4, 3)
+        ),
     ],
     ids=lambda model: str(model).replace("\n", ""),
 )
 def test_logits_give_no_alarm(model):
-    got, given = (estimate(model, Normal(), 8, batch_size=4, **more) for more in ({}, {"predictive": Categorical()}))
+    got, given = (
+        estimate(model, Normal(), 8, batch_size=4, **more)
+        for more in ({}, {"predictive": Categorical()})
+    )
     torch.testing.assert_close(got.per_sample, given.per_sample, rtol=0, atol=0)
 
 
@@ -529,7 +593,9 @@ def test_weights_that_are_not_finite_give_no_number():
 
 
 def test_moments():
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e6
+    values = (
+        torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1e6
+    )
     moments = Moments()
     for part in values.split([1, 0, 300, 699]):
         moments.add(part)
@@ -541,7 +607,9 @@ def test_moments():
 
 def test_memorization_bounds():
     assert memorization_gain([-0.5, -1.5], 3.0) == pytest.approx(1.0)
-    assert memorization_gain(torch.tensor([[-0.5, -1.5], [-1.0, -3.0]]), [1.0, 2.0]) == pytest.approx(0.0)
+    assert memorization_gain(
+        torch.tensor([[-0.5, -1.5], [-1.0, -3.0]]), [1.0, 2.0]
+    ) == pytest.approx(0.0)
     assert memorization_gain(-2.0, 4 * math.log(2), "bits") == pytest.approx(4 - 2 / math.log(2))
     assert regression_memorization_bound(10, 3, 1.0, 0.5) == pytest.approx(15 * math.log(2))
     assert regression_memorization_bound(10, 3, 1.0, 0.5, "bits") == pytest.approx(15)
@@ -549,7 +617,13 @@ def test_memorization_bounds():
 
 @pytest.mark.parametrize(
     "arguments",
-    [([], 1.0), ([math.nan], 1.0), ([-1.0, -1.0], [1.0]), (torch.zeros(1, 1, 1), 1.0), ([-1.0], 1.0, "bytes")],
+    [
+        ([], 1.0),
+        ([math.nan], 1.0),
+        ([-1.0, -1.0], [1.0]),
+        (torch.zeros(1, 1, 1), 1.0),
+        ([-1.0], 1.0, "bytes"),
+    ],
 )
 def test_bad_arguments_of_the_gain(arguments):
     with pytest.raises(InputError):
@@ -585,7 +659,9 @@ def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules["fastlr.distributed.fully_sharded"], "team", lambda: members)
     estimator = LocalRedundancy(nn.Linear(12, 3), TensorInputs(torch.randn(4, 12)), 4)
     measured = estimator.chunks.norms
-    monkeypatch.setattr(estimator.chunks, "norms", lambda *span: (spans.append(span[:2]), measured(*span))[1])
+    monkeypatch.setattr(
+        estimator.chunks, "norms", lambda *span: (spans.append(span[:2]), measured(*span))[1]
+    )
     first = estimator.measure()
     assert spans == [(0, 4)] * 2 and ops.switched_off() == told
     told = []

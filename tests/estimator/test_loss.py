@@ -22,11 +22,17 @@ from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, ga
 def attending() -> Written:
     """Tokens [B, 3, 4] -> logits [B, 3]."""
     parts = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), "head": nn.Linear(4, 3)}
-    return Written(lambda m, x: m.head(m.attention(x, x, x, need_weights=False)[0].mean(1)), **parts)
+    return Written(
+        lambda m, x: m.head(m.attention(x, x, x, need_weights=False)[0].mean(1)), **parts
+    )
 
 
 def recurrent() -> Written:
-    return Written(lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=nn.LSTM(4, 5, batch_first=True), head=nn.Linear(5, 2))
+    return Written(
+        lambda m, x: m.head(m.lstm(x)[0][:, -1]),
+        lstm=nn.LSTM(4, 5, batch_first=True),
+        head=nn.Linear(5, 2),
+    )
 
 
 def mlp(act: type[nn.Module] = nn.GELU, outputs: int = 3) -> nn.Module:
@@ -47,7 +53,10 @@ CASES = {
 }  # fmt: skip
 
 
-FISHER = {fastlr.Bernoulli: bernoulli_fisher, fastlr.Gaussian: lambda z: gaussian_fisher(len(z), 0.5)}
+FISHER = {
+    fastlr.Bernoulli: bernoulli_fisher,
+    fastlr.Gaussian: lambda z: gaussian_fisher(len(z), 0.5),
+}
 
 
 def definition(model: nn.Module, x: torch.Tensor, predictive: object) -> torch.Tensor:
@@ -94,7 +103,9 @@ def test_on_average_value_and_gradient_are_exact(case, probe):
     model, x, predictive = case
     options = {"predictive": predictive, "probe": probe}
     parameters = list(model.parameters())
-    want = fastlr.redundancy_loss(model, x, reduction="none", seed=0, predictive=predictive, probe="exact").mean()
+    want = fastlr.redundancy_loss(
+        model, x, reduction="none", seed=0, predictive=predictive, probe="exact"
+    ).mean()
     wanted = [g.flatten() for g in torch.autograd.grad(want, parameters, materialize_grads=True)]
     values, slopes = [], []
     for seed in range(100):
@@ -104,13 +115,18 @@ def test_on_average_value_and_gradient_are_exact(case, probe):
         slopes.append(sum((g.flatten() * w).sum() for g, w in zip(grads, wanted, strict=True)))
     for found, expected in ((values, want.detach()), (slopes, sum((w * w).sum() for w in wanted))):
         found = torch.stack(found)
-        assert abs(found.mean() - expected) < 4 * found.std() / len(found) ** 0.5, (found.mean(), expected)
+        assert abs(found.mean() - expected) < 4 * found.std() / len(found) ** 0.5, (
+            found.mean(),
+            expected,
+        )
 
 
 def test_small_and_large_cotangents_keep_their_bits(double):
     model = mlp(outputs=2).float()
     with torch.no_grad():
-        model[2].bias.copy_(torch.tensor([60.0, -60.0]))  # p = 1e-52: its square vanishes in float32
+        model[2].bias.copy_(
+            torch.tensor([60.0, -60.0])
+        )  # p = 1e-52: its square vanishes in float32
     x = torch.randn(4, 4, dtype=torch.float32)
     assert fastlr.redundancy_loss(model, x, reduction="none", seed=0).dtype == torch.float32
     model.double()
@@ -123,12 +139,16 @@ def test_small_and_large_cotangents_keep_their_bits(double):
 
 
 def test_the_model_is_left_alone_and_draws_are_its_callers(double):
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)).train()
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 3)
+    ).train()
     x = torch.randn(8, 4)
     with untouched(model):
         loss = fastlr.redundancy_loss(model, x, seed=1)
     want = torch.autograd.grad(fastlr.redundancy_loss(model, x, seed=1), list(model.parameters()))
-    model(x)  # in train mode: batch norm writes its statistics, between the forward pass and the backward pass
+    model(
+        x
+    )  # in train mode: batch norm writes its statistics, between the forward pass and the backward pass
     got = torch.autograd.grad(loss, list(model.parameters()))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
@@ -140,7 +160,9 @@ def test_the_model_is_left_alone_and_draws_are_its_callers(double):
 
 def test_frozen_and_unused_parameters_and_padding(double):
     parts = {"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 5), "unused": nn.Linear(2, 2)}
-    model = Written(lambda m, input_ids, attention_mask: m.head(m.embed(input_ids).tanh()).tanh(), **parts)
+    model = Written(
+        lambda m, input_ids, attention_mask: m.head(m.embed(input_ids).tanh()).tanh(), **parts
+    )
     model.embed.weight.requires_grad_(False)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     x = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 6]]), "attention_mask": mask}
@@ -149,10 +171,18 @@ def test_frozen_and_unused_parameters_and_padding(double):
     x["input_ids"] = torch.tensor([[1, 2, 7], [4, 8, 8]])
     assert torch.equal(first, fastlr.redundancy_loss(model, x, **options)) and (first > 0).all()
     first.sum().backward()
-    assert model.head.weight.grad is not None and model.embed.weight.grad is model.unused.weight.grad is None
+    assert (
+        model.head.weight.grad is not None
+        and model.embed.weight.grad is model.unused.weight.grad is None
+    )
 
 
-NODES = {nn.ReLU: "Relu", nn.Hardswish: "Hardswish", nn.LeakyReLU: "LeakyRelu", nn.ReLU6: "Hardtanh"}
+NODES = {
+    nn.ReLU: "Relu",
+    nn.Hardswish: "Hardswish",
+    nn.LeakyReLU: "LeakyRelu",
+    nn.ReLU6: "Hardtanh",
+}
 
 
 @pytest.mark.parametrize("act", NODES)

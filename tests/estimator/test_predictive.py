@@ -12,13 +12,20 @@ from fastlr.errors import InputError, NonFiniteError
 from fastlr.estimator.passes import default_predictive
 from fastlr.estimator.predictive import Bernoulli, Categorical, Gaussian
 from fastlr.ops.fisher import categorical_root, uniforms
-from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, gaussian_fisher, householder_root
+from fastlr.ops.reference.fisher import (
+    bernoulli_fisher,
+    categorical_fisher,
+    gaussian_fisher,
+    householder_root,
+)
 
 DRAWS = 20_000
 
 
 def logits(classes: int, scale: float = 2.0) -> torch.Tensor:
-    return scale * torch.randn(classes, generator=torch.Generator().manual_seed(classes), dtype=torch.float64)
+    return scale * torch.randn(
+        classes, generator=torch.Generator().manual_seed(classes), dtype=torch.float64
+    )
 
 
 def check_second_moment(v: torch.Tensor, fisher: torch.Tensor, sigmas: float = 5.0) -> None:
@@ -70,7 +77,9 @@ def test_categorical_converges_to_the_fisher_matrix(probe, classes):
     assert v.dtype == torch.float64
     check_second_moment(v, categorical_fisher(z))
     trace = v.square().sum(1)
-    z_score = (trace.mean() - categorical_fisher(z).trace()) / (trace.std() / math.sqrt(DRAWS) + 1e-15)
+    z_score = (trace.mean() - categorical_fisher(z).trace()) / (
+        trace.std() / math.sqrt(DRAWS) + 1e-15
+    )
     assert abs(z_score) < 4.5
 
 
@@ -88,7 +97,8 @@ def test_bernoulli_and_gaussian_converge_to_the_fisher_matrix(probe):
 
 
 @pytest.mark.parametrize(
-    ("predictive", "fisher"), [(Bernoulli(), bernoulli_fisher), (Gaussian(0.5), lambda z: gaussian_fisher(len(z), 0.5))]
+    ("predictive", "fisher"),
+    [(Bernoulli(), bernoulli_fisher), (Gaussian(0.5), lambda z: gaussian_fisher(len(z), 0.5))],
 )
 def test_exact_of_element_wise_predictives(predictive, fisher):
     z = logits(4)
@@ -114,14 +124,20 @@ def test_logit_gaps_lose_nothing(dtype, gap):
     q = 1 / (1 + math.exp(gap if dtype == torch.float64 else float(z[0, 0])))
     p = 1 / (1 + math.exp(-float(z[0, 0])))
     v = Categorical().cotangent(z, "rademacher", range(2), 0)
-    torch.testing.assert_close(v.abs(), torch.full((2, 2), math.sqrt(p * q), dtype=torch.float64), rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        v.abs(), torch.full((2, 2), math.sqrt(p * q), dtype=torch.float64), rtol=1e-13, atol=0
+    )
     sampled = Categorical().cotangent(z, "sampled", range(2), 0)
     if gap >= 20:  # the label drawn is the sure one: its score is q
-        torch.testing.assert_close(sampled.abs(), torch.full((2, 2), q, dtype=torch.float64), rtol=1e-13, atol=0)
+        torch.testing.assert_close(
+            sampled.abs(), torch.full((2, 2), q, dtype=torch.float64), rtol=1e-13, atol=0
+        )
         logit = z[:, :1]
         for probe, want in (("rademacher", math.sqrt(p * q)), ("sampled", q)):
             v = Bernoulli().cotangent(logit, probe, range(2), 0).abs()
-            torch.testing.assert_close(v, torch.full((2, 1), want, dtype=torch.float64), rtol=1e-13, atol=0)
+            torch.testing.assert_close(
+                v, torch.full((2, 1), want, dtype=torch.float64), rtol=1e-13, atol=0
+            )
 
 
 def test_scores_of_both_labels_have_full_precision():
@@ -143,7 +159,9 @@ def test_uniforms_are_uniform_and_fine_near_zero():
     assert 0 <= u.min() and u.max() < 1
     ordered = u.flatten().sort().values
     steps = torch.arange(1, len(ordered) + 1) / len(ordered)
-    assert (ordered - steps).abs().max() * math.sqrt(len(ordered)) < 2.0  # Kolmogorov-Smirnov, p about 6e-4
+    assert (ordered - steps).abs().max() * math.sqrt(
+        len(ordered)
+    ) < 2.0  # Kolmogorov-Smirnov, p about 6e-4
     assert ((u * 2**53) % 1 != 0).any()  # values below 1/2 keep more bits than a 53-bit grid has
 
 
@@ -153,7 +171,8 @@ def test_draws_do_not_depend_on_the_chunk(predictive, probe):
     z = torch.randn(13, 5, 3, 7, generator=torch.Generator().manual_seed(0))
     whole = predictive.cotangent(z, probe, range(100, 113), seed=2**63 + 5)
     parts = [
-        predictive.cotangent(z[i : i + 4], probe, range(100 + i, min(104 + i, 113)), 2**63 + 5) for i in (0, 4, 8, 12)
+        predictive.cotangent(z[i : i + 4], probe, range(100 + i, min(104 + i, 113)), 2**63 + 5)
+        for i in (0, 4, 8, 12)
     ]
     assert torch.equal(whole, torch.cat(parts))
     order = torch.randperm(13, generator=torch.Generator().manual_seed(1))
@@ -169,7 +188,11 @@ def test_layout_of_the_output_does_not_matter(predictive, probe):
     z = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0))
 
     def make(dim):
-        return {"categorical": Categorical(dim=dim), "bernoulli": Bernoulli(), "gaussian": Gaussian()}[predictive]
+        return {
+            "categorical": Categorical(dim=dim),
+            "bernoulli": Bernoulli(),
+            "gaussian": Gaussian(),
+        }[predictive]
 
     def run(output, dim, sample_dim):
         v = make(dim).cotangent(output, probe, range(4), 3, sample_dim=sample_dim)
@@ -237,7 +260,10 @@ Z = torch.zeros(2, 3)
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: Categorical().cotangent(torch.zeros(2, 1), "rademacher", range(2), 0), "Bernoulli"),
+        (
+            lambda: Categorical().cotangent(torch.zeros(2, 1), "rademacher", range(2), 0),
+            "Bernoulli",
+        ),
         (lambda: Categorical().cotangent(torch.zeros(2), "rademacher", range(2), 0), "Bernoulli"),
         (lambda: Categorical(dim=0).cotangent(Z, "rademacher", range(2), 0), "another axis"),
         (lambda: Categorical(dim=2).cotangent(Z, "rademacher", range(2), 0), "another axis"),
@@ -245,7 +271,10 @@ Z = torch.zeros(2, 3)
         (lambda: Categorical().cotangent(Z, "batch", range(2), 0), "unknown probe"),
         (lambda: Categorical().cotangent(Z.long(), "sampled", range(2), 0), "floating-point"),
         (lambda: Categorical().cotangent([1.0], "sampled", range(2), 0), "floating-point"),
-        (lambda: Categorical().cotangent(Z, "sampled", range(3), 0), "3 samples but the output holds 2"),
+        (
+            lambda: Categorical().cotangent(Z, "sampled", range(3), 0),
+            "3 samples but the output holds 2",
+        ),
         (lambda: Categorical().cotangent(Z, "sampled", torch.zeros(2), 0), "integer tensor"),
         (lambda: Categorical().cotangent(Z, "sampled", [0, 1], 0), "integer tensor"),
         (lambda: Categorical().cotangent(Z, "sampled", range(-2, 0), 0), "negative"),
@@ -255,10 +284,15 @@ Z = torch.zeros(2, 3)
         (lambda: Categorical(limit=1).cotangent(Z, "exact", range(2), 0), r"needs 2 .*limit=1"),
         (lambda: Gaussian(limit=2).cotangent(Z, "exact", range(2), 0), r"needs 3 .*limit=2"),
         (lambda: Bernoulli(limit=2).cotangent(Z, "exact", range(2), 0), r"needs 3 .*limit=2"),
-        (lambda: Categorical().cotangent(torch.zeros(2, 40, 100), "exact", range(2), 0), "needs 3960"),
+        (
+            lambda: Categorical().cotangent(torch.zeros(2, 40, 100), "exact", range(2), 0),
+            "needs 3960",
+        ),
         (lambda: Categorical(mask=torch.ones(3)), "boolean"),
         (
-            lambda: Categorical(mask=torch.ones(3).bool()).cotangent(torch.zeros(2, 4, 3), "sampled", range(2), 0),
+            lambda: Categorical(mask=torch.ones(3).bool()).cotangent(
+                torch.zeros(2, 4, 3), "sampled", range(2), 0
+            ),
             "broadcast",
         ),
         (

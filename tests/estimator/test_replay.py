@@ -36,7 +36,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()
+        )
         self.head = nn.Linear(8 * 7 * 7, 3)
         self.state = {"factor": 1.0}
 
@@ -50,7 +52,9 @@ class Made(fastlr.ShapeImages):
     def identity(self, used: int, seed: int) -> str:
         return f"made:{used} of seed {seed}"
 
-    def from_device(self, *, seed: int, device: Any, dtype: torch.dtype | None) -> Callable[[Tensor, int], Tensor]:
+    def from_device(
+        self, *, seed: int, device: Any, dtype: torch.dtype | None
+    ) -> Callable[[Tensor, int], Tensor]:
         return lambda first, size: self.at(
             first + torch.arange(size, device=device), seed=seed, dtype=dtype or torch.float32
         )
@@ -90,7 +94,9 @@ def test_same_numbers(device: str, n: int) -> None:
     with_graphs, without = estimator(model, n), estimator(model, n, graphs=False)
     for _ in range(2):
         agree(with_graphs.measure(), without.measure())
-    assert set(with_graphs.chunks.replays.held) == {8}, "a shorter last chunk has no graph of its own"
+    assert set(with_graphs.chunks.replays.held) == {8}, (
+        "a shorter last chunk has no graph of its own"
+    )
     assert torch.equal(with_graphs.measure().per_sample, with_graphs.measure().per_sample)
 
 
@@ -140,7 +146,8 @@ def test_a_measurement_reads_from_the_device_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(recorder, "replay", replay)
     monkeypatch.setattr(
-        "fastlr.estimator.cuda_graph.fingerprint", lambda model: events.append("fingerprint") or fingerprint(model)
+        "fastlr.estimator.cuda_graph.fingerprint",
+        lambda model: events.append("fingerprint") or fingerprint(model),
     )
     with waits.noting(monkeypatch):
         graphs.measure()
@@ -168,7 +175,11 @@ def test_outputs_that_need_a_closer_look_are_flagged() -> None:
         return bool(output_differs(nn.Identity(), own, got, None))
 
     assert not flagged(x, x) and not flagged(x, x * (1 + 1e-5)) and not flagged(masked, masked)
-    assert flagged(x, x + 0.1) and flagged(masked, masked + 0.1 * (masked > -1)) and flagged(x, x[:, :5])
+    assert (
+        flagged(x, x + 0.1)
+        and flagged(masked, masked + 0.1 * (masked > -1))
+        and flagged(x, x[:, :5])
+    )
     assert flagged(x, torch.where(x == x[2, 7], torch.nan, x))
 
 
@@ -236,13 +247,16 @@ def test_program_that_changed_is_seen(device: str, change: str) -> None:
     agree(graphs.measure(), estimator(model, graphs=False).measure())
 
 
-def test_the_program_is_compared_once_a_measurement(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_is_compared_once_a_measurement(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = net(device)
     graphs = estimator(model)
     graphs.measure()
     asked: list[nn.Module] = []
     monkeypatch.setattr(
-        "fastlr.estimator.cuda_graph.fingerprint", lambda model: asked.append(model) or fingerprint(model)
+        "fastlr.estimator.cuda_graph.fingerprint",
+        lambda model: asked.append(model) or fingerprint(model),
     )
     graphs.measure()
     assert len(asked) == 1  # of five chunks
@@ -326,7 +340,9 @@ def test_idle_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a measurement that was interrupted between its replays and their checks."""
     graphs = estimator(net("cpu"))
     graphs.measure()
-    monkeypatch.setattr(type(graphs.chunks.replays), "doubts", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        type(graphs.chunks.replays), "doubts", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         graphs.measure()
     assert graphs.chunks.replays.clock is not None
@@ -334,7 +350,9 @@ def test_idle_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graphs.chunks.replays.clock is None
 
 
-def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     graphs = estimator(net("cpu"))
     graphs.measure()
     monkeypatch.setattr(audit, "SHARE", 0.0)
@@ -374,7 +392,9 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.Monke
     monkeypatch.setattr(Audits, "due", lambda self, *, fresh: False)
     monkeypatch.setattr(RoundingProbe, "in_other_precision", in_other_precision)
     monkeypatch.setattr(agreement, "rounding", lambda dtype, *, low: 1e-12)
-    monkeypatch.setattr("fastlr.estimator.cuda_graph.rounding", lambda dtype, *, low: 1e-12, raising=False)
+    monkeypatch.setattr(
+        "fastlr.estimator.cuda_graph.rounding", lambda dtype, *, low: 1e-12, raising=False
+    )
     replay = graphs.chunks.replays.held[8]
     plain_replay = replay.recorder.replay
 
@@ -391,7 +411,9 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch: pytest.Monke
     monkeypatch.undo()
 
 
-def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known(device: str) -> None:
+def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known(
+    device: str,
+) -> None:
     model = net(device)
     graphs = estimator(model, dtype=torch.bfloat16)
     graphs.measure()
@@ -402,7 +424,9 @@ def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known
     assert not replay.clean(False, True)
 
 
-def test_other_threads_draw_random_numbers_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_draw_random_numbers_during_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a stand-in of torch's generators.
 
     The one that a capture makes its own is not the device's.
@@ -420,7 +444,9 @@ def test_other_threads_draw_random_numbers_during_a_capture(monkeypatch: pytest.
 
         def draw(self) -> None:
             if self.state["capturing"]:
-                raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+                raise RuntimeError(
+                    "Offset increment outside graph capture encountered unexpectedly."
+                )
 
     class Graph:
         def capture_begin(self, *given: Any, **how: Any) -> None:
@@ -446,7 +472,11 @@ def test_other_threads_draw_random_numbers_during_a_capture(monkeypatch: pytest.
 
     default = Generator("cuda:0")
     before = default.state
-    stream = type("Stream", (), {"__init__": lambda self, *given: None, "wait_stream": lambda self, other: None})
+    stream = type(
+        "Stream",
+        (),
+        {"__init__": lambda self, *given: None, "wait_stream": lambda self, other: None},
+    )
     fakes = {
         "Stream": stream,
         "current_stream": stream,
@@ -455,7 +485,11 @@ def test_other_threads_draw_random_numbers_during_a_capture(monkeypatch: pytest.
         "graph": Capture,
         "CUDAGraph": Graph,
     }
-    fakes |= {"graph_pool_handle": lambda: (0, 1), "current_device": lambda: 0, "default_generators": (default,)}
+    fakes |= {
+        "graph_pool_handle": lambda: (0, 1),
+        "current_device": lambda: 0,
+        "default_generators": (default,),
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch, "Generator", Generator)
@@ -468,7 +502,10 @@ def test_other_threads_draw_random_numbers_during_a_capture(monkeypatch: pytest.
 def test_inputs_without_a_kernel_are_copied(device: str) -> None:
     model = net(device)
     inputs = fastlr.TensorInputs(torch.randn(40, 3, 16, 16))
-    agree(estimator(model, inputs=inputs).measure(), estimator(model, graphs=False, inputs=inputs).measure())
+    agree(
+        estimator(model, inputs=inputs).measure(),
+        estimator(model, graphs=False, inputs=inputs).measure(),
+    )
 
 
 def test_autocast(device: str) -> None:
@@ -483,7 +520,9 @@ def test_a_loop_is_not_captured(device: str) -> None:
         x = x.flatten(1)[:, :4]
         return m.head(torch.linalg.matrix_exp(m.a * x[:, :1, None])[:, 0])
 
-    graphs = estimator(Written(looped, a=nn.Parameter(torch.randn(4, 4)), head=nn.Linear(4, 3)).to(device))
+    graphs = estimator(
+        Written(looped, a=nn.Parameter(torch.randn(4, 4)), head=nn.Linear(4, 3)).to(device)
+    )
     result = graphs.measure()
     if any(route != "rule" for route in result.routes.values()):
         assert not graphs.chunks.replays.held
@@ -519,7 +558,9 @@ def test_a_replay_that_writes_nothing_is_seen(device: str) -> None:
     assert any("CUDA graph dropped" in note for note in result.notes)
 
 
-def test_each_device_captures_and_replays_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_captures_and_replays_on_a_stream_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a stand-in of torch.cuda that records devices and streams."""
     current, captured, replayed = [0], [], []
 
@@ -543,7 +584,11 @@ def test_each_device_captures_and_replays_on_a_stream_of_its_own(monkeypatch: py
 
     held = type("Graph", (), {"replay": lambda self: replayed.append(current[-1])})
     fakes = {"Stream": Stream, "device": on, "stream": on, "graph": graph, "CUDAGraph": held}
-    for name, fake in {**fakes, "current_stream": Stream, "graph_pool_handle": lambda: (0, 1)}.items():
+    for name, fake in {
+        **fakes,
+        "current_stream": Stream,
+        "graph_pool_handle": lambda: (0, 1),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     for index in (0, 1):
         recorder = CudaRecorder(torch.device("cuda", index))

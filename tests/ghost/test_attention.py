@@ -62,7 +62,11 @@ CALLS: dict[str, tuple[Call, dict[str, Any], int]] = {
     "result_changed_in_place": (lambda m, h: itself(m, h)[0].mul_(2), {}, 1),
     "dropout_in_eval_mode": (itself, {"dropout": 0.5}, 1),
     "sequence_first": (sequence_first, {"batch_first": False}, 0),
-    "batch_first_by_hand": (lambda m, h: itself(m, h.transpose(0, 1))[0].transpose(0, 1), {"batch_first": False}, 1),
+    "batch_first_by_hand": (
+        lambda m, h: itself(m, h.transpose(0, 1))[0].transpose(0, 1),
+        {"batch_first": False},
+        1,
+    ),
     "strided": (lambda m, h: itself(m, torch.stack([h, h], -1)[..., 0]), {}, 0),
     "weights_wanted": (lambda m, h: m(h, h, h), {}, 0),
     "masked": (masked, {}, 0),
@@ -88,8 +92,14 @@ def test_norms_are_those_of_the_model(name: str) -> None:
 
 
 def test_projections_of_other_widths_are_left_to_torch() -> None:
-    parts = {"attention": nn.MultiheadAttention(6, 2, kdim=4, vdim=6, batch_first=True), "after": nn.Linear(6, 3)}
-    crossed = Written(lambda m, x: m.after(m.attention(x, x[..., :4], x, need_weights=False)[0]).flatten(1), **parts)
+    parts = {
+        "attention": nn.MultiheadAttention(6, 2, kdim=4, vdim=6, batch_first=True),
+        "after": nn.Linear(6, 3),
+    }
+    crossed = Written(
+        lambda m, x: m.after(m.attention(x, x[..., :4], x, need_weights=False)[0]).flatten(1),
+        **parts,
+    )
     assert check(crossed, 0, inputs()).replaced["attention"] == 0
 
 
@@ -122,4 +132,6 @@ def test_the_output_is_that_of_the_model(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         x = inputs().float()
         got = fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
-        assert got.dtype == dtype and torch.allclose(got, model(x), rtol=1e-5 if dtype == torch.float32 else 1e-2)
+        assert got.dtype == dtype and torch.allclose(
+            got, model(x), rtol=1e-5 if dtype == torch.float32 else 1e-2
+        )

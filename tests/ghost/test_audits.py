@@ -48,7 +48,9 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measured(model: nn.Module, x: torch.Tensor, size: int = 8) -> fastlr.Estimate:
-    return fastlr.estimate(model, fastlr.TensorInputs(x), n=len(x), batch_size=size, predictive=fastlr.Gaussian())
+    return fastlr.estimate(
+        model, fastlr.TensorInputs(x), n=len(x), batch_size=size, predictive=fastlr.Gaussian()
+    )
 
 
 def test_an_interaction_that_only_an_audit_can_see_is_refused(always) -> None:
@@ -59,7 +61,9 @@ def test_an_interaction_that_only_an_audit_can_see_is_refused(always) -> None:
         fastlr.per_sample_grad_sq_norms(model, x, v)
     HIDDEN["alpha"] = 0.0
     total = torch.stack(list(truth(model, (x,), v).norms.values())).sum(0)
-    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(model, x, v), total, rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        fastlr.per_sample_grad_sq_norms(model, x, v), total, rtol=1e-9, atol=0
+    )
 
 
 def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,16 +84,24 @@ def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.Mo
     with pytest.warns(fastlr.FastlrWarning, match="proven anew"):
         again = measured(model, x)
     torch.testing.assert_close(again.per_sample, want, rtol=1e-12, atol=0)
-    assert engine_for(model).audits.failed == 1 and any("measured again" in note for note in again.notes)
+    assert engine_for(model).audits.failed == 1 and any(
+        "measured again" in note for note in again.notes
+    )
 
 
 def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs: list[int]) -> None:
     model, x = Net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
-    fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 16, predictive=fastlr.Gaussian()).measure()
+    fastlr.LocalRedundancy(
+        model, fastlr.TensorInputs(x), 16, predictive=fastlr.Gaussian()
+    ).measure()
     fastlr.per_sample_grad_sq_norms(model, x, torch.randn(16, 4))
     assert len(proofs) == engine_for(model).proofs == 1
-    assert first.audits >= 1 and first.to_dict()["audits"] == first.audits and f"{first.audits} audited" in str(first)
+    assert (
+        first.audits >= 1
+        and first.to_dict()["audits"] == first.audits
+        and f"{first.audits} audited" in str(first)
+    )
     assert torch.equal(first.per_sample, second.per_sample)
 
 
@@ -115,18 +127,24 @@ def test_what_one_rank_finds_changes_what_all_run() -> None:
             return [message, [clean, off, sorted({*loop, "a.weight"}), failed]]
 
     model, x = Net(), torch.randn(16, 5)
-    estimator = fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), n=16, predictive=fastlr.Gaussian())
+    estimator = fastlr.LocalRedundancy(
+        model, fastlr.TensorInputs(x), n=16, predictive=fastlr.Gaussian()
+    )
     before = estimator.measure()
     assert not settled(Two(), estimator.engine, estimator.chunks, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fastlr.FastlrWarning)
         after = estimator.measure()
-    assert after.routes["a.weight"] == "loop" and settled(Two(), estimator.engine, estimator.chunks, 0)
+    assert after.routes["a.weight"] == "loop" and settled(
+        Two(), estimator.engine, estimator.chunks, 0
+    )
     torch.testing.assert_close(after.per_sample, before.per_sample, rtol=1e-9, atol=0)
 
 
 def test_measurements_that_never_hold_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimator = fastlr.LocalRedundancy(Net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian())
+    estimator = fastlr.LocalRedundancy(
+        Net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
+    )
     assert not estimator.measure().notes
     monkeypatch.setattr("fastlr.estimator.estimator.settled", lambda *arguments: False)
     with pytest.warns(fastlr.FastlrWarning, match="may be wrong"):

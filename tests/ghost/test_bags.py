@@ -24,11 +24,22 @@ class Bags(nn.Module):
     """Embedding bags of three and one of a sample's four rows by offsets, or all by a matrix."""
 
     def __init__(
-        self, mode: str, *, offsets: bool, closed: bool = False, weighted: bool = False, **options: Any
+        self,
+        mode: str,
+        *,
+        offsets: bool,
+        closed: bool = False,
+        weighted: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.bag = nn.EmbeddingBag(9, 4, mode=mode, include_last_offset=closed, **options)
-        self.head, self.offsets, self.closed, self.weighted = nn.Linear(4, 2), offsets, closed, weighted
+        self.head, self.offsets, self.closed, self.weighted = (
+            nn.Linear(4, 2),
+            offsets,
+            closed,
+            weighted,
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """A sample's bags one after another."""
@@ -47,8 +58,14 @@ class Bags(nn.Module):
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_embeddings(mode: str, offsets: bool, padding: int | None) -> None:
     ids = torch.tensor([[2, 2, 2, 2], [0, 1, 0, 1], [5, 2, 5, 7], [8, 8, 8, 2], [1, 2, 3, 4]])
-    if padding is None and len(nn.EmbeddingBag(9, 4, include_last_offset=True)(ids)) < len(ids) and not offsets:
-        pytest.skip("this torch loses the last row of a matrix under include_last_offset, as 2.7.1 does")
+    if (
+        padding is None
+        and len(nn.EmbeddingBag(9, 4, include_last_offset=True)(ids)) < len(ids)
+        and not offsets
+    ):
+        pytest.skip(
+            "this torch loses the last row of a matrix under include_last_offset, as 2.7.1 does"
+        )
     holds(Bags(mode, offsets=offsets, closed=padding is None, padding_idx=padding).double(), ids)
     if mode == "sum":
         holds(Bags(mode, offsets=offsets, weighted=True, padding_idx=padding).double(), ids)
@@ -71,7 +88,9 @@ def test_bags_that_share_a_table() -> None:
 def test_bags_scaled_by_frequency_are_warned_of() -> None:
     model = Bags("sum", offsets=False, scale_grad_by_freq=True).double()
     with pytest.warns(FastlrWarning, match="scale_grad_by_freq"):
-        Engine(model).run(torch.randint(9, (5, 4), generator=seeded()), lambda z: torch.ones_like(z))
+        Engine(model).run(
+            torch.randint(9, (5, 4), generator=seeded()), lambda z: torch.ones_like(z)
+        )
 
 
 @pytest.mark.parametrize("rows", [(), (6,), (2, 3)])

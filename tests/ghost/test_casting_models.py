@@ -44,7 +44,9 @@ class Cast(nn.Module):
         self.eval()
 
     def forward(self, *xs: Tensor) -> Tensor:
-        return self.inner(*[x.float() if x.is_floating_point() or x.dtype == torch.uint8 else x for x in xs])
+        return self.inner(
+            *[x.float() if x.is_floating_point() or x.dtype == torch.uint8 else x for x in xs]
+        )
 
 
 class Within(nn.Module):
@@ -53,7 +55,9 @@ class Within(nn.Module):
     A float64 copy runs, and is none within.
     """
 
-    def __init__(self, dtype: torch.dtype, outputs: int = 1000, mix: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, outputs: int = 1000, mix: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.a, self.c = nn.Linear(64, 256), nn.Linear(256, outputs)
         self.dtype, self.mix = dtype, mix
@@ -85,13 +89,17 @@ def test_a_model_that_casts_its_inputs_is_right(seed: int) -> None:
     inner = mlp()
     x = torch.randn(16, 64)
     v = torch.randn(16, 1000)
-    torch.testing.assert_close(norms(Cast(inner), x, v), truth(inner, (x,), v).total, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        norms(Cast(inner), x, v), truth(inner, (x,), v).total, rtol=1e-4, atol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("outer", [torch.float32, torch.float64])
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
-def test_a_model_that_works_in_fewer_digits_within_is_right(outer: torch.dtype, dtype: torch.dtype) -> None:
+def test_a_model_that_works_in_fewer_digits_within_is_right(
+    outer: torch.dtype, dtype: torch.dtype
+) -> None:
     """Each was refused in float32, and in float64 audits sent it to the loop.
 
     Its float64 copy is off by more than 1e-9.
@@ -105,9 +113,13 @@ def test_a_model_that_works_in_fewer_digits_within_is_right(outer: torch.dtype, 
         got = norms(model, x, v)
         parameters = list(model.parameters())
         z = model(x)
-        want = [torch.autograd.grad(z[j], parameters, v[j], retain_graph=True) for j in range(count)]
+        want = [
+            torch.autograd.grad(z[j], parameters, v[j], retain_graph=True) for j in range(count)
+        ]
         exact = torch.stack([sum(g.double().square().sum() for g in grads) for grads in want])
-        torch.testing.assert_close(got, exact, rtol=1e-4 if dtype == torch.float32 else 0.05, atol=0)
+        torch.testing.assert_close(
+            got, exact, rtol=1e-4 if dtype == torch.float32 else 0.05, atol=0
+        )
     assert set(fastlr.support_report(model, x).routes.values()) == {"rule"}
 
 
@@ -120,7 +132,11 @@ def many_batches(monkeypatch: pytest.MonkeyPatch, models: int, batches: int) -> 
         model = Cast(mlp())
         for batch in range(batches):
             count = (16, 2, 33, 3)[batch % 4]
-            x = torch.randint(0, 256, (count, 64)).to(torch.uint8) if by_bytes else torch.randn(count, 64)
+            x = (
+                torch.randint(0, 256, (count, 64)).to(torch.uint8)
+                if by_bytes
+                else torch.randn(count, 64)
+            )
             norms(model, x, torch.randn(count, 1000))
         engine = engine_for(model)
         assert engine.audits.failed == 0 and engine.audits.passed == batches
@@ -158,7 +174,9 @@ def one_masked(z: Tensor) -> Tensor:
 
 
 def half_masked(z: Tensor) -> Tensor:
-    return less_mean(1e-3)(z).masked_fill(torch.arange(z.shape[1]) % 2 == 0, torch.finfo(torch.float32).min)
+    return less_mean(1e-3)(z).masked_fill(
+        torch.arange(z.shape[1]) % 2 == 0, torch.finfo(torch.float32).min
+    )
 
 
 def masked_by_sample(z: Tensor) -> Tensor:
@@ -201,9 +219,13 @@ FAINT = (
 
 @pytest.mark.parametrize("mix", FAINT, ids=lambda mix: mix.__name__)
 @pytest.mark.parametrize("outputs", [4, 1000])
-def test_faint_interactions_are_found_where_the_inputs_are_cast(mix: Callable, outputs: int) -> None:
+def test_faint_interactions_are_found_where_the_inputs_are_cast(
+    mix: Callable, outputs: int
+) -> None:
     torch.manual_seed(0)
-    net = Written(lambda m, x: mix(m.c(m.a(x).tanh())), a=nn.Linear(64, 128), c=nn.Linear(128, outputs))
+    net = Written(
+        lambda m, x: mix(m.c(m.a(x).tanh())), a=nn.Linear(64, 128), c=nn.Linear(128, outputs)
+    )
     x = torch.randn(16, 64)
     with pytest.raises(fastlr.InteractionError):
         norms(Cast(net), x, torch.randn_like(net(x)))
@@ -211,7 +233,9 @@ def test_faint_interactions_are_found_where_the_inputs_are_cast(mix: Callable, o
 
 @pytest.mark.parametrize("mix", FAINT, ids=lambda mix: mix.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_faint_interactions_are_found_in_fewer_digits_within(mix: Callable, dtype: torch.dtype) -> None:
+def test_faint_interactions_are_found_in_fewer_digits_within(
+    mix: Callable, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     model = Within(dtype, 10, mix)
     x = torch.randn(16, 64)
@@ -335,8 +359,18 @@ def test_a_model_that_is_not_finite_itself_is_refused_as_such() -> None:
 def test_canine() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    others = {"downsampling_rate": 4, "local_transformer_stride": 8, "num_hash_buckets": 16, "num_hash_functions": 2}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    others = {
+        "downsampling_rate": 4,
+        "local_transformer_stride": 8,
+        "num_hash_buckets": 16,
+        "num_hash_functions": 2,
+    }
     config = transformers.CanineConfig(**sizes, **others, max_position_embeddings=16)
     model = transformers.CanineModel(config).eval()
     mask = torch.ones(3, 16, dtype=torch.long)
@@ -346,6 +380,9 @@ def test_canine() -> None:
     got = norms(model, x, v, output="pooler_output")
     z = model(**x).pooler_output
     parameters = list(model.parameters())
-    want = [torch.autograd.grad(z[j], parameters, v[j], retain_graph=True, allow_unused=True) for j in range(3)]
+    want = [
+        torch.autograd.grad(z[j], parameters, v[j], retain_graph=True, allow_unused=True)
+        for j in range(3)
+    ]
     exact = [sum(g.double().square().sum() for g in grads if g is not None) for grads in want]
     torch.testing.assert_close(got, torch.stack(exact), rtol=1e-4, atol=0)

@@ -43,7 +43,9 @@ class Call(nn.Module):
     With ``norm`` a batch norm and an activation follow.
     """
 
-    def __init__(self, call: Callable[..., Tensor], weight: Tensor, options: dict, norm: nn.Module | None) -> None:
+    def __init__(
+        self, call: Callable[..., Tensor], weight: Tensor, options: dict, norm: nn.Module | None
+    ) -> None:
         super().__init__()
         self.call, self.options, self.norm = call, options, norm
         self.weight, self.bias = nn.Parameter(weight), nn.Parameter(torch.randn(6))
@@ -79,7 +81,9 @@ def test_padding_that_differs_between_the_sides_is_not_folded() -> None:
     assert not holds(randomise(model), images(2)).folding.folded
 
 
-@pytest.mark.parametrize("options", [{"padding": (1, 1, 1)}, {"stride": (2, 2, 2)}, {"padding": "same", "stride": 2}])
+@pytest.mark.parametrize(
+    "options", [{"padding": (1, 1, 1)}, {"stride": (2, 2, 2)}, {"padding": "same", "stride": 2}]
+)
 def test_what_torch_refuses_has_no_geometry(options: dict[str, Any]) -> None:
     given = {"stride": 1, "padding": 0, "dilation": 1} | options
     assert ConvGeometry.of((3, 3), **given) is None

@@ -23,7 +23,9 @@ def by_definition(v, out_dim):
     return unit.movedim(0, out_dim), power.square()
 
 
-@pytest.mark.parametrize("shape, out_dim", [((8,), 0), ((8, 5), 0), ((3, 8, 5), 1), ((3, 5, 8), -1)])
+@pytest.mark.parametrize(
+    "shape, out_dim", [((8,), 0), ((8, 5), 0), ((3, 8, 5), 1), ((3, 5, 8), -1)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", [None, torch.float64])
 def test_samples_are_scaled_to_unit_size(shape, out_dim, dtype, given):

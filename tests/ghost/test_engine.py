@@ -34,7 +34,9 @@ def mlp() -> nn.Sequential:
 def images() -> tuple[nn.Module, Tensor, Tensor]:
     """A convolutional network, its inputs and a cotangent."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 3)
+    ).eval()
     return model, torch.randn(8, 3, 8, 8), torch.randn(8, 3)
 
 
@@ -43,7 +45,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def agree(model: nn.Module, x: Tensor, v: Tensor, rtol: float = 1e-10) -> None:
-    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(model, x, v), truth(model, (x,), v), rtol=rtol, atol=0)
+    torch.testing.assert_close(
+        fastlr.per_sample_grad_sq_norms(model, x, v), truth(model, (x,), v), rtol=rtol, atol=0
+    )
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -67,7 +71,9 @@ def test_weights_may_change_between_calls(proofs: list[int]) -> None:
 
 
 def test_a_new_structure_is_proven_anew(proofs: list[int]) -> None:
-    model = Written(lambda m, x: m.b(m.a(x)) if m.deep else m.a(x), a=nn.Linear(5, 5), b=nn.Linear(5, 5)).double()
+    model = Written(
+        lambda m, x: m.b(m.a(x)) if m.deep else m.a(x), a=nn.Linear(5, 5), b=nn.Linear(5, 5)
+    ).double()
     for deep in (True, False, True, False):
         model.deep = deep
         agree(model, draw(4, 5), draw(4, 5))
@@ -88,7 +94,10 @@ def test_a_change_that_hides_a_parameter_is_seen() -> None:
 
 
 def test_a_change_that_makes_samples_interact_is_seen() -> None:
-    model = Written(lambda m, x: m.a(x - x.mean(0).detach()) if m.centre else m.a(x * 1.0) + 0, a=nn.Linear(5, 3))
+    model = Written(
+        lambda m, x: m.a(x - x.mean(0).detach()) if m.centre else m.a(x * 1.0) + 0,
+        a=nn.Linear(5, 3),
+    )
     model = model.double()
     model.centre = False
     agree(model, draw(4, 5), draw(4, 3))
@@ -101,7 +110,9 @@ def test_freezing_is_seen(proofs: list[int]) -> None:
     agree(model, draw(4, 5), draw(4, 3))
     model[0].weight.requires_grad_(False)
     agree(model, draw(4, 5), draw(4, 3))
-    assert set(fastlr.per_sample_grad_sq_norms(model, draw(4, 5), draw(4, 3), per_parameter=True)) == {
+    assert set(
+        fastlr.per_sample_grad_sq_norms(model, draw(4, 5), draw(4, 3), per_parameter=True)
+    ) == {
         "0.bias",
         "2.weight",
         "2.bias",
@@ -137,9 +148,13 @@ def test_wrappers_are_looked_through() -> None:
     model = mlp()
     want = truth(model, (draw(4, 5),), draw(4, 3))
     compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(compiled, draw(4, 5), draw(4, 3)), want)
+    torch.testing.assert_close(
+        fastlr.per_sample_grad_sq_norms(compiled, draw(4, 5), draw(4, 3)), want
+    )
     parallel = nn.DataParallel(model)
-    assert set(fastlr.per_sample_grad_sq_norms(parallel, draw(4, 5), draw(4, 3), per_parameter=True)) == {
+    assert set(
+        fastlr.per_sample_grad_sq_norms(parallel, draw(4, 5), draw(4, 3), per_parameter=True)
+    ) == {
         "0.weight",
         "0.bias",
         "2.weight",
@@ -164,12 +179,17 @@ def test_distributed_data_parallel_is_looked_through() -> None:
 def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim: int) -> None:
     """A linear layer takes another path through autograd where its input is not contiguous."""
     model = nn.Linear(2, 3).double()
-    x, v = draw(4, 6, 2).transpose(0, 1), draw(4, 6, 3).transpose(0, 1)  # time first, in memory sample first
+    x, v = (
+        draw(4, 6, 2).transpose(0, 1),
+        draw(4, 6, 3).transpose(0, 1),
+    )  # time first, in memory sample first
     x, v = (x, v) if in_dim else (x.transpose(0, 1), v.transpose(0, 1))
     got = fastlr.per_sample_grad_sq_norms(model, x, v, in_dim=in_dim, out_dim=in_dim)
     want = truth(model, (draw(4, 6, 2),), draw(4, 6, 3))
     torch.testing.assert_close(got, want)
-    assert set(fastlr.support_report(model, x, in_dim=in_dim, out_dim=in_dim).routes.values()) == {"rule"}
+    assert set(fastlr.support_report(model, x, in_dim=in_dim, out_dim=in_dim).routes.values()) == {
+        "rule"
+    }
 
 
 # -- what a wrong rule or layout meets ----------------------------------------------------------------------------------
@@ -198,7 +218,9 @@ def test_a_wrong_rule_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
     assert "differs from the truth" in str(report)
 
 
-def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     wrong_rule(monkeypatch, lambda site: site.count != 3)
     model = mlp()
     with pytest.warns(fastlr.FastlrWarning, match="audit of a sample"):
@@ -216,12 +238,16 @@ def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "right", [Regular(0, 1, 3), Regular(0, 3, 1), Regular(1, 1, 1), Regular(1, 2, 2), Regular(2, 2, 1)]
+    "right",
+    [Regular(0, 1, 3), Regular(0, 3, 1), Regular(1, 1, 1), Regular(1, 2, 2), Regular(2, 2, 1)],
 )
 def test_marks_tell_layouts_apart(right: Regular) -> None:
     count, shape = 5, [12, 12, 12]
     shape[right.dim] = right.outer * count * right.inner
-    plain, marks = draw(*shape), Marks.make(count, torch.float64, torch.device("cpu"), regular=False)
+    plain, marks = (
+        draw(*shape),
+        Marks.make(count, torch.float64, torch.device("cpu"), regular=False),
+    )
     ids = right.samples(shape[right.dim], count, plain.device)
     along = [-1 if d == right.dim else 1 for d in range(3)]
     sums = (
@@ -245,7 +271,9 @@ def test_rows_of_any_number_of_samples_are_told_apart(count: int, dtype: torch.d
     ids = torch.randint(count, (4 * count,), generator=torch.Generator().manual_seed(1))
     plain = draw(4 * count).abs()
     marked = (
-        plain * marks.factors[:, ids] * (1 + 0.5 * marks.tolerance * draw(len(marks.factors), 4 * count).clamp(-1, 1))
+        plain
+        * marks.factors[:, ids]
+        * (1 + 0.5 * marks.tolerance * draw(len(marks.factors), 4 * count).clamp(-1, 1))
     )
     found = explains(Ragged(0), plain, marked, marks)
     assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
@@ -284,7 +312,9 @@ def test_a_gradient_that_is_zero_on_the_proofs_samples_is_checked_later() -> Non
 
 def test_a_batch_of_one_settles_nothing_for_larger_ones() -> None:
     torch.manual_seed(0)
-    model = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).eval()  # its graph differs for one sample
+    model = nn.TransformerEncoderLayer(
+        8, 2, 16, 0.0, batch_first=True
+    ).eval()  # its graph differs for one sample
     for size in (1, 3, 1, 7):
         x, v = torch.randn(size, 5, 8), torch.randn(size, 5, 8)
         got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
@@ -298,9 +328,13 @@ def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch: pytest.MonkeyP
 
     The sample that shows it is not the one of the spot check.
     """
-    monkeypatch.setattr(audit, "SHARE", -1.0)  # no audit beyond the first of the shape: another would find it earlier
+    monkeypatch.setattr(
+        audit, "SHARE", -1.0
+    )  # no audit beyond the first of the shape: another would find it earlier
     wrong_rule(monkeypatch, lambda site: bool(site.g.any()) and site.g.shape[-1] == 1)
-    gate = Written(lambda m, x: m.a(x) * (x[:, :1] > 0) + m.b(x), a=nn.Linear(5, 1), b=nn.Linear(5, 2)).double()
+    gate = Written(
+        lambda m, x: m.a(x) * (x[:, :1] > 0) + m.b(x), a=nn.Linear(5, 1), b=nn.Linear(5, 2)
+    ).double()
     x = draw(8, 5)
     x[:, 0] = -x[:, 0].abs()
     agree(gate, x, draw(8, 2))
@@ -325,7 +359,12 @@ def test_a_later_proof_can_refute_an_earlier_one(monkeypatch: pytest.MonkeyPatch
 
 
 def refused(
-    error: type[Exception], pattern: str, model: nn.Module, x: object, v: Tensor | None = None, **options
+    error: type[Exception],
+    pattern: str,
+    model: nn.Module,
+    x: object,
+    v: Tensor | None = None,
+    **options,
 ) -> None:
     with pytest.raises(error, match=pattern):
         fastlr.per_sample_grad_sq_norms(model, x, v if v is not None else draw(4, 3), **options)
@@ -334,7 +373,12 @@ def refused(
 def test_batch_norm_in_train_mode_is_named() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
     with untouched(model):
-        refused(fastlr.InteractionError, r"module 1 \(BatchNorm1d\).*train mode.*model\.eval\(\)", model, draw(4, 5))
+        refused(
+            fastlr.InteractionError,
+            r"module 1 \(BatchNorm1d\).*train mode.*model\.eval\(\)",
+            model,
+            draw(4, 5),
+        )
     agree(model.eval(), draw(4, 5), draw(4, 3))
 
 
@@ -344,7 +388,9 @@ def linear(function) -> Written:
 
 
 def test_parameters_outside_the_graph() -> None:
-    hidden = Written(lambda m, x: m.a(x) + m.b(x).detach(), a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
+    hidden = Written(
+        lambda m, x: m.a(x) + m.b(x).detach(), a=nn.Linear(5, 3), b=nn.Linear(5, 3)
+    ).double()
     refused(
         fastlr.HiddenParameterError,
         r"b\.(weight|bias).*module b \(Linear\).*requires_grad_\(False\)",
@@ -389,24 +435,48 @@ def test_opposite_infinities_among_the_inputs_are_numbers() -> None:
 @pytest.mark.parametrize(
     ("error", "pattern", "call"),
     [
-        ("Interaction", "samples .* interact", lambda: norms(linear(lambda m, x: m.a(x - x.mean(0).detach())), X)),
+        (
+            "Interaction",
+            "samples .* interact",
+            lambda: norms(linear(lambda m, x: m.a(x - x.mean(0).detach())), X),
+        ),
         ("RandomForward", r"train mode: 1.*model\.eval\(\)", lambda: norms(DROPOUT, X)),
         ("NonFinite", "not a number", lambda: norms(mlp(), NAN_COLUMN)),
-        ("NonFinite", "not finite|infinite", lambda: norms(linear(lambda m, x: m.a(x).exp().exp()), 100 * X)),
-        ("NonFinite", "gradient of parameter a.weight is not finite", lambda: norms(linear(root_of_zero), X)),
+        (
+            "NonFinite",
+            "not finite|infinite",
+            lambda: norms(linear(lambda m, x: m.a(x).exp().exp()), 100 * X),
+        ),
+        (
+            "NonFinite",
+            "gradient of parameter a.weight is not finite",
+            lambda: norms(linear(root_of_zero), X),
+        ),
         ("NonFinite", "cotangent", lambda: norms(mlp(), X, draw(4, 3) * torch.inf)),
         ("Input", "torch.nn.Module", lambda: norms("model", X)),
         ("Model", "no trainable parameters", lambda: norms(mlp().requires_grad_(False), X)),
         ("Input", "empty", lambda: norms(mlp(), draw(0, 5), draw(0, 3))),
         ("Input", "nested.*pad it", lambda: norms(mlp(), torch.nested.nested_tensor([*X]))),
-        ("Input", "sparse.*make it dense", lambda: norms(linear(lambda m, x: m.a(x.to_dense())), X.to_sparse())),
+        (
+            "Input",
+            "sparse.*make it dense",
+            lambda: norms(linear(lambda m, x: m.a(x.to_dense())), X.to_sparse()),
+        ),
         ("Input", "cotangent has shape", lambda: norms(mlp(), X, draw(4, 2))),
         ("Input", "float16.*float64", lambda: norms(mlp(), X.half())),
         ("Input", "float32.*float64", lambda: norms(mlp(), X.float())),
         ("Input", "on meta", lambda: norms(mlp(), X.to("meta"))),
         ("Input", "out_dim=2", lambda: norms(mlp(), X, out_dim=2)),
-        ("Input", "not a tensor but a tuple of 2", lambda: norms(linear(lambda m, x: (m.a(x), 1)), X)),
-        ("Input", "picks nothing.*keys", lambda: norms(linear(lambda m, x: {"y": m.a(x)}), X, output="z")),
+        (
+            "Input",
+            "not a tensor but a tuple of 2",
+            lambda: norms(linear(lambda m, x: (m.a(x), 1)), X),
+        ),
+        (
+            "Input",
+            "picks nothing.*keys",
+            lambda: norms(linear(lambda m, x: {"y": m.a(x)}), X, output="z"),
+        ),
         ("Input", "in_dim", lambda: norms(linear(lambda m, x: m.a(x.T)), draw(5, 4))),
         ("Model", "not initialised", lambda: norms(nn.LazyLinear(3), X)),
         ("Model", "complex", lambda: norms(nn.Linear(5, 3, dtype=torch.complex128), X)),
@@ -418,7 +488,9 @@ def test_what_cannot_be_measured_is_named(error, pattern, call) -> None:
 
 
 def test_nothing_is_touched_when_a_call_fails() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3)
+    ).double()
     for x in (draw(4, 5), draw(4, 5) * torch.nan):
         with untouched(model), pytest.raises(fastlr.FastlrError):
             fastlr.per_sample_grad_sq_norms(model, x, draw(4, 3))
@@ -433,7 +505,9 @@ def test_tiny_and_huge_cotangents(scale: float, dtype: torch.dtype) -> None:
     model, x, v = mlp().to(dtype), draw(4, 5).to(dtype), draw(4, 3).to(dtype).double()
     got = fastlr.per_sample_grad_sq_norms(model, x, v * scale)
     unit = fastlr.per_sample_grad_sq_norms(model, x, v)
-    torch.testing.assert_close(got / scale**2, unit, rtol=1e-5 if dtype == torch.float32 else 0.05, atol=0)
+    torch.testing.assert_close(
+        got / scale**2, unit, rtol=1e-5 if dtype == torch.float32 else 0.05, atol=0
+    )
 
 
 def test_autocast_is_close() -> None:
@@ -470,19 +544,27 @@ def test_batch_norm_of_another_library(monkeypatch) -> None:
 
     monkeypatch.setitem(rules.RULES, "NativeBatchNormBackward0", other)
     model = (
-        nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+        nn.Sequential(
+            nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        )
+        .double()
+        .eval()
     )
     x, v = draw(6, 5), draw(6, 2)
     result = Engine(model).run(x, lambda z: v)
     assert set(result.routes.values()) == {"rule"}
     torch.testing.assert_close(result.total, truth(model, (x,), v))
-    assert {ALIASES[name] for name in ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0")} <= set(rules.RULES)
+    assert {
+        ALIASES[name] for name in ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
+    } <= set(rules.RULES)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_norms_that_are_not_folded_keep_their_rule_on_a_gpu(dtype) -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval().cuda()
+    model = (
+        nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).eval().cuda()
+    )
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
         found = fastlr.support_report(model, torch.randn(8, 5, device="cuda"))
     assert set(found.routes.values()) == {"rule"}
@@ -504,7 +586,9 @@ def test_low_precision_is_that_of_products() -> None:
     try:
         backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, False
         assert low_precision(gpu, {torch.float32}) and not low_precision(gpu, {torch.float64})
-        assert low_precision(cpu, {torch.float32, torch.bfloat16}) and not low_precision(cpu, {torch.float32})
+        assert low_precision(cpu, {torch.float32, torch.bfloat16}) and not low_precision(
+            cpu, {torch.float32}
+        )
         backends.cudnn.allow_tf32 = False
         assert not low_precision(gpu, {torch.float32})
         with torch.autocast("cpu", torch.bfloat16):
@@ -550,11 +634,17 @@ def test_unit_passes_keep_the_fast_route() -> None:
 
 def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call() -> None:
     torch.manual_seed(0)
-    gated = Written(lambda m, x: m.b(x) + (x[:, :1] > 10) * m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3))
+    gated = Written(
+        lambda m, x: m.b(x) + (x[:, :1] > 10) * m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3)
+    )
     x, v = torch.randn(6, 5), torch.randn(6, 3)
     x[4, 0] = 20.0
-    first, second = (fastlr.per_sample_grad_sq_norms(gated, x, v, per_parameter=True) for _ in range(2))
-    assert first["a.weight"][4] > 0 and all(torch.equal(first[name], second[name]) for name in first)
+    first, second = (
+        fastlr.per_sample_grad_sq_norms(gated, x, v, per_parameter=True) for _ in range(2)
+    )
+    assert first["a.weight"][4] > 0 and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
     assert engine_for(gated, None, 0, 0).ledger.parameters["a.weight"].alive
 
 
@@ -564,7 +654,8 @@ def test_what_is_random_whatever_the_mode_is_told_apart():
     with pytest.raises(fastlr.errors.RandomForwardError, match=r"call model.eval\(\)$"):
         fastlr.per_sample_grad_sq_norms(model, torch.randn(8, 6), torch.ones(8, 3))
     with pytest.raises(
-        fastlr.errors.RandomForwardError, match="although the model is in eval mode.*training=self.training"
+        fastlr.errors.RandomForwardError,
+        match="although the model is in eval mode.*training=self.training",
     ) as raised:
         fastlr.per_sample_grad_sq_norms(model.eval(), torch.randn(8, 6), torch.ones(8, 3))
     assert "model.eval()" not in str(raised.value)
@@ -583,5 +674,7 @@ def rare_branch() -> Written:
 def test_a_use_that_no_proof_has_met_is_told():
     x = torch.randn(40, 5).clamp(max=4)
     x[33, 0] = 9
-    with pytest.warns(fastlr.FastlrWarning, match="the data choose. The values are exact.*the first 24 inputs"):
+    with pytest.warns(
+        fastlr.FastlrWarning, match="the data choose. The values are exact.*the first 24 inputs"
+    ):
         fastlr.support_report(rare_branch(), x)

@@ -53,7 +53,9 @@ def batch(count: int) -> Tensor:
 
 @pytest.mark.parametrize("rearranged", [halved, viewed, paired, required])
 @pytest.mark.parametrize("count", [2, 4, 6, 10])
-def test_they_are_proven_on_four_samples(rearranged: Callable[[Tensor], Tensor], count: int) -> None:
+def test_they_are_proven_on_four_samples(
+    rearranged: Callable[[Tensor], Tensor], count: int
+) -> None:
     """Six and ten have halves of an odd number."""
     engine = holds(model(rearranged), batch(count))
     assert engine.folding.folded
@@ -78,7 +80,9 @@ def test_estimates_take_even_chunks(most: int, monkeypatch: pytest.MonkeyPatch) 
     net, inputs = model(required), fastlr.NoiseImages((1, 4, 4))
     got = fastlr.estimate(net, inputs, 50)
     assert got.batch_size % 2 == 0
-    torch.testing.assert_close(got.per_sample, fastlr.estimate(model(lambda h: h), inputs, 50).per_sample)
+    torch.testing.assert_close(
+        got.per_sample, fastlr.estimate(model(lambda h: h), inputs, 50).per_sample
+    )
 
 
 def test_an_odd_number_of_inputs_is_an_error_of_theirs() -> None:

@@ -44,13 +44,20 @@ def net(after: Callable[[Tensor], Tensor]) -> nn.Module:
     return randomise(nn.Sequential(stem, *[block(4, after) for _ in range(4)], head))
 
 
-def first_call(model: nn.Module, x: Tensor, v: Tensor, want: dict[str, Tensor]) -> tuple[Engine, dict[str, str]]:
+def first_call(
+    model: nn.Module, x: Tensor, v: Tensor, want: dict[str, Tensor]
+) -> tuple[Engine, dict[str, str]]:
     """The engine and the routes of a first call, whose norms are held to ``want``."""
     engine = Engine(model)
     got = engine.run(x, v.to(x.dtype))
-    total, close = torch.stack(list(want.values())).sum(0), 1e-8 if x.dtype == torch.float64 else 1e-3
+    total, close = (
+        torch.stack(list(want.values())).sum(0),
+        1e-8 if x.dtype == torch.float64 else 1e-3,
+    )
     for name, value in want.items():
-        assert bool(((got.per_parameter[name] - value).abs() <= close * (value + 1e-4 * total)).all()), name
+        assert bool(
+            ((got.per_parameter[name] - value).abs() <= close * (value + 1e-4 * total)).all()
+        ), name
     return engine, got.routes
 
 
@@ -65,9 +72,19 @@ def test_all_folds_are_refuted_at_once(after: Callable[[Tensor], Tensor], proofs
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "levit_128s": {"img_size": 128, "embed_dim": (32, 48, 64), "num_heads": (2, 3, 4), "depth": (1, 1, 1)},
+    "levit_128s": {
+        "img_size": 128,
+        "embed_dim": (32, 48, 64),
+        "num_heads": (2, 3, 4),
+        "depth": (1, 1, 1),
+    },
     "efficientformer_l1": {"embed_dims": (8, 16, 32, 64), "depths": (1, 1, 1, 3)},
-    "efficientvit_m0": {"img_size": 128, "embed_dim": (16, 32, 48), "num_heads": (2, 2, 3), "depth": (1, 1, 1)},
+    "efficientvit_m0": {
+        "img_size": 128,
+        "embed_dim": (16, 32, 48),
+        "num_heads": (2, 2, 3),
+        "depth": (1, 1, 1),
+    },
 }
 
 
@@ -75,7 +92,9 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("validated", [False, True])
-def test_image_models_take_two_proofs_at_most(name: str, dtype: torch.dtype, validated: bool) -> None:
+def test_image_models_take_two_proofs_at_most(
+    name: str, dtype: torch.dtype, validated: bool
+) -> None:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=7, **MODELS[name]).eval().to(dtype)

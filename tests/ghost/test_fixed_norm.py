@@ -26,7 +26,11 @@ class Transposed(nn.Module):
 
     def __init__(self, times: int = 1, **options: object) -> None:
         super().__init__()
-        self.inner, self.bn, self.outer = nn.Linear(4, 5), nn.BatchNorm1d(5, **options), nn.Linear(5, 3)  # type: ignore
+        self.inner, self.bn, self.outer = (
+            nn.Linear(4, 5),
+            nn.BatchNorm1d(5, **options),
+            nn.Linear(5, 3),
+        )  # type: ignore
         self.times = times
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,18 +47,30 @@ def series(batch: int = 3) -> Tensor:
 @pytest.mark.parametrize("frozen", [(), ("x",), ("gamma",), ("beta",), ("gamma", "beta")])
 @pytest.mark.parametrize("shape", [(3, 5), (3, 5, 4), (2, 5, 4, 3), (2, 5, 2, 3, 2)])
 @pytest.mark.parametrize("given", ["both", "gamma", "beta"])
-def test_its_gradients_are_right(frozen: tuple[str, ...], shape: tuple[int, ...], given: str) -> None:
+def test_its_gradients_are_right(
+    frozen: tuple[str, ...], shape: tuple[int, ...], given: str
+) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        name: torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_(name not in frozen)
+        name: torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_(
+            name not in frozen
+        )
         for name, size in {"x": shape, "gamma": (5,), "beta": (5,)}.items()
     }
     if given != "both":
         tensors["beta" if given == "gamma" else "gamma"] = None  # type: ignore[assignment]
     x, gamma, beta = tensors.values()
-    mean, var = torch.randn(5, generator=generator, dtype=torch.float64), torch.rand(5, dtype=torch.float64) + 0.5
-    got, want = FixedNorm.apply(x, gamma, beta, mean, var, 1e-3), F.batch_norm(x, mean, var, gamma, beta, eps=1e-3)
-    assert_same_function(got, want, [t for t in (x, gamma, beta) if t is not None and t.requires_grad])
+    mean, var = (
+        torch.randn(5, generator=generator, dtype=torch.float64),
+        torch.rand(5, dtype=torch.float64) + 0.5,
+    )
+    got, want = (
+        FixedNorm.apply(x, gamma, beta, mean, var, 1e-3),
+        F.batch_norm(x, mean, var, gamma, beta, eps=1e-3),
+    )
+    assert_same_function(
+        got, want, [t for t in (x, gamma, beta) if t is not None and t.requires_grad]
+    )
 
 
 def test_strides_are_kept() -> None:
@@ -70,15 +86,28 @@ MODELS = {
     "used_twice": (lambda: Transposed(times=2), {"bn.weight"}),
     "no_affine": (lambda: Transposed(affine=False), set()),
     "no_running_statistics": (lambda: Transposed(track_running_stats=False), None),
-    "first": (lambda: nn.Sequential(nn.BatchNorm1d(7), nn.Flatten(), nn.Linear(28, 3)), {"0.weight"}),
-    "flat": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(28, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), {"2.weight"}),
+    "first": (
+        lambda: nn.Sequential(nn.BatchNorm1d(7), nn.Flatten(), nn.Linear(28, 3)),
+        {"0.weight"},
+    ),
+    "flat": (
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(28, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)),
+        {"2.weight"},
+    ),
     "before_its_activation": (
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(28, 6), nn.BatchNorm1d(6), nn.ReLU(True), nn.Linear(6, 3)),
+        lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(28, 6), nn.BatchNorm1d(6), nn.ReLU(True), nn.Linear(6, 3)
+        ),
         {"2.weight"},
     ),
     "after_a_block": (
         lambda: nn.Sequential(
-            nn.Conv1d(7, 5, 2), nn.BatchNorm1d(5), nn.ReLU(), nn.BatchNorm1d(5), nn.Flatten(), nn.Linear(15, 2)
+            nn.Conv1d(7, 5, 2),
+            nn.BatchNorm1d(5),
+            nn.ReLU(),
+            nn.BatchNorm1d(5),
+            nn.Flatten(),
+            nn.Linear(15, 2),
         ),
         {"3.weight"},
     ),
@@ -90,7 +119,9 @@ def test_norms_are_those_of_the_model(name: str) -> None:
     make, fixed = MODELS[name]
     if fixed is None:  # batch statistics: samples interact
         with pytest.raises(fastlr.errors.ModelError):
-            fastlr.per_sample_grad_sq_norms(make().double().eval(), series(), torch.randn(3, 3, dtype=torch.float64))
+            fastlr.per_sample_grad_sq_norms(
+                make().double().eval(), series(), torch.randn(3, 3, dtype=torch.float64)
+            )
         return
     folding = check(make(), int(name == "after_a_block"), series())
     assert folding.fixed == fixed
@@ -105,14 +136,20 @@ def test_frozen_parts(frozen: str) -> None:
 
 def test_samples_of_several_rows_are_told_apart() -> None:
     """Channels folded into the batch, as PatchTST does."""
-    folded = Written(lambda m, x: m.inner(x.reshape(-1, 7, 4)).reshape(len(x), -1), inner=Transposed())
-    assert check(folded, 0, torch.randn(4, 3, 7, 4, dtype=torch.float64)).fixed == {"inner.bn.weight"}
+    folded = Written(
+        lambda m, x: m.inner(x.reshape(-1, 7, 4)).reshape(len(x), -1), inner=Transposed()
+    )
+    assert check(folded, 0, torch.randn(4, 3, 7, 4, dtype=torch.float64)).fixed == {
+        "inner.bn.weight"
+    }
 
 
 def test_a_wrong_one_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     right = RULES[fixed_norm.NODE]
     monkeypatch.setitem(
-        RULES, fixed_norm.NODE, lambda site, slots: {k: _doubled(f) for k, f in right(site, slots).items()}
+        RULES,
+        fixed_norm.NODE,
+        lambda site, slots: {k: _doubled(f) for k, f in right(site, slots).items()},
     )
     folding = check(Transposed(), 0, series(), "differ from the exact ones")
     assert not folding.fixed and "bn.weight" in folding.refused
@@ -143,4 +180,6 @@ def test_other_precisions_run_as_they_are() -> None:
 
 def test_the_report_counts_them() -> None:
     report = fastlr.support_report(randomise(Transposed()), series())
-    assert report.fixed == ("bn.weight",) and "1 batch norms run as a scaling and a shift" in str(report)
+    assert report.fixed == ("bn.weight",) and "1 batch norms run as a scaling and a shift" in str(
+        report
+    )

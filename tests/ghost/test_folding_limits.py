@@ -27,7 +27,9 @@ from fastlr.ghost.fusion import mode as fuse
 
 def exact(model: nn.Module, *shape: int) -> fuse.Folding:
     """Hold the norms of each sample to one backward pass of the model itself; what was folded."""
-    case = cases.Case(model, torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    case = cases.Case(
+        model, torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    )
     v = cases.cotangent_for(case)
     truth = cases.loop_norms(case, v)
     with warnings.catch_warnings():
@@ -56,7 +58,9 @@ class Windows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.before(x).tanh()
-        h = h + (checkpoint(self.attend, h, use_reentrant=False) if self.checkpointed else self.attend(h))
+        h = h + (
+            checkpoint(self.attend, h, use_reentrant=False) if self.checkpointed else self.attend(h)
+        )
         return self.after(h.tanh()).flatten(1)
 
 
@@ -83,9 +87,15 @@ def test_a_checkpointed_norm_runs_as_it_is() -> None:
         assert not exact(model, count, 6).fixed
 
 
-def block(rest: Callable[[Tensor], Tensor], conv: nn.Module | None = None, norm: nn.Module | None = None) -> nn.Module:
+def block(
+    rest: Callable[[Tensor], Tensor], conv: nn.Module | None = None, norm: nn.Module | None = None
+) -> nn.Module:
     """Convolution, batch norm and what the test does with the result."""
-    parts = {"conv": conv or nn.Conv2d(4, 6, 3), "norm": norm or nn.BatchNorm2d(6), "last": nn.Linear(6, 3)}
+    parts = {
+        "conv": conv or nn.Conv2d(4, 6, 3),
+        "norm": norm or nn.BatchNorm2d(6),
+        "last": nn.Linear(6, 3),
+    }
     return randomise(Written(lambda m, x: m.last(rest(m.norm(m.conv(x)))), **parts))
 
 
@@ -114,7 +124,9 @@ def test_hooks_that_change_the_gradient_of_a_mean(name: str) -> None:
         exact(model, count, 4, 6, 7)
 
 
-@pytest.mark.parametrize("hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g.clamp(-100, 100), lambda g: g + 1e-3])
+@pytest.mark.parametrize(
+    "hook", [lambda g: g.clamp(-0.01, 0.01), lambda g: g.clamp(-100, 100), lambda g: g + 1e-3]
+)
 def test_hooks_that_are_not_linear_are_refused(hook: Callable[[Tensor], Tensor]) -> None:
     def hooked(h: Tensor) -> Tensor:
         h = h.tanh()
@@ -138,7 +150,9 @@ def test_a_pooled_result_may_be_changed_in_place() -> None:
 
 
 def test_a_mean_by_numbers_of_other_kinds_is_left_alone() -> None:
-    model = block(lambda h: h.relu().mean((np.int64(1), 2, 3), keepdim=True).flatten(1).expand(-1, 6))
+    model = block(
+        lambda h: h.relu().mean((np.int64(1), 2, 3), keepdim=True).flatten(1).expand(-1, 6)
+    )
     folding = exact(model, 3, 4, 6, 7)
     assert folding.folded and not folding.replaced
 
@@ -146,7 +160,9 @@ def test_a_mean_by_numbers_of_other_kinds_is_left_alone() -> None:
 def test_where_a_replaced_call_does_not_do_the_rest_stays_folded() -> None:
     def made(last: Callable[[Written, Tensor], Tensor]) -> nn.Module:
         def forward(m: Written, x: Tensor) -> Tensor:
-            h = m.norm(m.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)  # lies as [B, S, E]
+            h = (
+                m.norm(m.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)
+            )  # lies as [B, S, E]
             return last(m, m.attention(h, h, h, need_weights=False)[0])
 
         parts = {"conv": nn.Conv2d(4, 6, 3), "norm": nn.BatchNorm2d(6), "last": nn.Linear(6, 3)}
@@ -154,7 +170,9 @@ def test_where_a_replaced_call_does_not_do_the_rest_stays_folded() -> None:
 
     viewing = made(lambda m, h: m.last(h.view(len(h), -1, 6).mean(0)) if h.shape[1] else h.view(-1))
     assert exact(viewing, 3, 4, 6, 7).folded
-    model = made(lambda m, h: m.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0)))  # torch's result is contiguous
+    model = made(
+        lambda m, h: m.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0))
+    )  # torch's result is contiguous
     folding = exact(model, 3, 4, 6, 7)
     assert folding.folded and not folding.disabled and not folding.replaced
     assert "only convolutions and norms are folded" in str(

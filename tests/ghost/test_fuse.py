@@ -39,7 +39,9 @@ class Net(nn.Module):
         return self.how(self, x).flatten(1)
 
 
-def block(conv: nn.Conv2d | None = None, act: nn.Module | None = None, **options: object) -> nn.Sequential:
+def block(
+    conv: nn.Conv2d | None = None, act: nn.Module | None = None, **options: object
+) -> nn.Sequential:
     """A convolution of [B, 4, H, W], batch norm and activation."""
     conv = conv or nn.Conv2d(4, 6, 3)
     norm = nn.BatchNorm2d(conv.out_channels, **options)  # type: ignore[arg-type]
@@ -50,22 +52,41 @@ def block(conv: nn.Conv2d | None = None, act: nn.Module | None = None, **options
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
-@pytest.mark.parametrize("frozen", [(), ("weight",), ("gamma", "beta"), ("x",), ("weight", "bias", "gamma", "beta")])
+@pytest.mark.parametrize(
+    "frozen", [(), ("weight",), ("gamma", "beta"), ("x",), ("weight", "bias", "gamma", "beta")]
+)
 @pytest.mark.parametrize("residual", [False, True])
 def test_its_gradients_are_right(act: str, frozen: tuple[str, ...], residual: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     shapes = {"x": (2, 4, 5, 6), "weight": (6, 2, 3, 2), "bias": (6,), "gamma": (6,), "beta": (6,)}
     given = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(name not in frozen)
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(
+            name not in frozen
+        )
         for name, shape in shapes.items()
     }
-    mean, var = torch.randn(6, generator=generator, dtype=torch.float64), torch.rand(6, dtype=torch.float64) + 0.5
+    mean, var = (
+        torch.randn(6, generator=generator, dtype=torch.float64),
+        torch.rand(6, dtype=torch.float64) + 0.5,
+    )
     options = ((2, 1), (1, 1), (1, 2), 2)
-    rest = (mean, var, 1e-3, act, torch.float64, ConvGeometry(*options[:3], groups=2), FoldedWeights())
+    rest = (
+        mean,
+        var,
+        1e-3,
+        act,
+        torch.float64,
+        ConvGeometry(*options[:3], groups=2),
+        FoldedWeights(),
+    )
     x, weight, bias, gamma, beta = given.values()
-    pre = F.batch_norm(F.conv2d(x, weight, bias, *options), mean, var, gamma, beta, False, 0.0, 1e-3)
+    pre = F.batch_norm(
+        F.conv2d(x, weight, bias, *options), mean, var, gamma, beta, False, 0.0, 1e-3
+    )
     if residual:
-        given["residual"] = torch.randn(pre.shape, generator=generator, dtype=torch.float64).requires_grad_()
+        given["residual"] = torch.randn(
+            pre.shape, generator=generator, dtype=torch.float64
+        ).requires_grad_()
     got = FoldedConv.apply(*given.values(), *[None] * (not residual), *rest)
     want = ACTIVATIONS[act](pre + given["residual"] if residual else pre)
     assert_same_function(got, want, [t for t in given.values() if t.requires_grad])
@@ -85,9 +106,14 @@ def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.backend_for", lambda *_: "triton")
     monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.run", run)
     generator, weights = torch.Generator().manual_seed(0), FoldedWeights()
-    calls = [[torch.rand(shape, generator=generator) for shape in ((4, 3, 2, 2), *[(4,)] * 5)] for _ in range(3)]
+    calls = [
+        [torch.rand(shape, generator=generator) for shape in ((4, 3, 2, 2), *[(4,)] * 5)]
+        for _ in range(3)
+    ]
 
-    def forward(change: Callable[[], None] | None = None, kind: torch.dtype = torch.float32) -> list[int]:
+    def forward(
+        change: Callable[[], None] | None = None, kind: torch.dtype = torch.float32
+    ) -> list[int]:
         """Run one pass, and return how many weights were folded at a time.
 
         ``change`` is called before the last convolution.
@@ -106,8 +132,14 @@ def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # what was folded one by one is then folded at once, so that the kernel has been compared before a capture
     assert forward() == [1, 1, 1, 3] and forward() == [3] and forward() == [3]
-    assert forward(kind=torch.bfloat16) == [1, 1, 1, 3] and forward() == [3] and forward(kind=torch.bfloat16) == [3]
-    assert forward(lambda: calls[2][0].mul_(2)) == [3, 1, 3] and forward() == [3], "changed in place"
+    assert (
+        forward(kind=torch.bfloat16) == [1, 1, 1, 3]
+        and forward() == [3]
+        and forward(kind=torch.bfloat16) == [3]
+    )
+    assert forward(lambda: calls[2][0].mul_(2)) == [3, 1, 3] and forward() == [3], (
+        "changed in place"
+    )
     calls[2][0] = calls[2][0].clone()
     assert forward() == [2, 1, 3] and forward() == [3], "another tensor"
     calls[0], calls[2] = calls[2], calls[0]
@@ -150,14 +182,20 @@ def test_other_dimensions(axes: int) -> None:
 
 def test_frozen_parts() -> None:
     for frozen in ("0.weight", "1.weight", "1.bias", "0.bias"):
-        model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.Flatten())
+        model = nn.Sequential(
+            nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.Flatten()
+        )
         model.get_parameter(frozen).requires_grad_(False)
         check(model, 1, why="no batch norm follows")
 
 
 def test_functional_calls_and_residuals() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
-        y = torch.relu(F.batch_norm(net.conv(x), net.bn.running_mean, net.bn.running_var, net.bn.weight, net.bn.bias))
+        y = torch.relu(
+            F.batch_norm(
+                net.conv(x), net.bn.running_mean, net.bn.running_var, net.bn.weight, net.bn.bias
+            )
+        )
         z = net.bn2(net.other(y))
         z += y[:, :5]
         return z.relu_()
@@ -175,7 +213,9 @@ ADDITIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "on_the_left": lambda net, x: F.silu(net.bn(net.conv(x)) + twice(x)),
     "on_the_right": lambda net, x: F.hardswish(twice(x) + net.bn(net.conv(x))),
     "no_activation": lambda net, x: torch.add(net.bn(net.conv(x)), twice(x)),
-    "two_blocks": lambda net, x: F.relu(net.bn(net.conv(x)).add_(twice(net.bn2(net.other(twice(x)))))),
+    "two_blocks": lambda net, x: F.relu(
+        net.bn(net.conv(x)).add_(twice(net.bn2(net.other(twice(x)))))
+    ),
     "broadcast": lambda net, x: F.relu(net.bn(net.conv(x)) + x[:, :1]),
     "scaled": lambda net, x: F.relu(torch.add(net.bn(net.conv(x)), x[:, :1], alpha=2.0)),
     "a_number": lambda net, x: F.relu(net.bn(net.conv(x)) + 1.0),
@@ -198,7 +238,10 @@ def test_a_sum_of_two_blocks() -> None:
         return F.relu(main).flatten(1)
 
     a, b = (nn.Sequential(nn.Conv2d(4, 6, 3, 2, bias=False), nn.BatchNorm2d(6)) for _ in range(2))
-    assert check(Written(forward, a=a, b=b), 2).folded == {"a.0.weight": "add, relu", "b.0.weight": "none"}
+    assert check(Written(forward, a=a, b=b), 2).folded == {
+        "a.0.weight": "add, relu",
+        "b.0.weight": "none",
+    }
 
 
 # -- what is not --------------------------------------------------------------------------------------------------------
@@ -221,7 +264,9 @@ def reused(net: Net, x: Tensor) -> Tensor:
 
 def norm_reused(net: Net, x: Tensor) -> Tensor:
     y = F.relu(net.bn(net.conv(x)))
-    return net.bn(F.conv2d(y, net.other.weight.new_ones(6, 6, 1, 1))) + net.bn2(net.other(y)).sum(1, keepdim=True)
+    return net.bn(F.conv2d(y, net.other.weight.new_ones(6, 6, 1, 1))) + net.bn2(net.other(y)).sum(
+        1, keepdim=True
+    )
 
 
 def input_changed(net: Net, x: Tensor) -> Tensor:
@@ -262,7 +307,11 @@ LEFT = {  # forward pass: (how many are folded, why not the others, what is froz
     before_activation_used: (0, "something else uses", None),
     reused: (0, "more than once", None),
     norm_reused: (1, "more than once", None),
-    input_changed: (0, "changed in place", "conv"),  # with a trainable weight autograd itself refuses
+    input_changed: (
+        0,
+        "changed in place",
+        "conv",
+    ),  # with a trainable weight autograd itself refuses
     residual_changed: (0, "what is added was changed", None),
     in_place_activation_seen_by_all: (2, "", None),
     convolution_without_gradient: (1, "", "conv"),
@@ -288,7 +337,9 @@ def test_a_hook_that_keeps_the_result_gets_the_result() -> None:
     kept.clear()
     fastlr.per_sample_grad_sq_norms(net, x, torch.ones(3, 5 * 7 * 6, dtype=torch.float64))
     with torch.no_grad():
-        torch.testing.assert_close(kept[0] * 1.0, F.conv2d(x, net.conv.weight, net.conv.bias, padding=1))
+        torch.testing.assert_close(
+            kept[0] * 1.0, F.conv2d(x, net.conv.weight, net.conv.bias, padding=1)
+        )
 
 
 def test_scripted_module_gets_a_real_tensor() -> None:
@@ -299,10 +350,14 @@ def test_scripted_module_gets_a_real_tensor() -> None:
     assert_norms(got, cases.loop_norms(cases.Case(model, x), v), 1e-10, 1e-13)
 
 
-@pytest.mark.filterwarnings("error", "ignore:Guards may run slower on Python 3.13.0")  # torch's own, from 2.15 on
+@pytest.mark.filterwarnings(
+    "error", "ignore:Guards may run slower on Python 3.13.0"
+)  # torch's own, from 2.15 on
 def test_compiled_part_is_folded_without_a_word() -> None:
     part = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
-    check(nn.Sequential(torch.compile(part, backend="eager"), nn.Flatten(), nn.Linear(6 * 20, 3)), 1)
+    check(
+        nn.Sequential(torch.compile(part, backend="eager"), nn.Flatten(), nn.Linear(6 * 20, 3)), 1
+    )
 
 
 def test_samples_of_several_images_run_unfolded() -> None:
@@ -328,7 +383,12 @@ def test_a_wrong_fold_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FoldedConv, "sq_norms", wrong)
     model = nn.Sequential(
-        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.BatchNorm2d(5), nn.Flatten()
+        nn.Conv2d(4, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 5, 1),
+        nn.BatchNorm2d(5),
+        nn.Flatten(),
     )
     check(model, 0, why="differ from the exact")
 
@@ -352,7 +412,9 @@ def test_autocast_and_float32_agree_with_the_unfolded_model() -> None:
     x, v = torch.randn(4, 3, 64, 64), torch.randn(4, 3)
     with fuse.unfolded():
         want = fastlr.per_sample_grad_sq_norms(model, x, v)
-    torch.testing.assert_close(fastlr.per_sample_grad_sq_norms(model, x, v), want, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        fastlr.per_sample_grad_sq_norms(model, x, v), want, rtol=1e-4, atol=0
+    )
     assert engine_for(model, None, 0, 0).folding.folded
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = fastlr.per_sample_grad_sq_norms(model, x, v)
@@ -366,8 +428,14 @@ def test_few_positions_keep_the_unfolded_product(monkeypatch: pytest.MonkeyPatch
 
     taken = []
     plain = folded.conv_and_product
-    monkeypatch.setattr(folded, "conv_and_product", lambda *args: taken.append(args[1].shape) or plain(*args))
-    check(resnet_block(), 2, torch.randn(3, 24, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    monkeypatch.setattr(
+        folded, "conv_and_product", lambda *args: taken.append(args[1].shape) or plain(*args)
+    )
+    check(
+        resnet_block(),
+        2,
+        torch.randn(3, 24, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
+    )
     assert taken and set(taken) == {torch.Size((48, 24, 3, 3)), torch.Size((48, 48, 3, 3))}
 
 
@@ -378,26 +446,43 @@ def resnet_block() -> nn.Module:
         h = m.norms[0](m.one(x)).relu()
         return (m.norms[1](m.two(h)) + h).relu().flatten(1)
 
-    parts = {"one": nn.Conv2d(24, 48, 3, padding=1, bias=False), "two": nn.Conv2d(48, 48, 3, padding=1)}
+    parts = {
+        "one": nn.Conv2d(24, 48, 3, padding=1, bias=False),
+        "two": nn.Conv2d(48, 48, 3, padding=1),
+    }
     return Written(forward, **parts, norms=nn.ModuleList([nn.BatchNorm2d(48), nn.BatchNorm2d(48)]))
 
 
 def test_the_weights_may_change_between_calls() -> None:
-    model, x, v = block(), torch.randn(3, 4, 7, 6, dtype=torch.float64), torch.randn(3, 120, dtype=torch.float64)
+    model, x, v = (
+        block(),
+        torch.randn(3, 4, 7, 6, dtype=torch.float64),
+        torch.randn(3, 120, dtype=torch.float64),
+    )
     for seed in range(3):
         randomise(model, seed)
         got = fastlr.per_sample_grad_sq_norms(model, x, v)
-        torch.testing.assert_close(got, sum(cases.loop_norms(cases.Case(model, x), v).values()), rtol=1e-10, atol=0)
+        torch.testing.assert_close(
+            got, sum(cases.loop_norms(cases.Case(model, x), v).values()), rtol=1e-10, atol=0
+        )
 
 
 def test_the_report_names_what_is_folded_and_what_is_not() -> None:
     model = nn.Sequential(
-        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1), nn.ReLU(), nn.Flatten()
+        nn.Conv2d(4, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 5, 1),
+        nn.ReLU(),
+        nn.Flatten(),
     ).eval()
     report = fastlr.support_report(model, torch.randn(4, 4, 7, 6))
     assert report.folded == {"0.weight": "relu"} and set(report.unfolded) == {"3.weight"}
     text = str(report)
-    assert "1 convolutions run folded" in text and "not folded (no batch norm follows): 3.weight" in text
+    assert (
+        "1 convolutions run folded" in text
+        and "not folded (no batch norm follows): 3.weight" in text
+    )
 
 
 def test_logits_near_zero_in_low_precision_do_not_forbid_folding() -> None:
@@ -412,7 +497,9 @@ def test_logits_near_zero_in_low_precision_do_not_forbid_folding() -> None:
         model[-1].bias.copy_(model[-1].bias - model(x).mean(0))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         own, folded = model(x), fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
-        assert bool(((folded - own).abs().amax(1) > 0.1 * own.abs().amax(1)).any()), "the case is not one"
+        assert bool(((folded - own).abs().amax(1) > 0.1 * own.abs().amax(1)).any()), (
+            "the case is not one"
+        )
         assert same_output(model, x, folded, None) and not same_output(model, x, folded + 0.5, None)
         fastlr.per_sample_grad_sq_norms(model, x, v)
     folding = engine_for(model, None, 0, 0).folding

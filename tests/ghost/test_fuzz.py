@@ -18,7 +18,10 @@ from hypothesis import HealthCheck, given, seed, settings
 
 import fastlr
 
-TOLERANCES = {True: (1e-8, 1e-11), False: (5e-3, 5e-4)}  # of the value and of its sample's total; float64, float32
+TOLERANCES = {
+    True: (1e-8, 1e-11),
+    False: (5e-3, 5e-4),
+}  # of the value and of its sample's total; float64, float32
 SEEN = {True: 1e-5, False: 1e-2}  # samples so far apart from themselves alone interact beyond doubt
 
 
@@ -44,7 +47,9 @@ def check(spec: Spec) -> None:
                 warnings.simplefilter("ignore", fastlr.FastlrWarning)
                 got = fastlr.per_sample_grad_sq_norms(model, xs, v, per_parameter=True)
         except fastlr.errors.ModelError as error:
-            assert want.interact, f"refused, though samples do not interact: {type(error).__name__}: {error}; {what}"
+            assert want.interact, (
+                f"refused, though samples do not interact: {type(error).__name__}: {error}; {what}"
+            )
         else:
             relative, of_total = TOLERANCES[spec.double]
             of_total += want.apart if want.apart < SEEN[spec.double] else 0  # faint: seen or not
@@ -53,7 +58,11 @@ def check(spec: Spec) -> None:
 
 def run(examples: int, **options: bool) -> settings:
     return settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck), **options
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        **options,
     )
 
 
@@ -70,5 +79,7 @@ def test_many_random_models(capsys: pytest.CaptureFixture[str]) -> None:
     number = int(os.environ.get("FASTLR_FUZZ") or 200)
     fresh = int(os.environ.get("FASTLR_FUZZ_SEED") or secrets.randbits(32))
     with capsys.disabled():
-        print(f"\n{number} random models, FASTLR_FUZZ_SEED={fresh}", file=sys.stderr)  # which parallel workers share
+        print(
+            f"\n{number} random models, FASTLR_FUZZ_SEED={fresh}", file=sys.stderr
+        )  # which parallel workers share
     seed(fresh)(run(number)(given(specs())(check)))()

@@ -21,7 +21,11 @@ class Excited(nn.Module):
 
     def __init__(self, product: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.before, self.squeeze, self.excite = nn.Conv2d(4, 6, 3), nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1)
+        self.before, self.squeeze, self.excite = (
+            nn.Conv2d(4, 6, 3),
+            nn.Conv2d(6, 3, 1),
+            nn.Conv2d(3, 6, 1),
+        )
         self.after, self.product = nn.Conv2d(6, 5, 1), product
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,10 +55,14 @@ def test_norms_are_those_of_the_model(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 1, 2, 1), (3, 4, 7), (2, 3, 2, 3, 2)])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.preserve_format])
-def test_its_gradients_are_right(shape: tuple[int, ...], memory_format: torch.memory_format) -> None:
+def test_its_gradients_are_right(
+    shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
     x = torch.randn(shape, dtype=torch.float64)
     x = (
-        x if memory_format == torch.contiguous_format else x.transpose(0, 1).contiguous().transpose(0, 1)
+        x
+        if memory_format == torch.contiguous_format
+        else x.transpose(0, 1).contiguous().transpose(0, 1)
     ).requires_grad_()
     gate = torch.randn(*shape[:2], *[1] * (len(shape) - 2), dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(Gate.apply, (x, gate))
@@ -66,7 +74,10 @@ MEANS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "module": (nn.AdaptiveAvgPool2d(1), 1),
     "method": (lambda x: x.mean((2, 3), keepdim=True), 1),
     "function": (lambda x: torch.mean(x, [-1, -2])[..., None, None], 1),
-    "of_one_axis": (lambda x: x.mean((2,)).mean(2)[..., None, None], 0),  # the second is one of [B, C, W]: little
+    "of_one_axis": (
+        lambda x: x.mean((2,)).mean(2)[..., None, None],
+        0,
+    ),  # the second is one of [B, C, W]: little
     "of_channels_too": (lambda x: x.mean((1, 2, 3), keepdim=True).expand(-1, x.shape[1], 1, 1), 0),
     "larger_pool": (lambda x: F.adaptive_avg_pool2d(x, 2).amax((2, 3), keepdim=True), 0),
     "dtype": (lambda x: x.mean((2, 3), keepdim=True, dtype=x.dtype), 0),
@@ -83,7 +94,9 @@ def test_norms_through_a_mean_are_those_of_the_model(name: str) -> None:
             x = self.before(x).tanh()
             return self.after(x * self.excite(self.squeeze(mean(x)))).tanh().flatten(1)
 
-    assert check(Squeezed(torch.mul), 0, why="no batch norm follows").replaced["squeeze"] == squeezes
+    assert (
+        check(Squeezed(torch.mul), 0, why="no batch norm follows").replaced["squeeze"] == squeezes
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 4, 7), (2, 3, 2, 3, 2)])
@@ -91,15 +104,22 @@ def test_the_means_gradients_are_right(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     axes = list(range(2, len(shape)))
     for keep in (False, True):
-        torch.autograd.gradcheck(lambda t, keep=keep: Squeeze.apply(t, lambda s: s.mean(axes, keepdim=keep)), (x,))
+        torch.autograd.gradcheck(
+            lambda t, keep=keep: Squeeze.apply(t, lambda s: s.mean(axes, keepdim=keep)), (x,)
+        )
 
 
 def test_parameters_are_not_taken_for_gates() -> None:
     parts = {"conv": nn.Conv2d(4, 6, 3), "scale": nn.Parameter(torch.ones(1, 6, 1, 1))}
-    assert check(Written(lambda m, x: (m.conv(x) * m.scale).flatten(1), **parts), 0).replaced["gate"] == 0
+    assert (
+        check(Written(lambda m, x: (m.conv(x) * m.scale).flatten(1), **parts), 0).replaced["gate"]
+        == 0
+    )
 
 
 def test_mobilenet_runs_its_nine() -> None:
-    report = fastlr.support_report(mobilenet_v3_small(num_classes=2).eval(), torch.randn(2, 3, 64, 64))
+    report = fastlr.support_report(
+        mobilenet_v3_small(num_classes=2).eval(), torch.randn(2, 3, 64, 64)
+    )
     assert report.replaced["gate"] == 9 and "9 products with one number a channel" in str(report)
     assert report.replaced["squeeze"] == 10 and "10 means over all positions" in str(report)

@@ -31,7 +31,10 @@ def mixed(m: nn.Module, x: Tensor, layers: int = 1) -> Tensor:
 
 
 def experts(layers: int) -> Written:
-    parts = {"first": nn.Linear(WIDTH, WIDTH), "experts": nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 2)}
+    parts = {
+        "first": nn.Linear(WIDTH, WIDTH),
+        "experts": nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 2),
+    }
     return Written(lambda m, x: mixed(m, x, layers), **parts).eval()
 
 
@@ -47,5 +50,9 @@ def test_experts_go_by_rule(layers: int) -> None:
     for sample in range(COUNT):
         only = torch.zeros_like(v)
         only[sample] = v[sample]
-        for name, gradient in zip(names, torch.autograd.grad(model(x), parameters, only), strict=True):
-            torch.testing.assert_close(norms[name][sample], gradient.double().square().sum(), rtol=1e-4, atol=0)
+        for name, gradient in zip(
+            names, torch.autograd.grad(model(x), parameters, only), strict=True
+        ):
+            torch.testing.assert_close(
+                norms[name][sample], gradient.double().square().sum(), rtol=1e-4, atol=0
+            )

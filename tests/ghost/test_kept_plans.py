@@ -38,7 +38,9 @@ def test_rows_that_are_rolled():
     model = net(lambda _, layer, x, shift: layer(x.roll(shift, 0)).tanh().roll(-shift, 0))
     for shift in (0, 1, 3):
         x, v = torch.randn(4, 5), torch.randn(4, 4)
-        torch.testing.assert_close(norms(model, (x, shift), v), truth(model, (x, 0), v), rtol=1e-11, atol=0)
+        torch.testing.assert_close(
+            norms(model, (x, shift), v), truth(model, (x, 0), v), rtol=1e-11, atol=0
+        )
 
 
 def test_rows_of_a_tiny_gradient_belong_to_their_sample():
@@ -62,7 +64,9 @@ def test_views_of_a_parameter_that_begin_to_overlap():
 
     def forward(self, x, offset):
         size = x.shape[1]
-        return (self.layer(x + self.table[:size]).tanh() + self.table[offset : offset + size]).flatten(1)
+        return (
+            self.layer(x + self.table[:size]).tanh() + self.table[offset : offset + size]
+        ).flatten(1)
 
     model = Written(forward, table=nn.Parameter(torch.randn(20, 4)), layer=nn.Linear(4, 4)).eval()
     for offset in (5, 2, 0, 10, 4):
@@ -71,7 +75,11 @@ def test_views_of_a_parameter_that_begin_to_overlap():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_hooks_of_parameters_count_and_are_audited_in_every_batch(dtype):
-    model, x, v = nn.Linear(5, 4).to(dtype), torch.randn(6, 5, dtype=dtype), torch.randn(6, 4, dtype=dtype)
+    model, x, v = (
+        nn.Linear(5, 4).to(dtype),
+        torch.randn(6, 5, dtype=dtype),
+        torch.randn(6, 4, dtype=dtype),
+    )
     model.weight.register_hook(lambda g: None)
     for batches in (1, 2, 3):
         norms(model, x, v)
@@ -83,7 +91,11 @@ def test_hooks_of_parameters_count_and_are_audited_in_every_batch(dtype):
 
 
 def test_what_a_float64_copy_does_not_reach_is_no_rounding():
-    scale, x, v = nn.Parameter(torch.randn(5).float()), torch.randn(6, 5).float(), torch.randn(6, 5).float()
+    scale, x, v = (
+        nn.Parameter(torch.randn(5).float()),
+        torch.randn(6, 5).float(),
+        torch.randn(6, 5).float(),
+    )
     model = Written(lambda m, x: (x * m.held[0]).tanh(), scale=scale, held=[scale])
     scale.register_hook(lambda g: 3 * g)
     with pytest.warns(fastlr.FastlrWarning, match="loop over samples"):
@@ -99,7 +111,9 @@ def test_hooks_that_come_and_go():
         right(model, (x,), v)
     handle.remove()
     right(model, (x,), v)
-    clip = model[0].register_forward_hook(lambda m, i, out: (out.register_hook(lambda g: g / g.norm()), None)[1])
+    clip = model[0].register_forward_hook(
+        lambda m, i, out: (out.register_hook(lambda g: g / g.norm()), None)[1]
+    )
     with pytest.raises(fastlr.NonlinearBackwardError):
         norms(model, x, v)
     clip.remove()
@@ -121,7 +135,10 @@ def test_backward_hooks_of_what_would_be_folded(kind, where, later):
 
 def test_ids_that_are_counted_over_the_batch():
     table = nn.Embedding(50, 4, scale_grad_by_freq=True)
-    model, ids = Written(lambda m, ids: m.table(ids).sum(1), table=table).eval(), torch.arange(12).view(4, 3)
+    model, ids = (
+        Written(lambda m, ids: m.table(ids).sum(1), table=table).eval(),
+        torch.arange(12).view(4, 3),
+    )
     ids[3] = torch.tensor([0, 0, 1])
     with pytest.warns(fastlr.FastlrWarning, match="scale_grad_by_freq"):
         right(model, (ids,), torch.randn(4, 4))
@@ -151,7 +168,9 @@ def test_a_module_with_two_names_keeps_its_tensors(build, dtype):
     for _ in range(2):
         with untouched(model):
             got = norms(model, x, v)
-        torch.testing.assert_close(got, want.double(), rtol=1e-10 if dtype == torch.float64 else 1e-4, atol=0)
+        torch.testing.assert_close(
+            got, want.double(), rtol=1e-10 if dtype == torch.float64 else 1e-4, atol=0
+        )
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
@@ -184,7 +203,9 @@ def test_counters_of_forward_passes(replaced, train):
 
 
 def test_embeddings_that_are_shortened_as_they_are_read():
-    model = Written(lambda m, ids: m.table(ids).tanh().sum(1), table=nn.Embedding(9, 4, max_norm=0.5)).eval()
+    model = Written(
+        lambda m, ids: m.table(ids).tanh().sum(1), table=nn.Embedding(9, 4, max_norm=0.5)
+    ).eval()
     ids, v = torch.randint(0, 9, (4, 3)), torch.randn(4, 4)
     with untouched(model):
         got = norms(model, ids, v)
@@ -240,7 +261,9 @@ def test_a_hook_put_on_at_every_call_is_proven_once(proofs):
         handle = put_on(factor)
         right(model, (x,), v)
         handle.remove()
-    assert len(proofs) == 1  # the code is the same: another factor means new layouts and a sample that is looked at
+    assert (
+        len(proofs) == 1
+    )  # the code is the same: another factor means new layouts and a sample that is looked at
 
 
 def test_one_sample_is_proven_once(proofs):
@@ -273,7 +296,9 @@ def test_a_change_that_few_digits_hide(monkeypatch):
 
 def test_a_shared_input_that_the_model_writes_to():
     parts = {"layer": nn.Linear(5, 4), "words": nn.Embedding(7, 5, scale_grad_by_freq=True)}
-    model = Written(lambda m, x, ids, factors: m.layer(x * m.words(ids) * factors.mul_(2)), **parts).eval()
+    model = Written(
+        lambda m, x, ids, factors: m.layer(x * m.words(ids) * factors.mul_(2)), **parts
+    ).eval()
     x, ids, v = torch.randn(4, 5), torch.tensor([0, 1, 2, 0]), torch.randn(4, 4)
     factors = torch.rand(5) + 0.5
     before = factors.clone()
@@ -315,7 +340,9 @@ def test_a_table_that_grows_stays_with_its_length():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_modules_with_buffers():
-    model = nn.Sequential(nn.Linear(5, 4), torch.jit.script(nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()))).eval()
+    model = nn.Sequential(
+        nn.Linear(5, 4), torch.jit.script(nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()))
+    ).eval()
     right(model, (torch.randn(6, 5),), torch.randn(6, 4))
 
 

@@ -26,27 +26,47 @@ from fastlr.ops.deferred_checks import gathered
 
 V, N, T = 37, 5, 9
 LENGTHS = [9, 6, 4, 9, 2]
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 ROTARY = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}),
     "llama": ("LlamaForCausalLM", ROTARY),
     "llama_tied": ("LlamaForCausalLM", {**ROTARY, "tie_word_embeddings": True}),
     "bert": ("BertForMaskedLM", {**SIZES, "max_position_embeddings": 16}),
-    "t5": ("T5ForConditionalGeneration", {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
+    ),
 }
 MORE = {
     "roberta": ("RobertaForMaskedLM", {**SIZES, "max_position_embeddings": 20}),
-    "distilbert": ("DistilBertForMaskedLM", {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24},
+    ),
     "modernbert": ("ModernBertForMaskedLM", {**SIZES, "cls_token_id": None, "sep_token_id": None}),
-    "deberta": ("DebertaV2ForMaskedLM", {**SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    "deberta": (
+        "DebertaV2ForMaskedLM",
+        {**SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    ),
     "albert": ("AlbertForMaskedLM", {**SIZES, "embedding_size": 8}),
     "qwen2_tied": ("Qwen2ForCausalLM", {**ROTARY, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2ForCausalLM", {**ROTARY, "head_dim": 8}),
-    "opt": ("OPTForCausalLM", {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 2}),
+    "opt": (
+        "OPTForCausalLM",
+        {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
     "neox": ("GPTNeoXForCausalLM", SIZES),
     "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 2}),
-    "mamba": ("MambaForCausalLM", {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 4}),
+    "mamba": (
+        "MambaForCausalLM",
+        {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 4},
+    ),
 }
 NAMES = [*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)]
 
@@ -56,7 +76,12 @@ def build(name: str) -> nn.Module:
     kind, options = (MODELS | MORE)[name]
     cls = getattr(transformers, kind)
     torch.manual_seed(0)
-    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 0}
+    special = {
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+    }
     return randomise(cls(cls.config_class(vocab_size=V, **{**special, **options})).eval()).double()
 
 
@@ -91,11 +116,19 @@ def test_every_sequence_as_if_alone(name, padded):
     truth = []
     for i in range(N):
         length = LENGTHS[i] if padded else T
-        alone = model(**{key: t[i : i + 1, :length] for key, t in x.items() if "mask" not in key}).logits
-        grads = torch.autograd.grad((alone * v[i, :length]).sum(), list(model.parameters()), allow_unused=True)
+        alone = model(
+            **{key: t[i : i + 1, :length] for key, t in x.items() if "mask" not in key}
+        ).logits
+        grads = torch.autograd.grad(
+            (alone * v[i, :length]).sum(), list(model.parameters()), allow_unused=True
+        )
         truth.append(sum(float(g.square().sum()) for g in grads if g is not None))
-    close = 1e-7 if name in ("gemma2", "mamba") else 1e-12  # parts of these are float32 whatever the model
-    torch.testing.assert_close(got.per_sample, torch.tensor(truth, dtype=torch.float64), rtol=close, atol=0)
+    close = (
+        1e-7 if name in ("gemma2", "mamba") else 1e-12
+    )  # parts of these are float32 whatever the model
+    torch.testing.assert_close(
+        got.per_sample, torch.tensor(truth, dtype=torch.float64), rtol=close, atol=0
+    )
     assert got.predictive == "Categorical(dim=-1)" + " without padding" * padded
     assert "loop" not in got.routes.values()
 
@@ -129,7 +162,10 @@ def test_masked_positions_of_a_masked_language_model():
     model, x = build("bert"), text("bert", True)
     chosen = torch.rand(N, T, generator=torch.Generator().manual_seed(3)) < 0.5
     both = chosen & (x["attention_mask"] == 1)
-    a, b = measure(model, x, predictive=Categorical(mask=chosen)), measure(model, x, predictive=Categorical(mask=both))
+    a, b = (
+        measure(model, x, predictive=Categorical(mask=chosen)),
+        measure(model, x, predictive=Categorical(mask=both)),
+    )
     assert torch.equal(a.per_sample, b.per_sample) and a.value < measure(model, x).value
 
 
@@ -149,13 +185,18 @@ class Tokens(nn.Module):
 def test_padding_that_cannot_be_left_out_is_refused():
     x = text("gpt2", True)
     x["input_ids"] %= 11
-    with pytest.raises(InputError, match=r"attention_mask \(5, 9\) has padding, but the output \(5, 11, 11\)"):
+    with pytest.raises(
+        InputError, match=r"attention_mask \(5, 9\) has padding, but the output \(5, 11, 11\)"
+    ):
         measure(Tokens(extra=2), x)
     for predictive in (Bernoulli(), Gaussian()):
         with pytest.raises(InputError, match="padding"):
             measure(Tokens(), x, predictive=predictive)
     whole = {**x, "attention_mask": torch.ones(N, T, dtype=torch.long)}
-    assert measure(Tokens(extra=2), whole).n == N and measure(Tokens(), whole, predictive=Gaussian()).n == N
+    assert (
+        measure(Tokens(extra=2), whole).n == N
+        and measure(Tokens(), whole, predictive=Gaussian()).n == N
+    )
     with pytest.raises(InputError, match="x has padding"):
         fastlr.metrics.feature_rank(Tokens(), x)
 
@@ -178,12 +219,23 @@ def test_blocks_change_no_bit(monkeypatch, probe, dtype):
     monkeypatch.setitem(torch_predictive.BLOCK, "cpu", 30)  # two positions of a sample
     assert torch.equal(Categorical().cotangent(z, probe, **options), whole)
     again, same = Categorical().scaled_cotangent(z, probe, **options)
-    assert torch.equal(v, again) and torch.equal(exponent, same) and v.dtype == dtype and v.shape == z.shape
-    assert ((0.5 <= v.double().abs().flatten(1).amax(1)) & (v.double().abs().flatten(1).amax(1) <= 1)).all()
+    assert (
+        torch.equal(v, again)
+        and torch.equal(exponent, same)
+        and v.dtype == dtype
+        and v.shape == z.shape
+    )
+    assert (
+        (0.5 <= v.double().abs().flatten(1).amax(1)) & (v.double().abs().flatten(1).amax(1) <= 1)
+    ).all()
     back = torch.ldexp(v.double(), exponent.view(-1, 1, 1))
     close = {torch.float64: 0, torch.float32: 6e-8, torch.bfloat16: 4e-3}[dtype]
-    torch.testing.assert_close(back, whole, rtol=close, atol=1e-38)  # below that float32 has nothing
-    zero, none = Categorical(mask=torch.zeros(7, dtype=torch.bool)).scaled_cotangent(z, probe, range(3), 0)
+    torch.testing.assert_close(
+        back, whole, rtol=close, atol=1e-38
+    )  # below that float32 has nothing
+    zero, none = Categorical(mask=torch.zeros(7, dtype=torch.bool)).scaled_cotangent(
+        z, probe, range(3), 0
+    )
     assert not zero.any() and not none.any()
 
 
@@ -232,5 +284,7 @@ def test_padding_that_cannot_be_left_out_is_seen_while_a_graph_is_captured():
     x, output = {"attention_mask": torch.tensor([[1, 1, 0]])}, torch.zeros(1, 2, 5)
     with gathered() as flags:
         assert padding_mask(x, output, 0) is None
-        Gaussian().cotangent(output, "rademacher", range(1), 0, counted=torch.tensor([[True, False]]))
+        Gaussian().cotangent(
+            output, "rademacher", range(1), 0, counted=torch.tensor([[True, False]])
+        )
     assert sum(bool(flag) for flag in flags) == 2

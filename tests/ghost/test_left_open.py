@@ -29,10 +29,17 @@ def _as_on_a_gpu() -> Iterator[None]:
 
 
 def conv(
-    inputs: int, outputs: int, kernel: int = 1, act: type[nn.Module] | None = nn.Hardswish, **options: int
+    inputs: int,
+    outputs: int,
+    kernel: int = 1,
+    act: type[nn.Module] | None = nn.Hardswish,
+    **options: int,
 ) -> nn.Module:
     """A convolution that kernels serve, batch norm and perhaps an activation."""
-    parts = [nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **options), nn.BatchNorm2d(outputs)]
+    parts = [
+        nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, **options),
+        nn.BatchNorm2d(outputs),
+    ]
     return nn.Sequential(*parts, *([] if act is None else [act()]))
 
 
@@ -41,8 +48,16 @@ class Wired(nn.Module):
 
     def __init__(self, between: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.first, self.second, self.third = conv(4, 6), conv(6, 6, 3, groups=6), conv(6, 5, act=None)
-        self.squeeze, self.excite, self.plain = nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1), nn.Conv2d(6, 6, 1)
+        self.first, self.second, self.third = (
+            conv(4, 6),
+            conv(6, 6, 3, groups=6),
+            conv(6, 5, act=None),
+        )
+        self.squeeze, self.excite, self.plain = (
+            nn.Conv2d(6, 3, 1),
+            nn.Conv2d(3, 6, 1),
+            nn.Conv2d(6, 6, 1),
+        )
         self.dense, self.other = conv(6, 6, 3), conv(6, 6)
         self.between = between
 
@@ -73,7 +88,10 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
     "block": (lambda m, x: m.second(x), 3),
     "residual": (lambda m, x: m.other(m.second(x)) + x, 4),
     "residual_last": (lambda m, x: x + m.second(x), 3),
-    "added_before_taken": (lambda m, x: m.other(x.tanh() + m.second[:2](m.dense(x))) + m.second[2](x), 5),
+    "added_before_taken": (
+        lambda m, x: m.other(x.tanh() + m.second[:2](m.dense(x))) + m.second[2](x),
+        5,
+    ),
     "several": (lambda m, x: m.other(x) + m.second(x) + x, 4),
     "twice_residual": (lambda m, x: m.dense(m.second[:2](x) + x) + x, 4),
     "mean": (lambda m, x: m.second(x) * x.mean((2, 3), keepdim=True), 3),
@@ -83,12 +101,20 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
     "gated_and_used": (lambda m, x: (lambda y: y * m.gate(y) + y)(m.second(x)), 3),
     "gated_residual": (lambda m, x: (lambda y: m.other[:2](y * m.gate(y)) + y)(m.second(x)), 4),
     "product_twice": (lambda m, x: (lambda y: m.other(y) + y.exp())(m.second(x).mul(m.gate(x))), 4),
-    "gate_of_a_gated": (lambda m, x: (lambda y: y * m.gate(y) * y.mean((2, 3), keepdim=True))(m.second(x)), 3),
+    "gate_of_a_gated": (
+        lambda m, x: (lambda y: y * m.gate(y) * y.mean((2, 3), keepdim=True))(m.second(x)),
+        3,
+    ),
     "unknown": (lambda m, x: m.second(x) + x.tanh(), 3),
     "unknown_first": (lambda m, x: x.tanh() + m.second(x), 3),
     "plain_convolution": (lambda m, x: m.plain(x) + m.second(x), 3),
     "dense": (lambda m, x: m.dense(x) + m.second(x), 4),
-    "mean_flat": (lambda m, x: x * F.linear(m.second(x).mean([2, 3]), m.plain.weight[:, :, 0, 0])[:, :, None, None], 3),
+    "mean_flat": (
+        lambda m, x: (
+            x * F.linear(m.second(x).mean([2, 3]), m.plain.weight[:, :, 0, 0])[:, :, None, None]
+        ),
+        3,
+    ),
 }
 
 
@@ -99,9 +125,15 @@ def test_norms_are_those_of_the_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("between", [before_and_after, in_place_later])
-def test_what_is_changed_in_place_is_noticed(between: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_what_is_changed_in_place_is_noticed(
+    between: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
     """The forward pass is the model's; the backward pass is none, as torch says."""
-    model, folding, x = randomise(Wired(between)), Folding(), torch.randn(3, 4, 7, 6, dtype=torch.float64)
+    model, folding, x = (
+        randomise(Wired(between)),
+        Folding(),
+        torch.randn(3, 4, 7, 6, dtype=torch.float64),
+    )
     got = folding.run(dict(model.named_parameters()), lambda: model(x))
     torch.testing.assert_close(got, model(x))
 
@@ -119,7 +151,11 @@ def test_blocks_of_mobilenet(stride: int, act: str) -> None:
 def kinds(model: nn.Module, x: Tensor, folding: Folding) -> list[str]:
     """The nodes of the folded model's graph, without parameters'."""
     parameters = dict(model.named_parameters())
-    return [n for n in walk(folding.run(parameters, lambda: model(x)), parameters).names if "Accumulate" not in n]
+    return [
+        n
+        for n in walk(folding.run(parameters, lambda: model(x)), parameters).names
+        if "Accumulate" not in n
+    ]
 
 
 def test_blocks_of_resnet_have_no_other_nodes() -> None:
@@ -127,7 +163,9 @@ def test_blocks_of_resnet_have_no_other_nodes() -> None:
 
     The gradient of what is added comes to the block that has passed it on.
     """
-    model = nn.Sequential(conv(4, 8, act=nn.ReLU), *(Bottleneck(8, 2) for _ in range(3)), nn.Flatten())
+    model = nn.Sequential(
+        conv(4, 8, act=nn.ReLU), *(Bottleneck(8, 2) for _ in range(3)), nn.Flatten()
+    )
     x = torch.randn(3, 4, 5, 6, dtype=torch.float64)
     found = kinds(model, x, check(model, 10, x))
     assert sorted(found) == ["FoldedConvBackward"] * 10 + ["ViewBackward0"]
@@ -139,7 +177,9 @@ def test_an_activation_that_was_left_open(act: str) -> None:
     torch.autograd.gradcheck(lambda t: Activated.apply(t, act, False), (x,))
     g = torch.rand_like(x)
     (settled,) = torch.autograd.grad(Activated.apply(x, act, True), x, g)
-    assert torch.equal(settled, g) and torch.equal(Activated.apply(x, act, True), ACTIVATIONS[act](x))
+    assert torch.equal(settled, g) and torch.equal(
+        Activated.apply(x, act, True), ACTIVATIONS[act](x)
+    )
 
 
 READS: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], bool | None]] = {

@@ -49,7 +49,11 @@ def contents(model):
             return id(value), [held(v) for v in value]
         return id(value)
 
-    return [(path, key, held(v)) for path, module in model.named_modules() for key, v in vars(module).items()]
+    return [
+        (path, key, held(v))
+        for path, module in model.named_modules()
+        for key, v in vars(module).items()
+    ]
 
 
 @pytest.mark.usefixtures("double")
@@ -76,7 +80,11 @@ def test_every_forward_pass_begins_with_the_same_state():
         net.calls += 1
         return net.layer(x) * (1 if net.calls % 2 else 3)
 
-    model, x, v = Written(alternates, layer=nn.Linear(3, 2), calls=0).eval(), torch.randn(5, 3), torch.randn(5, 2)
+    model, x, v = (
+        Written(alternates, layer=nn.Linear(3, 2), calls=0).eval(),
+        torch.randn(5, 3),
+        torch.randn(5, 2),
+    )
     torch.testing.assert_close(norms(model, x, v), norms(model, x, v))
     assert model.calls == 0
 
@@ -95,11 +103,17 @@ def test_submodules_made_in_a_forward_pass_stay():
 
 def test_plain_tensors_take_the_dtype_of_the_copy():
     def function(net, x):
-        return (net.layer(x) @ net.mix @ net.more[0] @ net.pair[0] @ net.by_name["a"])[:, net.order].tanh()
+        return (net.layer(x) @ net.mix @ net.more[0] @ net.pair[0] @ net.by_name["a"])[
+            :, net.order
+        ].tanh()
 
     held = {"mix": torch.randn(3, 3), "more": [torch.randn(3, 3)], "pair": (torch.randn(3, 3), 1)}
     held |= {"by_name": {"a": torch.randn(3, 3)}, "order": torch.tensor([2, 0, 1])}
-    model, x, v = Written(function, layer=nn.Linear(3, 3), **held).eval(), torch.randn(4, 3), torch.randn(4, 3)
+    model, x, v = (
+        Written(function, layer=nn.Linear(3, 3), **held).eval(),
+        torch.randn(4, 3),
+        torch.randn(4, 3),
+    )
     before = contents(model)
     want = sum(cases.loop_norms(cases.Case(model, x), v).values())
     torch.testing.assert_close(norms(model, x, v), want, rtol=1e-4, atol=0)
@@ -172,7 +186,10 @@ def test_buffers_written_without_a_trace(unseen):
             model.small.data.fill_(5)
             model.large.data.fill_(5)
             raise KeyError
-        assert bool((model.small == 5).all()) is not unseen and bool((model.large == 5).all()) is not unseen
+        assert (
+            bool((model.small == 5).all()) is not unseen
+            and bool((model.large == 5).all()) is not unseen
+        )
 
 
 def test_zero_buffers_are_moved():
@@ -239,7 +256,9 @@ def test_an_output_function_written_anew_is_proven_once(proofs):
 
 
 def test_an_engine_that_others_used_captures_its_own_chunk():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).eval()
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+    ).eval()
 
     def estimator(side, graphs):
         made = fastlr.LocalRedundancy(model, fastlr.ShapeImages((3, side, side)), 8, batch_size=8)

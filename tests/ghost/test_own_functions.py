@@ -54,7 +54,9 @@ def product(order: str, *, early: bool, outputs: int = 1, backward: Callable | N
     else:
         members = {"forward": lambda *args: result(args), "setup_context": keep}
     members["backward"] = backward or gradients
-    return type("Product", (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()})
+    return type(
+        "Product", (torch.autograd.Function,), {n: staticmethod(f) for n, f in members.items()}
+    )
 
 
 class Uses(nn.Module):
@@ -63,7 +65,11 @@ class Uses(nn.Module):
     def __init__(self, order: str, function: type, before: bool) -> None:
         super().__init__()
         self.before = nn.Linear(4, 4) if before else nn.Identity()
-        self.w, self.b, self.after = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5)), nn.Linear(5, 3)
+        self.w, self.b, self.after = (
+            nn.Parameter(torch.randn(5, 4)),
+            nn.Parameter(torch.randn(5)),
+            nn.Linear(5, 3),
+        )
         self.order, self.functions = order, [function]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,13 +103,20 @@ def test_outputs_without_a_gradient_get_zeros() -> None:
         assert more.shape == x.shape
         return None, g @ w + 2 * more, g.T @ x, g.sum(0)
 
-    held("nxwb", product("nxwb", early=True, outputs=2, backward=once_differentiable(backward)), True, {"node"})
+    held(
+        "nxwb",
+        product("nxwb", early=True, outputs=2, backward=once_differentiable(backward)),
+        True,
+        {"node"},
+    )
 
 
 def test_a_formula_that_fails_by_itself_leaves_the_loop() -> None:
     def backward(ctx: Any, chosen: Tensor, g: Tensor, more: Tensor) -> tuple:
         x, w = ctx.saved_tensors
-        assert chosen.shape == g.shape[:1]  # autograd's engine knows the shape of an output that has no gradient
+        assert (
+            chosen.shape == g.shape[:1]
+        )  # autograd's engine knows the shape of an output that has no gradient
         return None, g @ w + 2 * more, g.T @ x, g.sum(0)
 
     with pytest.warns(FastlrWarning, match="formula of ProductBackward fails by itself"):

@@ -50,7 +50,8 @@ def along(dim: int) -> list[Op]:
     few = lambda x: torch.randint(x.shape[dim], [max(1, s // 2) for s in x.shape])  # noqa: E731
     return [
         *methods(
-            "softmax log_softmax cumsum cumprod logcumsumexp cummax cummin sort logsumexp sum mean prod amax amin", dim
+            "softmax log_softmax cumsum cumprod logcumsumexp cummax cummin sort logsumexp sum mean prod amax amin",
+            dim,
         ),
         *methods("max min median mode var std unbind squeeze unsqueeze nansum flip", dim),
         *methods("sum mean prod amax max median logsumexp std", dim, keepdim=True),
@@ -104,11 +105,15 @@ UNARY: list[Op] = [
         "log2 neg reciprocal relu round rsqrt sigmoid sign sgn sin sinc sinh sqrt tan tanh trunc logit nan_to_num tril"
     ),
     *methods("triu clone t diag squeeze flatten sum mean max median prod"),
-    *of_functional("celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish silu softplus"),
+    *of_functional(
+        "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish silu softplus"
+    ),
     *of_functional("softshrink instance_norm"),
     *of_functional("pixel_shuffle pixel_unshuffle group_norm", 2),
     *of_functional("avg_pool1d avg_pool2d avg_pool3d max_pool2d max_pool3d", 2, 1),
-    *of_functional("adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d", 2),
+    *of_functional(
+        "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d", 2
+    ),
     *of_functional("unfold", 2, padding=1),
     *of_functional("fold", (2, 2), 1),
     lambda x: (x + 1.5).acosh(),
@@ -165,10 +170,19 @@ UNARY: list[Op] = [
     *(
         lambda x, pad=pad, m=m: F.pad(x, pad, mode=m)
         for m in ("constant", "reflect", "replicate")
-        for pad in ((1, 0), (0, 0, 1, 1), (1, -1), (0, 0, 1, -1), (0, 0, 0, 0, 1, 1), (0, 0, 0, 0, 0, 0, 1, -1))
+        for pad in (
+            (1, 0),
+            (0, 0, 1, 1),
+            (1, -1),
+            (0, 0, 1, -1),
+            (0, 0, 0, 0, 1, 1),
+            (0, 0, 0, 0, 0, 0, 1, -1),
+        )
     ),
     *itertools.chain.from_iterable(along(dim) for dim in (-2, -1, 0, 1, 2)),
-    *itertools.chain.from_iterable(pairs_of_axes(*axes) for axes in ((0, 1), (-1, 0), (1, -1), (1, 2))),
+    *itertools.chain.from_iterable(
+        pairs_of_axes(*axes) for axes in ((0, 1), (-1, 0), (1, -1), (1, 2))
+    ),
 ]
 BINARY: list[Op] = [
     *methods(
@@ -205,7 +219,13 @@ BINARY: list[Op] = [
     *of_functional("conv1d conv2d conv_transpose1d linear"),
     lambda a, b: F.conv2d(a, b, padding=1, groups=2),
 ]
-TERNARY: list[Op] = [torch.addmm, torch.baddbmm, torch.addmv, torch.addbmm, F.scaled_dot_product_attention]
+TERNARY: list[Op] = [
+    torch.addmm,
+    torch.baddbmm,
+    torch.addmv,
+    torch.addbmm,
+    F.scaled_dot_product_attention,
+]
 
 
 def shapes(ndim: int, step: int = 1) -> list[tuple[int, ...]]:
@@ -214,7 +234,16 @@ def shapes(ndim: int, step: int = 1) -> list[tuple[int, ...]]:
 
 
 ALONE = [
-    (s,) for s in (*shapes(1), *shapes(2), *shapes(3, 3), *shapes(4, 17), (2, 4, 4), (4, 2, 2, 2, 2), (2, 4, 1, 2, 2))
+    (s,)
+    for s in (
+        *shapes(1),
+        *shapes(2),
+        *shapes(3, 3),
+        *shapes(4, 17),
+        (2, 4, 4),
+        (4, 2, 2, 2, 2),
+        (2, 4, 1, 2, 2),
+    )
 ]
 TWO = [
     *itertools.product(shapes(1), shapes(1)),
@@ -270,7 +299,9 @@ def broken(z: Tensor, seen: set[str]) -> list[str]:
 
 def nodes_keep_rows(op: Op, given: tuple, seen: set[str]) -> list[str]:
     try:  # most shapes fit few operations
-        result = op(*((0.1 + 0.8 * torch.rand(s, dtype=torch.float64)).requires_grad_() for s in given))
+        result = op(
+            *((0.1 + 0.8 * torch.rand(s, dtype=torch.float64)).requires_grad_() for s in given)
+        )
     except (RuntimeError, ValueError, IndexError, TypeError):
         return []
     outputs = [result] if isinstance(result, Tensor) else result
@@ -279,7 +310,9 @@ def nodes_keep_rows(op: Op, given: tuple, seen: set[str]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)], ids=["some-pairs", "all-pairs"])
+@pytest.mark.parametrize(
+    "every", [4, pytest.param(1, marks=pytest.mark.long)], ids=["some-pairs", "all-pairs"]
+)
 def test_listed_nodes_keep_rows(every: int) -> None:
     torch.manual_seed(0)
     seen: set[str] = set()

@@ -63,17 +63,43 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.norm, self.frozen = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(8, 8).requires_grad_(False)
+        self.layer, self.norm, self.frozen = (
+            nn.Linear(3, 3),
+            nn.BatchNorm1d(3),
+            nn.Linear(8, 8).requires_grad_(False),
+        )
         self.register_buffer("alpha", torch.zeros(()))
         self.register_buffer("large", torch.zeros(100))
         self.scale, self.wide = torch.tensor(0.5), torch.zeros(50)
-        self.number, self.flag, self.text, self.none, self.missing = 1, False, "a", None, float("nan")
-        self.items, self.names, self.dims = [1, [2, 3]], {"a", "b"}, {"d": 1, "deep": {"e": [Config()]}}
-        self.config, self.space, self.slotted, self.held = Config(), types.SimpleNamespace(a=0), Slotted(), Space
+        self.number, self.flag, self.text, self.none, self.missing = (
+            1,
+            False,
+            "a",
+            None,
+            float("nan"),
+        )
+        self.items, self.names, self.dims = (
+            [1, [2, 3]],
+            {"a", "b"},
+            {"d": 1, "deep": {"e": [Config()]}},
+        )
+        self.config, self.space, self.slotted, self.held = (
+            Config(),
+            types.SimpleNamespace(a=0),
+            Slotted(),
+            Space,
+        )
         self.settings, self.args = globals()["Settings"](), argparse.Namespace(a=0)
-        self.hparams, self.long, self.many = Hyperparameters(a=0), [0] * 300, dict.fromkeys(range(300), 0)
+        self.hparams, self.long, self.many = (
+            Hyperparameters(a=0),
+            [0] * 300,
+            dict.fromkeys(range(300), 0),
+        )
         self.mode, self.scalar, self.array = Mode.OFF, np.float32(0.5), np.arange(3.0)
-        self.part, self.blocks = functools.partial(torch.add, alpha=1), [nn.Linear(2, 2), nn.Dropout(0.1)]
+        self.part, self.blocks = (
+            functools.partial(torch.add, alpha=1),
+            [nn.Linear(2, 2), nn.Dropout(0.1)],
+        )
         self.act = lambda h, alpha=0.0: h * alpha
         self.loop = self.items
         self.weights = [self.layer.weight, self.frozen.weight]
@@ -129,7 +155,9 @@ CHANGES = {
     "class attribute": lambda m: setattr(Block, "factor", 2.0),
     "dict of the class": lambda m: Block.table.__setitem__("a", 1),
     "forward of the class": lambda m: setattr(Block, "forward", lambda self, x: self.layer(x)),
-    "forward of torch's class": lambda m: setattr(nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)),
+    "forward of torch's class": lambda m: setattr(
+        nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)
+    ),
     "forward of the object": lambda m: setattr(m, "forward", lambda x: x),
     "global number": lambda m: globals().__setitem__("ALPHA", 1.0),
     "global namespace": lambda m: setattr(SETTINGS, "alpha", 1.0),
@@ -152,7 +180,10 @@ CHANGES = {
 @pytest.fixture
 def restored():
     """Put back what the changes do outside the model."""
-    forwards, own = (Block.forward, nn.Linear.forward), (ALPHA, Space.alpha, Block.factor, Settings.alpha)
+    forwards, own = (
+        (Block.forward, nn.Linear.forward),
+        (ALPHA, Space.alpha, Block.factor, Settings.alpha),
+    )
     yield
     Block.forward, nn.Linear.forward = forwards
     globals()["ALPHA"], Space.alpha, Block.factor, Settings.alpha = own
@@ -280,7 +311,9 @@ def test_inputs_that_a_forward_pass_may_branch_on(a, b):
 def test_inputs_that_carry_samples_are_left_out():
     x = torch.randn(2, 3)
     assert (
-        inputs_token((x, 1), batched=[0]) == inputs_token((x + 1, 1), batched=[0]) != inputs_token((x, 2), batched=[0])
+        inputs_token((x, 1), batched=[0])
+        == inputs_token((x + 1, 1), batched=[0])
+        != inputs_token((x, 2), batched=[0])
     )
     assert inputs_token((x,)) != inputs_token((x + 1,))
 
@@ -293,7 +326,9 @@ class OwnNorm(nn.BatchNorm2d):
 
     def forward(self, x):
         mean, var = self.running_mean, self.running_var
-        return F.batch_norm(x, mean, var, self.weight, self.bias, self.training, 0.1, self.eps).relu()
+        return F.batch_norm(
+            x, mean, var, self.weight, self.bias, self.training, 0.1, self.eps
+        ).relu()
 
 
 def test_buffers_that_are_only_statistics():
@@ -337,7 +372,9 @@ def test_batch_norms_of_timm():
 
 
 def test_it_is_cheap():
-    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.Hardswish()) for _ in range(50)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.Hardswish()) for _ in range(50))
+    )
     shared = Config()
     for block in model:
         block.config = shared

@@ -47,7 +47,11 @@ class Layers(nn.Module):
         self.head = nn.Linear(width * (2 if self.rnn.bidirectional else 1), 2)
         self.last = nn.Linear(width * depth, 2)
         self.h0 = nn.Parameter(torch.randn(depth, 1, width)) if learnt else None
-        self.c0 = nn.Parameter(torch.randn(depth, 1, H)) if learnt and kind in ("lstm", "projected") else None
+        self.c0 = (
+            nn.Parameter(torch.randn(depth, 1, H))
+            if learnt and kind in ("lstm", "projected")
+            else None
+        )
 
     def states(self, count: int) -> Any:
         if self.h0 is None:
@@ -63,7 +67,9 @@ class Layers(nn.Module):
         out = out if self.rnn.batch_first else out.transpose(0, 1)
         ends = ends if isinstance(ends, tuple) else (ends,)
         cell = [ends[1].square().sum((0, 2))[:, None]] if len(ends) == 2 else []
-        return torch.cat([self.head(out).flatten(1), self.last(ends[0].transpose(0, 1).flatten(1)), *cell], 1)
+        return torch.cat(
+            [self.head(out).flatten(1), self.last(ends[0].transpose(0, 1).flatten(1)), *cell], 1
+        )
 
 
 def series(dtype: torch.dtype = torch.float64, width: int = IN) -> Tensor:
@@ -80,7 +86,9 @@ def _same_draws() -> None:
 def test_every_option_is_exact(kind: str, layers: int, both: bool) -> None:
     options = {"num_layers": layers, "bidirectional": both, "dropout": 0.5 if layers > 1 else 0.0}
     given = layers > 1  # initial states, no biases and time first go with two layers
-    model = Layers(kind, learnt=given, bias=not given, batch_first=not given, **options).double().eval()
+    model = (
+        Layers(kind, learnt=given, bias=not given, batch_first=not given, **options).double().eval()
+    )
     engine = holds(model, series())
     assert engine.folding.replaced == {"recurrent": 1}
 
@@ -104,7 +112,11 @@ def test_gates_that_hardly_open() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_all_gradients_are_torchs(kind: str) -> None:
-    model = Layers(kind, learnt=True, num_layers=2, bidirectional=True, batch_first=True).double().eval()
+    model = (
+        Layers(kind, learnt=True, num_layers=2, bidirectional=True, batch_first=True)
+        .double()
+        .eval()
+    )
     x = series().requires_grad_()
     leaves = [x, *model.parameters()]
     got = fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
@@ -123,7 +135,8 @@ def test_the_way_back_overwrites_nothing_and_copies_no_gates(kind: str) -> None:
     v = torch.randn(z.shape)
     given = v.clone()
     first, second = (
-        torch.autograd.grad(z, list(rnn.parameters()), v, retain_graph=True, allow_unused=True) for _ in "ab"
+        torch.autograd.grad(z, list(rnn.parameters()), v, retain_graph=True, allow_unused=True)
+        for _ in "ab"
     )
     assert torch.equal(v, given)
     assert all(a is b or torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -176,7 +189,9 @@ def test_packed_sequences(kind: str) -> None:
             out, ends = self.rnn(packed)
             ends = ends if isinstance(ends, tuple) else (ends,)
             out, _ = sequences.pad_packed_sequence(out, batch_first=True, total_length=T)
-            return torch.cat([self.head(out).flatten(1), self.last(ends[0].transpose(0, 1).flatten(1))], 1)
+            return torch.cat(
+                [self.head(out).flatten(1), self.last(ends[0].transpose(0, 1).flatten(1))], 1
+            )
 
     model, x = Packed(kind, bidirectional=True, batch_first=True).eval(), series(torch.float32)
     for sample, length in enumerate((6, 3, 5, 2)):
@@ -279,10 +294,14 @@ def test_low_precision() -> None:
 
 # -- the node and its rule -----------------------------------------------------------------------------------------------
 
-FUNCTIONS = dict(zip(KINDS, (torch.lstm, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), strict=True))
+FUNCTIONS = dict(
+    zip(KINDS, (torch.lstm, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), strict=True)
+)
 
 
-def node_inputs(kind: str, biases: bool = True, count: int = 2, hidden: int = 3) -> dict[str, Tensor]:
+def node_inputs(
+    kind: str, biases: bool = True, count: int = 2, hidden: int = 3
+) -> dict[str, Tensor]:
     """Inputs of one node by role, three steps."""
     gates = {"gru": 3, "tanh": 1, "relu": 1}.get(kind, 4) * hidden
     width = 2 if kind == "projected" else hidden
@@ -292,7 +311,10 @@ def node_inputs(kind: str, biases: bool = True, count: int = 2, hidden: int = 3)
     shapes |= {"b_ih": (gates,), "b_hh": (gates,)} if biases else {}
     shapes |= {"w_hr": (width, hidden)} if kind == "projected" else {}
     generator = seeded()
-    draw = {role: torch.randn(shape, dtype=torch.float64, generator=generator) for role, shape in shapes.items()}
+    draw = {
+        role: torch.randn(shape, dtype=torch.float64, generator=generator)
+        for role, shape in shapes.items()
+    }
     return {role: t.requires_grad_() for role, t in draw.items()}
 
 
@@ -301,7 +323,8 @@ def node_inputs(kind: str, biases: bool = True, count: int = 2, hidden: int = 3)
 def test_the_node_has_the_derivatives_of_its_values(kind: str, biases: bool) -> None:
     inputs = node_inputs(kind, biases)
     assert torch.autograd.gradcheck(
-        lambda *given: recurrent.Scan.apply(*given, tuple(inputs), FUNCTIONS[kind]), tuple(inputs.values())
+        lambda *given: recurrent.Scan.apply(*given, tuple(inputs), FUNCTIONS[kind]),
+        tuple(inputs.values()),
     )
 
 
@@ -346,7 +369,9 @@ class Read(nn.Module):
 def test_whichever_results_are_read_of_however_many_rows(read: str, several: int) -> None:
     x = torch.randn(B, several, T, IN, dtype=torch.float64, generator=seeded())
     engine = holds(Read(read).double(), x)
-    assert {p.kinds for n, p in engine.ledger.parameters.items() if n.startswith("rnn")} == {("Scan",)}
+    assert {p.kinds for n, p in engine.ledger.parameters.items() if n.startswith("rnn")} == {
+        ("Scan",)
+    }
 
 
 def test_weights_that_serve_twice_in_one_layer_and_outside() -> None:
@@ -358,7 +383,10 @@ def test_weights_that_serve_twice_in_one_layer_and_outside() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             out, (_, cell) = self.rnn(self.rnn(x)[0])
-            return nn.functional.linear(out, self.rnn.weight_ih_l0, self.rnn.bias_ih_l0).flatten(1) + cell.sum(2).mT
+            return (
+                nn.functional.linear(out, self.rnn.weight_ih_l0, self.rnn.bias_ih_l0).flatten(1)
+                + cell.sum(2).mT
+            )
 
     model = Tied().double()
     assert len(list(model.parameters())) == 2
@@ -367,11 +395,16 @@ def test_weights_that_serve_twice_in_one_layer_and_outside() -> None:
 
 
 @pytest.mark.parametrize("rule", ["missing", "wrong"])
-def test_without_a_right_rule_the_nodes_own_formula_serves(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_right_rule_the_nodes_own_formula_serves(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = RULES[recurrent.NODE]
 
     def wrong(site: Site, slots: Any) -> dict[int, Factor]:
-        return {slot: Dense(2 * factor.sq_norms().sqrt()[:, None]) for slot, factor in right(site, slots).items()}
+        return {
+            slot: Dense(2 * factor.sq_norms().sqrt()[:, None])
+            for slot, factor in right(site, slots).items()
+        }
 
     monkeypatch.setitem(RULES, recurrent.NODE, wrong)
     if rule == "missing":

@@ -40,7 +40,9 @@ class TakesX(nn.Module):
 
 def folded() -> nn.Module:
     """A model that is measured with convolution and batch norm as one node."""
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval()
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)
+    ).eval()
 
 
 def made_in_inference_mode() -> nn.Module:
@@ -63,33 +65,57 @@ CASES = {
         TensorInputs(torch.zeros(8, 3, 8, 8).byte()),
         r"uint8\[2, .*are uint8, the model is float32.*255",
     ),
-    "integers": (TakesX, TensorInputs(X.long()), r"int64\[2, 6\].*are int64, the model is float32: convert one"),
-    "complex": (TakesX, TensorInputs(X.cfloat()), r"complex64\[2, 6\].*are complex64, the model is float32: convert"),
+    "integers": (
+        TakesX,
+        TensorInputs(X.long()),
+        r"int64\[2, 6\].*are int64, the model is float32: convert one",
+    ),
+    "complex": (
+        TakesX,
+        TensorInputs(X.cfloat()),
+        r"complex64\[2, 6\].*are complex64, the model is float32: convert",
+    ),
     "half": (lambda: TakesX().half(), TensorInputs((X.long(),)), "are int64, the model is float16"),
     "labels": (folded, TensorInputs(Labelled()), r"\(float32\[2, 3, 8, 8\], int64\[2\]\).*item=0"),
     "names": (TakesX, TokenInputs(10, 6), r"input_ids=int64\[2, 6\].*takes \(x\).*TensorInputs"),
     "images for tokens": (lambda: TOKENS, ShapeImages((3, 8, 8)), "takes integers.*TokenInputs"),
-    "vocabulary": (lambda: TOKENS, TensorInputs(torch.full((8, 5), 10)), r"int64\[2, 5\].*\[10\].*vocab_size"),
-    "inference mode": (made_in_inference_mode, ShapeImages((3, 8, 8)), "outside of torch.inference_mode"),
+    "vocabulary": (
+        lambda: TOKENS,
+        TensorInputs(torch.full((8, 5), 10)),
+        r"int64\[2, 5\].*\[10\].*vocab_size",
+    ),
+    "inference mode": (
+        made_in_inference_mode,
+        ShapeImages((3, 8, 8)),
+        "outside of torch.inference_mode",
+    ),
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"probe": "batch", "batch_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size": 2}, {"probe": "batch", "batch_size": 2}], ids=str
+)
 @pytest.mark.parametrize("name", CASES)
 def test_refusals(name: str, options: dict) -> None:
     make, inputs, match = CASES[name]
     with pytest.raises(InputError, match=match) as caught:
         fastlr.estimate(make(), inputs, 8, **options)
-    assert caught.value.__cause__ is not None and not isinstance(caught.value.__cause__, fastlr.errors.FastlrError)
+    assert caught.value.__cause__ is not None and not isinstance(
+        caught.value.__cause__, fastlr.errors.FastlrError
+    )
 
 
-@pytest.mark.parametrize("measure", [fastlr.support_report, lambda m, x: fastlr.per_sample_grad_sq_norms(m, x, X)])
+@pytest.mark.parametrize(
+    "measure", [fastlr.support_report, lambda m, x: fastlr.per_sample_grad_sq_norms(m, x, X)]
+)
 def test_refusals_of_the_engine(measure: Callable) -> None:
     with pytest.raises(InputError, match=r"float32\[2, 3, 9, 9\].*cannot be multiplied"):
         measure(folded(), torch.randn(2, 3, 9, 9))
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt()], ids=str)
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("none left"), KeyboardInterrupt()], ids=str
+)
 def test_what_is_no_refusal_stays(error: BaseException) -> None:
     model = TakesX()
     model.linear.forward = lambda x: (_ for _ in ()).throw(error)  # type: ignore[method-assign]

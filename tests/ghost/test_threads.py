@@ -67,7 +67,9 @@ def test_kinds_of_measures_of_one_model():
     x, y, start = samples(shape), torch.arange(8) % 3, small_models()["mlp"][0]
     measured = {
         "estimate": lambda m: redundancy(m, fastlr.TensorInputs(x)),
-        "norms": lambda m: fastlr.per_sample_grad_sq_norms(m.eval(), x, torch.ones(8, 3)).sum().item(),
+        "norms": lambda m: (
+            fastlr.per_sample_grad_sq_norms(m.eval(), x, torch.ones(8, 3)).sum().item()
+        ),
         "report": lambda m: fastlr.support_report(m.eval(), x).routes,
         "loss": lambda m: fastlr.redundancy_loss(m, x, seed=0).item(),
         "gradients": lambda m: float(fastlr.metrics.train_grad_norm(m, x, y, F.cross_entropy)),
@@ -91,7 +93,9 @@ def test_kinds_of_measures_of_one_model():
 def test_monitors_of_one_model():
     """One of them measures an average of the weights, which is in the model meanwhile."""
     model, shape = small_models()["mlp"]
-    average = {name: value * 1.5 for name, value in model.state_dict().items() if value.is_floating_point()}
+    average = {
+        name: value * 1.5 for name, value in model.state_dict().items() if value.is_floating_point()
+    }
     inputs = fastlr.TensorInputs(samples(shape))
 
     def value(of, weights):
@@ -100,7 +104,10 @@ def test_monitors_of_one_model():
 
     alone = [value(copy.deepcopy(model), weights) for weights in (None, average)]
     with untouched(model):
-        assert together(*[partial(value, model, weights) for weights in (None, average)] * 2) == alone * 2
+        assert (
+            together(*[partial(value, model, weights) for weights in (None, average)] * 2)
+            == alone * 2
+        )
 
 
 def test_a_wrapper_and_its_module_share_a_lock():
@@ -159,13 +166,17 @@ def test_random_labels_do_not_depend_on_other_threads():
     x = samples(shape)
 
     def learned(seed):
-        return float(fastlr.metrics.trainability(copy.deepcopy(model), x, steps=5, repeats=2, seed=seed))
+        return float(
+            fastlr.metrics.trainability(copy.deepcopy(model), x, steps=5, repeats=2, seed=seed)
+        )
 
     alone = [learned(seed) for seed in range(3)]
     other = small_models()["convolution"][0]
     inputs = fastlr.TensorInputs(samples((3, 6, 6)))
     before = torch.get_rng_state()
-    got = together(*[partial(learned, seed) for seed in range(3)], *[partial(redundancy, other, inputs)] * 2)
+    got = together(
+        *[partial(learned, seed) for seed in range(3)], *[partial(redundancy, other, inputs)] * 2
+    )
     assert got[:3] == alone
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -344,7 +355,9 @@ def patched(model):
 
 
 def partly(model):
-    model.head.forward = partial(lambda module, h: F.linear(h, module.weight, module.bias), model.head)
+    model.head.forward = partial(
+        lambda module, h: F.linear(h, module.weight, module.bias), model.head
+    )
 
 
 class Holder:
@@ -399,8 +412,13 @@ def test_what_reads_the_model_itself_is_proven_in_place(monkeypatch, make):
 @pytest.mark.parametrize("make", [closure_of_data, closure_of_number, closure_of_list])
 def test_a_parameter_that_is_read_without_a_graph_is_seen_to_move_the_output(monkeypatch, make):
     model = by_closure(make).eval()
-    model.layer.forward = lambda x: F.linear(x, model.head.weight.new_ones(4, 4))  # its bias is read nowhere else
-    with clones(monkeypatch) as found, pytest.raises(fastlr.errors.HiddenParameterError, match=r"layer\.bias"):
+    model.layer.forward = lambda x: F.linear(
+        x, model.head.weight.new_ones(4, 4)
+    )  # its bias is read nowhere else
+    with (
+        clones(monkeypatch) as found,
+        pytest.raises(fastlr.errors.HiddenParameterError, match=r"layer\.bias"),
+    ):
         fastlr.per_sample_grad_sq_norms(model, samples((4,)), samples((3,)))
     assert not any(found)
 
@@ -446,6 +464,8 @@ def exact(model, x, v):
     rows = []
     for sample, cotangent in zip(x, v, strict=True):
         z = model(torch.stack([sample, sample]))
-        grads = torch.autograd.grad(z[0], list(parameters.values()), cotangent, materialize_grads=True)
+        grads = torch.autograd.grad(
+            z[0], list(parameters.values()), cotangent, materialize_grads=True
+        )
         rows.append(torch.stack([g.double().square().sum() for g in grads]))
     return dict(zip(parameters, torch.stack(rows, 1), strict=True))

@@ -23,11 +23,19 @@ norms = fastlr.per_sample_grad_sq_norms
 pytestmark = pytest.mark.usefixtures("double")
 
 
-TOLERANCES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-3, 1e-4), torch.bfloat16: (0.1, 0.02)}
+TOLERANCES = {
+    torch.float64: (1e-9, 1e-12),
+    torch.float32: (1e-3, 1e-4),
+    torch.bfloat16: (0.1, 0.02),
+}
 
 
-def right(model: nn.Module, xs: tuple, v: Tensor, want: dict[str, Tensor], samples=slice(None), dtype=None) -> None:
-    assert_norms(norms(model, xs, v, per_parameter=True), want, *TOLERANCES[dtype or v.dtype], samples)
+def right(
+    model: nn.Module, xs: tuple, v: Tensor, want: dict[str, Tensor], samples=slice(None), dtype=None
+) -> None:
+    assert_norms(
+        norms(model, xs, v, per_parameter=True), want, *TOLERANCES[dtype or v.dtype], samples
+    )
 
 
 def output_like(model: nn.Module, xs: tuple) -> Tensor:
@@ -38,7 +46,9 @@ def output_like(model: nn.Module, xs: tuple) -> Tensor:
 def check(call: Call) -> None:
     v = output_like(call.model, call.xs)
     want = truth(call.model, call.xs, v, call.shared)
-    assert want.apart > 1e-3 if call.refused else want.apart < 1e-9, "the case itself is not what it says"
+    assert want.apart > 1e-3 if call.refused else want.apart < 1e-9, (
+        "the case itself is not what it says"
+    )
     try:
         right(
             call.model, call.xs, v, want.norms
@@ -58,7 +68,14 @@ def test_every_call_is_right_or_refused(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
 @pytest.mark.parametrize(
     "name",
-    [*cases.LARGE, *(n for n in cases.CASES if n.startswith(("ragged", "permuted", "packed", "switch", "one_")))],
+    [
+        *cases.LARGE,
+        *(
+            n
+            for n in cases.CASES
+            if n.startswith(("ragged", "permuted", "packed", "switch", "one_"))
+        ),
+    ],
 )
 def test_every_call_is_right_or_refused_in_single_precision(name: str) -> None:
     torch.set_default_dtype(torch.float32)
@@ -69,7 +86,14 @@ def test_every_call_is_right_or_refused_in_single_precision(name: str) -> None:
 # -- one estimate ------------------------------------------------------------------------------------------------------
 
 
-IN_TURN = ("ragged", "permuted", "packed", "switch-", "one_sample-plain-2_1", "one_sample-attention-2_1")
+IN_TURN = (
+    "ragged",
+    "permuted",
+    "packed",
+    "switch-",
+    "one_sample-plain-2_1",
+    "one_sample-attention-2_1",
+)
 CATEGORICAL = fastlr.Categorical()
 
 
@@ -79,7 +103,9 @@ def test_the_calls_of_a_model_are_right_in_one_estimate(name: str) -> None:
         chunks = [call.xs for call in calls]
         inputs = fastlr.TensorInputs(tuple(torch.cat(parts) for parts in zip(*chunks)))
         size = len(chunks[0][0])
-        found = fastlr.estimate(model, inputs, n=len(inputs), batch_size=size, predictive=CATEGORICAL)
+        found = fastlr.estimate(
+            model, inputs, n=len(inputs), batch_size=size, predictive=CATEGORICAL
+        )
         want = []
         for k, xs in enumerate(chunks):
             at = range(k * size, k * size + len(xs[0]))
@@ -92,7 +118,9 @@ def test_the_calls_of_a_model_are_right_in_one_estimate(name: str) -> None:
 @pytest.mark.parametrize("hold", ["buffer in place", "buffer replaced", "dict", "global"])
 def test_a_monitor_refuses_what_an_estimate_refuses(hold, mix) -> None:
     model, set_to = state.HOLDERS[hold](mix)
-    monitor = fastlr.LocalRedundancy(model, fastlr.TensorInputs(torch.randn(24, 5)), n=24, batch_size=8)
+    monitor = fastlr.LocalRedundancy(
+        model, fastlr.TensorInputs(torch.randn(24, 5)), n=24, batch_size=8
+    )
     before = monitor.measure().value
     set_to(1.0)
     with pytest.raises(fastlr.InteractionError):
@@ -114,7 +142,10 @@ def test_models_that_compare_equal() -> None:
 
 
 def test_a_model_may_say_that_it_equals_everything() -> None:
-    first, second = Net(lambda net, x: net.c(net.a(x).tanh())), Net(lambda net, x: net.c(net.b(net.a(x).tanh()).tanh()))
+    first, second = (
+        Net(lambda net, x: net.c(net.a(x).tanh())),
+        Net(lambda net, x: net.c(net.b(net.a(x).tanh()).tanh())),
+    )
     for model in (first, second):
         model.__class__ = state.Equal
     for model in (first, second, first):
@@ -169,7 +200,10 @@ def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured
             assert "biases" in str(error)
         else:
             torch.testing.assert_close(got["biases"], want["biases"], rtol=1e-3, atol=0)
-        assert all(model.cache[key] is value and torch.equal(value, old) for key, (value, old) in cached.items())
+        assert all(
+            model.cache[key] is value and torch.equal(value, old)
+            for key, (value, old) in cached.items()
+        )
 
 
 @torch.no_grad()
@@ -234,7 +268,9 @@ def test_ragged_rows_of_many_samples_stay_off_the_loop(dtype: torch.dtype) -> No
 def mixer() -> Written:
     """A mixer over T positions, with samples, positions and channels of one number."""
     parts = {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
-    return Written(lambda m, x: m.b((x + m.a(x.transpose(1, 2)).transpose(1, 2)).tanh()).mean(1), **parts)
+    return Written(
+        lambda m, x: m.b((x + m.a(x.transpose(1, 2)).transpose(1, 2)).tanh()).mean(1), **parts
+    )
 
 
 def windows() -> Written:
@@ -242,13 +278,22 @@ def windows() -> Written:
 
     def forward(m: Written, x: Tensor) -> Tensor:
         count = len(x)
-        windows = x.roll((-1, -1), (1, 2)).view(count, 2, 2, 2, 2, 4).transpose(2, 3).reshape(-1, 4, 4)
+        windows = (
+            x.roll((-1, -1), (1, 2)).view(count, 2, 2, 2, 2, 4).transpose(2, 3).reshape(-1, 4, 4)
+        )
         q, k, v = m.qkv(windows).chunk(3, -1)
         h = (q @ k.transpose(1, 2) + m.bias).softmax(-1) @ v
-        h = h.view(count, 2, 2, 2, 2, 4).transpose(2, 3).reshape(count, 4, 4, 4).roll((1, 1), (1, 2))
+        h = (
+            h.view(count, 2, 2, 2, 2, 4)
+            .transpose(2, 3)
+            .reshape(count, 4, 4, 4)
+            .roll((1, 1), (1, 2))
+        )
         return m.head(h.mean((1, 2)))
 
-    return Written(forward, qkv=nn.Linear(4, 12), bias=nn.Parameter(torch.randn(4, 4)), head=nn.Linear(4, 3))
+    return Written(
+        forward, qkv=nn.Linear(4, 12), bias=nn.Parameter(torch.randn(4, 4)), head=nn.Linear(4, 3)
+    )
 
 
 def residual() -> Written:
@@ -273,7 +318,9 @@ def running_sums(net: Net, x: Tensor) -> Tensor:
 
 
 def pooled(net: Net, x: Tensor) -> Tensor:
-    h = F.max_pool1d(net.a(x).transpose(1, 2), 2) + F.adaptive_avg_pool1d(net.a(x).transpose(1, 2), 2)
+    h = F.max_pool1d(net.a(x).transpose(1, 2), 2) + F.adaptive_avg_pool1d(
+        net.a(x).transpose(1, 2), 2
+    )
     return net.c(F.interpolate(h, size=3).transpose(1, 2)).sum(1)
 
 
@@ -291,12 +338,16 @@ def by_letters(net: Net, x: Tensor) -> Tensor:
 
 def encoder(batch_first: bool) -> nn.Module:
     return nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(4, 4, 8, 0.0, batch_first=batch_first), 2, enable_nested_tensor=False
+        nn.TransformerEncoderLayer(4, 4, 8, 0.0, batch_first=batch_first),
+        2,
+        enable_nested_tensor=False,
     )
 
 
 def patches() -> nn.Module:
-    return PatchTST(channels=2, context=16, horizon=4, patch=4, stride=4, width=8, heads=2, layers=1, ffn=8)
+    return PatchTST(
+        channels=2, context=16, horizon=4, patch=4, stride=4, width=8, heads=2, layers=1, ffn=8
+    )
 
 
 FINE = {
@@ -321,7 +372,9 @@ def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     build, shape = FINE[name]
     model, axis = build().eval(), 1 if name == "encoder-time_first" else 0
-    front = Written(lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model)  # samples along axis 0
+    front = Written(
+        lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model
+    )  # samples along axis 0
     for count in (4, 2, 5, 4):
         x = torch.randn(count, *shape)
         v = output_like(model, (x,))
@@ -331,7 +384,9 @@ def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
         assert_norms({f"model.{n}": value for n, value in got.items()}, want, *TOLERANCES[dtype])
         report = fastlr.support_report(model, x, in_dim=axis, out_dim=axis)
         assert {report.routes[n] for n in got if want[f"model.{n}"].any()} == {"rule"}, report
-        assert any("every batch" in note for note in report.notes) == (name == "shuffled"), report  # by an index
+        assert any("every batch" in note for note in report.notes) == (name == "shuffled"), (
+            report
+        )  # by an index
 
 
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
@@ -367,16 +422,30 @@ class ByLength(nn.Module):
     ("equal", "unequal"),
     [
         (torch.full((5,), 8), torch.tensor([8, 7, 3, 5, 2])),
-        (torch.full((5, 1), 8, dtype=torch.uint16), torch.tensor([[8], [7], [3], [5], [2]], dtype=torch.uint16)),
-        (torch.ones(5, 3, dtype=torch.bool), torch.arange(3) < torch.tensor([[3], [1], [2], [3], [1]])),
-        (torch.ones(5, 1, 2, 3, dtype=torch.long), (torch.arange(30) % 4 > 0).long().view(5, 1, 2, 3)),
+        (
+            torch.full((5, 1), 8, dtype=torch.uint16),
+            torch.tensor([[8], [7], [3], [5], [2]], dtype=torch.uint16),
+        ),
+        (
+            torch.ones(5, 3, dtype=torch.bool),
+            torch.arange(3) < torch.tensor([[3], [1], [2], [3], [1]]),
+        ),
+        (
+            torch.ones(5, 1, 2, 3, dtype=torch.long),
+            (torch.arange(30) % 4 > 0).long().view(5, 1, 2, 3),
+        ),
         (torch.ones(5, dtype=torch.bool), torch.arange(5) > 1),
         (torch.zeros(5, 2), torch.arange(10.0).view(5, 2)),
-        (torch.randn(5, 3, 2), torch.tensor([0.0, 1, 1, 0, 1]).view(5, 1, 1) * torch.randn(5, 3, 2).tril()),
+        (
+            torch.randn(5, 3, 2),
+            torch.tensor([0.0, 1, 1, 0, 1]).view(5, 1, 1) * torch.randn(5, 3, 2).tril(),
+        ),
     ],
     ids=["lengths", "unsigned lengths", "mask", "rows of a mask", "flags", "zeros", "padding"],
 )
-def test_inputs_that_are_equal_at_first_may_differ_later(equal: torch.Tensor, unequal: torch.Tensor) -> None:
+def test_inputs_that_are_equal_at_first_may_differ_later(
+    equal: torch.Tensor, unequal: torch.Tensor
+) -> None:
     model, x = ByLength(), torch.randn(5, 5)
     check(Call(model, (x, equal)))
     check(Call(model, (x, unequal), refused=True))
@@ -410,5 +479,7 @@ def test_a_model_that_cannot_run_in_float64_is_proven_in_its_own_dtype() -> None
     model, x, v = ByDtype().eval(), torch.randn(6, 5), torch.randn(6, 4)
     got = norms(model, x, v)
     slopes = 2 * (1 - torch.tanh(model.layer(x)) ** 2) * v
-    torch.testing.assert_close(got, (slopes.square().sum(1) * (1 + x.square().sum(1))).double(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        got, (slopes.square().sum(1) * (1 + x.square().sum(1))).double(), rtol=1e-4, atol=0
+    )
     assert "own dtype" in fastlr.support_report(model, x).subject

@@ -15,7 +15,10 @@ from fastlr.ghost.api import engine_for
 from fastlr.ghost.sample_axis import Marks, Regular, explains, vanishing
 
 STEPS = 50
-SHRINK = {torch.float32: 0.1, torch.float64: 1e-8}  # of weights, so that gradients of the first steps are denormal
+SHRINK = {
+    torch.float32: 0.1,
+    torch.float64: 1e-8,
+}  # of weights, so that gradients of the first steps are denormal
 
 
 class Recurrence(nn.Module):
@@ -60,7 +63,9 @@ def right(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [Recurrence, Gated])
-def test_the_graph_is_believed_where_marks_are_denormal(kind: type[Recurrence], dtype: torch.dtype) -> None:
+def test_the_graph_is_believed_where_marks_are_denormal(
+    kind: type[Recurrence], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     model = kind(dtype).eval()
     x = torch.randn(9, STEPS, 3, dtype=dtype)

@@ -17,7 +17,10 @@ from bench import cases
 from fastlr import errors
 from fastlr.ghost.fusion import mode as fuse
 
-NAMES = [pytest.param(name, marks=[pytest.mark.long] if make.long else []) for name, make in zoo.ZOO.items()]
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.long] if make.long else [])
+    for name, make in zoo.ZOO.items()
+]
 FAULTS = [name for name in zoo.ZOO if name.startswith("fault_")]
 SOUND = [param for param in NAMES if param.values[0] not in FAULTS]
 
@@ -28,7 +31,9 @@ def measure(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor
 
     with untouched(case.model), warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.FastlrWarning)
-        return fastlr.per_sample_grad_sq_norms(case.model, case.x, cotangent, per_parameter=True, **case.kwargs)
+        return fastlr.per_sample_grad_sq_norms(
+            case.model, case.x, cotangent, per_parameter=True, **case.kwargs
+        )
 
 
 def masked_norms(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -55,7 +60,11 @@ def refusals(case: zoo.ZooCase) -> tuple[type, ...]:
 
 
 def compare(
-    case: zoo.ZooCase, cotangent: torch.Tensor, truth: dict[str, torch.Tensor], itself: float, total: float
+    case: zoo.ZooCase,
+    cotangent: torch.Tensor,
+    truth: dict[str, torch.Tensor],
+    itself: float,
+    total: float,
 ) -> None:
     """Hold each value within ``itself`` of the truth plus ``total`` of its sample's total.
 
@@ -67,7 +76,10 @@ def compare(
         return
     assert set(got) == set(truth)
     assert (sum(truth.values()) > 0).all(), "a case without gradients tests nothing"
-    assert all(value.dtype == torch.float64 and value.shape == truth[name].shape for name, value in got.items())
+    assert all(
+        value.dtype == torch.float64 and value.shape == truth[name].shape
+        for name, value in got.items()
+    )
     assert_norms(got, truth, itself, total)
 
 
@@ -79,7 +91,9 @@ def test_zoo(name: str) -> None:
     compare(exact, cotangent, truth, itself=1e-10, total=1e-13)
     del exact
     single = zoo.make(name, torch.float32)
-    if single.kinked:  # hold it to float32 autograd on the same batch, which unfolded has the same kinks
+    if (
+        single.kinked
+    ):  # hold it to float32 autograd on the same batch, which unfolded has the same kinks
         truth = masked_norms(single, cotangent.float())
         compare(single, cotangent.float(), truth, itself=0.0, total=2e-3)
         with fuse.unfolded():
@@ -109,4 +123,6 @@ def test_two_truths_agree(name: str) -> None:
     truth = cases.loop_norms(case, cotangent)
     assert_norms(masked_norms(case, cotangent), truth, 0.0, 1e-12)
     dead = {n for n, value in truth.items() if not value.any()}
-    assert dead <= {"extra", "unused.weight", "unused.bias", "b.weight", "b.bias"} and (not dead or "d" in name), dead
+    assert dead <= {"extra", "unused.weight", "unused.bias", "b.weight", "b.bias"} and (
+        not dead or "d" in name
+    ), dead

@@ -14,7 +14,9 @@ def pairs(got: Any, want: Any) -> list[tuple[Any, Any]]:
     return list(zip(*sides, strict=True))
 
 
-def assert_near(got: Any, want: Any, tolerance: float, *, of: Literal["result", "row", "element"] = "result") -> None:
+def assert_near(
+    got: Any, want: Any, tolerance: float, *, of: Literal["result", "row", "element"] = "result"
+) -> None:
     """Hold results to a definition: off by at most ``tolerance`` of its largest value.
 
     ``of``: the largest value of the whole result, of the row (the last axis) or the element itself. What the definition
@@ -27,7 +29,10 @@ def assert_near(got: Any, want: Any, tolerance: float, *, of: Literal["result", 
             continue
         result, truth = (t.detach().cpu().double() for t in (result, truth))
         torch.testing.assert_close(
-            *(t / scale_of(truth, of) for t in (result, truth)), rtol=0, atol=tolerance, equal_nan=True
+            *(t / scale_of(truth, of) for t in (result, truth)),
+            rtol=0,
+            atol=tolerance,
+            equal_nan=True,
         )
 
 

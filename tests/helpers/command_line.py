@@ -55,4 +55,6 @@ def small_noise():
 
 def as_torchrun(ranks, folder, arguments):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return good(run_ranks(ranks, work.command, ranks, store.port, arguments, str(folder), backend=None))
+    return good(
+        run_ranks(ranks, work.command, ranks, store.port, arguments, str(folder), backend=None)
+    )

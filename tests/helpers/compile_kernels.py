@@ -39,7 +39,10 @@ SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes
 REGISTERS, WARPS, PROGRAMS = 1 << 16, 64, 32
 # How it is given out: cuda_occupancy.h of CUDA 13.0, the occupancy calculator.
 PARTS = 4  # of a multiprocessor, each with a part of its registers and warps
-REGISTERS_AT_ONCE, SHARED_AT_ONCE = 256, 128  # those of a warp, and the bytes of a program, are rounded up to multiples
+REGISTERS_AT_ONCE, SHARED_AT_ONCE = (
+    256,
+    128,
+)  # those of a warp, and the bytes of a program, are rounded up to multiples
 RESERVED = 1 << 10  # bytes of shared memory that a program takes beside its own
 
 
@@ -99,16 +102,22 @@ def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
         for number, key in enumerate(kernel.arg_names)
         if key in divisible and types[key] != "constexpr"
     }
-    source = ASTSource(kernel, {key: types[key] for key in kernel.arg_names}, constexprs, attributes)
+    source = ASTSource(
+        kernel, {key: types[key] for key in kernel.arg_names}, constexprs, attributes
+    )
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = resource_usage(compiled.asm["cubin"])
     # ptxas puts spilled registers on the stack (local memory); these kernels have no arrays of their own there.
     usage["spills"] = usage["stack"] + usage["local"]
-    usage["shared"] = compiled.metadata.shared  # cuobjdump knows nothing of it, but for what is reserved from 9.0 on
+    usage["shared"] = (
+        compiled.metadata.shared
+    )  # cuobjdump knows nothing of it, but for what is reserved from 9.0 on
     return {"case": name, "arch": arch, "warps": compiled.metadata.num_warps, **usage}
 
 
-def compile_module(module: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, object]]:
+def compile_module(
+    module: str, architectures: tuple[int, ...] = ARCHITECTURES
+) -> list[dict[str, object]]:
     """Compile every case of ``module`` for every architecture and return the records."""
     from kernel_variants import VARIANTS
 
@@ -136,7 +145,11 @@ def extreme_cases(module: str, record: Path = RECORD) -> list[tuple]:
     kinds: dict[str, list[tuple]] = {}
     for case in VARIANTS[module]() if module in VARIANTS else ():
         kinds.setdefault(case[0].partition("[")[0], []).append(case)
-    most = [max(cases, key=lambda case: taken.get(case[0], (0, 0))[by]) for cases in kinds.values() for by in (0, 1)]
+    most = [
+        max(cases, key=lambda case: taken.get(case[0], (0, 0))[by])
+        for cases in kinds.values()
+        for by in (0, 1)
+    ]
     return list({case[0]: case for case in most}.values())
 
 
@@ -145,17 +158,23 @@ def kernel_modules() -> list[str]:
     return [path.stem for path in sorted(KERNELS.glob("*.py")) if path.stem != "__init__"]
 
 
-def run_module(module: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, object]]:
+def run_module(
+    module: str, architectures: tuple[int, ...] = ARCHITECTURES
+) -> list[dict[str, object]]:
     """Run `compile_module` in its own process without TRITON_INTERPRET; an error has its output."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, __file__, module, *map(str, architectures)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{run.stdout[-2000:]}\n{run.stderr[-6000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} failed:\n{run.stdout[-2000:]}\n{run.stderr[-6000:]}"
+        )
     return json.loads(run.stdout)[module]
 
 
-def compile_all(architectures: tuple[int, ...] = ARCHITECTURES) -> dict[str, list[dict[str, object]]]:
+def compile_all(
+    architectures: tuple[int, ...] = ARCHITECTURES,
+) -> dict[str, list[dict[str, object]]]:
     """Compile every module that has variants, one process a module: {module: records}."""
     found = {module: run_module(module, architectures) for module in kernel_modules()}
     return {module: records for module, records in found.items() if records}
@@ -170,11 +189,17 @@ def problems(records: list[dict[str, object]]) -> list[str]:
     for record in records:
         where = f"{record['case']} on sm_{record['arch']}"
         if record["spills"]:
-            found.append(f"{where} spills: {record['stack']} bytes of stack, {record['local']} of local memory")
+            found.append(
+                f"{where} spills: {record['stack']} bytes of stack, {record['local']} of local memory"
+            )
         if record["shared"] > SHARED[record["arch"]] - RESERVED:
-            found.append(f"{where} takes {record['shared']} bytes of shared memory, more than a program may")
+            found.append(
+                f"{where} takes {record['shared']} bytes of shared memory, more than a program may"
+            )
         if record["registers"] * record["warps"] * 32 > REGISTERS:
-            found.append(f"{where} takes {record['registers']} registers in {record['warps']} warps")
+            found.append(
+                f"{where} takes {record['registers']} registers in {record['warps']} warps"
+            )
     return found
 
 
@@ -203,7 +228,9 @@ def table(found: dict[str, list[dict[str, object]]]) -> str:
 
 def numbers(record: dict[str, object]) -> tuple[int, int, int, int]:
     """What `table` says of a record."""
-    arch, warps, registers, shared, spills = (record[key] for key in ("arch", "warps", "registers", "shared", "spills"))
+    arch, warps, registers, shared, spills = (
+        record[key] for key in ("arch", "warps", "registers", "shared", "spills")
+    )
     return registers, shared, spills, resident_warps(arch, warps, registers, shared)
 
 
@@ -215,7 +242,9 @@ def comparison(before: str, after: str) -> str:
     lines = ["| module | before | after |", "| --- | --- | --- |"]
     modules = [summary(text) for text in (before, after)]
     for module in sorted({**modules[0], **modules[1]}):
-        lines.append(f"| {module} | " + " | ".join(found.get(module, "") for found in modules) + " |")
+        lines.append(
+            f"| {module} | " + " | ".join(found.get(module, "") for found in modules) + " |"
+        )
     what = "Most registers a thread / most bytes spilled / fewest resident warps / their median, over cases and architectures."
     return "\n".join([what, "", *lines])
 
@@ -225,9 +254,13 @@ def summary(text: str) -> dict[str, str]:
     found: dict[str, list[tuple[int, int, int]]] = {}
     for module, _, warps, cells in rows(text):
         for arch, (registers, shared, spills, *_) in zip(ARCHITECTURES, cells, strict=True):
-            found.setdefault(module, []).append((registers, spills, resident_warps(arch, warps, registers, shared)))
+            found.setdefault(module, []).append(
+                (registers, spills, resident_warps(arch, warps, registers, shared))
+            )
     columns = {module: list(zip(*of_module, strict=True)) for module, of_module in found.items()}
-    return {m: f"{max(r)} / {max(s)} / {min(w)} / {median_low(w)}" for m, (r, s, w) in columns.items()}
+    return {
+        m: f"{max(r)} / {max(s)} / {min(w)} / {median_low(w)}" for m, (r, s, w) in columns.items()
+    }
 
 
 def said(*command: str) -> str:
@@ -252,12 +285,24 @@ def main() -> None:
     """Compile what the command line names and print it."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         sys.exit("unset TRITON_INTERPRET: the interpreter compiles nothing")
-    parser = argparse.ArgumentParser(description="Compile Triton kernels with no GPU and print their resource usage.")
+    parser = argparse.ArgumentParser(
+        description="Compile Triton kernels with no GPU and print their resource usage."
+    )
     parser.add_argument("--table", action="store_true", help="print Markdown, not JSON")
-    parser.add_argument("--before", metavar="COMMIT", help="with --table: compare with the record in that commit")
-    parser.add_argument("names", nargs="*", help="modules of kernels/ such as shape_images, architectures such as 90")
+    parser.add_argument(
+        "--before", metavar="COMMIT", help="with --table: compare with the record in that commit"
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        help="modules of kernels/ such as shape_images, architectures such as 90",
+    )
     chosen = parser.parse_args()
-    earlier = said("git", "show", f"{chosen.before}:bench/results/compile/kernels.md") if chosen.before else ""
+    earlier = (
+        said("git", "show", f"{chosen.before}:bench/results/compile/kernels.md")
+        if chosen.before
+        else ""
+    )
     if chosen.before and not earlier:
         parser.error(f"commit {chosen.before} has no record")
     architectures = tuple(int(name) for name in chosen.names if name.isdigit()) or ARCHITECTURES
@@ -271,7 +316,10 @@ def main() -> None:
         return
     parts = ["# Kernels as compiled", origin(list(found)), table(found)]
     if earlier:
-        parts.insert(2, f"## Beside commit {chosen.before}\n\n{comparison(earlier, parts[-1])}\n\n## All cases")
+        parts.insert(
+            2,
+            f"## Beside commit {chosen.before}\n\n{comparison(earlier, parts[-1])}\n\n## All cases",
+        )
     print("\n\n".join(parts))
 
 

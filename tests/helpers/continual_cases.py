@@ -16,7 +16,13 @@ from fastlr.experiments.runs.options import resolve
 
 def net(num_classes: int = 2) -> nn.Module:
     """A small network with everything that is random or has state in training."""
-    features = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten()]
+    features = [
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(3),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*features, nn.Dropout(0.2), nn.Linear(36, num_classes))
 
 
@@ -79,7 +85,11 @@ def begin(path, images: str, **settings) -> list[dict]:
 
 def comparable(path) -> list[dict]:
     """The records without what tells of the interruption, and times."""
-    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines(path) if line["kind"] != "resume"]
+    return [
+        {k: v for k, v in line.items() if k != "seconds"}
+        for line in lines(path)
+        if line["kind"] != "resume"
+    ]
 
 
 def checkpoint(path) -> dict:

@@ -51,7 +51,12 @@ def write_run(
     log_lr = 3 - 2 * np.arange(tasks) / max(tasks, 200) + 0.5 * slow
     accuracy = np.clip(0.85 - 0.05 * np.arange(tasks) / max(tasks, 200) + effect * slow, 0, 0.96)
     accuracy = np.clip(accuracy + 0.06 * rng.standard_normal(tasks), 0.4, 1.0)
-    lines = [{"kind": "start", "measures": {"weight_norm": {"value": 10.0, "stderr": None, "definition": "norm"}}}]
+    lines = [
+        {
+            "kind": "start",
+            "measures": {"weight_norm": {"value": 10.0, "stderr": None, "definition": "norm"}},
+        }
+    ]
     for t in range(tasks):
         if t in resume:
             lines.append({"kind": "resume", "task": t, "date": "2026-11-21T00:00:00Z"})
@@ -62,7 +67,9 @@ def write_run(
             "local_redundancy_next_task": float(1.3 * lr * np.exp(0.1 * rng.standard_normal())),
             "weight_norm": 10 + math.sqrt(t) + 0.05 * float(rng.standard_normal()),
             "distance_from_init": math.sqrt(t) + 0.02 * float(rng.standard_normal()),
-            "dormant_ratio": round(max(0.0, 0.02 * t / tasks + 0.01 * float(rng.standard_normal())), 3),
+            "dormant_ratio": round(
+                max(0.0, 0.02 * t / tasks + 0.01 * float(rng.standard_normal())), 3
+            ),
             "train_grad_norm": float(np.exp(rng.standard_normal())),
         }
         measures = {

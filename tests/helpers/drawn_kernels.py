@@ -52,12 +52,25 @@ class Draw:
         kernel = [1, 1] if kind == "pointwise" else [pick((1, 2, 3, 3, 4, 5, 7)) for _ in range(2)]
         stride = pick(((1, 1), (1, 1), (2, 2), (2, 1), (3, 3)))
         dilation = pick(((1, 1), (1, 1), (1, 1), (2, 2), (1, 3)))
-        padding = tuple(pick((0, d * (k - 1) // 2, k - 1)) for k, d in zip(kernel, dilation, strict=True))
-        groups = 1 if kind in ("pointwise", "dense") else pick((2, 3, 8)) if kind == "grouped" else self.size(512)
-        inputs, outputs = (
-            (groups, groups) if kind == "depthwise" else (groups * self.size(512 // groups) for _ in range(2))
+        padding = tuple(
+            pick((0, d * (k - 1) // 2, k - 1)) for k, d in zip(kernel, dilation, strict=True)
         )
-        side = [self.size(min(128, max(8, int((ELEMENTS / max(inputs, outputs)) ** 0.5)))) for _ in range(2)]
+        groups = (
+            1
+            if kind in ("pointwise", "dense")
+            else pick((2, 3, 8))
+            if kind == "grouped"
+            else self.size(512)
+        )
+        inputs, outputs = (
+            (groups, groups)
+            if kind == "depthwise"
+            else (groups * self.size(512 // groups) for _ in range(2))
+        )
+        side = [
+            self.size(min(128, max(8, int((ELEMENTS / max(inputs, outputs)) ** 0.5))))
+            for _ in range(2)
+        ]
         geometry = ConvGeometry(stride, padding, dilation, groups=groups)
         size = geometry.output_size(side, kernel)
         if min(size) < 1:  # the kernel does not fit: draw again
@@ -72,7 +85,16 @@ class Draw:
         _, kept = ops.run("folded_conv", x, folded, ones, act, geometry, pick((None, g)))
         statistics = torch.zeros(3, outputs)
         ops.run(
-            "folded_conv_backward", x, g, kept, act, folded, weight, statistics, geometry, pick((True, True, False))
+            "folded_conv_backward",
+            x,
+            g,
+            kept,
+            act,
+            folded,
+            weight,
+            statistics,
+            geometry,
+            pick((True, True, False)),
         )
         images = pick((1, 1, BATCH))  # of a sample
         given = (t.view(-1, images, *t.shape[1:]) if images == 1 else t[None] for t in (x, g))
@@ -93,7 +115,12 @@ class Draw:
         mean = torch.zeros(BATCH, rows, 1)
         ops.run("layer_norm_sums", x, x, mean, mean)
         ops.run("rms_norm_sums", x, x, mean)
-        ops.run("broadcast_sums", x, self.random.choice((None, x)), self.random.choice(([1], [2], [1, 2])))
+        ops.run(
+            "broadcast_sums",
+            x,
+            self.random.choice((None, x)),
+            self.random.choice(([1], [2], [1, 2])),
+        )
         ops.run("embedding_sq_norms", torch.zeros(BATCH, rows, dtype=torch.int64), x)
         ops.run("categorical_root_cotangent", g[:, 0], torch.arange(BATCH), 0)
 
@@ -105,7 +132,11 @@ def main() -> None:
     with noted() as found:
         for k in range(layers):
             draw.convolution() if k % 4 else draw.linear()
-    records = [compile_kernels.compile_case(case, arch) for case in found.values() for arch in architectures]
+    records = [
+        compile_kernels.compile_case(case, arch)
+        for case in found.values()
+        for arch in architectures
+    ]
     kernels = sorted({kernel.__name__ for _, kernel, *_ in found.values()})
     print(json.dumps({"launched": len(found), "kernels": kernels, "records": records}))
 

@@ -39,7 +39,9 @@ class Truth(NamedTuple):
 def output_of(model: nn.Module, xs: tuple) -> tuple[Tensor, dict[str, nn.Parameter]]:
     """Output and trainable parameters of a fresh float64 copy of the model."""
     model = copy.deepcopy(model).double()
-    doubled = (t.detach().double() if torch.is_tensor(t) and t.is_floating_point() else t for t in xs)
+    doubled = (
+        t.detach().double() if torch.is_tensor(t) and t.is_floating_point() else t for t in xs
+    )
     return model(*doubled), {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -50,11 +52,15 @@ def _sq_norms(z: Tensor, parameters: dict[str, nn.Parameter], v: Tensor, row: in
     """
     cotangent = torch.zeros_like(z)
     cotangent[row] = v
-    grads = torch.autograd.grad(z, list(parameters.values()), cotangent, retain_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(
+        z, list(parameters.values()), cotangent, retain_graph=True, allow_unused=True
+    )
     return torch.stack([z.new_zeros(()) if g is None else g.square().sum() for g in grads])
 
 
-def truth(model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), samples: Any = None) -> Truth:
+def truth(
+    model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), samples: Any = None
+) -> Truth:
     """Measure each sample beside a copy of itself, and compare it with itself in the batch.
 
     The cotangent of the copy is zero.
@@ -69,11 +75,15 @@ def truth(model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), 
     whole, whole_parameters = output_of(model, xs)
     columns, apart = [], [0.0]
     for j in range(len(v)) if samples is None else samples:
-        twice = (t[[j, j]] if torch.is_tensor(t) and k not in shared else t for k, t in enumerate(xs))
+        twice = (
+            t[[j, j]] if torch.is_tensor(t) and k not in shared else t for k, t in enumerate(xs)
+        )
         z, parameters = output_of(model, tuple(twice))
         columns.append(_sq_norms(z, parameters, v[j], 0))
         if len(v) > 1:
-            gaps = (_sq_norms(whole, whole_parameters, v[j], j) - columns[-1]).abs() / columns[-1].sum()
+            gaps = (_sq_norms(whole, whole_parameters, v[j], j) - columns[-1]).abs() / columns[
+                -1
+            ].sum()
             outputs = (whole[j] - z[0]).abs() / (whole[j].abs() + 0.01)
             apart += [float(gaps.max()), float(outputs.detach().max())]
     return Truth(dict(zip(whole_parameters, torch.stack(columns, 1))), max(apart))
@@ -82,11 +92,16 @@ def truth(model: nn.Module, xs: tuple, v: Tensor, shared: tuple[int, ...] = (), 
 def gradients(model: nn.Module, values: Iterable[Tensor]) -> Tensor:
     """The gradient of each value by the trainable parameters, [values, parameters]."""
     own = [p for p in model.parameters() if p.requires_grad]
-    rows = [torch.autograd.grad(value, own, retain_graph=True, materialize_grads=True) for value in values]
+    rows = [
+        torch.autograd.grad(value, own, retain_graph=True, materialize_grads=True)
+        for value in values
+    ]
     return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 
-def redundancy(model: nn.Module, z: Tensor, fisher: Callable[[Tensor], Tensor] = categorical_fisher) -> Tensor:
+def redundancy(
+    model: nn.Module, z: Tensor, fisher: Callable[[Tensor], Tensor] = categorical_fisher
+) -> Tensor:
     """Return tr(J^T F J) of one output z [outputs], by a backward pass for each of its elements."""
     jacobian = gradients(model, z)
     return torch.einsum("ip,ij,jp->", jacobian, fisher(z.detach()), jacobian)
@@ -114,10 +129,14 @@ def assert_norms(
     for name, value in want.items():
         result = got[name][samples]
         right = (result - value).abs() <= relative * value + of_total * total
-        assert right.all(), f"{name}: {result.tolist()} is not {value.tolist()} (total {total.tolist()}) {context}"
+        assert right.all(), (
+            f"{name}: {result.tolist()} is not {value.tolist()} (total {total.tolist()}) {context}"
+        )
 
 
-def assert_same_function(got: Tensor, want: Tensor, inputs: Sequence[Tensor], **tolerances: float) -> None:
+def assert_same_function(
+    got: Tensor, want: Tensor, inputs: Sequence[Tensor], **tolerances: float
+) -> None:
     """Require the same values, and the same gradients by ``inputs`` for a random cotangent."""
     torch.testing.assert_close(got, want)
     if inputs:
@@ -132,7 +151,9 @@ def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(3)
 
 
-def holds(model: nn.Module, x: Tensor, *, rtol: float = 1e-10, route: str | None = "rule") -> Engine:
+def holds(
+    model: nn.Module, x: Tensor, *, rtol: float = 1e-10, route: str | None = "rule"
+) -> Engine:
     """Require every parameter's norms to be the truth; return the engine.
 
     They go by this route or, if None, by any.

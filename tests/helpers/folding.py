@@ -31,7 +31,11 @@ def check(model: nn.Module, folded: int, x: Tensor | None = None, why: str = "")
 
     ``why`` is in the reason given for the others.
     """
-    x = torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) if x is None else x
+    x = (
+        torch.randn(3, 4, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        if x is None
+        else x
+    )
     case = cases.Case(randomise(model), x)
     v = cases.cotangent_for(case)
     truth = cases.loop_norms(case, v)
@@ -39,7 +43,14 @@ def check(model: nn.Module, folded: int, x: Tensor | None = None, why: str = "")
         got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
         assert_norms(got, truth, 1e-10, 1e-13)
     folding = engine_for(model, None, 0, 0).folding
-    assert len(folding.folded) == folded, (folding.folded, folding.plain, folding.refused, folding.disabled)
+    assert len(folding.folded) == folded, (
+        folding.folded,
+        folding.plain,
+        folding.refused,
+        folding.disabled,
+    )
     reasons = [*folding.plain.values(), *folding.refused.values(), folding.disabled or ""]
-    assert any(why in r for r in reasons) if why else not folding.refused and not folding.disabled, reasons
+    assert (
+        any(why in r for r in reasons) if why else not folding.refused and not folding.disabled
+    ), reasons
     return folding

@@ -40,7 +40,9 @@ class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU()) for _ in range(2)
+        )
         self.memory = nn.LSTM(6, 6, batch_first=True)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.head = nn.Linear(6, 11, bias=False)
@@ -98,7 +100,12 @@ def state(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for module in model.modules():
         held = vars(module)
-        found += [id(type(module)), list(held), [id(value) for value in held.values()], module.training]
+        found += [
+            id(type(module)),
+            list(held),
+            [id(value) for value in held.values()],
+            module.training,
+        ]
         for entry in held.values():
             if isinstance(entry, dict):
                 found += [list(entry), [id(value) for value in entry.values()]]
@@ -116,13 +123,16 @@ def same(a: Any, b: Any) -> bool:
 def whole_state(model: nn.Module) -> dict[str, Any]:
     """The values of the whole model as arrays."""
     return {
-        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy() for name, t in model.state_dict().items()
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy()
+        for name, t in model.state_dict().items()
     }
 
 
 def equal(arrays: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
     """Whether they are the same to the bit."""
-    return list(arrays) == list(tensors) and all((arrays[name] == tensors[name].numpy()).all() for name in arrays)
+    return list(arrays) == list(tensors) and all(
+        (arrays[name] == tensors[name].numpy()).all() for name in arrays
+    )
 
 
 def as_arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -146,7 +156,9 @@ def training(rank: int, whole: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"values": []}
     trained = []
     for measured in (True, False):
-        model = sharded_model(of_ends={"mp_policy": MixedPrecisionPolicy(torch.float32, output_dtype=torch.float32)})
+        model = sharded_model(
+            of_ends={"mp_policy": MixedPrecisionPolicy(torch.float32, output_dtype=torch.float32)}
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         estimator = fastlr.LocalRedundancy(model, DRAWN, 7, predictive=PREDICTIVE, batch_size=2)
         for step in range(2):
@@ -161,10 +173,14 @@ def training(rank: int, whole: bool) -> dict[str, Any]:
                 if measured:
                     before = state(model)
                     lr = (
-                        on_main(estimator.measure, rank == 0, lambda told: told, model) if part else estimator.measure()
+                        on_main(estimator.measure, rank == 0, lambda told: told, model)
+                        if part
+                        else estimator.measure()
                     )
                     found["values"].append(lr.value)
-                    found["as before"] = found.get("as before", True) and all(map(same, before, state(model)))
+                    found["as before"] = found.get("as before", True) and all(
+                        map(same, before, state(model))
+                    )
                     found["per parameter"], found["routes"] = lr.per_parameter, lr.routes
                     found["weights"] = whole_state(model)
             optimizer.step()
@@ -172,7 +188,9 @@ def training(rank: int, whole: bool) -> dict[str, Any]:
         if measured:
             found["proofs"] = engine_for(model).proofs
         trained.append(whole_state(model))
-    found["same training"] = all((trained[0][name] == trained[1][name]).all() for name in trained[0])
+    found["same training"] = all(
+        (trained[0][name] == trained[1][name]).all() for name in trained[0]
+    )
     return found
 
 
@@ -216,7 +234,10 @@ def one_by_one(rank: int) -> dict[str, Any]:
                 model.memory.bias_hh_l0.data = torch.ones(24)
             written = norms(model, x)
             with with_weights(
-                model, average if whole else {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in average.items()}
+                model,
+                average
+                if whole
+                else {n: distribute_tensor(t, mesh, [Shard(0)]) for n, t in average.items()},
             ):
                 averaged = norms(model, x)
         found[whole] = [lr.value, of_weights, *map(as_arrays, (plain, written, averaged))]
@@ -239,7 +260,11 @@ def one_by_one(rank: int) -> dict[str, Any]:
     found["kept"] = str(mode())
     hidden = fully_shard(Hidden(hides=True))
     found["errors"] += [error_of(lambda: fastlr.estimate(hidden, fastlr.TensorInputs(inputs), 2))]
-    found["errors"] += [error_of(lambda: with_weights(tokens_model(), {**average, "scale": sharded_scale}).__enter__())]
+    found["errors"] += [
+        error_of(
+            lambda: with_weights(tokens_model(), {**average, "scale": sharded_scale}).__enter__()
+        )
+    ]
     os.posix_fallocate = full_disk  # type: ignore[assignment]
     found["errors"] += [error_of(lambda: norms(model, x))]
     found["left"] = os.listdir(tempfile.tempdir)
@@ -264,12 +289,18 @@ def variants(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     model = sharded_model(reshard_after_forward=False)
     with CommDebugMode() as exchanges, full_params(model):
-        found["frozen"] = not model.frozen.weight.requires_grad and type(model.frozen.weight) is nn.Parameter
+        found["frozen"] = (
+            not model.frozen.weight.requires_grad and type(model.frozen.weight) is nn.Parameter
+        )
     found["exchanges"] = exchanges.get_total_counts()
     with full_params(model):
         inner = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE)
         inside = fastlr.metrics.measures(model, ["weight_norm"])["weight_norm"]
-    found["shared"] = (inner.value, float(inside), fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).value)
+    found["shared"] = (
+        inner.value,
+        float(inside),
+        fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).value,
+    )
     widened = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)}
     found |= {"half": [], "same output": True}
     for half in (sharded_model(widened, **_HALF), sharded_model(_HALF, widened, **_HALF)):
@@ -328,7 +359,9 @@ def refused(rank: int) -> list[str]:
     catch(lambda: fastlr.metrics.measures(model, ["weight_norm"]))
     catch(lambda: norms(model.head, torch.randn(3, 6)))
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    parallel = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    parallel = parallelize_module(
+        nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()}
+    )
     catch(lambda: norms(parallel, torch.randn(3, 4)))
     twice = fully_shard(parallel, mesh=mesh["data"])
     catch(lambda: norms(twice, torch.randn(3, 4)))
@@ -396,7 +429,9 @@ def language_models(rank: int, name: str, shape: tuple[int, ...]) -> dict[str, A
     found = as_arrays(fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True))
     value = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2).value
     always_on_demand()
-    same_bits = equal(found, fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True))
+    same_bits = equal(
+        found, fastlr.per_sample_grad_sq_norms(model, x, cotangent, per_parameter=True)
+    )
     again = fastlr.estimate(model, inputs, 6, predictive=predictive, batch_size=2)
     on_demand_too = same_bits and again.value == value and bool(again.notes[1:])
     unchanged = all(map(same, before, state(model)))
@@ -412,17 +447,29 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
 
     torch.manual_seed(7)
     tokens, inputs = {"input_ids": batch(3, 2)}, DRAWN
-    shape: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    shape: dict[str, Any] = {
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     if name in ("gpt2", "lora", "checkpointed"):
         config = hf.GPT2Config(
-            vocab_size=11, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=name != "checkpointed"
+            vocab_size=11,
+            n_positions=8,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            use_cache=name != "checkpointed",
         )
         model: Any = hf.GPT2LMHeadModel(config)
         if name == "lora":
             import peft
 
-            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False))
+            model = peft.get_peft_model(
+                model, peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
+            )
         if name == "checkpointed":
             model.transformer.h = nn.ModuleList(map(checkpoint_wrapper, model.transformer.h))
         blocks = lambda m: next(part for part in m.modules() if isinstance(part, nn.ModuleList))  # noqa: E731
@@ -431,10 +478,17 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, **heads))
         return model.eval(), lambda m: m.model.layers, tokens, PREDICTIVE, inputs
     if name == "mixtral":
-        model = hf.MixtralForCausalLM(hf.MixtralConfig(**shape, **heads, num_local_experts=3, num_experts_per_tok=2))
+        model = hf.MixtralForCausalLM(
+            hf.MixtralConfig(**shape, **heads, num_local_experts=3, num_experts_per_tok=2)
+        )
         return model.eval(), lambda m: m.model.layers, tokens, PREDICTIVE, inputs
     config = hf.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
     )
     model, images = hf.ViTForImageClassification(config), fastlr.NoiseImages((3, 8, 8))
     blocks = lambda m: [part for part in m.modules() if type(part).__name__ == "ViTLayer"]  # noqa: E731

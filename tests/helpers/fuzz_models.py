@@ -137,7 +137,9 @@ def experts_by_einsum(m, h, i):
 def experts_by_function(m, h, i):
     """Sort tokens by expert and back by a custom Function, with one product for each expert."""
     order = i.expert.argsort(stable=True)
-    parts = cases.Rows.apply(h.flatten(0, 1), order).split(i.expert.bincount(minlength=EXPERTS).tolist())
+    parts = cases.Rows.apply(h.flatten(0, 1), order).split(
+        i.expert.bincount(minlength=EXPERTS).tolist()
+    )
     rows = torch.cat([part @ weight for part, weight in zip(parts, m.experts)])
     return cases.Rows.apply(rows.tanh(), order.argsort()).view_as(h)
 
@@ -199,7 +201,9 @@ def segment_means(m, h, i):
 def packed_rows(m, h, i):
     """Attend in rows of T into which samples are packed greedily, each token to its own sample."""
     count, time, width = h.shape
-    own, owner = cases.pack(torch.arange(count * time).view(count, time, 1), i.mask.sum(1), count, time)
+    own, owner = cases.pack(
+        torch.arange(count * time).view(count, time, 1), i.mask.sum(1), count, time
+    )
     place = (owner.flatten() >= 0).nonzero()[:, 0]
     token = own.flatten()[place]
     rows = cases.SegmentSum.apply(cases.Rows.apply(h.flatten(0, 1), token), place, count * time)
@@ -209,7 +213,11 @@ def packed_rows(m, h, i):
     return cases.SegmentSum.apply(rows.flatten(0, 1)[place], token, count * time).view_as(h)
 
 
-stage("unpadded by index", lambda m, h, i: torch.zeros_like(h).index_put((i.mask,), m.a(h[i.mask]).tanh()), a=dense)
+stage(
+    "unpadded by index",
+    lambda m, h, i: torch.zeros_like(h).index_put((i.mask,), m.a(h[i.mask]).tanh()),
+    a=dense,
+)
 stage("unpadded by Function", unpadded_by_function, a=dense)
 stage("segment means", segment_means, a=dense)
 stage("packed rows", packed_rows, a=dense)
@@ -258,7 +266,13 @@ class Toggle(nn.Module):
 
     def __init__(self, what: str, where: str, width: int) -> None:
         super().__init__()
-        self.a, self.what, self.where, self.on, self.options = nn.Linear(width, width), what, where, 0.0, {"on": 0.0}
+        self.a, self.what, self.where, self.on, self.options = (
+            nn.Linear(width, width),
+            what,
+            where,
+            0.0,
+            {"on": 0.0},
+        )
         self.register_buffer("flag", torch.zeros(()))
 
     def set(self, on: bool) -> None:
@@ -287,7 +301,11 @@ class Model(nn.Module):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
-        self.first, self.last, self.pooled = nn.Linear(spec.width, spec.width), nn.Linear(spec.width, 3), spec.pooled
+        self.first, self.last, self.pooled = (
+            nn.Linear(spec.width, spec.width),
+            nn.Linear(spec.width, 3),
+            spec.pooled,
+        )
         self.stages = nn.ModuleList(STAGES[kind](spec.time, spec.width) for kind, _ in spec.stages)
         self.residual = [residual for _, residual in spec.stages]
         for p in self.parameters():
@@ -314,7 +332,10 @@ class Model(nn.Module):
 
 def inputs_of(spec: Spec, batch: Batch) -> Inputs:
     """Inputs in the default dtype; regular: no padding, samples in order, one expert for all."""
-    x, lengths = torch.randn(batch.count, spec.time, spec.width), torch.full((batch.count,), spec.time)
+    x, lengths = (
+        torch.randn(batch.count, spec.time, spec.width),
+        torch.full((batch.count,), spec.time),
+    )
     if batch.regular:
         x[:, 0, 0] = torch.arange(batch.count) / batch.count
         x[:, :, 1] += 4
@@ -338,7 +359,12 @@ def specs(draw: st.DrawFn) -> Spec:
         double=draw(st.booleans()),
         time=draw(st.sampled_from([4, 2, 3, 6])),
         width=draw(st.sampled_from([4, 6, 8])),
-        stages=tuple(draw(st.lists(st.builds(Stage, kinds, st.booleans()), min_size=1, max_size=4))),
+        stages=tuple(
+            draw(st.lists(st.builds(Stage, kinds, st.booleans()), min_size=1, max_size=4))
+        ),
         pooled=draw(st.booleans()),
-        batches=(Batch(often, draw(mostly), draw(seldom)), *draw(st.lists(later, min_size=2, max_size=3))),
+        batches=(
+            Batch(often, draw(mostly), draw(seldom)),
+            *draw(st.lists(later, min_size=2, max_size=3)),
+        ),
     )

@@ -25,13 +25,20 @@ N = 24
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(144, 2)
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(144, 2),
     )
 
 
 def data(count: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(count, *SHAPE, generator=generator), torch.randint(0, 2, (count,), generator=generator)
+    return torch.randn(count, *SHAPE, generator=generator), torch.randint(
+        0, 2, (count,), generator=generator
+    )
 
 
 def seed_all(seed: int = 3) -> None:
@@ -64,7 +71,9 @@ def train(
     x, y = data()
     losses = []
     for _ in range(steps):
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():  # around the step too
+        with (
+            torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+        ):  # around the step too
             for _ in range(accumulate):
                 rows = torch.randperm(len(x))[:16]
                 loss = F.cross_entropy(model(x[rows]).float(), y[rows]) / accumulate

@@ -28,14 +28,24 @@ def by_hand(rank: int) -> dict:
     models, found = [], {}
     for watched in ("nobody", "both", "first"):
         model = network()
-        meter = Monitor(DistributedDataParallel(model), INPUTS, N, every_n_steps=2, dtype=torch.bfloat16)
-        watch = meter.step if watched == "both" or (watched == "first" and rank == 0) else lambda: None
+        meter = Monitor(
+            DistributedDataParallel(model), INPUTS, N, every_n_steps=2, dtype=torch.bfloat16
+        )
+        watch = (
+            meter.step if watched == "both" or (watched == "first" and rank == 0) else lambda: None
+        )
         train(meter.model, watch, steps=4, accumulate=2, autocast=True, seed=3 + rank)
         models.append(model)
         found[watched] = None if meter.last is None else meter.last.value
     wanted = fastlr.estimate(models[0], INPUTS, N, dtype=torch.bfloat16).value
     rows: list[float] = []
-    meter = Monitor(network(), INPUTS, N, batch_size=N // 2, logger=lambda values, step: rows.append(len(values)))
+    meter = Monitor(
+        network(),
+        INPUTS,
+        N,
+        batch_size=N // 2,
+        logger=lambda values, step: rows.append(len(values)),
+    )
     with fastlr.distributed.sharded():
         shared = meter.measure().value
     alone = fastlr.estimate(network(), INPUTS, N, batch_size=N // 2).value
@@ -53,7 +63,10 @@ def by_lightning(rank: int) -> dict:
     watched, trainer = fit(monitor, **options)
     wanted = fastlr.estimate(watched.net, INPUTS, N).value
     try:
-        fit(LocalRedundancyMonitor(INPUTS, N, module="net", predictive=fastlr.Categorical(dim=0)), **options)
+        fit(
+            LocalRedundancyMonitor(INPUTS, N, module="net", predictive=fastlr.Categorical(dim=0)),
+            **options,
+        )
         error = "none"
     except FastlrError as raised:
         error = str(raised)
@@ -66,13 +79,30 @@ def by_huggingface(rank: int, folder: Path) -> dict:
     as_launched(rank)
     from test_huggingface import TOKENS, WHAT, LocalRedundancyCallback, logged, train
 
-    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options = {
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     alone, _ = train(folder, **options)
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "local_redundancy", "greater_is_better": False}
-    trainer, callback = train(folder, lambda t: LocalRedundancyCallback(t, TOKENS, **WHAT), **options, **best)
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "local_redundancy",
+        "greater_is_better": False,
+    }
+    trainer, callback = train(
+        folder, lambda t: LocalRedundancyCallback(t, TOKENS, **WHAT), **options, **best
+    )
     wanted = fastlr.estimate(alone.model, TOKENS, 12, predictive=WHAT["predictive"]).value
     values = [row["local_redundancy"] for row in logged(trainer, True)]
-    return {"values": values, "value": callback.last.value, "wanted": wanted, "best": trainer.state.best_metric}
+    return {
+        "values": values,
+        "value": callback.last.value,
+        "wanted": wanted,
+        "best": trainer.state.best_metric,
+    }
 
 
 def by_lightning_sharded(rank: int) -> dict:
@@ -85,7 +115,9 @@ def by_lightning_sharded(rank: int) -> dict:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)  # no batch norm: its statistics would differ between the processes
-            self.net = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2))
+            self.net = nn.Sequential(
+                nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 2)
+            )
 
         def configure_model(self) -> None:
             if not units(self):
@@ -113,16 +145,40 @@ def by_huggingface_sharded(rank: int, folder: Path, bf16: bool) -> dict:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     import accelerate
 
-    accelerate.PartialState._prepare_backend = lambda *_: ("gloo", accelerate.DistributedType.MULTI_GPU)
-    from test_huggingface import TOKENS, WHAT, LocalRedundancyCallback, language_model, logged, train
+    accelerate.PartialState._prepare_backend = lambda *_: (
+        "gloo",
+        accelerate.DistributedType.MULTI_GPU,
+    )
+    from test_huggingface import (
+        TOKENS,
+        WHAT,
+        LocalRedundancyCallback,
+        language_model,
+        logged,
+        train,
+    )
 
-    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "fsdp": True, "bf16": bf16}
+    options = {
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "fsdp": True,
+        "bf16": bf16,
+    }
     alone, _ = train(folder, **options)
-    trainer, callback = train(folder, lambda t: LocalRedundancyCallback(t, TOKENS, **WHAT), **options)
+    trainer, callback = train(
+        folder, lambda t: LocalRedundancyCallback(t, TOKENS, **WHAT), **options
+    )
     wanted = fastlr.estimate(
         with_weights_of(trainer.model, language_model()), TOKENS, 12, predictive=WHAT["predictive"]
     )
-    by_hand = Monitor(trainer.model, TOKENS, 12, predictive=WHAT["predictive"], dtype=torch.bfloat16 if bf16 else None)
+    by_hand = Monitor(
+        trainer.model,
+        TOKENS,
+        12,
+        predictive=WHAT["predictive"],
+        dtype=torch.bfloat16 if bf16 else None,
+    )
     values = [row["local_redundancy"] for row in logged(trainer, True)]
     return {"same": same_weights(alone.model, trainer.model), "values": values, "value": callback.last.value,
             "wanted": wanted.value, "by hand": by_hand.measure().value, "units": units(trainer.model)}  # fmt: skip
@@ -135,18 +191,31 @@ def units(model: nn.Module) -> list[str]:
 
 def with_weights_of(model: nn.Module, plain: nn.Module) -> nn.Module:
     """A plain module with the weights of a sharded one."""
-    plain.load_state_dict({name: torch.from_numpy(values) for name, values in whole_state(model).items()})
+    plain.load_state_dict(
+        {name: torch.from_numpy(values) for name, values in whole_state(model).items()}
+    )
     return plain
 
 
 def same_weights(a: nn.Module, b: nn.Module) -> bool:
-    return all((x == y).all() for x, y in zip(whole_state(a).values(), whole_state(b).values(), strict=True))
+    return all(
+        (x == y).all()
+        for x, y in zip(whole_state(a).values(), whole_state(b).values(), strict=True)
+    )
 
 
 def as_launched(rank: int) -> None:
     """Set what torchrun tells the frameworks, of two processes on this machine."""
     warnings.simplefilter("ignore")
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "GROUP_RANK": 0,
+    }
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # there is a process group already
+    os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    )  # there is a process group already
     os.environ.update({"TORCHELASTIC_RUN_ID": "test", "ACCELERATE_USE_CPU": "true"})

@@ -51,7 +51,9 @@ def interpreted(script: str, folder: Path, given: object = None) -> Any:
     pytest.importorskip("triton")
     files = [str(folder / "given.pt"), str(folder / "results.pt")]
     torch.save(given, files[0])
-    path = os.pathsep.join([str(TESTS / "helpers"), str(TESTS / "ops"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(TESTS / "helpers"), str(TESTS / "ops"), os.environ.get("PYTHONPATH", "")]
+    )
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     program = f"{BEFORE}{script}\ntorch.save(results, sys.argv[2])"
     subprocess.run([sys.executable, "-c", program, *files], check=True, env=environment)
@@ -61,7 +63,10 @@ def interpreted(script: str, folder: Path, given: object = None) -> Any:
 def params(cases: Iterable[Any], slow: str) -> list[Any]:
     """Return the names of cases as parameters of tests, those that match ``slow`` as long ones."""
     names = {case if isinstance(case, str) else "-".join(case): case for case in cases}
-    return [pytest.param(c, id=n, marks=[pytest.mark.long] * bool(re.search(slow, n))) for n, c in names.items()]
+    return [
+        pytest.param(c, id=n, marks=[pytest.mark.long] * bool(re.search(slow, n)))
+        for n, c in names.items()
+    ]
 
 
 def chosen(request: pytest.FixtureRequest, cases: dict[Any, Any], slow: str) -> dict[Any, Any]:
@@ -82,7 +87,9 @@ def hasten() -> None:
 
     def once(function: Any) -> Any:
         languages = frozenset(
-            id(value) for value in function.__globals__.values() if getattr(value, "__name__", "") in LANGUAGES
+            id(value)
+            for value in function.__globals__.values()
+            if getattr(value, "__name__", "") in LANGUAGES
         )
         if languages not in patched:
             patched.add(languages)
@@ -91,7 +98,9 @@ def hasten() -> None:
 
     interpreter._patch_lang = once
     numbers, pointers = functools.cache(interpreter._get_np_dtype), np.dtype(np.uint64)
-    interpreter._get_np_dtype = lambda kind: pointers if kind.scalar.is_ptr() else numbers(kind.scalar)
+    interpreter._get_np_dtype = lambda kind: (
+        pointers if kind.scalar.is_ptr() else numbers(kind.scalar)
+    )
     core: Any = importlib.import_module("triton.language.core")
 
     def init(self: Any, args: Iterable[Any], type: Any = None) -> None:
@@ -120,7 +129,9 @@ def note_claims() -> list[str]:
     def note(value, divisor, number):
         if value % int(divisor):
             code = sys._getframe(2).f_code
-            false.append(f"{code.co_name}: {value} is no multiple of {int(divisor)} (claim in line {number})")
+            false.append(
+                f"{code.co_name}: {value} is no multiple of {int(divisor)} (claim in line {number})"
+            )
 
     def multiple(n, ALIGN):
         note(int(n.handle.data.item()), ALIGN, sys._getframe(1).f_lineno)

@@ -56,7 +56,13 @@ def variant(
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in constants}
     if divisible == "pointers":
         divisible = [name for name, kind in signature.items() if kind.startswith("*")]
-    return label, kernel, signature, dict(constants), {**options, "divisible": [n for n in divisible if n in signature]}
+    return (
+        label,
+        kernel,
+        signature,
+        dict(constants),
+        {**options, "divisible": [n for n in divisible if n in signature]},
+    )
 
 
 def with_one(case: tuple, name: str, label: str = "one") -> tuple:
@@ -83,9 +89,16 @@ def sums(
     ``product`` and ``plain`` are the wanted sums, ``inputs`` those of the optional inputs that are given.
     """
     kernel, tiles = strided_sums.sums_kernel, strided_sums.TILES
-    layouts = {f"{side} contiguous{how}": tiles[side] for side in tiles for how in (", aligned", "")}
+    layouts = {
+        f"{side} contiguous{how}": tiles[side] for side in tiles for how in (", aligned", "")
+    }
     layouts["any strides"] = tiles["kept"] + tiles["summed"]
-    used = {"g", *inputs.split(), *(["x", "sum_gx"] if product else []), *(["sum_g"] if plain else [])}
+    used = {
+        "g",
+        *inputs.split(),
+        *(["x", "sum_gx"] if product else []),
+        *(["sum_g"] if plain else []),
+    }
     absent = {"sum_g", "sum_gx", "g", "x", "centre", "shift", "factor"} - used
     strides = [n for n in kernel.arg_names if n.startswith(("g_", "x_", "row_", "out_"))]
     for dtype, other in [*((d, d) for d in DTYPES.values()), *pairs]:
@@ -100,7 +113,9 @@ def sums(
                 of = f"{dtype} x {other}" if other != dtype else dtype
                 label = f"{name}[{of}, {layout}, {kept}x{summed}]"
                 blocks = {**constants, "KEPT": kept, "SUMMED": summed}
-                case = variant(label, kernel, kinds, blocks, divisible, num_warps=strided_sums.WARPS)
+                case = variant(
+                    label, kernel, kinds, blocks, divisible, num_warps=strided_sums.WARPS
+                )
                 yield case
     for size in ("kept", "summed"):  # one number a sample, or nothing to sum (vectors)
         yield with_one(case, size, f"one {size}")
@@ -129,9 +144,15 @@ def embedding_norms() -> Iterator[tuple]:
     """Dtypes, tiles, and rows that are contiguous and aligned or not."""
     kernel = embedding.embedding_kernel
     numbers = [n for n in kernel.arg_names if n not in ("out", "ids", "g", "rows", "ROWS", "WIDTH")]
-    for dtype, ids, rows, contiguous in product(DTYPES.values(), embedding.IDS.values(), embedding.ROWS, (True, False)):
-        label = f"embedding_sq_norms[{dtype}, ids {ids}, {rows}{', contiguous' if contiguous else ''}]"
-        constants = {"ROWS": rows, "WIDTH": embedding.WIDTH} | ({"ids_row": 1, "g_column": 1} if contiguous else {})
+    for dtype, ids, rows, contiguous in product(
+        DTYPES.values(), embedding.IDS.values(), embedding.ROWS, (True, False)
+    ):
+        label = (
+            f"embedding_sq_norms[{dtype}, ids {ids}, {rows}{', contiguous' if contiguous else ''}]"
+        )
+        constants = {"ROWS": rows, "WIDTH": embedding.WIDTH} | (
+            {"ids_row": 1, "g_column": 1} if contiguous else {}
+        )
         kinds = {"out": "*fp64", "ids": f"*{ids}", "g": f"*{dtype}"}
         divisible = [*kinds, *(numbers if contiguous else [])]
         case = variant(label, kernel, kinds, constants, divisible, num_warps=embedding.WARPS)
@@ -141,19 +162,28 @@ def embedding_norms() -> Iterator[tuple]:
 
 def fisher_root() -> Iterator[tuple]:
     """Dtypes, blocks, contiguous and aligned or any strides."""
-    for dtype, (block, warps), contiguous in product(fisher.DTYPES.values(), fisher.BLOCKS.items(), (True, False)):
-        label = f"categorical_root_cotangent[{dtype}, {block}{', contiguous' if contiguous else ''}]"
+    for dtype, (block, warps), contiguous in product(
+        fisher.DTYPES.values(), fisher.BLOCKS.items(), (True, False)
+    ):
+        label = (
+            f"categorical_root_cotangent[{dtype}, {block}{', contiguous' if contiguous else ''}]"
+        )
         constants = {"BLOCK": block} | ({"z_class": 1, "index_stride": 1} if contiguous else {})
         kinds = {"out": "*fp64", "z": f"*{dtype}", "index": "*i64"}
         divisible = [*kinds, "z_sample", "z_position"] if contiguous else ()
-        yield variant(label, fisher.fisher_root_kernel, kinds, constants, divisible, num_warps=warps)
+        yield variant(
+            label, fisher.fisher_root_kernel, kinds, constants, divisible, num_warps=warps
+        )
 
 
 def fold_weights() -> Iterator[tuple]:
     """Every dtype, one convolution and many."""
     for dtype, count in product(DTYPES, (1, 64)):
         kinds = {"table": "*i64", "folded": f"*{DTYPES[dtype]}", "numbers": "*fp32"}
-        flags = {role.upper(): fold.KINDS[dtype] for role in fold.ROLES} | {"COUNT": count, "BLOCK": fold.BLOCK}
+        flags = {role.upper(): fold.KINDS[dtype] for role in fold.ROLES} | {
+            "COUNT": count,
+            "BLOCK": fold.BLOCK,
+        }
         label = f"fold[{DTYPES[dtype]},{count}]"
         yield variant(label, fold.fold_weights_kernel, kinds, flags, (), num_warps=fold.WARPS)
 
@@ -164,8 +194,12 @@ def row_norms() -> Iterator[tuple]:
         kinds = dict.fromkeys(("a", "g"), f"*{dtype}") | {"norms": "*fp64"}
         constants = {"BLOCK": rows_module.BLOCK} | ({"g": None} if alone else {})
         constants |= {"a_column": 1, "g_column": 1} if contiguous else {}
-        label = f"row_norms[{dtype}{', alone' if alone else ''}{', contiguous' if contiguous else ''}]"
-        yield variant(label, rows_module.row_norms_kernel, kinds, constants, num_warps=rows_module.WARPS)
+        label = (
+            f"row_norms[{dtype}{', alone' if alone else ''}{', contiguous' if contiguous else ''}]"
+        )
+        yield variant(
+            label, rows_module.row_norms_kernel, kinds, constants, num_warps=rows_module.WARPS
+        )
 
 
 def shape_images() -> Iterator[tuple]:
@@ -180,7 +214,11 @@ def shape_images() -> Iterator[tuple]:
         label = f"paint[{dtype}{',channels_last' if last else ''}]"
         yield variant(label, images.paint_kernel, kinds, {**tile, "CHANNELS_LAST": last}, ())
     yield variant(
-        "paint[1x1]", images.paint_kernel, kinds, {**tile, "CHANNELS_LAST": False, "height": 1, "width": 1}, ()
+        "paint[1x1]",
+        images.paint_kernel,
+        kinds,
+        {**tile, "CHANNELS_LAST": False, "height": 1, "width": 1},
+        (),
     )
 
 
@@ -199,7 +237,9 @@ def products(*, window: bool, folded: bool) -> Iterator[tuple]:
         for packed in (False, True)[: 1 + window]:
             vector = align > 1 and (not window or last) and not packed
             tiles = {
-                product_norms.choose_tile(dtype, outputs, columns, vector=vector, packed=packed, folded=folded)
+                product_norms.choose_tile(
+                    dtype, outputs, columns, vector=vector, packed=packed, folded=folded
+                )
                 for outputs, columns in product(widths, widths)
             }
             form = "packed" if packed else "window" if window else "plain"
@@ -228,16 +268,30 @@ def conv_norms() -> Iterator[tuple]:
 def linear_norms() -> Iterator[tuple]:
     """Products without windows, and Gram matrices in every layout."""
     yield from products(window=False, folded=False)
-    for (dtype, centred), (layout, (last, size)) in product(linear.CENTRED.items(), LAYOUTS.items()):
+    for (dtype, centred), (layout, (last, size)) in product(
+        linear.CENTRED.items(), LAYOUTS.items()
+    ):
         short = DTYPES[dtype]
         if size == 8 and short == "fp32":
             continue
         align = max(1, size // dtype.itemsize)
         ones = contiguous("a g", "column" if last else "row") if layout != "strided" else {}
         kinds = fp32("a_mean g_mean squares") | {"a": f"*{short}", "g": f"*{short}"}
-        for block, chunk, num_warps, num_stages in sorted({linear.gram_block(dtype, rows, align) for rows in (64, 65)}):
-            flags = {"A_LAST": last, "G_LAST": last, "ALIGN": align, "CENTRED": centred, "BLOCK": block, "CHUNK": chunk}
-            label, how = f"gram[{short},{layout},{block}]", {"num_warps": num_warps, "num_stages": num_stages}
+        for block, chunk, num_warps, num_stages in sorted(
+            {linear.gram_block(dtype, rows, align) for rows in (64, 65)}
+        ):
+            flags = {
+                "A_LAST": last,
+                "G_LAST": last,
+                "ALIGN": align,
+                "CENTRED": centred,
+                "BLOCK": block,
+                "CHUNK": chunk,
+            }
+            label, how = (
+                f"gram[{short},{layout},{block}]",
+                {"num_warps": num_warps, "num_stages": num_stages},
+            )
             yield variant(label, linear.gram_norms_kernel, kinds, ones | flags, **how)
 
 
@@ -253,10 +307,14 @@ def folded() -> Iterator[tuple]:
         kinds = fp32("parts scale squares inner parts_sums sums") | {"weight": f"*{dtype}"}
         yield variant(f"finish[{dtype}]", moments.finish_moments_kernel, kinds, blocks, num_warps=4)
     kinds = fp32("squares inner sums statistics") | {"norms": "*fp64"}
-    yield variant("norms", moments.finish_norms_kernel, kinds, {"BLOCK": moments.NORMS_BLOCK}, num_warps=4)
+    yield variant(
+        "norms", moments.finish_norms_kernel, kinds, {"BLOCK": moments.NORMS_BLOCK}, num_warps=4
+    )
 
 
-def depthwise_layers() -> Iterator[tuple[str, str, bool, int, int, int, tuple[int, int], ConvGeometry]]:
+def depthwise_layers() -> Iterator[
+    tuple[str, str, bool, int, int, int, tuple[int, int], ConvGeometry]
+]:
     """Yield the layers of MobileNetV3-Large, and a few odd ones.
 
     Each is (name, dtype, channels_last, vector, channels, columns, kernel, geometry).
@@ -271,7 +329,16 @@ def depthwise_layers() -> Iterator[tuple[str, str, bool, int, int, int, tuple[in
         for dtype, last in kinds:
             align = 16 // TORCH[dtype].itemsize if last and channels % 8 == 0 else 1
             name = f"{dtype},{kernel}x{kernel}/{stride},{channels}x{columns}{',channels_last' if last else ''}"
-            yield name, dtype, last, align, channels, columns, (kernel, kernel), geometry(2, stride, kernel // 2)
+            yield (
+                name,
+                dtype,
+                last,
+                align,
+                channels,
+                columns,
+                (kernel, kernel),
+                geometry(2, stride, kernel // 2),
+            )
 
 
 def depthwise() -> Iterator[tuple]:
@@ -281,14 +348,27 @@ def depthwise() -> Iterator[tuple]:
         for act, want in [("hardswish", True), *others]:
             places = triton.cdiv(columns, how.stride[1])
             bent = act != "none" or how.stride[1] > 1  # with the mean's gradient, see below
-            tile = depthwise_module.backward_tile(TORCH[dtype], kernel, how, places, channels, want, last, bent)
-            constants = {"ACT": act, "WANT_INPUT": want, "SPLIT": channels == 16, "LAST": last, "ALIGN": align}
+            tile = depthwise_module.backward_tile(
+                TORCH[dtype], kernel, how, places, channels, want, last, bent
+            )
+            constants = {
+                "ACT": act,
+                "WANT_INPUT": want,
+                "SPLIT": channels == 16,
+                "LAST": last,
+                "ALIGN": align,
+            }
             constants |= depthwise_module.constants(kernel, how) | contiguous(
                 "x gx grad kept", "channel" if last else "column"
             )
             constants |= {"WINDOW": depthwise_module.window_rows(kernel, how)}
             constants |= {"COLUMNS": tile.columns, "CHANNELS": tile.channels}
-            constants |= {"BEFORE": "hardswish", "SETTLED": False, "MORE": want, "MEAN": act != "none"}
+            constants |= {
+                "BEFORE": "hardswish",
+                "SETTLED": False,
+                "MORE": want,
+                "MEAN": act != "none",
+            }
             pointers = ("x", "grad", "kept", "folded", "gx", "more", "of_mean")
             kinds = fp32(MOMENTS) | dict.fromkeys(pointers, f"*{dtype}")
             label = f"backward-{act}[{name},{tile.columns}x{tile.channels}]"
@@ -300,21 +380,42 @@ def folded_depthwise() -> Iterator[tuple]:
     """The forward pass: every layer."""
     for name, dtype, last, align, channels, columns, kernel, how in depthwise_layers():
         places = triton.cdiv(columns, how.stride[1])
-        tile = forward_depthwise.forward_tile(TORCH[dtype], kernel, places, channels, last, "hardswish")
+        tile = forward_depthwise.forward_tile(
+            TORCH[dtype], kernel, places, channels, last, "hardswish"
+        )
         constants = {"ACT": "gelu", "LAST": last, "ALIGN": align}
-        constants |= depthwise_module.constants(kernel, how) | contiguous("x out", "channel" if last else "column")
-        constants |= {"ROWS": forward_depthwise.ROWS, "COLUMNS": tile.columns, "CHANNELS": tile.channels}
-        kinds = dict.fromkeys(("x", "weight", "residual", "out", "kept"), f"*{dtype}") | fp32("bias means")
-        run, options = forward_depthwise.folded_depthwise_kernel, {"num_warps": depthwise_module.WARPS}
+        constants |= depthwise_module.constants(kernel, how) | contiguous(
+            "x out", "channel" if last else "column"
+        )
+        constants |= {
+            "ROWS": forward_depthwise.ROWS,
+            "COLUMNS": tile.columns,
+            "CHANNELS": tile.channels,
+        }
+        kinds = dict.fromkeys(("x", "weight", "residual", "out", "kept"), f"*{dtype}") | fp32(
+            "bias means"
+        )
+        run, options = (
+            forward_depthwise.folded_depthwise_kernel,
+            {"num_warps": depthwise_module.WARPS},
+        )
         options["maxnreg"] = forward_depthwise.most_registers(TORCH[dtype], kernel, how, last)
         for label, mean in (("forward", False), ("forward-mean", True)):
-            flags = {"BEFORE": "hardswish", "OF_RESIDUAL": "none" if mean else "hardswish", "MEAN": mean}
+            flags = {
+                "BEFORE": "hardswish",
+                "OF_RESIDUAL": "none" if mean else "hardswish",
+                "MEAN": mean,
+            }
             flags |= {"KEEP": not mean, "ADD": not mean}
             given = {**constants, **flags}
-            yield variant(f"{label}[{name},{tile.columns}x{tile.channels}]", run, kinds, given, **options)
+            yield variant(
+                f"{label}[{name},{tile.columns}x{tile.channels}]", run, kinds, given, **options
+            )
 
 
-def one_pointwise(name: str, dtype: str, tile: pointwise.Tile, last: bool, *, backward: bool, **flags: Any) -> tuple:
+def one_pointwise(
+    name: str, dtype: str, tile: pointwise.Tile, last: bool, *, backward: bool, **flags: Any
+) -> tuple:
     """Return a variant of a pointwise convolution, forward or backward, in one memory format."""
     kinds = fp32(MOMENTS + " bias")
     pointers = ("x", "gx", "grad", "kept", "out", "residual", "folded", "gate", "more", "of_gate")
@@ -322,10 +423,17 @@ def one_pointwise(name: str, dtype: str, tile: pointwise.Tile, last: bool, *, ba
     if backward:
         layout = {"FEW": False, "BEFORE": "none", "SETTLED": False, "GATE": False, "MORE": False}
         flags = layout | flags
-        kernel, layout = pointwise.folded_pointwise_backward_kernel, {"X_LAST": last, "G_LAST": last}
+        kernel, layout = (
+            pointwise.folded_pointwise_backward_kernel,
+            {"X_LAST": last, "G_LAST": last},
+        )
         ones = contiguous("x gx grad kept", "channel" if last else "column")
     else:
-        kernel, layout, kinds["weight"] = pointwise.folded_pointwise_kernel, {"LAST": last}, f"*{dtype}"
+        kernel, layout, kinds["weight"] = (
+            pointwise.folded_pointwise_kernel,
+            {"LAST": last},
+            f"*{dtype}",
+        )
         ones = contiguous("x out", "channel") if last else {"x_column": 1, "out_position": 1}
         flags |= {"ACT": "gelu", "KEEP": True, "ADD": True, "OF_RESIDUAL": "hardswish"}
         flags = {"BEFORE": "hardswish", "GATE": True} | flags
@@ -352,7 +460,11 @@ def folded_pointwise() -> list[tuple]:
         case = one_pointwise(*args, **flags)
         cases.setdefault(case[0], case)
 
-    for dtype, sizes in (("bf16", (16, 32, 64, 128, 256)), ("fp16", (64, 256)), ("fp32", (16, 32, 64, 128))):
+    for dtype, sizes in (
+        ("bf16", (16, 32, 64, 128, 256)),
+        ("fp16", (64, 256)),
+        ("fp32", (16, 32, 64, 128)),
+    ):
         wide = 16 // TORCH[dtype].itemsize
         for outputs, inputs, align, last in product(sizes, sizes, (wide, 1), (True, False)):
             odd = "-odd" if align == 1 else ""
@@ -360,7 +472,16 @@ def folded_pointwise() -> list[tuple]:
             tile = pointwise.forward_tile(TORCH[dtype], outputs, inputs, align, changed=True)
             add(f"forward{odd}", dtype, tile, last, backward=False, **how)
             tile = pointwise.forward_tile(TORCH[dtype], outputs, inputs, align)
-            add(f"forward-plain{odd}", dtype, tile, last, backward=False, **how, BEFORE="none", GATE=False)
+            add(
+                f"forward-plain{odd}",
+                dtype,
+                tile,
+                last,
+                backward=False,
+                **how,
+                BEFORE="none",
+                GATE=False,
+            )
             for act in ("gelu", "hardswish", "relu"):
                 tile = pointwise.backward_tile(TORCH[dtype], outputs, inputs, act, last, align)
                 key = (dtype, tile, last, odd)
@@ -375,21 +496,50 @@ def folded_pointwise() -> list[tuple]:
                             TORCH[dtype], outputs, inputs, act, last, align, more=True, gated=True
                         )
                         if changed is not None:
-                            add(f"backward-before{odd}", dtype, changed, last, backward=True, **flags)
+                            add(
+                                f"backward-before{odd}",
+                                dtype,
+                                changed,
+                                last,
+                                backward=True,
+                                **flags,
+                            )
             for positions in (16, 32, 64, 128, 256) if outputs == inputs == 64 else ():
                 tile = pointwise.few_tile(TORCH[dtype], positions, align)
                 if tile is None:
                     continue
-                for act, before in (("hardswish", "none"), ("relu", "relu"), ("none", "hardswish"), ("none", "relu")):
+                for act, before in (
+                    ("hardswish", "none"),
+                    ("relu", "relu"),
+                    ("none", "hardswish"),
+                    ("none", "relu"),
+                ):
                     if act != "none" and positions > 64:
                         continue
-                    flags = how | {"ACT": act, "WANT_INPUT": True, "SPLIT": False, "FEW": True, "BEFORE": before}
+                    flags = how | {
+                        "ACT": act,
+                        "WANT_INPUT": True,
+                        "SPLIT": False,
+                        "FEW": True,
+                        "BEFORE": before,
+                    }
                     flags |= {"GATE": act == "none", "MORE": before != "hardswish"}
-                    add(f"backward-few-{act}-{before}{odd}", dtype, tile, last, backward=True, **flags)
+                    add(
+                        f"backward-few-{act}-{before}{odd}",
+                        dtype,
+                        tile,
+                        last,
+                        backward=True,
+                        **flags,
+                    )
     for outputs, inputs in ((64, 16), (32, 128), (128, 64), (256, 32)):
         tile = pointwise.backward_tile(torch.bfloat16, outputs, inputs, "hardswish", True, 8)
         how = {"ACT": "hardswish", "WANT_INPUT": True, "SPLIT": True, "PLAIN": True, "ALIGN": 8}
-        for kind, other in (("split", {}), ("strided", {"PLAIN": False}), ("norms", {"WANT_INPUT": False})):
+        for kind, other in (
+            ("split", {}),
+            ("strided", {"PLAIN": False}),
+            ("norms", {"WANT_INPUT": False}),
+        ):
             add(f"backward-{kind}", "bf16", tile, True, backward=True, **(how | other))
     tile = pointwise.forward_tile(torch.bfloat16, 128, 64, 8)
     add("forward-strided", "bf16", tile, True, backward=False, PLAIN=False, ALIGN=8)

@@ -40,7 +40,9 @@ def finish(module: str, path: Path, settings: dict[str, Any]) -> None:
     assert process.exitcode == 0
 
 
-def check_kills(folder: Path, module: str, settings: dict[str, Any], kills: int, seed: int) -> list[dict[str, Any]]:
+def check_kills(
+    folder: Path, module: str, settings: dict[str, Any], kills: int, seed: int
+) -> list[dict[str, Any]]:
     """Kill runs at moments spread over a whole one; compare and return the records.
 
     Checkpoints are compared, too.

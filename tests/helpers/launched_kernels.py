@@ -43,7 +43,9 @@ BATCH = 4
 
 def variant(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> tuple:
     """The case for compile_kernels.compile_case that a launch with these arguments needs."""
-    values = dict(zip(kernel.arg_names, args, strict=False)) | {k: v for k, v in given.items() if k in kernel.arg_names}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {
+        k: v for k, v in given.items() if k in kernel.arg_names
+    }
     signature, constants, divisible = {}, {}, []
     for parameter in kernel.params:
         name, value = parameter.name, values[parameter.name]
@@ -60,14 +62,24 @@ def variant(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> tuple:
             if value == 1 and not parameter.do_not_specialize:
                 constants[name] = 1
                 continue
-            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64" if value < 1 << 63 else "u64"
-            if value % 16 == 0 and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment):
+            signature[name] = (
+                "i32" if -(1 << 31) <= value < 1 << 31 else "i64" if value < 1 << 63 else "u64"
+            )
+            if value % 16 == 0 and not (
+                parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            ):
                 divisible.append(name)
         else:
             signature[name] = "fp32"
-    options = {key: given[key] for key in OPTIONS if key in given} | {key: given[key] for key in FUSED}
+    options = {key: given[key] for key in OPTIONS if key in given} | {
+        key: given[key] for key in FUSED
+    }
     blocks = ",".join(f"{k}={v}" for k, v in constants.items() if k.isupper())
-    sizes = ",".join(f"{k}{'%16' * (k in divisible)}" for k, kind in signature.items() if not kind.startswith("*"))
+    sizes = ",".join(
+        f"{k}{'%16' * (k in divisible)}"
+        for k, kind in signature.items()
+        if not kind.startswith("*")
+    )
     ones = ",".join(k for k, v in constants.items() if not k.isupper())
     kinds = "/".join(dict.fromkeys(kind[1:] for kind in signature.values() if kind.startswith("*")))
     label = f"{kernel.__name__}[{kinds};{blocks};1:{ones};{sizes}]"
@@ -98,7 +110,11 @@ def launched(model: nn.Module, x: Tensor, dtype: torch.dtype, predictive: Any) -
         with ops.using("triton", twins=True):
             fastlr.per_sample_grad_sq_norms(model, x, cotangent)
         # what computes nothing would pass no audit, and launches would be those of a loop over samples
-        with noted() as found, mock.patch.object(Audits, "due", return_value=False), warnings.catch_warnings():
+        with (
+            noted() as found,
+            mock.patch.object(Audits, "due", return_value=False),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("error", FastlrWarning)
             fastlr.per_sample_grad_sq_norms(model, x, cotangent)
     return found
@@ -122,7 +138,11 @@ def main() -> None:
         if dtype != "fp32":
             model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
     found = launched(model, x, kind, predictive)
-    records = [compile_kernels.compile_case(case, int(arch)) for case in found.values() for arch in architectures]
+    records = [
+        compile_kernels.compile_case(case, int(arch))
+        for case in found.values()
+        for arch in architectures
+    ]
     print(json.dumps({"launched": len(found), "records": records}))
 
 

@@ -22,7 +22,10 @@ class PlainCNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(3, 6, 3), nn.ReLU(inplace=True), nn.Conv2d(6, 5, 3, stride=2), nn.ReLU(inplace=True)
+            nn.Conv2d(3, 6, 3),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(6, 5, 3, stride=2),
+            nn.ReLU(inplace=True),
         )
         self.hidden, self.act, self.head = nn.Linear(45, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)
         for layer, unit in ((self.body[0], 1), (self.body[2], 4), (self.hidden, 2)):
@@ -84,7 +87,12 @@ class GPT(nn.Module):
         super().__init__()
         self.embed, self.place = nn.Embedding(11, 8), nn.Parameter(torch.randn(1, 5, 8))
         self.norm1, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-        self.norm2, self.up, self.act, self.down = nn.LayerNorm(8), nn.Linear(8, 20), NewGELU(), nn.Linear(20, 8)
+        self.norm2, self.up, self.act, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 20),
+            NewGELU(),
+            nn.Linear(20, 8),
+        )
         self.norm3, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
         self.up.bias.data[:4] = -100.0
@@ -94,8 +102,12 @@ class GPT(nn.Module):
 
     def by_hand(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         h = self.embed(x) + self.place
-        q, k, v = (t.view(*x.shape, 2, 4).transpose(1, 2) for t in self.qkv(self.norm1(h)).chunk(3, -1))
-        h = h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(h.shape))
+        q, k, v = (
+            t.view(*x.shape, 2, 4).transpose(1, 2) for t in self.qkv(self.norm1(h)).chunk(3, -1)
+        )
+        h = h + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(h.shape)
+        )
         a = self.act(self.up(self.norm2(h)))
         return [a], self.norm3(h + self.down(a))
 
@@ -136,7 +148,10 @@ class Encoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.head = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), nn.Linear(8, 3)
+        self.layer, self.head = (
+            nn.TransformerEncoderLayer(8, 2, 12, batch_first=True),
+            nn.Linear(8, 3),
+        )
         self.layer.linear1.bias.data[5] = -100.0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from torchvision.models import DenseNet, VisionTransformer, shufflenet_v2_x0_5
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
-from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
+from torchvision.models.swin_transformer import (
+    PatchMergingV2,
+    SwinTransformer,
+    SwinTransformerBlockV2,
+)
 from zoo_registry import CALIBRATED, ZOO, ZooCase, make, zoo  # noqa: F401
 
 from bench.cases import Case, patchtst
@@ -39,7 +43,11 @@ TORCHVISION = {  # name: (a small size that leaves every layer something to do, 
 }
 # slow at any image size: thin ones of the same blocks stand in
 WIDE = {"convnext_tiny", "vit_b_16", "swin_t", "efficientnet_b0", "densenet121"}
-KINKED = {"densenet121", "densenet121@224", "resnet18@224"}  # seen: float32 autograd itself is off by 1e-4 to 7e-4
+KINKED = {
+    "densenet121",
+    "densenet121@224",
+    "resnet18@224",
+}  # seen: float32 autograd itself is off by 1e-4 to 7e-4
 
 
 def _torchvision(name: str, small: int, options: dict[str, Any]) -> None:
@@ -64,7 +72,9 @@ zoo("densenet_thin", kinked=True)(lambda: images(DenseNet(4, (2, 2), 8, num_clas
 zoo("vit_thin")(lambda: images(VisionTransformer(32, 8, 2, 2, 16, 24, num_classes=5), 32, batch=4))
 swin = partial(SwinTransformer, [2, 2], 12, [2, 2], [2, 2], [4, 4], num_classes=5)
 zoo("swin_thin")(lambda: images(swin(), 32))
-zoo("swin_v2_thin")(lambda: images(swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2), 32))
+zoo("swin_v2_thin")(
+    lambda: images(swin(block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2), 32)
+)
 zoo("shufflenet")(lambda: images(shufflenet_v2_x0_5(num_classes=4), 40))
 
 
@@ -87,9 +97,22 @@ def transformer(kind: str, x: dict[str, Tensor], **options: Any) -> Case:
 
 
 def _patchtst(batch: int, **options: Any) -> Case:
-    sizes = {"num_input_channels": 3, "context_length": 48, "prediction_length": 8, "patch_length": 8}
-    sizes |= {"patch_stride": 4, "num_hidden_layers": 2, "d_model": 16, "num_attention_heads": 2, "ffn_dim": 24}
-    return transformer("PatchTSTForPrediction", {"past_values": torch.randn(batch, 48, 3)}, **sizes, **options)
+    sizes = {
+        "num_input_channels": 3,
+        "context_length": 48,
+        "prediction_length": 8,
+        "patch_length": 8,
+    }
+    sizes |= {
+        "patch_stride": 4,
+        "num_hidden_layers": 2,
+        "d_model": 16,
+        "num_attention_heads": 2,
+        "ffn_dim": 24,
+    }
+    return transformer(
+        "PatchTSTForPrediction", {"past_values": torch.randn(batch, 48, 3)}, **sizes, **options
+    )
 
 
 zoo("patchtst")(lambda: _patchtst(4))
@@ -100,13 +123,22 @@ zoo("patchtst_paper_size", long=True)(lambda: patchtst(4))
 
 @zoo("patchtst_layernorm_cls_token_trained_positions")
 def _() -> Case:
-    case = _patchtst(4, norm_type="layernorm", use_cls_token=True, positional_encoding_type="random")
+    case = _patchtst(
+        4, norm_type="layernorm", use_cls_token=True, positional_encoding_type="random"
+    )
     case.model.model.encoder.positional_encoder.position_enc.requires_grad_(True)
     return case
 
 
 def _gpt2(batch: int, length: int) -> Case:
-    sizes = {"vocab_size": 31, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
+    sizes = {
+        "vocab_size": 31,
+        "n_positions": 16,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "use_cache": False,
+    }
     x = {"input_ids": tokens(batch, length), "position_ids": torch.arange(length)[None]}
     return transformer("GPT2LMHeadModel", x, **sizes)
 
@@ -125,16 +157,44 @@ def _() -> Case:
     return case
 
 
-SIZES = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2}
-LLAMA = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False}
-T5 = {"vocab_size": 31, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "use_cache": False}
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+}
+LLAMA = {
+    **SIZES,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+}
+T5 = {
+    "vocab_size": 31,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "use_cache": False,
+}
 T5 |= {"decoder_start_token_id": 0}
 BERT = {**SIZES, "max_position_embeddings": 16, "num_labels": 3}
-MIXTRAL = {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 2}
+MIXTRAL = {
+    **SIZES,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 2,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+}
 MIXTRAL |= {"use_cache": False, "experts_implementation": "eager"}
 
 zoo("llama")(lambda: transformer("LlamaForCausalLM", text(), **LLAMA))
-zoo("t5_relative_bias")(lambda: transformer("T5ForConditionalGeneration", text(decoder_input_ids=5), **T5))
+zoo("t5_relative_bias")(
+    lambda: transformer("T5ForConditionalGeneration", text(decoder_input_ids=5), **T5)
+)
 zoo("bert_classifier")(lambda: transformer("BertForSequenceClassification", text(), **BERT))
 zoo("mixtral_experts")(lambda: transformer("MixtralForCausalLM", text(), **MIXTRAL))
 
@@ -144,7 +204,12 @@ def _() -> Case:
     from peft import LoraConfig, get_peft_model
 
     case = _gpt2(4, 7)
-    options = {"target_modules": ["c_attn", "c_proj"], "r": 2, "fan_in_fan_out": True, "lora_dropout": 0.0}
+    options = {
+        "target_modules": ["c_attn", "c_proj"],
+        "r": 2,
+        "fan_in_fan_out": True,
+        "lora_dropout": 0.0,
+    }
     return Case(get_peft_model(case.model, LoraConfig(**options)).eval(), case.x)
 
 
@@ -166,7 +231,9 @@ def _() -> Case:
     return images(ResNetV2(num_classes=5, conv_layer=StdConv2d, **sizes), 32)
 
 
-zoo("timm_resnetv2_50", long=True)(lambda: images(load_model("timm/resnetv2_50", num_classes=5), 64))
+zoo("timm_resnetv2_50", long=True)(
+    lambda: images(load_model("timm/resnetv2_50", num_classes=5), 64)
+)
 
 
 @zoo("timm_convmixer")
@@ -176,4 +243,6 @@ def _() -> Case:
     return images(ConvMixer(dim=16, depth=2, kernel_size=3, patch_size=4, num_classes=5), 24)
 
 
-CALIBRATED.update({"efficientnet_thin", "densenet_thin", "shufflenet", "timm_convmixer", "patchtst"})
+CALIBRATED.update(
+    {"efficientnet_thin", "densenet_thin", "shufflenet", "timm_convmixer", "patchtst"}
+)

@@ -23,7 +23,9 @@ class Page(HTMLParser):
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.addresses += [v for key, v in attrs if key in ("src", "href") and not (v or "").startswith("data:")]
+        self.addresses += [
+            v for key, v in attrs if key in ("src", "href") and not (v or "").startswith("data:")
+        ]
         if tag == "img":
             self.pictures.append(dict(attrs)["src"])
         if tag not in ("img", "meta", "link", "br"):

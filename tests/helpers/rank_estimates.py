@@ -23,7 +23,10 @@ class Drawn:
     """Inputs [n, 6] that are cheap pure functions of (seed, index)."""
 
     def batch(self, start: int, stop: int, *, seed: int, device: Any, dtype: Any) -> Tensor:
-        rows = [torch.randn(6, generator=torch.Generator().manual_seed(seed * 100_003 + i)) for i in range(start, stop)]
+        rows = [
+            torch.randn(6, generator=torch.Generator().manual_seed(seed * 100_003 + i))
+            for i in range(start, stop)
+        ]
         return torch.stack(rows).to(device, dtype)
 
 
@@ -43,7 +46,10 @@ class Failing(nn.Module):
         self.net, self.error = mlp(), error
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.error is not None and (x == Drawn().batch(30, 31, seed=0, device=x.device, dtype=x.dtype)).any():
+        if (
+            self.error is not None
+            and (x == Drawn().batch(30, 31, seed=0, device=x.device, dtype=x.dtype)).any()
+        ):
             raise self.error
         return self.net(x)
 
@@ -56,7 +62,13 @@ CASES: dict[str, dict[str, Any]] = {
     "target": {"n": 3000, "target_rel_stderr": 0.08, "min_n": 256, "batch_size": 100},
     "target, own chunk": {"n": 3000, "target_rel_stderr": 0.08, "min_n": 256},
     "batch": {"n": 70, "probe": "batch", "batch_size": 10},
-    "batch, target": {"n": 2000, "probe": "batch", "batch_size": 10, "target_rel_stderr": 0.2, "min_n": 100},
+    "batch, target": {
+        "n": 2000,
+        "probe": "batch",
+        "batch_size": 10,
+        "target_rel_stderr": 0.2,
+        "min_n": 100,
+    },
     "exact": {"n": 7, "probe": "exact", "batch_size": 2},
 }
 
@@ -69,24 +81,41 @@ def estimates(rank: int) -> dict[str, dict[str, Any]]:
         model = mlp().train()
         with sharded(timeout=60):
             got = fastlr.estimate(
-                model, Drawn(), seed=3, progress=lambda a, b, v, e, s=seen: s.append((a, b)), **options
+                model,
+                Drawn(),
+                seed=3,
+                progress=lambda a, b, v, e, s=seen: s.append((a, b)),
+                **options,
             )
-        found[name] = {**got.to_dict(per_sample=True), "seen": seen, "training": model.training, "rank": rank}
-    estimator = fastlr.LocalRedundancy(mlp(), Drawn(), 40, seed=1)  # made outside, shared and not, the model changed
+        found[name] = {
+            **got.to_dict(per_sample=True),
+            "seen": seen,
+            "training": model.training,
+            "rank": rank,
+        }
+    estimator = fastlr.LocalRedundancy(
+        mlp(), Drawn(), 40, seed=1
+    )  # made outside, shared and not, the model changed
     with sharded(timeout=60):
         first = estimator.measure()
         with torch.no_grad():
             estimator.model[3].weight.mul_(2)
         second = estimator.measure()
     alone = estimator.measure() if rank == 0 else second
-    found["kept"] = {"values": [first.value, second.value, alone.value], "notes": [first.notes, alone.notes]}
+    found["kept"] = {
+        "values": [first.value, second.value, alone.value],
+        "notes": [first.notes, alone.notes],
+    }
     return found
 
 
 def failing(rank: int, who: int, where: str) -> tuple[str, float]:
     """One rank fails; what each rank raises, and after how many seconds."""
     start = time.perf_counter()
-    errors = {"model error": ModelError("the forward pass fails"), "other error": KeyError("absent")}
+    errors = {
+        "model error": ModelError("the forward pass fails"),
+        "other error": KeyError("absent"),
+    }
     try:
         with sharded(timeout=60):
             if where == "arguments" and rank == who:
@@ -162,11 +191,20 @@ def leaving(rank: int) -> tuple[str, float]:
     return "no error", time.perf_counter() - start
 
 
-HALVED: dict[str, dict[str, Any]] = {  # who runs out of memory, from which input on, and the arguments
+HALVED: dict[
+    str, dict[str, Any]
+] = {  # who runs out of memory, from which input on, and the arguments
     "first round": {"who": 1, "first": 0, "n": 40, "batch_size": 8},
     "last round, the other has none": {"who": 0, "first": 32, "n": 40, "batch_size": 8},
     "own chunk": {"who": 1, "first": 0, "n": 40},
-    "target": {"who": 1, "first": 0, "n": 3000, "target_rel_stderr": 0.08, "min_n": 256, "batch_size": 100},
+    "target": {
+        "who": 1,
+        "first": 0,
+        "n": 3000,
+        "target_rel_stderr": 0.08,
+        "min_n": 256,
+        "batch_size": 100,
+    },
 }
 
 
@@ -174,7 +212,11 @@ def halved(rank: int) -> dict[str, dict[str, Any]]:
     """Run out of memory on one rank only, above six inputs, twice with the same estimator."""
     found: dict[str, dict[str, Any]] = {}
     for name, case in HALVED.items():
-        who, first, options = case["who"], case["first"], {k: v for k, v in case.items() if k not in ("who", "first")}
+        who, first, options = (
+            case["who"],
+            case["first"],
+            {k: v for k, v in case.items() if k not in ("who", "first")},
+        )
         marked = Drawn().batch(first, first + 1, seed=3, device="cpu", dtype=torch.float64)
         state: dict[str, Any] = {"low": False, "sizes": []}
 
@@ -247,7 +289,9 @@ def nested(rank: int) -> str:
     return "no error"
 
 
-def command(rank: int, size: int, port: int, arguments: list[str], folder: str) -> tuple[int, str, str]:
+def command(
+    rank: int, size: int, port: int, arguments: list[str], folder: str
+) -> tuple[int, str, str]:
     """The command line, or a script, as torchrun starts it: (exit code, stdout, stderr)."""
     import contextlib
     import io

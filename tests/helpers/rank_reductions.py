@@ -31,11 +31,17 @@ def left_behind() -> set[str]:
     Others have a name for a moment only, in tests beside this one too.
     """
     folder = Path("/dev/shm")
-    names = [p.name for p in folder.iterdir() if p.name.startswith("fastlr-")] if folder.is_dir() else []
+    names = (
+        [p.name for p in folder.iterdir() if p.name.startswith("fastlr-")]
+        if folder.is_dir()
+        else []
+    )
     return {name for name in names if not Path("/proc", name.split("-")[1]).exists()}
 
 
-def drawn(rank: int, shape: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Tensor:
+def drawn(
+    rank: int, shape: Any, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> Tensor:
     """A tensor that is this rank's, of varied magnitudes."""
     generator = torch.Generator().manual_seed(1000 + rank)
     values = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
@@ -46,7 +52,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors hold the same bits; NaN is NaN."""
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     where = a.isnan() & b.isnan()
-    return a.dtype == b.dtype and bool(((a.contiguous().view(ints) == b.contiguous().view(ints)) | where).all())
+    return a.dtype == b.dtype and bool(
+        ((a.contiguous().view(ints) == b.contiguous().view(ints)) | where).all()
+    )
 
 
 def hashed(tensors: list[Tensor]) -> str:
@@ -56,7 +64,9 @@ def hashed(tensors: list[Tensor]) -> str:
     return total.hexdigest()
 
 
-def all_checks(rank: int, prefer: str, device: str = "cpu", buffer_bytes: int | None = None) -> dict[str, Any]:
+def all_checks(
+    rank: int, prefer: str, device: str = "cpu", buffer_bytes: int | None = None
+) -> dict[str, Any]:
     """Run every check that leaves the group whole.
 
     Keys of the result: the route, and for each check a list of what was wrong.
@@ -78,7 +88,9 @@ def all_checks(rank: int, prefer: str, device: str = "cpu", buffer_bytes: int | 
         "refused": _refused(device),
         "errors": _errors(rank, device),
         "capture": _capture(device),
-        "ddp": {name: _ddp_step(rank, device, name) for name in ("float32", "bfloat16", "compressed")},
+        "ddp": {
+            name: _ddp_step(rank, device, name) for name in ("float32", "bfloat16", "compressed")
+        },
     }
 
 
@@ -98,7 +110,18 @@ def _sums(rank: int, device: str) -> tuple[list[Tensor], list[str]]:
 
 def _special(rank: int, device: str) -> list[str]:
     """NaN, infinities, signed zeros, subnormals, sums beyond the range, and ties."""
-    values = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, 3e38, 1.0, 2.0**-8, 1.0 + 2.0**-7]
+    values = [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        -0.0,
+        0.0,
+        1e-40,
+        3e38,
+        1.0,
+        2.0**-8,
+        1.0 + 2.0**-7,
+    ]
     wrong = []
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.tensor(values, dtype=dtype).roll(rank)
@@ -131,7 +154,9 @@ def _layouts(rank: int, device: str) -> list[str]:
         buffer = torch.full((4100,), 7.0, dtype=torch.bfloat16, device=device)
         inner = buffer[offset : offset + 4001]
         inner.copy_(drawn(rank, 4001))
-        if not same_bits(distributed.all_reduce(inner).cpu(), reference.all_reduce(drawn(rank, 4001))):
+        if not same_bits(
+            distributed.all_reduce(inner).cpu(), reference.all_reduce(drawn(rank, 4001))
+        ):
             wrong.append(f"a slice from {offset}")
         if not (bool((buffer[:offset] == 7).all()) and bool((buffer[offset + 4001 :] == 7).all())):
             wrong.append(f"memory around a slice from {offset}")
@@ -166,7 +191,13 @@ def _norms(rank: int, device: str) -> dict[str, Any]:
         "float64": sum(t.square().sum().item() for t in truth),
         "got": got,
         "small buckets": small_buckets,
-        "one": (one.item(), reference.reduce_sq_norm(tensors[1]).item(), str(one.dtype), one.ndim, one.device.type),
+        "one": (
+            one.item(),
+            reference.reduce_sq_norm(tensors[1]).item(),
+            str(one.dtype),
+            one.ndim,
+            one.device.type,
+        ),
         "none": distributed.reduce_sq_norm([]).item(),
         "unchanged": unchanged,
     }
@@ -226,12 +257,16 @@ def _errors(rank: int, device: str) -> dict[str, float]:
     dist.all_reduce(library)
     size = truth.square().mean().sqrt()
     found = {"fastlr": ours, "bfloat16": stepwise, "gloo": library}
-    return {name: float((t.double() - truth).square().mean().sqrt() / size) for name, t in found.items()}
+    return {
+        name: float((t.double() - truth).square().mean().sqrt() / size) for name, t in found.items()
+    }
 
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+    return nn.Sequential(
+        nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)
+    )
 
 
 def _ddp_step(rank: int, device: str, how: str) -> dict[str, float]:
@@ -260,7 +295,9 @@ def _ddp_step(rank: int, device: str, how: str) -> dict[str, float]:
     for model in (alone, shared):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     pairs = list(zip(alone.parameters(), shared.module.parameters(), strict=True))
-    steps = [(a.double() - p.to(device, dtype).double()) for (a, _), p in zip(pairs, net().parameters())]
+    steps = [
+        (a.double() - p.to(device, dtype).double()) for (a, _), p in zip(pairs, net().parameters())
+    ]
     gaps = [(a.double() - b.double()) for a, b in pairs]
     norm = [torch.stack([t.square().sum() for t in ts]).sum().sqrt().item() for ts in (gaps, steps)]
     return {"not the mean": wrong, "gap": norm[0] / norm[1]}
@@ -272,7 +309,9 @@ def one_is_killed(rank: int, when: str, prefer: str, timeout: float) -> tuple[st
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.perf_counter()
     try:
-        route = distributed.connect("cpu", timeout=timeout if when == "before connecting" else 60, prefer=prefer)
+        route = distributed.connect(
+            "cpu", timeout=timeout if when == "before connecting" else 60, prefer=prefer
+        )
         route.set_timeout(timeout)
         x = drawn(rank, 100_000)
         model = None
@@ -334,7 +373,11 @@ def options_that_differ(rank: int) -> list[str]:
         _error(lambda: distributed.connect("cpu", prefer="nccl")),
         _error(lambda: distributed.connect("cpu", buffer_bytes=100)),
         _error(lambda: distributed.connect("meta")),
-        _error(lambda: distributed.connect("cpu", prefer="extension" if rank else "torch.distributed", timeout=60)),
+        _error(
+            lambda: distributed.connect(
+                "cpu", prefer="extension" if rank else "torch.distributed", timeout=60
+            )
+        ),
         _error(lambda: distributed.connect("cpu", group=dist.GroupMember.NON_GROUP_MEMBER)),
     ]
 

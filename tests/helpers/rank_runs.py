@@ -87,9 +87,19 @@ def network(kind: str) -> nn.Module:
     if kind == "twice":
         return Twice()
     if kind == "instance":
-        layers = [nn.Linear(5, 8), nn.Unflatten(1, (2, 4)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True)]
+        layers = [
+            nn.Linear(5, 8),
+            nn.Unflatten(1, (2, 4)),
+            nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        ]
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 1))
-    layers = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4, momentum=0.3), nn.Linear(4, 1)]
+    layers = [
+        nn.Linear(5, 4),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.BatchNorm1d(4, momentum=0.3),
+        nn.Linear(4, 1),
+    ]
     model = nn.Sequential(*layers)
     model.unused = nn.BatchNorm1d(4)
     model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))  # type: ignore[method-assign]
@@ -105,9 +115,16 @@ class Squares(TrainingLoop):
     """Brings the squares of a network's outputs down by SGD."""
 
     def __init__(
-        self, model: nn.Module, batch_size: int, norm_batch: int, momentum: float = 0.0, **settings: Any
+        self,
+        model: nn.Module,
+        batch_size: int,
+        norm_batch: int,
+        momentum: float = 0.0,
+        **settings: Any,
     ) -> None:
-        options = TrainingOptions(dtype="fp32", batch_size=batch_size, norm_batch=norm_batch, **settings)
+        options = TrainingOptions(
+            dtype="fp32", batch_size=batch_size, norm_batch=norm_batch, **settings
+        )
         super().__init__(model, torch.device("cpu"), options)
         self.optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
 
@@ -115,7 +132,9 @@ class Squares(TrainingLoop):
         return self.model(*part).square().sum()
 
 
-def run(rank: int, module: str, path: str, settings: dict[str, Any], changed: dict[str, Any]) -> str:
+def run(
+    rank: int, module: str, path: str, settings: dict[str, Any], changed: dict[str, Any]
+) -> str:
     """Begin a run together, or go on with it; the error, if there was one."""
     driver = find_driver(module)
     with warnings.catch_warnings():
@@ -157,7 +176,9 @@ def steps(rank: int, kind: str, captured: bool, updates: str = "every-part") -> 
     x = torch.randn(40, 5, dtype=torch.float64)
     with sharded(timeout=60):
         loop = Squares(model, 12, 3, momentum=0.9, batch_norm_updates=updates)
-        loop.steps = TrainingSteps(loop.work, model, loop.changed_tensors, loop.device, captured, True, Tape)
+        loop.steps = TrainingSteps(
+            loop.work, model, loop.changed_tensors, loop.device, captured, True, Tape
+        )
         losses = []
         for span in [(0, 12), (12, 24), (24, 36), (36, 40), (0, 12), (20, 24)]:
             loss = loop.train_batch(span, lambda start, stop: (x[start:stop],))
@@ -182,7 +203,9 @@ def reduced(rank: int, reduce_dtype: str) -> dict[str, Any]:
 
         def work(size: int, *batch: Tensor) -> Any:
             loss, reached = loop.work(size, *batch)
-            own.update({name: loop.parallel._gradients[p].clone() for name, p in model.named_parameters()})
+            own.update(
+                {name: loop.parallel._gradients[p].clone() for name, p in model.named_parameters()}
+            )
             return loss, reached
 
         loop.steps, data_parallel.all_reduce = work, noted
@@ -197,7 +220,11 @@ def reduced(rank: int, reduce_dtype: str) -> dict[str, Any]:
 def sometimes(rank: int) -> list[Any]:
     """Return what becomes of a layer that one rank's samples reach in the first step, or later."""
     results: list[Any] = []
-    for signs in ([1.0, -1.0], [-1.0, 1.0]), ([-1.0, -1.0], [1.0, -1.0]), ([1.0, 1.0], [-1.0, -1.0]):
+    for signs in (
+        ([1.0, -1.0], [-1.0, 1.0]),
+        ([-1.0, -1.0], [1.0, -1.0]),
+        ([1.0, 1.0], [-1.0, -1.0]),
+    ):
         torch.manual_seed(0)
         model = Sometimes()
         try:

@@ -30,7 +30,9 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     torch._dynamo, which takes a second, is imported for torch's optimisers.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torchvision", "fastlr.distributed", "kills", "rank_runs"])
+    context.set_forkserver_preload(
+        ["torch._dynamo", "torchvision", "fastlr.distributed", "kills", "rank_runs"]
+    )
     return context
 
 
@@ -39,7 +41,11 @@ class Ended(Exception):
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, backend: str | None = "gloo"
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    limit: float = LIMIT,
+    backend: str | None = "gloo",
 ) -> list[Any]:
     """Return ``function(rank, *args)`` of every rank, or in its place what it raised, or `Ended`.
 
@@ -68,7 +74,9 @@ def run_ranks(
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise AssertionError(f"ranks {sorted(waiting.values())} are not done after {limit} s")
+                raise AssertionError(
+                    f"ranks {sorted(waiting.values())} are not done after {limit} s"
+                )
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
@@ -98,14 +106,22 @@ def good(results: list[Any]) -> list[Any]:
 
 
 def _rank(
-    rank: int, size: int, port: int, backend: str | None, pipe: Any, function: Callable[..., Any], args: Any
+    rank: int,
+    size: int,
+    port: int,
+    backend: str | None,
+    pipe: Any,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         if backend:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+            )
             _all_have_joined(store, size)
         result = function(rank, *args)
     except BaseException as error:

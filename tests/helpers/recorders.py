@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    ),
+]
 
 
 class Again:
@@ -33,7 +38,9 @@ class Again:
 
     def replay(self) -> None:
         self.replays += 1
-        for mine, new in zip(tree_flatten(self.result)[0], tree_flatten(self.function())[0], strict=True):
+        for mine, new in zip(
+            tree_flatten(self.result)[0], tree_flatten(self.function())[0], strict=True
+        ):
             if isinstance(mine, Tensor):
                 mine.copy_(new)
 

@@ -26,7 +26,9 @@ class Written(nn.Module):
         return self.function(self, *inputs, **named)
 
 
-def truth(model: nn.Module, inputs: Sequence[Any], v: Tensor, shared: Collection[int] = ()) -> Tensor:
+def truth(
+    model: nn.Module, inputs: Sequence[Any], v: Tensor, shared: Collection[int] = ()
+) -> Tensor:
     """Return squared norms [B], each by a pass over the sample alone.
 
     ``shared``: which of the inputs have no samples.

@@ -29,14 +29,24 @@ def small_models() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     return {
-        "mlp": (nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 3)), (8,)),
+        "mlp": (
+            nn.Sequential(
+                nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(), nn.Linear(16, 3)
+            ),
+            (8,),
+        ),
         "convolution": (
-            nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 4)),
+            nn.Sequential(
+                nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 4)
+            ),
             (3, 6, 6),
         ),
         "transformer": (nn.Sequential(encoder, nn.Flatten(), nn.Linear(40, 3)), (5, 8)),
         "recurrent": (Recurrent(), (6, 4)),
-        "weight norm": (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 2)), (4,)),
+        "weight norm": (
+            nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 2)),
+            (4,),
+        ),
     }
 
 
@@ -56,7 +66,9 @@ def together(*work: Callable[[], Any], timeout: float = 120.0) -> list[Any]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(work))]
+    threads = [
+        threading.Thread(target=run, args=(place,), daemon=True) for place in range(len(work))
+    ]
     with switching_often():
         for thread in threads:
             thread.start()

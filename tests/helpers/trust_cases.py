@@ -33,7 +33,9 @@ Calls = Callable[[], Iterator[Call]]
 CASES: dict[str, Calls] = {}  # each a generator, which changes the model's state between two calls
 
 
-def case(*parameters: Any) -> Callable[[Callable[..., Iterator[Call]]], Callable[..., Iterator[Call]]]:
+def case(
+    *parameters: Any,
+) -> Callable[[Callable[..., Iterator[Call]]], Callable[..., Iterator[Call]]]:
     """Register a generator of calls, once for each parameter if there are any.
 
     Parameters are names, or values with a name.
@@ -53,8 +55,14 @@ def case(*parameters: Any) -> Callable[[Callable[..., Iterator[Call]]], Callable
 class Net(Written):
     """Three linear layers and other parts, in eval mode, used as ``how(self, *inputs)`` says."""
 
-    def __init__(self, how: Callable[..., Tensor] | None, width: int = 5, hidden: int = 6, **parts: Any) -> None:
-        layers = {"a": nn.Linear(width, hidden), "b": nn.Linear(hidden, hidden), "c": nn.Linear(hidden, 4)}
+    def __init__(
+        self, how: Callable[..., Tensor] | None, width: int = 5, hidden: int = 6, **parts: Any
+    ) -> None:
+        layers = {
+            "a": nn.Linear(width, hidden),
+            "b": nn.Linear(hidden, hidden),
+            "c": nn.Linear(hidden, 4),
+        }
         super().__init__(how, **layers | parts)
         self.eval()
 
@@ -93,11 +101,15 @@ def unpadded(net: Net, x: Tensor, mask: Tensor) -> Tensor:
     """Flash attention's way: padding taken away, layers on [tokens, width], padding put back."""
     at = mask.flatten().nonzero()[:, 0]
     rows = Rows.apply(net.a(x).tanh().flatten(0, 1), at)
-    return net.c(SegmentSum.apply(net.b(rows).tanh(), at, mask.numel()).view(*mask.shape, -1).sum(1))
+    return net.c(
+        SegmentSum.apply(net.b(rows).tanh(), at, mask.numel()).view(*mask.shape, -1).sum(1)
+    )
 
 
 def segments(net: Net, x: Tensor, mask: Tensor) -> Tensor:
-    return net.c(SegmentSum.apply(net.b(net.a(x[mask]).tanh()).tanh(), mask.nonzero()[:, 0], len(x)))
+    return net.c(
+        SegmentSum.apply(net.b(net.a(x[mask]).tanh()).tanh(), mask.nonzero()[:, 0], len(x))
+    )
 
 
 def by_index(net: Net, x: Tensor, mask: Tensor) -> Tensor:
@@ -119,7 +131,9 @@ def by_product_transposed(net: Net, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def by_sparse_product(net: Net, x: Tensor, mask: Tensor) -> Tensor:
-    return net.c(torch.sparse.mm(owners(mask).to(x).to_sparse(), net.b(net.a(x[mask]).tanh()).tanh()))
+    return net.c(
+        torch.sparse.mm(owners(mask).to(x).to_sparse(), net.b(net.a(x[mask]).tanh()).tanh())
+    )
 
 
 def by_segment(net: Net, x: Tensor, mask: Tensor) -> Tensor:
@@ -128,10 +142,14 @@ def by_segment(net: Net, x: Tensor, mask: Tensor) -> Tensor:
 
 
 def tokens(lengths: list[int], size: int = 6, width: int = 5) -> tuple[Tensor, Tensor]:
-    return torch.randn(len(lengths), size, width), torch.arange(size)[None] < torch.tensor(lengths)[:, None]
+    return torch.randn(len(lengths), size, width), torch.arange(size)[None] < torch.tensor(lengths)[
+        :, None
+    ]
 
 
-@case(unpadded, segments, by_index, by_product, by_product_transposed, by_sparse_product, by_segment)
+@case(
+    unpadded, segments, by_index, by_product, by_product_transposed, by_sparse_product, by_segment
+)
 def ragged(how):
     for first in ([3, 3, 3, 3], [2, 3, 1, 4], [3, 3, 3, 1]):
         model = Net(how)
@@ -196,7 +214,9 @@ def bmm_of_as_many_heads_as_samples():
 
     def how(net, x):
         mask = permutation(x[:, 0]).expand(4, len(x), len(x))
-        h = torch.bmm(mask, net.a(x).tanh().permute(2, 0, 1)).permute(1, 2, 0)  # heads first, then [B, T, heads]
+        h = torch.bmm(mask, net.a(x).tanh().permute(2, 0, 1)).permute(
+            1, 2, 0
+        )  # heads first, then [B, T, heads]
         h = torch.bmm(mask.transpose(1, 2), net.b(h).tanh().permute(2, 0, 1)).permute(1, 2, 0)
         return net.c(h.sum(1))
 
@@ -213,7 +233,10 @@ class Switch(nn.Module):
     def __init__(self, experts: int, capacity: Callable[[int], int]) -> None:
         super().__init__()
         self.router, self.head = nn.Linear(5, experts), nn.Linear(6, 4)
-        self.w1, self.w2 = nn.Parameter(torch.randn(experts, 5, 7)), nn.Parameter(torch.randn(experts, 7, 6))
+        self.w1, self.w2 = (
+            nn.Parameter(torch.randn(experts, 5, 7)),
+            nn.Parameter(torch.randn(experts, 7, 6)),
+        )
         self.capacity, self.experts = capacity, experts
         self.eval()
 
@@ -266,7 +289,9 @@ def scaled_by_the_largest_of_the_batch():
 @case()
 def chosen_by_the_mean_of_the_batch():
     """One of two branches for all samples, both in the graph."""
-    model = Net(lambda net, x: net.c(torch.where(x.mean() > 0, net.a(x).tanh(), net.b(net.a(x)).tanh())))
+    model = Net(
+        lambda net, x: net.c(torch.where(x.mean() > 0, net.a(x).tanh(), net.b(net.a(x)).tanh()))
+    )
     for shift in (3.0, 0.0, -3.0):
         x = torch.randn(6, 5)
         x[:3] += shift
@@ -310,7 +335,11 @@ def capacity_that_overflows_later():
 
 def pack(x: Tensor, lengths: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
     """Pack samples greedily, first fit: tokens [rows, size, width] and their samples, or -1."""
-    packed, owner, used = x.new_zeros(rows, size, x.shape[-1]), torch.full((rows, size), -1), [0] * rows
+    packed, owner, used = (
+        x.new_zeros(rows, size, x.shape[-1]),
+        torch.full((rows, size), -1),
+        [0] * rows,
+    )
     for j, length in enumerate(lengths.tolist()):
         row = next(r for r in range(rows) if used[r] + length <= size)
         at = slice(used[row], used[row] + length)
@@ -411,7 +440,9 @@ def large(how: Callable[..., Tensor], value: str, when: str) -> Iterator[Call]:
 LARGE: dict[str, Calls] = {}  # in both precisions
 for _when in WHEN:
     LARGE[f"scaled_column-{_when}"] = partial(large, scaled_column, "0", _when)
-    for _how, _value in itertools.product((masked_constantly, masked_by_sample), ("-1e4", "-1e9", "min")):
+    for _how, _value in itertools.product(
+        (masked_constantly, masked_by_sample), ("-1e4", "-1e9", "min")
+    ):
         LARGE[f"{_how.__name__}-{_value}-{_when}"] = partial(large, _how, _value, _when)
 
 
@@ -457,7 +488,11 @@ class Positions(nn.Module):
 
     def __init__(self, attention: bool, channels: int = 4) -> None:
         super().__init__()
-        self.conv, self.norm, self.attention = nn.Conv2d(3, channels, 1), nn.BatchNorm2d(channels), attention
+        self.conv, self.norm, self.attention = (
+            nn.Conv2d(3, channels, 1),
+            nn.BatchNorm2d(channels),
+            attention,
+        )
         self.proj = nn.Linear(channels, channels)
         nn.init.normal_(self.norm.running_mean)
         nn.init.uniform_(self.norm.running_var, 0.5, 1.5)
@@ -492,5 +527,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
             sample, place = (chosen == e).nonzero(as_tuple=True)
-            out = out.index_add(0, sample, (expert(x[sample]) * weights[sample, place, None]).to(out.dtype))
+            out = out.index_add(
+                0, sample, (expert(x[sample]) * weights[sample, place, None]).to(out.dtype)
+            )
         return self.head(out.tanh())

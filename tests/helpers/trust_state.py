@@ -96,7 +96,9 @@ def mixing(mix: Mix, read: Callable[[Any], Any], kind: type[Net] = Net, **parts:
     return kind(lambda net, x: net.c(mix(net.a(x).tanh(), read(net))), **parts)
 
 
-def holder(name: str, read: Callable, write: Callable, kind: type[Net] = Net, **parts: Callable[[], Any]) -> None:
+def holder(
+    name: str, read: Callable, write: Callable, kind: type[Net] = Net, **parts: Callable[[], Any]
+) -> None:
     """Register a place by how a model reads it, how it is written, and what makes its parts."""
 
     def hold(mix: Mix) -> Held:
@@ -295,7 +297,9 @@ class CachedBias(nn.Module):
         super().__init__()
         self.qkv, self.head = nn.Linear(5, 15), nn.Linear(5, 4)
         self.biases = nn.Parameter(torch.randn(1, 4))
-        self.register_buffer("index", (torch.arange(4)[:, None] - torch.arange(4)[None]).abs(), persistent=False)
+        self.register_buffer(
+            "index", (torch.arange(4)[:, None] - torch.arange(4)[None]).abs(), persistent=False
+        )
         self.cache: dict[str, Tensor] = {}
         self.eval()
 
@@ -343,7 +347,12 @@ class Keeps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
-        self.hidden, self.calls, self.fresh, self.old = h.detach(), self.calls + 1, h.detach().mean(), self.old * 2
+        self.hidden, self.calls, self.fresh, self.old = (
+            h.detach(),
+            self.calls + 1,
+            h.detach().mean(),
+            self.old * 2,
+        )
         self.cache[x.shape], self.cache["h"] = h.detach(), h
         self.ordered["a"] = h.detach()[0]
         self.ordered.move_to_end("a")

@@ -17,7 +17,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Under each name is the same tensor, with the same values and gradient; flags and hooks are as before.
     """
     tensors, before = _tensors(model), _around(model)
-    values = {name: (t.detach().clone(), None if t.grad is None else t.grad.clone()) for name, t in tensors.items()}
+    values = {
+        name: (t.detach().clone(), None if t.grad is None else t.grad.clone())
+        for name, t in tensors.items()
+    }
     try:
         yield
     finally:
@@ -26,19 +29,25 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for name, (value, grad) in values.items():
             t = there[name]
             assert t is tensors[name] and torch.equal(t, value), f"{name} is another"
-            assert t.grad is grad if t.grad is None or grad is None else torch.equal(t.grad, grad), f"{name}.grad"
+            assert (
+                t.grad is grad if t.grad is None or grad is None else torch.equal(t.grad, grad)
+            ), f"{name}.grad"
         assert _around(model) == before, "flags, hooks or the random state changed"
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, by each of their names."""
-    both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    both = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     return dict(both)
 
 
 def _around(model: nn.Module) -> list[Any]:
     """The flags and the number of hooks of each module, and the random state."""
     modules = [
-        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()
+        (m.training, len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+        for m in model.modules()
     ]
     return [modules, [p.requires_grad for p in model.parameters()], torch.get_rng_state().tolist()]

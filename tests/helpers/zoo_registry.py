@@ -110,16 +110,25 @@ def written(
 
     def build() -> Case:
         made = {key: part() if callable(part) else part for key, part in parts.items()}
-        made = {key: nn.Parameter(torch.randn(part)) if isinstance(part, tuple) else part for key, part in made.items()}
+        made = {
+            key: nn.Parameter(torch.randn(part)) if isinstance(part, tuple) else part
+            for key, part in made.items()
+        }
         buffers = {key: nn.Buffer(part) for key, part in made.items() if type(part) is Tensor}
-        return Case(Written(function, **made | buffers).train(train), x(), kwargs or {}, shared=shared)
+        return Case(
+            Written(function, **made | buffers).train(train), x(), kwargs or {}, shared=shared
+        )
 
     zoo(name, expected=expected)(build)
 
 
-def chain(name: str, layers: Callable[[], list[nn.Module]], *shape: int, expected: str = "ok") -> None:
+def chain(
+    name: str, layers: Callable[[], list[nn.Module]], *shape: int, expected: str = "ok"
+) -> None:
     """Register a sequence of layers on a random input [B, *shape]."""
-    zoo(name, expected=expected)(lambda: Case(nn.Sequential(*layers()).eval(), torch.randn(B, *shape)))
+    zoo(name, expected=expected)(
+        lambda: Case(nn.Sequential(*layers()).eval(), torch.randn(B, *shape))
+    )
 
 
 # Ways to write what each build makes anew: ``lin(2, 3)`` is a function that makes such a layer, ``r(2, 3)`` one that draws.

@@ -15,7 +15,14 @@ from PIL import Image
 
 from fastlr.display.images import contact_sheet
 from fastlr.errors import InputError
-from fastlr.inputs import IMAGENET, GaussianSeries, NoiseImages, ShapeImages, TensorInputs, TokenInputs
+from fastlr.inputs import (
+    IMAGENET,
+    GaussianSeries,
+    NoiseImages,
+    ShapeImages,
+    TensorInputs,
+    TokenInputs,
+)
 from fastlr.ops import philox as counter
 
 GENERATORS = {
@@ -29,13 +36,21 @@ GENERATORS = {
     "tokens-mask": TokenInputs(2**31 - 1, 5, attention_mask=True),
     "tensor": TensorInputs(torch.arange(60.0).view(20, 3)),
     "tuple": TensorInputs((torch.arange(40).view(2, 20), torch.rand(3, 20)), in_dim=1),
-    "dict": TensorInputs({"x": torch.rand(20, 2), "position": torch.arange(4)[None], "use_cache": False}),
+    "dict": TensorInputs(
+        {"x": torch.rand(20, 2), "position": torch.arange(4)[None], "use_cache": False}
+    ),
     "dataset": TensorInputs(torch.utils.data.TensorDataset(torch.rand(20, 2), torch.arange(20))),
 }
 
 
 def tensors(batch) -> list[torch.Tensor]:
-    values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, tuple) else [batch]
+    values = (
+        batch.values()
+        if isinstance(batch, dict)
+        else batch
+        if isinstance(batch, tuple)
+        else [batch]
+    )
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
@@ -62,14 +77,19 @@ def test_words_lay_out_the_counter_as_documented():
     # Block 0x243f6a88 of the third known answer, read from word 1 on.
     words = counter.random_words(seed, torch.tensor([index]), stream, 2, first=4 * 0x043F6A88 + 1)
     block = counter.philox4x32(
-        *(torch.tensor(w) for w in (0x043F6A88, stream, 0x13198A2E, 0x03707344)), seed & counter.MASK, seed >> 32
+        *(torch.tensor(w) for w in (0x043F6A88, stream, 0x13198A2E, 0x03707344)),
+        seed & counter.MASK,
+        seed >> 32,
     )
     assert words.tolist() == [[int(block[1]), int(block[2])]]
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    seed=st.integers(0, 2**64 - 1), start=st.integers(0, 2**64 - 5), first=st.integers(0, 50), count=st.integers(0, 30)
+    seed=st.integers(0, 2**64 - 1),
+    start=st.integers(0, 2**64 - 5),
+    first=st.integers(0, 50),
+    count=st.integers(0, 30),
 )
 def test_words_do_not_depend_on_what_else_is_drawn(seed, start, first, count):
     index = counter.indices(start, start + 4)
@@ -86,7 +106,10 @@ def test_words_are_uniform_and_uncorrelated():
     assert (bits.mean((0, 1)) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(n * draws)
     u = words.double() / 2**32 - 0.5
     assert abs(u.square().mean() * 12 - 1) < 4 * math.sqrt(0.8 / u.numel())
-    for a, b in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):  # neighbouring draws, neighbouring samples
+    for a, b in (
+        (u[:, 1:], u[:, :-1]),
+        (u[1:], u[:-1]),
+    ):  # neighbouring draws, neighbouring samples
         assert abs((a * b).mean() * 12) < 4 / math.sqrt(a.numel())
 
 
@@ -106,7 +129,9 @@ def test_normal_table():
     assert exact.max() == pytest.approx(4.325, abs=1e-3)
     uniform = (torch.arange(65536, dtype=torch.float64) + 0.5) / 65536
     assert (torch.special.ndtr(exact) - uniform).abs().max() < 5e-6
-    digest = hashlib.sha256(bytes((exact * 2**20).to(torch.int32).view(torch.uint8).tolist())).hexdigest()
+    digest = hashlib.sha256(
+        bytes((exact * 2**20).to(torch.int32).view(torch.uint8).tolist())
+    ).hexdigest()
     assert digest == "7e27fb847e5ea7612eaaa0e2dbfd3118a4da8fa3feadbe2ca7dd619cb93e3d36"
 
 
@@ -131,7 +156,10 @@ def test_chunks_equal_the_whole(name):
 @given(
     name=st.sampled_from([n for n, inputs in GENERATORS.items() if inputs.limit is None]),
     start=st.one_of(
-        st.integers(0, 100), st.integers(2**32 - 6, 2**32), st.integers(2**63 - 6, 2**63), st.just(2**64 - 6)
+        st.integers(0, 100),
+        st.integers(2**32 - 6, 2**32),
+        st.integers(2**63 - 6, 2**63),
+        st.just(2**64 - 6),
     ),
     cut=st.integers(1, 5),
     seed=st.integers(0, 2**64 - 1),
@@ -175,7 +203,9 @@ def test_classes_use_different_streams():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_dtype_casts_floating_tensors_only(name, dtype):
     inputs = GENERATORS[name]
-    for plain, cast in zip(tensors(inputs.batch(0, 3)), tensors(inputs.batch(0, 3, dtype=dtype)), strict=True):
+    for plain, cast in zip(
+        tensors(inputs.batch(0, 3)), tensors(inputs.batch(0, 3, dtype=dtype)), strict=True
+    ):
         assert plain.dtype in (torch.float32, torch.int64)
         assert torch.equal(cast, plain.to(dtype) if plain.is_floating_point() else plain)
 
@@ -210,7 +240,9 @@ def test_records(name):
     assert repr(inputs).startswith(type(inputs).__name__ + "(")
     if not isinstance(inputs, TensorInputs):
         assert eval(repr(inputs)) == inputs
-        assert type(inputs)(**{k: v for k, v in record.items() if k != "inputs"}).to_dict() == record
+        assert (
+            type(inputs)(**{k: v for k, v in record.items() if k != "inputs"}).to_dict() == record
+        )
 
 
 # --- each kind --------------------------------------------------------------------------------------------------------
@@ -222,7 +254,9 @@ def test_shape_images_normalise_bytes():
     mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in IMAGENET)
     expected = (raw.double() / 255 - mean) / std
     assert (ShapeImages((3, 20, 20)).batch(2, 5, seed=1) - expected).abs().max() < 2e-7
-    assert torch.equal(ShapeImages((3, 20, 20), normalize=None).batch(2, 5, seed=1), raw.float() / 255)
+    assert torch.equal(
+        ShapeImages((3, 20, 20), normalize=None).batch(2, 5, seed=1), raw.float() / 255
+    )
     one = ShapeImages((3, 20, 20), normalize=(0.5, 0.25)).batch(2, 5, seed=1)
     torch.testing.assert_close(one, (raw.float() / 255 - 0.5) / 0.25, atol=1e-6, rtol=1e-5)
 
@@ -238,7 +272,11 @@ def test_shape_images_at_numbers(name):
             memory_format=torch.channels_last if inputs.channels_last else torch.contiguous_format
         )
         assert torch.equal(images, whole[index])
-    for bad, words in (({"index": index.int()}, "index"), ({"seed": -1}, "seed"), ({"dtype": torch.int64}, "dtype")):
+    for bad, words in (
+        ({"index": index.int()}, "index"),
+        ({"seed": -1}, "seed"),
+        ({"dtype": torch.int64}, "dtype"),
+    ):
         with pytest.raises(InputError, match=words):
             inputs.at(**{"index": index, **bad})
 
@@ -315,7 +353,10 @@ def test_tokens_are_uniform():
         (lambda: TensorInputs((torch.zeros(4, 3), torch.zeros(5))), "different numbers"),
         (lambda: TensorInputs({"use_cache": False}), "no tensor"),
         (lambda: TensorInputs({"x": torch.eye(3).to_sparse()}), "x= is sparse.*make it dense"),
-        (lambda: TensorInputs(torch.nested.nested_tensor([torch.zeros(2)])), "x= is nested.*pad it"),
+        (
+            lambda: TensorInputs(torch.nested.nested_tensor([torch.zeros(2)])),
+            "x= is nested.*pad it",
+        ),
         (lambda: TensorInputs(torch.zeros(3), in_dim="0"), "in_dim"),
         (lambda: TensorInputs(torch.zeros(3), item=0), "item="),
     ],
@@ -344,7 +385,11 @@ def test_tensor_inputs_slice_each_kind():
     x, ids, position = torch.rand(2, 6), torch.arange(6), torch.arange(4)[None]
     assert torch.equal(TensorInputs(x, in_dim=-1).batch(1, 3), x[:, 1:3])
     batch = TensorInputs({"ids": ids, "position": position, "flag": None}).batch(4, 6)
-    assert torch.equal(batch["ids"], ids[4:]) and torch.equal(batch["position"], position) and batch["flag"] is None
+    assert (
+        torch.equal(batch["ids"], ids[4:])
+        and torch.equal(batch["position"], position)
+        and batch["flag"] is None
+    )
 
 
 class Pairs(torch.utils.data.Dataset):
@@ -361,7 +406,9 @@ def test_datasets():
     image = TensorInputs(Pairs(), item=0).batch(2, 4, dtype=torch.float64)
     assert image.dtype == torch.float64 and image[:, 0, 0].tolist() == [2, 3]
     assert TensorInputs(Pairs(), in_dim=1, item=0).batch(0, 7).shape == (2, 7, 3)
-    picked = TensorInputs(Pairs(), item=lambda pair: {"x": pair[0], "i": torch.tensor(pair[1])}).batch(5, 7)
+    picked = TensorInputs(
+        Pairs(), item=lambda pair: {"x": pair[0], "i": torch.tensor(pair[1])}
+    ).batch(5, 7)
     assert picked["i"].tolist() == [5, 6]
     with pytest.raises(InputError, match="7 samples"):
         TensorInputs(Pairs()).batch(0, 8)

@@ -44,10 +44,14 @@ def prepare(model, metric=None):
     x, y = data()
     parts = [(x, y), (x + 1, y + 2 if isinstance(model[-1], IncrementalClassifier) else 1 - y)]
     benchmark = tensors_benchmark(parts, parts, task_labels=[0, 0])
-    plugin = EvaluationPlugin(accuracy_metrics(epoch=True), *([metric] if metric else []), loggers=[])
+    plugin = EvaluationPlugin(
+        accuracy_metrics(epoch=True), *([metric] if metric else []), loggers=[]
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     options = {"train_mb_size": 16, "train_epochs": 2, "evaluator": plugin}
-    return benchmark, Naive(model=model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), **options)
+    return benchmark, Naive(
+        model=model, optimizer=optimizer, criterion=nn.CrossEntropyLoss(), **options
+    )
 
 
 def train(metric=None, model=None):
@@ -66,7 +70,11 @@ class Watched(Recorded, LocalRedundancyMetric):
 
 @pytest.mark.parametrize(
     ("when", "steps"),
-    [({}, [0, 8, 16]), ({"every_n_steps": 5, "at_start": False}, [5, 10, 15]), ({"every_n_epochs": 3}, [0, 12])],
+    [
+        ({}, [0, 8, 16]),
+        ({"every_n_steps": 5, "at_start": False}, [5, 10, 15]),
+        ({"every_n_epochs": 3}, [0, 12]),
+    ],
     ids=["experiences", "steps", "epochs"],
 )
 def test_training_is_bit_for_bit_the_same(when, steps):
@@ -80,7 +88,8 @@ def test_training_is_bit_for_bit_the_same(when, steps):
     _, values = curves["local_redundancy/train_phase/train_stream"]
     assert values == [row[2] for row in metric.rows] and metric.result() == values[-1]
     assert set(curves) - set(plain.get_all_metrics()) == {
-        f"{name}/train_phase/train_stream" for name in ("local_redundancy", "local_redundancy_stderr", "weight_norm")
+        f"{name}/train_phase/train_stream"
+        for name in ("local_redundancy", "local_redundancy_stderr", "weight_norm")
     }
 
 
@@ -99,7 +108,9 @@ def save_and_load(folder):
     strategy.train(benchmark.train_stream[0])
     save_checkpoint(strategy, str(folder / "strategy.pkl"))
     again = prepare(network(), Watched(INPUTS, N))[1]
-    load = partial(torch.load, weights_only=False)  # what this call of Avalanche means, from before torch 2.6
+    load = partial(
+        torch.load, weights_only=False
+    )  # what this call of Avalanche means, from before torch 2.6
     with mock.patch("avalanche.checkpointing.checkpoint.torch.load", load):
         again, done = maybe_load_checkpoint(again, str(folder / "strategy.pkl"))
     assert done == 1
@@ -115,10 +126,17 @@ def test_saved_and_loaded_with_the_strategy(tmp_path):
 
     Where a test has compiled a model, dill can save no optimizer any more.
     """
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers"), *sys.path])
+    path = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers"), *sys.path]
+    )
     script = f"from pathlib import Path; import test_avalanche; test_avalanche.save_and_load(Path({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
-    if any(what in done.stderr for what in (b"Can't pickle sentinel", b"cannot pickle 'ConfigModuleInstance' object")):
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True
+    )
+    if any(
+        what in done.stderr
+        for what in (b"Can't pickle sentinel", b"cannot pickle 'ConfigModuleInstance' object")
+    ):
         pytest.skip("dill cannot save functions of this torch")
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 

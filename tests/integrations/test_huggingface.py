@@ -25,7 +25,13 @@ TOKENS = fastlr.TokenInputs(31, 8)
 def language_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
+        vocab_size=31,
+        n_positions=16,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     config.loss_type = "ForCausalLM"
     return GPT2LMHeadModel(config)
@@ -40,7 +46,9 @@ class Watched(Recorded, LocalRedundancyCallback):
         with torch.random.fork_rng(devices=[]):
             copied = language_model()
         copied.load_state_dict(self.trainer.model.state_dict())
-        return fastlr.estimate(copied, TOKENS, 12, predictive=fastlr.Categorical(), dtype=self.estimate_dtype).value
+        return fastlr.estimate(
+            copied, TOKENS, 12, predictive=fastlr.Categorical(), dtype=self.estimate_dtype
+        ).value
 
 
 def train(folder, callback=None, *, resume=None, **options):
@@ -49,9 +57,23 @@ def train(folder, callback=None, *, resume=None, **options):
     model = language_model()
     ids = torch.randint(0, 31, (32, 8), generator=torch.Generator().manual_seed(2))
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    quiet = {"use_cpu": True, "disable_tqdm": True, "report_to": [], "save_strategy": "no", "logging_steps": 2}
-    settings = {"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 1e-2, **quiet, **options}
-    trainer = Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=rows, eval_dataset=rows[:8])
+    quiet = {
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 2,
+    }
+    settings = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        **quiet,
+        **options,
+    }
+    trainer = Trainer(
+        model, TrainingArguments(str(folder), **settings), train_dataset=rows, eval_dataset=rows[:8]
+    )
     if callback is not None:
         callback = callback(trainer)
         trainer.add_callback(callback)
@@ -62,31 +84,44 @@ def train(folder, callback=None, *, resume=None, **options):
 def logged(trainer, ours=False):
     """The trainer's log without times; our rows or the others."""
     rows = [r for r in trainer.state.log_history if ("local_redundancy" in r) == ours]
-    return [{k: v for k, v in row.items() if "runtime" not in k and "per_second" not in k} for row in rows]
+    return [
+        {k: v for k, v in row.items() if "runtime" not in k and "per_second" not in k}
+        for row in rows
+    ]
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=["plain", "accumulate", "bf16"]
+    "options",
+    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}],
+    ids=["plain", "accumulate", "bf16"],
 )
 def test_training_and_its_log_are_the_same(tmp_path, options):
     dtype = torch.bfloat16 if "bf16" in options else None
     alone, _ = train(tmp_path, **options)
     states = random_states()
     trainer, callback = train(
-        tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=4, estimate_dtype=dtype, **WHAT), **options
+        tmp_path,
+        lambda t: Watched(t, TOKENS, every_n_steps=4, estimate_dtype=dtype, **WHAT),
+        **options,
     )
     assert same_bits(alone.model, trainer.model) and random_states() == states
     assert logged(alone) == logged(trainer) and len(logged(alone)) == 5
     assert [row[0] for row in callback.rows] == [0, 4, 8]
-    assert [(r["step"], r["local_redundancy"]) for r in logged(trainer, True)] == [(r[0], r[2]) for r in callback.rows]
+    assert [(r["step"], r["local_redundancy"]) for r in logged(trainer, True)] == [
+        (r[0], r[2]) for r in callback.rows
+    ]
     for _, _, value, wanted in callback.rows:
         assert value == pytest.approx(wanted, rel=1e-12)
     assert callback.last.estimate.dtype == ("bfloat16" if dtype else None)
 
 
 def test_own_precision_below_the_autocast_of_accelerate(tmp_path):
-    trainer, callback = train(tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=8, dtype=None, **WHAT), bf16=True)
-    assert "_original_forward" in vars(trainer.model), "accelerate no longer wraps forward: the special case can go"
+    trainer, callback = train(
+        tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=8, dtype=None, **WHAT), bf16=True
+    )
+    assert "_original_forward" in vars(trainer.model), (
+        "accelerate no longer wraps forward: the special case can go"
+    )
     wrapped = trainer.model.forward
     for _, _, value, wanted in callback.rows:
         assert value == wanted
@@ -96,8 +131,14 @@ def test_own_precision_below_the_autocast_of_accelerate(tmp_path):
 
 def test_best_checkpoint_at_evaluations(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "local_redundancy", "greater_is_better": True}
-    trainer, callback = train(tmp_path, lambda t: Watched(t, TOKENS, at_start=False, **WHAT), **options, **best)
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "local_redundancy",
+        "greater_is_better": True,
+    }
+    trainer, callback = train(
+        tmp_path, lambda t: Watched(t, TOKENS, at_start=False, **WHAT), **options, **best
+    )
     values = {row[0]: row[2] for row in callback.rows}
     assert list(values) == [4, 8]
     assert trainer.state.best_metric == max(values.values())
@@ -113,7 +154,9 @@ def test_resumption_and_epochs(tmp_path):
     whole, first = train(tmp_path / "a", watch, max_steps=16)
     assert [row[:2] for row in first.rows] == [(8, 1), (16, 2)]
     train(tmp_path / "b", watch, max_steps=16, save_strategy="steps", save_steps=12)
-    resumed, second = train(tmp_path / "b", watch, max_steps=16, resume=str(tmp_path / "b" / "checkpoint-12"))
+    resumed, second = train(
+        tmp_path / "b", watch, max_steps=16, resume=str(tmp_path / "b" / "checkpoint-12")
+    )
     assert [row[:3] for row in second.rows] == [row[:3] for row in first.rows[1:]]
     assert same_bits(whole.model, resumed.model)
     state = json.loads((tmp_path / "b" / "checkpoint-12" / "trainer_state.json").read_text())
@@ -124,20 +167,27 @@ def test_reports_reach_tensorboard(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     options = {"report_to": ["tensorboard"], "logging_dir": str(tmp_path / "logs")}
     try:
-        trainer, _ = train(tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=4, **WHAT), **options)
+        trainer, _ = train(
+            tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=4, **WHAT), **options
+        )
     except TypeError:  # newer versions take the folder from the environment
         options.pop("logging_dir")
-        trainer, _ = train(tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=4, **WHAT), **options)
+        trainer, _ = train(
+            tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=4, **WHAT), **options
+        )
     folder = next(tmp_path.rglob("events.out.tfevents*")).parent
     events = accumulator.EventAccumulator(str(folder), {"scalars": 0}).Reload()
     rows = [(e.step, e.value) for e in events.Scalars("train/local_redundancy")]
-    assert rows == [(r["step"], pytest.approx(r["local_redundancy"], rel=1e-6)) for r in logged(trainer, True)]
+    assert rows == [
+        (r["step"], pytest.approx(r["local_redundancy"], rel=1e-6)) for r in logged(trainer, True)
+    ]
 
 
 def test_averaged_weights_and_mistakes(tmp_path):
     average = copy.deepcopy(language_model()).requires_grad_(False)
     trainer, callback = train(
-        tmp_path, lambda t: LocalRedundancyCallback(t, TOKENS, every_n_steps=8, weights=average, **WHAT)
+        tmp_path,
+        lambda t: LocalRedundancyCallback(t, TOKENS, every_n_steps=8, weights=average, **WHAT),
     )
     wanted = fastlr.estimate(language_model(), TOKENS, 12, predictive=fastlr.Categorical()).value
     assert [r["local_redundancy"] for r in logged(trainer, True)] == [wanted, wanted]

@@ -59,5 +59,13 @@ def test_hugging_face_sharded(tmp_path, bf16):
             "FSDPLayerNorm",
             "FSDPLinear",
         ]
-        assert result["same"] and result["values"] == results[0]["values"] and len(result["values"]) == 3
-        assert result["value"] == result["by hand"] == pytest.approx(result["wanted"], rel=0.05 if bf16 else 1e-6)
+        assert (
+            result["same"]
+            and result["values"] == results[0]["values"]
+            and len(result["values"]) == 3
+        )
+        assert (
+            result["value"]
+            == result["by hand"]
+            == pytest.approx(result["wanted"], rel=0.05 if bf16 else 1e-6)
+        )

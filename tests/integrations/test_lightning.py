@@ -49,15 +49,24 @@ def fit(*callbacks, folder=None, module=None, resume=None, **options):
     seed_all()
     module = module or Module()
     logger = CSVLogger(folder, name="", version="") if folder else False
-    settings = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": logger, "log_every_n_steps": 1}
+    settings = {
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": logger,
+        "log_every_n_steps": 1,
+    }
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     keep = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
-            **{**settings, "enable_checkpointing": keep, **quiet, **options}, callbacks=list(callbacks)
+            **{**settings, "enable_checkpointing": keep, **quiet, **options},
+            callbacks=list(callbacks),
         )
-        loaders = [DataLoader(TensorDataset(*data()), 16, shuffle=shuffle) for shuffle in (True, False)]
+        loaders = [
+            DataLoader(TensorDataset(*data()), 16, shuffle=shuffle) for shuffle in (True, False)
+        ]
         trainer.fit(module, *loaders, ckpt_path=resume)
     return module, trainer
 
@@ -84,24 +93,38 @@ def test_training_is_bit_for_bit_the_same(options):
     watched, trainer = fit(callback, **options)
     assert same_bits(alone, watched) and random_states() == states
     steps = [0, 2, 4] if "accumulate_grad_batches" in options else [0, 2, 4, 6, 8]
-    assert [row[0] for row in callback.rows] == steps and all(row[2] == row[3] for row in callback.rows)
+    assert [row[0] for row in callback.rows] == steps and all(
+        row[2] == row[3] for row in callback.rows
+    )
     assert len({row[2] for row in callback.rows}) == len(steps)
-    assert float(trainer.callback_metrics["local_redundancy"]) == pytest.approx(callback.rows[-1][2])
+    assert float(trainer.callback_metrics["local_redundancy"]) == pytest.approx(
+        callback.rows[-1][2]
+    )
     assert callback.last.estimate.dtype == ("bfloat16" if dtype else None)
 
 
 def test_epochs_loggers_and_a_submodule(tmp_path):
     callback = Watched(at_start=False, prefix="fastlr/", module="net", measures=["weight_norm"])
     module, trainer = fit(callback, folder=tmp_path)
-    assert [row[:2] for row in callback.rows] == [(4, 0), (8, 1)] and "0.weight" in callback.last.estimate.per_parameter
-    header, *rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    assert [row[:2] for row in callback.rows] == [
+        (4, 0),
+        (8, 1),
+    ] and "0.weight" in callback.last.estimate.per_parameter
+    header, *rows = [
+        line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()
+    ]
     column = header.index("fastlr/local_redundancy")
     values = {int(row[header.index("step")]): float(row[column]) for row in rows if row[column]}
     assert values == {row[0]: row[2] for row in callback.rows} and "fastlr/weight_norm" in header
 
 
 def test_best_checkpoint_and_resumption(tmp_path):
-    keep = {"monitor": "local_redundancy", "mode": "max", "save_on_train_epoch_end": True, "dirpath": tmp_path}
+    keep = {
+        "monitor": "local_redundancy",
+        "mode": "max",
+        "save_on_train_epoch_end": True,
+        "dirpath": tmp_path,
+    }
     callback = Watched(every_n_epochs=1)
     _, trainer = fit(callback, ModelCheckpoint(filename="best", **keep), max_epochs=4)
     values = {row[0]: row[2] for row in callback.rows if row[0]}
@@ -117,7 +140,11 @@ def test_best_checkpoint_and_resumption(tmp_path):
     fit(broken, ModelCheckpoint(tmp_path, filename="middle", save_top_k=-1), max_epochs=2)
     second = Watched(every_n_steps=3, at_start=False)
     fit(second, max_epochs=4, resume=tmp_path / "middle.ckpt")
-    assert [row[0] for row in broken.rows + second.rows] == [row[0] for row in first.rows] == [0, 3, 6, 9, 12, 15]
+    assert (
+        [row[0] for row in broken.rows + second.rows]
+        == [row[0] for row in first.rows]
+        == [0, 3, 6, 9, 12, 15]
+    )
     assert second.meter.batch_size == broken.meter.batch_size is not None
     assert all(row[2] == row[3] for row in second.rows)
 
@@ -129,7 +156,9 @@ def test_averaged_weights():
     callback.estimate = lambda *_: fastlr.estimate(averages._average_model.module, INPUTS, N).value
     module, _ = fit(averages, callback)
     assert same_bits(alone, module)
-    assert len({row[2] for row in callback.rows}) == 3 and all(row[2] == row[3] for row in callback.rows)
+    assert len({row[2] for row in callback.rows}) == 3 and all(
+        row[2] == row[3] for row in callback.rows
+    )
     with pytest.raises(InputError, match="no WeightAveraging callback"):
         fit(LocalRedundancyMonitor(INPUTS, N, weights="averaged"))
 

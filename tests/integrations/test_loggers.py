@@ -16,7 +16,13 @@ from continual_cases import SMALL, as_arguments, lines
 from fastlr.cli.main import main
 from fastlr.errors import InputError
 from fastlr.experiments.runs.tensorboard import Mirror
-from fastlr.integrations.loggers import CallbackLogger, CsvLogger, JsonLinesLogger, Logger, TensorBoardLogger
+from fastlr.integrations.loggers import (
+    CallbackLogger,
+    CsvLogger,
+    JsonLinesLogger,
+    Logger,
+    TensorBoardLogger,
+)
 
 
 def read_csv(path):
@@ -31,7 +37,9 @@ def read_tensorboard(folder):
     """{name: [(step, value), ...]} as TensorBoard shows it, earlier files purged."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder), {"scalars": 0}).Reload()
-    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return {
+        name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
 
 
 READ = {CsvLogger: read_csv, JsonLinesLogger: read_jsonl}
@@ -112,7 +120,11 @@ def absent(monkeypatch):
 def test_without_tensorboard_the_remedy_is_named_and_no_run_begins(tmp_path, absent, cli):
     with pytest.raises(InputError, match=r"pip install --no-build-isolation '.\[logging\]'"):
         TensorBoardLogger(tmp_path / "log")
-    cli(f"continual demo --out {tmp_path / 'run'} --tensorboard", code=2, says="tensorboard is not installed")
+    cli(
+        f"continual demo --out {tmp_path / 'run'} --tensorboard",
+        code=2,
+        says="tensorboard is not installed",
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -120,9 +132,28 @@ def test_without_tensorboard_the_remedy_is_named_and_no_run_begins(tmp_path, abs
 
 
 def run(images, path, *more):
-    settings = {**SMALL, "measures": "weight_norm,local_redundancy", "measure_every": 2, "epochs": 1}
+    settings = {
+        **SMALL,
+        "measures": "weight_norm,local_redundancy",
+        "measure_every": 2,
+        "epochs": 1,
+    }
     del settings["tasks"]
-    assert main(["continual", "paper", "--data", images, "--out", str(path), *as_arguments(settings), *more]) == 0
+    assert (
+        main(
+            [
+                "continual",
+                "paper",
+                "--data",
+                images,
+                "--out",
+                str(path),
+                *as_arguments(settings),
+                *more,
+            ]
+        )
+        == 0
+    )
 
 
 def assert_shows(folder):
@@ -132,16 +163,22 @@ def assert_shows(folder):
 
     def series(pick):
         found = [(step, pick(record)) for step, record in enumerate(records)]
-        return [(step, pytest.approx(value, rel=1e-6)) for step, value in found if value is not None]
+        return [
+            (step, pytest.approx(value, rel=1e-6)) for step, value in found if value is not None
+        ]
 
     tasks = range(1, len(records))
     assert shown["accuracy"] == series(lambda record: record.get("accuracy"))
     assert shown["train_loss"] == series(lambda record: record.get("train_loss"))
-    lost = [(t + 1, records[t]["accuracy"] - records[t + 1]["previous_accuracy"]) for t in tasks[:-1]]
+    lost = [
+        (t + 1, records[t]["accuracy"] - records[t + 1]["previous_accuracy"]) for t in tasks[:-1]
+    ]
     assert shown["forgetting"] == [(t, pytest.approx(value, abs=1e-6)) for t, value in lost]
     for key, end in (("value", ""), ("stderr", "_stderr")):
         name = f"measures/local_redundancy{end}"
-        assert shown[name] == series(lambda r, key=key: r["measures"].get("local_redundancy", {}).get(key))
+        assert shown[name] == series(
+            lambda r, key=key: r["measures"].get("local_redundancy", {}).get(key)
+        )
     assert shown["measures/weight_norm"][0][0] == 0 and shown["measures/weight_norm"][1][0] == 2
     assert shown["seconds/train"] == series(lambda record: record["seconds"].get("train"))
     assert not [name for name in shown if name.endswith(("task", "epochs", "per_parameter"))]
@@ -153,7 +190,9 @@ def test_tensorboard_shows_the_records_also_of_resumed_runs(tmp_path, images, ca
     run(images, whole, "--tasks", "3", "--tensorboard")
     assert f"log: {whole / 'tensorboard'}" in capsys.readouterr().out
     assert_shows(whole)
-    assert main(["continual", "--resume", "--out", str(whole), "--tasks", "4", "--tensorboard"]) == 0
+    assert (
+        main(["continual", "--resume", "--out", str(whole), "--tasks", "4", "--tensorboard"]) == 0
+    )
     assert_shows(whole)
     later = tmp_path / "later"  # asked for when the run was over
     run(images, later, "--tasks", "3")
@@ -178,7 +217,14 @@ def test_a_log_that_fails_does_not_end_the_run(tmp_path, images, monkeypatch, ca
             if step == 1:
                 raise InputError("cannot write the log: no space left")
 
-    monkeypatch.setattr(Mirror, "tensorboard", classmethod(lambda cls, path: cls(path, lambda: Failing(print))))
+    monkeypatch.setattr(
+        Mirror, "tensorboard", classmethod(lambda cls, path: cls(path, lambda: Failing(print)))
+    )
     run(images, tmp_path / "run", "--tasks", "3", "--tensorboard")
-    assert capsys.readouterr().err.count("warning: the run goes on without its log: cannot write the log") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "warning: the run goes on without its log: cannot write the log"
+        )
+        == 1
+    )
     assert calls == [0, 1] and len(lines(tmp_path / "run")) == 4

@@ -35,13 +35,21 @@ def test_training_is_bit_for_bit_the_same(options):
     losses = train(alone, **options)
     states = random_states()
     x, y = data()
-    what = {"measures": ["weight_norm", "feature_rank", "train_grad_norm"], "x": x, "y": y, "loss": F.cross_entropy}
+    what = {
+        "measures": ["weight_norm", "feature_rank", "train_grad_norm"],
+        "x": x,
+        "y": y,
+        "loss": F.cross_entropy,
+    }
     rows = []
     meter = monitor(watched, logger=lambda values, step: rows.append((step, values)), **what)
     assert train(watched, meter.step, mid=meter.measure, **options) == losses
     assert same_bits(alone, watched) and random_states() == states
     assert {step for step, _ in rows} == set(range(7))
-    assert all(math.isfinite(v) for _, values in rows for v in values.values()) and len(rows[0][1]) == 5
+    assert (
+        all(math.isfinite(v) for _, values in rows for v in values.values())
+        and len(rows[0][1]) == 5
+    )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -52,7 +60,9 @@ def test_values_are_those_of_estimate_in_the_precision_asked_for(dtype):
     """
     model, wanted = network(), []
     seen = []
-    meter = monitor(model, every_n_steps=1, dtype=dtype, logger=lambda v, s: seen.append(v["local_redundancy"]))
+    meter = monitor(
+        model, every_n_steps=1, dtype=dtype, logger=lambda v, s: seen.append(v["local_redundancy"])
+    )
 
     def watch():
         meter.step()
@@ -124,7 +134,9 @@ def test_averaged_weights_that_do_not_fit():
     some = {k: v for k, v in model.state_dict().items() if "5" not in k}
     with pytest.raises(InputError, match="weights lacks 5.weight and 1 more"):
         monitor(model, weights=some).measure()
-    wide = {k: torch.zeros(7) if k == "5.bias" else v.clone() + 1 for k, v in model.state_dict().items()}
+    wide = {
+        k: torch.zeros(7) if k == "5.bias" else v.clone() + 1 for k, v in model.state_dict().items()
+    }
     with pytest.raises(InputError, match="5.bias.*shape"):
         monitor(model, weights=wide).measure()
     with pytest.raises(InputError, match="the model itself"):
@@ -172,7 +184,9 @@ def test_best_checkpoint_and_resumption(tmp_path, mode):
     assert [f.name for f in tmp_path.iterdir()] == ["best.pt"]
 
     seen = []
-    again = monitor(model, every_n_steps=4, keep_best=lambda reading: seen.append(reading.value), mode=mode)
+    again = monitor(
+        model, every_n_steps=4, keep_best=lambda reading: seen.append(reading.value), mode=mode
+    )
     again.load_state_dict(pickle.loads(pickle.dumps(meter.state_dict())))
     assert again.step() is None and again.step().step == 8 and seen == [] and again.best is None
     assert again.meter.batch_size == meter.meter.batch_size == meter.last.estimate.batch_size
@@ -185,7 +199,9 @@ def test_the_verdict_is_of_the_first_and_the_last_reading():
     meter = monitor(model, measures=["dormant_ratio"], x=x)
     assert "cannot be told: it was not measured" in meter.verdict()
     meter.measure()
-    assert "a change cannot be told from its error" in meter.verdict() and "units" in meter.verdict()
+    assert (
+        "a change cannot be told from its error" in meter.verdict() and "units" in meter.verdict()
+    )
     with torch.no_grad():
         [p.mul_(0.2) for p in model.parameters()]
     last = meter.measure()
@@ -196,7 +212,10 @@ def test_the_verdict_is_of_the_first_and_the_last_reading():
     again = monitor(model)
     again.load_state_dict(pickle.loads(pickle.dumps(meter.state_dict())))
     again.measure()
-    assert f"has fallen by {fall:.3g} %" in again.verdict() and "were not measured. Where such" in again.verdict()
+    assert (
+        f"has fallen by {fall:.3g} %" in again.verdict()
+        and "were not measured. Where such" in again.verdict()
+    )
     older = meter.state_dict()
     del older["first"]
     again.load_state_dict(older)
@@ -206,11 +225,17 @@ def test_the_verdict_is_of_the_first_and_the_last_reading():
 def test_loggers_and_names(tmp_path):
     model, seen = network(), []
     with CsvLogger(tmp_path / "log.csv") as file:
-        meter = monitor(model, logger=[file, lambda values, step: seen.append(values)], prefix="fastlr/")
+        meter = monitor(
+            model, logger=[file, lambda values, step: seen.append(values)], prefix="fastlr/"
+        )
         train(model, meter.step)
     rows = list(csv.DictReader((tmp_path / "log.csv").open()))
     assert [row["step"] for row in rows] == ["2", "4", "6"] and len(seen) == 3
-    assert float(rows[-1]["fastlr/local_redundancy"]) == meter.last.value == seen[-1]["fastlr/local_redundancy"]
+    assert (
+        float(rows[-1]["fastlr/local_redundancy"])
+        == meter.last.value
+        == seen[-1]["fastlr/local_redundancy"]
+    )
     assert float(rows[-1]["fastlr/local_redundancy_stderr"]) == meter.last.estimate.stderr
     assert meter.seconds >= 3 * 1e-4
 

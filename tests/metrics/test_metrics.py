@@ -50,7 +50,9 @@ def test_weight_norm_and_distance(kind: type, dtype: torch.dtype) -> None:
     torch.manual_seed(5)
     for p in model.parameters():
         p.data += torch.randn(p.shape).to(dtype)
-    own = {name: p.detach().double().numpy() for name, p in model.named_parameters() if p.requires_grad}
+    own = {
+        name: p.detach().double().numpy() for name, p in model.named_parameters() if p.requires_grad
+    }
     norm = math.sqrt(sum((p**2).sum() for p in own.values()))
     start = {name: init[name].double().numpy() for name in own}
     distance = math.sqrt(sum(((own[name] - start[name]) ** 2).sum() for name in own))
@@ -67,7 +69,12 @@ def test_distance_from_a_model_from_wrapped_states_and_from_the_start() -> None:
     wanted = pytest.approx(2 * math.sqrt(32), rel=1e-6)
     assert metrics.distance_from_init(model, start) == wanted
     for prefix in ("module.", "_orig_mod."):
-        assert metrics.distance_from_init(model, {prefix + k: v for k, v in start.state_dict().items()}) == wanted
+        assert (
+            metrics.distance_from_init(
+                model, {prefix + k: v for k, v in start.state_dict().items()}
+            )
+            == wanted
+        )
     parameters_only = dict(start.named_parameters())
     assert metrics.distance_from_init(nn.DataParallel(model), parameters_only) == wanted
 
@@ -108,13 +115,18 @@ def test_dormant_ratio_equals_the_definition(kind: type, layout: str) -> None:
     dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
     model, x = made(kind, dtype), data(kind, dtype=dtype)
     if layout == "channels_last" and x.ndim == 4:
-        model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        model, x = (
+            model.to(memory_format=torch.channels_last),
+            x.to(memory_format=torch.channels_last),
+        )
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=layout == "autocast"):
         wanted = scores(model, x)
         given = (part for part in x.split(7)) if layout == "batches" else x
         zero = metrics.dormant_ratio(model, given, units="all")
         threshold = between(wanted)
-        some = metrics.dormant_ratio(model, iter(x.split(9)) if layout == "batches" else x, threshold=threshold)
+        some = metrics.dormant_ratio(
+            model, iter(x.split(9)) if layout == "batches" else x, threshold=threshold
+        )
     assert zero.details["units"] == sum(len(s) for s in wanted)
     assert zero == share(wanted, 0.0)
     assert some == pytest.approx(share(wanted, threshold), abs=0.5 / zero.details["units"])
@@ -125,11 +137,18 @@ def test_dormant_ratio_equals_the_definition(kind: type, layout: str) -> None:
 def test_dead_units_made_on_purpose_are_found_where_they_are() -> None:
     dead = metrics.dormant_ratio(made(PlainCNN), data(PlainCNN))
     assert dead.details == {"units": 18, "dormant": 3}
-    assert dead.layers == {"body.1": pytest.approx(1 / 6), "body.3": pytest.approx(1 / 5), "act": pytest.approx(1 / 7)}
+    assert dead.layers == {
+        "body.1": pytest.approx(1 / 6),
+        "body.3": pytest.approx(1 / 5),
+        "act": pytest.approx(1 / 7),
+    }
     dead = metrics.dormant_ratio(made(Residual), data(Residual))
     assert list(dead.layers) == ["relu", "(model)", "relu#2", "relu#3"]
     assert dead.layers["relu"] == 3 / 8 and dead.layers["relu#3"] < 3 / 8
-    assert metrics.dormant_ratio(made(Encoder), data(Encoder)).details == {"units": 12, "dormant": 1}
+    assert metrics.dormant_ratio(made(Encoder), data(Encoder)).details == {
+        "units": 12,
+        "dormant": 1,
+    }
 
 
 def shaped(function: Callable[[Written, Tensor], Tensor]) -> Written:
@@ -138,7 +157,9 @@ def shaped(function: Callable[[Written, Tensor], Tensor]) -> Written:
     There are 6 channels of a convolution and 9 outputs of a linear layer.
     """
     parts = {"conv": nn.Conv2d(2, 6, 3), "line": nn.Conv1d(2, 6, 3), "linear": nn.Linear(5, 9)}
-    return Written(lambda m, x: function(m, x).relu(), **parts, weight=nn.Parameter(torch.randn(7, 2)))
+    return Written(
+        lambda m, x: function(m, x).relu(), **parts, weight=nn.Parameter(torch.randn(7, 2))
+    )
 
 
 UNITS = {  # name: (what is done to x of shape [4, 2, 8, 5], the number of units)
@@ -146,7 +167,10 @@ UNITS = {  # name: (what is done to x of shape [4, 2, 8, 5], the number of units
     "input as a sequence": (lambda m, x: x[:, 0], 5),
     "convolution": (lambda m, x: m.conv(x), 6),
     "permuted": (lambda m, x: m.conv(x).permute(0, 2, 3, 1), 6),
-    "permuted there and back": (lambda m, x: m.conv(x).movedim(1, -1).transpose(1, 3).swapaxes(0, 1), 6),
+    "permuted there and back": (
+        lambda m, x: m.conv(x).movedim(1, -1).transpose(1, 3).swapaxes(0, 1),
+        6,
+    ),
     "positions flattened": (lambda m, x: m.conv(x).flatten(2), 6),
     "positions flattened, then first": (lambda m, x: m.conv(x).flatten(2).mT, 6),
     "positions unfolded": (lambda m, x: m.line(x.flatten(2)).view(4, 6, 2, 19), 6),
@@ -154,13 +178,19 @@ UNITS = {  # name: (what is done to x of shape [4, 2, 8, 5], the number of units
     "pooled": (lambda m, x: F.adaptive_avg_pool2d(m.conv(x), 1).flatten(1), 6),
     "scaled and added": (lambda m, x: (0.5 * m.conv(x).flatten(2) + 1).sub(torch.ones(18)), 6),
     "half of the channels": (lambda m, x: m.conv(x).flatten(2).chunk(2, 1)[1], 3),
-    "normalised": (lambda m, x: F.batch_norm(m.line(x.flatten(2)), torch.zeros(6), torch.ones(6)), 6),
+    "normalised": (
+        lambda m, x: F.batch_norm(m.line(x.flatten(2)), torch.zeros(6), torch.ones(6)),
+        6,
+    ),
     "normalised input": (lambda m, x: F.group_norm(x.flatten(2), 2), 2),
     "linear on four axes": (lambda m, x: m.linear(x), 9),
     "linear, moved to channels": (lambda m, x: m.linear(x).permute(0, 3, 1, 2).flatten(2), 9),
     "linear, rows flattened": (lambda m, x: m.linear(x).view(-1, 9), 9),
     "linear, layer norm": (lambda m, x: F.layer_norm(m.linear(x), (9,)), 9),
-    "linear, as a map": (lambda m, x: m.linear(x[:, 0, 0])[:, :, None, None].view(1, 4, 9, 1, 1)[0].flatten(2), 9),
+    "linear, as a map": (
+        lambda m, x: m.linear(x[:, 0, 0])[:, :, None, None].view(1, 4, 9, 1, 1)[0].flatten(2),
+        9,
+    ),
     "product from the right": (lambda m, x: x.movedim(1, -1) @ m.weight.T, 7),
     "product from the left": (lambda m, x: m.weight @ x.flatten(2), 7),
 }
@@ -169,7 +199,9 @@ UNITS = {  # name: (what is done to x of shape [4, 2, 8, 5], the number of units
 @pytest.mark.parametrize("name", UNITS)
 def test_units_are_channels_or_the_last_axis_wherever_they_move(name: str) -> None:
     function, units = UNITS[name]
-    assert metrics.dormant_ratio(shaped(function), torch.randn(4, 2, 8, 5)).details["units"] == units
+    assert (
+        metrics.dormant_ratio(shaped(function), torch.randn(4, 2, 8, 5)).details["units"] == units
+    )
 
 
 def test_dormant_by_the_mean_activation_with_its_sign() -> None:
@@ -182,7 +214,12 @@ def test_dormant_by_the_mean_activation_with_its_sign() -> None:
     a, how = model(x), {"units": "all", "normalize": False, "threshold": 0.05}
     below, absolute = (a.mean(0) < 0.05).sum(), (a.abs().mean(0) <= 0.05).sum()
     signed = metrics.dormant_ratio(model, iter(x.split(9)), signed=True, **how)
-    assert signed.details["dormant"] == below > absolute == metrics.dormant_ratio(model, x, **how).details["dormant"]
+    assert (
+        signed.details["dormant"]
+        == below
+        > absolute
+        == metrics.dormant_ratio(model, x, **how).details["dormant"]
+    )
     assert "mean a below 0.05" in signed.definition
     with pytest.raises(InputError, match="normalize=False"):
         metrics.dormant_ratio(model, x, signed=True)
@@ -194,12 +231,17 @@ def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches() -> None:
     first, second = torch.tensor([[1.0, -1.0]]), torch.tensor([[-1.0, 1.0]])
     assert metrics.dormant_ratio(model, first) == metrics.dormant_ratio(model, second) == 0.5
     assert metrics.dormant_ratio(model, iter([first, second])) == 0
-    half = {"threshold": 0.6, "normalize": False}  # each unit's mean is 1 in one batch, 1/2 over both
+    half = {
+        "threshold": 0.6,
+        "normalize": False,
+    }  # each unit's mean is 1 in one batch, 1/2 over both
     assert (
         metrics.dormant_ratio(model, iter([first, second]), **half) == 1
         and metrics.dormant_ratio(model, first, **half) < 1
     )
-    assert metrics.dormant_ratio(model, torch.utils.data.DataLoader(torch.cat([first, second]))) == 0
+    assert (
+        metrics.dormant_ratio(model, torch.utils.data.DataLoader(torch.cat([first, second]))) == 0
+    )
 
 
 class Gated(nn.Module):
@@ -213,7 +255,9 @@ class Gated(nn.Module):
         self.b.bias.data = torch.tensor([-100.0, 100.0, 50.0])
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.a(x).relu_(), self.swish(self.b(x)), torch.tanh(x), F.hardsigmoid(x)], 1)
+        return torch.cat(
+            [self.a(x).relu_(), self.swish(self.b(x)), torch.tanh(x), F.hardsigmoid(x)], 1
+        )
 
 
 def test_which_units_count() -> None:
@@ -223,7 +267,9 @@ def test_which_units_count() -> None:
     assert metrics.dormant_ratio(model, x, units="all").details == {"units": 7, "dormant": 3}
     sokar = metrics.dormant_ratio(model, x, threshold=0.1)
     assert sokar.details == {"units": 7, "dormant": 3} and "tau-dormant" in sokar.definition
-    assert metrics.dormant_ratio(model, x, threshold=1.01).details["dormant"] == 3 + 1  # 50 is under the mean, 50.0
+    assert (
+        metrics.dormant_ratio(model, x, threshold=1.01).details["dormant"] == 3 + 1
+    )  # 50 is under the mean, 50.0
     raw = metrics.dormant_ratio(model, x, threshold=60.0, normalize=False)
     assert raw.details["dormant"] == 4
     more = metrics.dormant_ratio(model, x, units="all", also=(torch.tanh, F.hardsigmoid))
@@ -243,8 +289,12 @@ def test_no_activations_is_an_error_with_the_remedy() -> None:
     with pytest.raises(ModelError, match="no activations.*also="):
         metrics.dormant_ratio(model, torch.ones(2, 2))
     assert metrics.dormant_ratio(model, torch.ones(2, 2), also=(nn.Sigmoid,)).details["units"] == 2
-    with pytest.raises(ModelError, match="no ReLU units; its activations are gelu: pass units='all'"):
-        metrics.dormant_ratio(nn.Sequential(nn.Linear(2, 2), nn.GELU()), torch.ones(2, 2), units="relu")
+    with pytest.raises(
+        ModelError, match="no ReLU units; its activations are gelu: pass units='all'"
+    ):
+        metrics.dormant_ratio(
+            nn.Sequential(nn.Linear(2, 2), nn.GELU()), torch.ones(2, 2), units="relu"
+        )
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_large"])
@@ -260,7 +310,11 @@ def test_torchvision_models_by_hooks_of_ours(name: str) -> None:
         mean = result.double().abs().mean([d for d in range(result.ndim) if d != 1])
         seen.append((isinstance(module, nn.ReLU), mean / mean.mean()))
 
-    handles = [m.register_forward_hook(hook) for m in model.modules() if isinstance(m, (nn.ReLU, nn.Hardswish))]
+    handles = [
+        m.register_forward_hook(hook)
+        for m in model.modules()
+        if isinstance(m, (nn.ReLU, nn.Hardswish))
+    ]
     with torch.no_grad():
         model(x)
     for handle in handles:
@@ -349,7 +403,9 @@ def test_one_forward_pass_serves_all() -> None:
     assert len(passes) == 1
     assert list(found) == list(metrics.activations.MEASURES)
     assert found == single
-    assert {n: m.definition for n, m in found.items()} == {n: m.definition for n, m in single.items()}
+    assert {n: m.definition for n, m in found.items()} == {
+        n: m.definition for n, m in single.items()
+    }
     with pytest.raises(InputError, match="unknown measures"):
         metrics.activation_measures(model, x, measures=["rank"])
 

@@ -31,13 +31,17 @@ def test_ranks_equal_numpy(kind: type, layout: str) -> None:
     with torch.no_grad():
         wanted = plain_ranks(model.by_hand(x)[1], delta=0.05, epsilon=0.1)
     given = (part for part in x.split(9)) if layout == "batches" else x
-    found = metrics.activation_measures(model, given, delta=0.05, epsilon=0.1, measures=list(wanted))
+    found = metrics.activation_measures(
+        model, given, delta=0.05, epsilon=0.1, measures=list(wanted)
+    )
     assert {name: float(value) for name, value in found.items()} == pytest.approx(
         wanted, rel=5e-3 if layout == "bfloat16" else 1e-5
     )
     if layout == "plain":
         assert metrics.effective_rank(model, x, delta=0.05) == wanted["effective_rank"]
-        assert metrics.effective_rank(model, x, kind="entropy") == pytest.approx(wanted["effective_rank_entropy"])
+        assert metrics.effective_rank(model, x, kind="entropy") == pytest.approx(
+            wanted["effective_rank_entropy"]
+        )
         assert metrics.feature_rank(model, x, epsilon=0.1) == wanted["feature_rank"]
 
 
@@ -53,7 +57,9 @@ def test_ranks_of_known_spectra(rows: int) -> None:
         assert metrics.effective_rank(model, given()) == 3
         assert metrics.effective_rank(model, given(), delta=0.2) == 2  # 6/7 = 0.857
         entropy = -sum(p * math.log(p) for p in (4 / 7, 2 / 7, 1 / 7))
-        assert metrics.effective_rank(model, given(), kind="entropy") == pytest.approx(math.exp(entropy), rel=1e-9)
+        assert metrics.effective_rank(model, given(), kind="entropy") == pytest.approx(
+            math.exp(entropy), rel=1e-9
+        )
         assert metrics.feature_rank(model, given(), epsilon=1.5 / math.sqrt(rows)) == 2
     tie = torch.eye(6, dtype=torch.float64) * torch.tensor([3.0, 1.0, 0, 0, 0, 0])
     assert metrics.effective_rank(model, tie, delta=0.25) == 1  # at least 1 - delta, not more
@@ -71,13 +77,20 @@ def headed(head: Callable[[Written, Tensor], Tensor]) -> Written:
 FOUND = {
     "matmul": lambda m, h: h @ m.w,
     "matmul of a view": lambda m, h: torch.matmul(h[:, None], m.w.view(5, 3))[:, 0],
-    "linear, then elementwise": lambda m, h: 30 * torch.tanh(F.linear(h, m.w.T) / 30).log_softmax(-1),
-    "linear, then rearranged": lambda m, h: torch.stack(F.linear(h, m.w.T).unbind(1), 1)[:, None].squeeze(1),
+    "linear, then elementwise": lambda m, h: (
+        30 * torch.tanh(F.linear(h, m.w.T) / 30).log_softmax(-1)
+    ),
+    "linear, then rearranged": lambda m, h: torch.stack(F.linear(h, m.w.T).unbind(1), 1)[
+        :, None
+    ].squeeze(1),
     "addmm": lambda m, h: torch.addmm(torch.zeros(3), h, m.w),
 }
 REFUSED = {
     "sum of two layers": (lambda m, h: h + m.b(torch.ones(4)), "comes from a and b"),
-    "convolution": (lambda m, h: m.last(h[..., None, None]).flatten(1), r"comes from last \(conv2d\)"),
+    "convolution": (
+        lambda m, h: m.last(h[..., None, None]).flatten(1),
+        r"comes from last \(conv2d\)",
+    ),
     "lstm": (lambda m, h: m.rnn(h[:, None])[0], r"comes from rnn \(lstm\)"),
     "attention": (lambda m, h: h @ h.T, "matmul"),
     "no layer": (lambda m, h: torch.ones(len(h), 3), "no layer was found"),
@@ -101,7 +114,9 @@ def test_without_a_last_linear_layer_the_error_says_what_there_is(name: str) -> 
         metrics.effective_rank(model, x)
     with torch.no_grad():
         wanted = plain_ranks(x)["effective_rank_entropy"]
-    assert metrics.effective_rank(model, x, layer="a", kind="entropy") == pytest.approx(wanted, rel=1e-5)
+    assert metrics.effective_rank(model, x, layer="a", kind="entropy") == pytest.approx(
+        wanted, rel=1e-5
+    )
     metrics.dormant_ratio(model, x)  # which needs no last layer
 
 
@@ -115,7 +130,9 @@ def test_layer_by_name() -> None:
     plain, x2 = made(PlainCNN), data(PlainCNN)
     with torch.no_grad():
         wanted = plain_ranks(plain.hidden(plain.body(x2).flatten(1)))
-    before_the_change = metrics.effective_rank(plain, x2, layer="act", kind="entropy")  # which works in place
+    before_the_change = metrics.effective_rank(
+        plain, x2, layer="act", kind="entropy"
+    )  # which works in place
     assert before_the_change == pytest.approx(wanted["effective_rank_entropy"], rel=1e-5)
     with pytest.raises(InputError, match="no module of the model; its linear layers: fc"):
         metrics.feature_rank(model, x, layer="classifier")
@@ -127,10 +144,14 @@ def test_layer_by_name() -> None:
 # -- training gradient --------------------------------------------------------------------------------------------------
 
 
-def plain_gradients(model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> tuple[list[float], float]:
+def plain_gradients(
+    model: nn.Module, x: Tensor, y: Tensor, loss: Callable
+) -> tuple[list[float], float]:
     """One backward pass a sample, and one for the mean over samples."""
     losses = [loss(model(x[i : i + 1]), y[i : i + 1]).sum() for i in range(len(x))]
-    *samples, batch = gradients(model, [*losses, loss(model(x), y).sum() / len(x)]).square().sum(1).tolist()
+    *samples, batch = (
+        gradients(model, [*losses, loss(model(x), y).sum() / len(x)]).square().sum(1).tolist()
+    )
     return samples, batch
 
 
@@ -142,17 +163,29 @@ def test_training_gradient_norms_equal_plain_loops(kind: type) -> None:
     for size in (None, 3):
         found = metrics.gradient_measures(model, x, y, entropy_loss, batch_size=size)
         assert found["train_grad_norm"] == pytest.approx(np.mean(samples), rel=1e-9)
-        assert found["train_grad_norm"].details["stderr"] == pytest.approx(np.std(samples, ddof=1) / 7**0.5, rel=1e-9)
+        assert found["train_grad_norm"].details["stderr"] == pytest.approx(
+            np.std(samples, ddof=1) / 7**0.5, rel=1e-9
+        )
         assert found["train_grad_norm_batch"] == pytest.approx(batch, rel=1e-9)
         assert {m.details["n"] for m in found.values()} == {7}
-    assert metrics.train_grad_norm(model, x, y, entropy_loss) == pytest.approx(np.mean(samples), rel=1e-9)
+    assert metrics.train_grad_norm(model, x, y, entropy_loss) == pytest.approx(
+        np.mean(samples), rel=1e-9
+    )
 
 
 def test_losses_of_torch_are_taken_unreduced() -> None:
-    model, x, y = made(PlainCNN, torch.float64), data(PlainCNN, 5, torch.float64), labels(PlainCNN, 5)
+    model, x, y = (
+        made(PlainCNN, torch.float64),
+        data(PlainCNN, 5, torch.float64),
+        labels(PlainCNN, 5),
+    )
     wanted = pytest.approx(np.mean(plain_gradients(model, x, y, entropy_loss)[0]), rel=1e-9)
     module = nn.CrossEntropyLoss()
-    for loss in (F.cross_entropy, module, lambda z, t: F.nll_loss(z.log_softmax(1), t, reduction="none")):
+    for loss in (
+        F.cross_entropy,
+        module,
+        lambda z, t: F.nll_loss(z.log_softmax(1), t, reduction="none"),
+    ):
         assert metrics.train_grad_norm(model, x, y, loss) == wanted
     assert module.reduction == "mean"
     target = torch.randn(5, 3, dtype=torch.float64)
@@ -171,7 +204,9 @@ def test_training_gradient_norm_in_half_precision() -> None:
     metrics.train_grad_norm(exact, x.bfloat16(), torch.ones(6, 3, dtype=torch.bfloat16), F.mse_loss)
     # a loss so confident that its gradient squared is below the smallest bfloat16
     exact.head.bias.data[:] = torch.tensor([100.0, 0.0, 0.0])
-    tiny = metrics.gradient_measures(exact, x.bfloat16(), torch.zeros(6, dtype=torch.long), F.cross_entropy)
+    tiny = metrics.gradient_measures(
+        exact, x.bfloat16(), torch.zeros(6, dtype=torch.long), F.cross_entropy
+    )
     assert 0 < tiny["train_grad_norm_batch"] <= tiny["train_grad_norm"] < 1e-60
 
 

@@ -84,13 +84,24 @@ def test_a_fresh_network_learns_and_a_dead_one_does_not():
     model, x = net(4, nn.ReLU).train(), torch.randn(32, 5)
     with untouched(model):
         fresh = trainability(model, x, learning_rate=1e-2)
-    assert fresh == trainability(model, x, learning_rate=1e-2) != trainability(model, x, learning_rate=1e-2, seed=1)
+    assert (
+        fresh
+        == trainability(model, x, learning_rate=1e-2)
+        != trainability(model, x, learning_rate=1e-2, seed=1)
+    )
     details = fresh.details
-    assert 0.1 < fresh < 1 and details["n"] == 32 and 0 < details["half"] < 100 and details["stderr"] > 0
+    assert (
+        0.1 < fresh < 1
+        and details["n"] == 32
+        and 0 < details["half"] < 100
+        and details["stderr"] > 0
+    )
     nn.init.constant_(model[0].bias, -100.0)  # no unit is ever active: only the last bias learns
     dead = trainability(model, x, learning_rate=1e-2)
     assert dead < 0.3 * fresh
-    model[2].bias.data[0] = 20.0  # it unlearns its confidence, which takes most of the loss away, and learns no label
+    model[2].bias.data[0] = (
+        20.0  # it unlearns its confidence, which takes most of the loss away, and learns no label
+    )
     confident = trainability(model, x, steps=400, learning_rate=0.1)
     assert abs(confident) < 0.1 and confident.details["end"] < 0.2 * confident.details["start"]
     assert trainability(model, x, steps=1, repeats=1).details["stderr"] is None
@@ -100,15 +111,25 @@ def test_it_follows_its_definition_for_every_predictive(double):
     model, x = net(2), torch.randn(6, 5)
     for predictive, loss, guess in (
         (fastlr.Categorical(), lambda z, y: F.cross_entropy(z, y), math.log(2)),
-        (fastlr.Bernoulli(), lambda z, y: F.binary_cross_entropy_with_logits(z, y.to(z.dtype)), math.log(2)),
+        (
+            fastlr.Bernoulli(),
+            lambda z, y: F.binary_cross_entropy_with_logits(z, y.to(z.dtype)),
+            math.log(2),
+        ),
         (fastlr.Gaussian(2.0), lambda z, y: F.mse_loss(z, y.to(z.dtype)) / 8, 1 / 8),
     ):
-        found = trainability(model, x, steps=3, repeats=1, learning_rate=0.1, seed=7, predictive=predictive)
+        found = trainability(
+            model, x, steps=3, repeats=1, learning_rate=0.1, seed=7, predictive=predictive
+        )
         torch.manual_seed(7)
         copied = copy.deepcopy(model)
         y = torch.randint(2, (6,)) if isinstance(predictive, fastlr.Categorical) else None
         if y is None:
-            y = torch.randint(2, (6, 2)).float() if isinstance(predictive, fastlr.Bernoulli) else torch.randn(6, 2)
+            y = (
+                torch.randint(2, (6, 2)).float()
+                if isinstance(predictive, fastlr.Bernoulli)
+                else torch.randn(6, 2)
+            )
         optimizer = torch.optim.AdamW(copied.parameters(), lr=0.1, weight_decay=0.0)
         losses = []
         for _ in range(4):
@@ -132,7 +153,10 @@ def test_labels_are_drawn_for_all_positions_of_the_right_outputs_alone(measure):
     model, x = net(), torch.randn(4, 5)
     parts = {"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 3)}
     said = Written(lambda m, input_ids, attention_mask: m.head(m.embed(input_ids)), **parts)
-    padded = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+    padded = {
+        "input_ids": torch.ones(2, 3, dtype=torch.int64),
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
+    }
     mask = fastlr.Categorical(mask=torch.tensor([True, True, True, False]))
     for network, given, predictive, says in (
         (net(1), x, fastlr.Categorical(), "has size 1"),
@@ -169,7 +193,10 @@ def test_the_rank_is_that_of_the_gauss_newton_matrix(double):
         sums = values.cumsum(0) / values.sum()
         measure = curvature_rank(model, x, delta=delta)
         assert measure == int((sums < 1 - delta).sum()) + 1
-    assert measure.details["trace"] == pytest.approx(float(values.sum()), rel=1e-9) and measure.details["n"] == 7
+    assert (
+        measure.details["trace"] == pytest.approx(float(values.sum()), rel=1e-9)
+        and measure.details["n"] == 7
+    )
     same = curvature_rank(model, x[:1].expand(6, 5), delta=0.01)
     assert same == 1, "copies of one input have one direction"
 
@@ -201,9 +228,15 @@ def test_samples_that_interact_have_no_curvature_rank():
 def test_gain_and_ceiling_of_all_labelings_are_those_by_hand():
     """Two inputs that look alike fit labels 00 and 11 with probability 1, 01 and 10 with 1/4."""
     constant = Written(lambda m, x: m.logits.expand(len(x), 2), logits=nn.Parameter(torch.zeros(2)))
-    found = memorization_capacity(constant, torch.zeros(2, 1), enumerated=True, steps=200, learning_rate=0.2)
-    assert found.details["ceiling"] == pytest.approx(math.log2(2.5), abs=0.01)  # log2 sum over y of P_fit(y)
-    assert found.details["bits"] == pytest.approx(1.0, abs=0.01) and found.details["parameters"] == 2
+    found = memorization_capacity(
+        constant, torch.zeros(2, 1), enumerated=True, steps=200, learning_rate=0.2
+    )
+    assert found.details["ceiling"] == pytest.approx(
+        math.log2(2.5), abs=0.01
+    )  # log2 sum over y of P_fit(y)
+    assert (
+        found.details["bits"] == pytest.approx(1.0, abs=0.01) and found.details["parameters"] == 2
+    )
     assert float(found) == found.details["bits"] / 2 and found.details["stderr"] is None
 
 
@@ -211,29 +244,46 @@ def test_capacity_stops_at_what_the_model_can_hold():
     inputs = fastlr.ShapeImages((3, 8, 8))
     torch.manual_seed(0)
     small = nn.Sequential(nn.Flatten(), nn.Linear(192, 2), nn.Linear(2, 4))
-    few, many = (memorization_capacity(small, inputs, n, steps=200, learning_rate=0.05, repeats=2) for n in (16, 400))
+    few, many = (
+        memorization_capacity(small, inputs, n, steps=200, learning_rate=0.05, repeats=2)
+        for n in (16, 400)
+    )
     assert few.details["share"] > 0.95 and few.details["bits"] <= 32 and few.details["n"] == 16
     assert many.details["share"] < 0.9 and many.details["stderr"] > 0
-    labels = memorization_capacity(small, inputs, 400, steps=200, learning_rate=0.05, repeats=2, seed=0)
+    labels = memorization_capacity(
+        small, inputs, 400, steps=200, learning_rate=0.05, repeats=2, seed=0
+    )
     assert labels == many and float(many) == many.details["bits"] / many.details["parameters"]
-    alike = memorization_capacity(small, torch.zeros(64, 3, 8, 8), steps=100, learning_rate=0.05, repeats=2)
-    assert abs(alike.details["bits"]) < 8  # one look for all labels: only the counts of the classes are held
+    alike = memorization_capacity(
+        small, torch.zeros(64, 3, 8, 8), steps=100, learning_rate=0.05, repeats=2
+    )
+    assert (
+        abs(alike.details["bits"]) < 8
+    )  # one look for all labels: only the counts of the classes are held
 
 
-@pytest.mark.parametrize(("predictive", "classes"), [(fastlr.Bernoulli(), 2), (fastlr.Gaussian(2.0), 0)])
+@pytest.mark.parametrize(
+    ("predictive", "classes"), [(fastlr.Bernoulli(), 2), (fastlr.Gaussian(2.0), 0)]
+)
 def test_capacity_of_coins_and_of_targets(predictive, classes):
     """A linear model of as many weights as inputs fits all targets; Gaussian bits have no end."""
     torch.manual_seed(0)
     model, x = nn.Linear(6, 1), torch.eye(6)
-    found = memorization_capacity(model, x, steps=400, learning_rate=0.1, repeats=2, predictive=predictive)
+    found = memorization_capacity(
+        model, x, steps=400, learning_rate=0.1, repeats=2, predictive=predictive
+    )
     assert (found.details["share"] is None) == (classes == 0)
     assert found.details["bits"] > 5.5 if classes else 12 < found.details["bits"] <= 6 * 23
 
 
 def test_capacity_where_targets_are_fitted_to_the_last_digit(monkeypatch):
     fit = probes._fit
-    monkeypatch.setattr(probes, "_fit", lambda *args, **options: fit(*args, **options)._replace(end=0.0))
-    found = memorization_capacity(nn.Linear(3, 1), torch.eye(3), steps=1, predictive=fastlr.Gaussian())
+    monkeypatch.setattr(
+        probes, "_fit", lambda *args, **options: fit(*args, **options)._replace(end=0.0)
+    )
+    found = memorization_capacity(
+        nn.Linear(3, 1), torch.eye(3), steps=1, predictive=fastlr.Gaussian()
+    )
     assert found.details["bits"] == pytest.approx(3 * 23)
 
 
@@ -242,6 +292,8 @@ def test_what_capacity_refuses():
     with pytest.raises(InputError, match="more than 4096 labelings of 7 labels"):
         memorization_capacity(model, torch.randn(7, 3), enumerated=True, steps=1)
     with pytest.raises(InputError, match="more than 4096"):
-        memorization_capacity(model, torch.randn(2, 3), enumerated=True, steps=1, predictive=fastlr.Gaussian())
+        memorization_capacity(
+            model, torch.randn(2, 3), enumerated=True, steps=1, predictive=fastlr.Gaussian()
+        )
     with pytest.raises(InputError, match="learning_rate=-1"):
         memorization_capacity(model, torch.randn(2, 3), learning_rate=-1)

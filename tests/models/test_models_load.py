@@ -68,7 +68,9 @@ def test_bad_arguments():
     with pytest.raises(InputError, match="NOT_WEIGHTS"):
         load_model(NAME, weights="NOT_WEIGHTS")
     for kwargs in ({"initialisation": "wrong_"}, {"activation": "Wrong"}):
-        with pytest.raises(InputError, match=r"='[Ww]rong_?': torch.nn(.init)? has none of that name"):
+        with pytest.raises(
+            InputError, match=r"='[Ww]rong_?': torch.nn(.init)? has none of that name"
+        ):
             load_model("fastlr.models.mlp:MLP", kwargs=kwargs)
 
 
@@ -101,7 +103,12 @@ def test_checkpoint_with_wrappers_and_prefixes(tmp_path, wrap, prefix):
 
 def test_checkpoint_of_a_run_of_fastlr(tmp_path):
     source, state = build(1), {"position": 2, "chunks": {}}
-    whole = {"version": 1, "steps": 3, "line": "{}", "state": {**state, "model": source.state_dict()}}
+    whole = {
+        "version": 1,
+        "steps": 3,
+        "line": "{}",
+        "state": {**state, "model": source.state_dict()},
+    }
     torch.save(whole, tmp_path / "last.pt")
     assert same_bits(source, load_model(NAME, num_classes=2, checkpoint=tmp_path / "last.pt"))
     torch.save({**whole, "state": state}, tmp_path / "last.pt")
@@ -189,7 +196,9 @@ def test_one_changed_byte_is_an_error_wherever_it_is(tmp_path):
         data[place] ^= 1
         path.write_bytes(data)
         torch.load(path, weights_only=True)
-        with pytest.raises(InputError, match=r"checkpoint .*a\.pt is damaged: the checksum of .*data/0 in it fails"):
+        with pytest.raises(
+            InputError, match=r"checkpoint .*a\.pt is damaged: the checksum of .*data/0 in it fails"
+        ):
             read_checkpoint(path)
     path.write_bytes(whole)
     assert len(read_checkpoint(path)) == 2
@@ -204,7 +213,9 @@ def test_files_without_checksums_are_said_to_have_none(tmp_path, how):
         torch.save(state, path, _use_new_zipfile_serialization=how != "old format")
     finally:
         torch.serialization.set_crc32_options(before)
-    with pytest.warns(FastlrWarning, match="has no checksums: whether it is as it was saved cannot be verified"):
+    with pytest.warns(
+        FastlrWarning, match="has no checksums: whether it is as it was saved cannot be verified"
+    ):
         assert torch.equal(read_checkpoint(path)["weight"], state["weight"])
 
 

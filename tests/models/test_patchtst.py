@@ -19,7 +19,9 @@ from fastlr.models import load_model
 from fastlr.models.patchtst import PatchTST, hugging_face
 
 # Odd on purpose: context - patch is no multiple of stride, three channels, five windows.
-SMALL = dict(channels=3, context=50, horizon=6, patch=8, stride=5, layers=2, width=12, heads=3, ffn=20)
+SMALL = dict(
+    channels=3, context=50, horizon=6, patch=8, stride=5, layers=2, width=12, heads=3, ffn=20
+)
 
 
 def randomised(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
@@ -33,18 +35,28 @@ def randomised(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module
     return model
 
 
-def series(n: int, context: int = 50, channels: int = 3, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(n, context, channels, generator=torch.Generator().manual_seed(1), dtype=dtype).cumsum(1)
+def series(
+    n: int, context: int = 50, channels: int = 3, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    return torch.randn(
+        n, context, channels, generator=torch.Generator().manual_seed(1), dtype=dtype
+    ).cumsum(1)
 
 
 def test_the_parameters_are_those_of_the_docstring():
     model = PatchTST()
-    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
+    counts = {
+        name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()
+    }
     assert counts == {"embedding": 4352, "dropout": 0, "layers": 4 * 527104, "head": 24672}
     assert sum(counts.values()) == 2137440 and model.position.shape == (63, 256)
     learned = PatchTST(learned_positions=True)
     theirs = hugging_face()
-    assert sum(p.numel() for p in learned.parameters()) == 2153568 == sum(p.numel() for p in theirs.parameters())
+    assert (
+        sum(p.numel() for p in learned.parameters())
+        == 2153568
+        == sum(p.numel() for p in theirs.parameters())
+    )
     assert sum(p.numel() for p in theirs.parameters() if p.requires_grad) == 2137440
 
 
@@ -53,7 +65,10 @@ def counted(**settings: Any) -> tuple[int, int, int]:
     config = {**hugging_face().config.to_dict(), **settings}
     with torch.device("meta"):
         model = PatchTSTForPrediction(PatchTSTConfig(**config))
-    sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad or frozen) for frozen in (False, True)]
+    sizes = [
+        sum(p.numel() for p in model.parameters() if p.requires_grad or frozen)
+        for frozen in (False, True)
+    ]
     return sizes[0], sizes[1], sizes[1] + sum(b.numel() for b in model.buffers())
 
 
@@ -63,7 +78,9 @@ def test_the_guides_table_of_sizes_is_hugging_faces():
     assert len(rows) == 12
     for settings, *sizes in rows:
         found = counted(**eval(f"dict({settings})"))
-        assert [f"{size:,}" for size in found[:2]] == sizes and all(round(size / 1e6, 2) != 2.26 for size in found)
+        assert [f"{size:,}" for size in found[:2]] == sizes and all(
+            round(size / 1e6, 2) != 2.26 for size in found
+        )
     own, layer = 2137440, 256 * 256 + 256
     for size, text in (
         (own + 5 * 24672, "six channels (2,260,800)"),
@@ -76,9 +93,14 @@ def test_the_guides_table_of_sizes_is_hugging_faces():
 @pytest.mark.long
 def test_no_combination_of_settings_has_the_papers_size():
     grid = {
-        name: [False, True] for name in ("share_embedding", "share_projection", "use_cls_token", "channel_attention")
+        name: [False, True]
+        for name in ("share_embedding", "share_projection", "use_cls_token", "channel_attention")
     }
-    grid |= {"bias": [True, False], "pooling_type": ["mean", None], "positional_encoding_type": ["sincos", "random"]}
+    grid |= {
+        "bias": [True, False],
+        "pooling_type": ["mean", None],
+        "positional_encoding_type": ["sincos", "random"],
+    }
     grid |= {"norm_type": ["batchnorm", "layernorm"], "loss": ["mse", "student_t", "normal"]}
     sizes = []
     for values in itertools.product(*grid.values()):
@@ -94,16 +116,27 @@ def test_no_combination_of_settings_has_the_papers_size():
 def test_it_is_hugging_faces_function(training, positions):
     theirs = hugging_face(**SMALL, dropout=0.0)
     if positions == "random":
-        theirs = type(theirs)(type(theirs.config)(**{**theirs.config.to_dict(), "positional_encoding_type": "random"}))
+        theirs = type(theirs)(
+            type(theirs.config)(**{**theirs.config.to_dict(), "positional_encoding_type": "random"})
+        )
     theirs = randomised(theirs).double().train(training)
     ours = PatchTST.from_hugging_face(theirs)
-    assert ours.training == training and isinstance(ours.position, nn.Parameter) == (positions == "random")
+    assert ours.training == training and isinstance(ours.position, nn.Parameter) == (
+        positions == "random"
+    )
     x = series(5)
-    torch.testing.assert_close(ours(x), theirs(past_values=x).prediction_outputs, rtol=1e-12, atol=1e-12)
-    for mine, their in (("norm1", "norm_sublayer1"), ("norm2", "norm_sublayer3")):  # after a step in training
+    torch.testing.assert_close(
+        ours(x), theirs(past_values=x).prediction_outputs, rtol=1e-12, atol=1e-12
+    )
+    for mine, their in (
+        ("norm1", "norm_sublayer1"),
+        ("norm2", "norm_sublayer3"),
+    ):  # after a step in training
         for i, layer in enumerate(theirs.model.encoder.layers):
             statistics = getattr(layer, their).batchnorm
-            torch.testing.assert_close(getattr(ours.layers[i], mine).running_var, statistics.running_var)
+            torch.testing.assert_close(
+                getattr(ours.layers[i], mine).running_var, statistics.running_var
+            )
 
 
 def test_both_draw_their_weights_alike():
@@ -124,7 +157,11 @@ def test_local_redundancy_is_that_of_one_window_at_a_time(make):
     n, sigma = 6, 0.5
     inputs, predictive = fastlr.GaussianSeries(length=50, features=3), fastlr.Gaussian(sigma=sigma)
     found = fastlr.estimate(model, inputs, n=n, predictive=predictive, seed=4)
-    forecast = (lambda m, x: m.model(x)) if make is PatchTST else (lambda m, x: m.model(x).prediction_outputs)
+    forecast = (
+        (lambda m, x: m.model(x))
+        if make is PatchTST
+        else (lambda m, x: m.model(x).prediction_outputs)
+    )
     double = Written(forecast, model=randomised(make(**SMALL))).eval().double()
     x = inputs.batch(0, n, seed=4, dtype=torch.float64, device="cpu")
     exact = truth(double, (x,), predictive.cotangent(double(x), "rademacher", range(n), 4))
@@ -142,7 +179,9 @@ def test_the_papers_model_in_bfloat16():
     full = fastlr.estimate(model, fastlr.GaussianSeries(), **options)
     low = fastlr.estimate(model, fastlr.GaussianSeries(), dtype=torch.bfloat16, **options)
     double = fastlr.estimate(model.double(), fastlr.GaussianSeries(), **options)
-    assert full.value == pytest.approx(double.value, rel=1e-4) and low.value == pytest.approx(double.value, rel=2e-2)
+    assert full.value == pytest.approx(double.value, rel=1e-4) and low.value == pytest.approx(
+        double.value, rel=2e-2
+    )
 
 
 def test_dormant_units_are_those_of_the_feed_forward_parts():
@@ -152,7 +191,9 @@ def test_dormant_units_are_those_of_the_feed_forward_parts():
         model.layers[1].expand.bias[:4] = -9.0
     ratio = fastlr.metrics.dormant_ratio(model, series(8, dtype=torch.float32), threshold=0.0)
     assert ratio.details["units"] == 2 * SMALL["ffn"]
-    ratio = fastlr.metrics.dormant_ratio(model, series(8, dtype=torch.float32), threshold=1e-9, normalize=False)
+    ratio = fastlr.metrics.dormant_ratio(
+        model, series(8, dtype=torch.float32), threshold=1e-9, normalize=False
+    )
     assert ratio.details["dormant"] == 4
 
 

@@ -28,7 +28,9 @@ def kind(name: str, *args: Any) -> str:
 
 def pointwise(channels: int, *, size: tuple[int, int] = (4, 4), count: int = 2) -> tuple:
     """A pointwise folded convolution from as many channels to as many, in bf16, channels last."""
-    x = torch.ones(count, channels, *size, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    x = torch.ones(count, channels, *size, dtype=torch.bfloat16).contiguous(
+        memory_format=torch.channels_last
+    )
     weight = torch.ones(channels, channels, 1, 1, dtype=torch.bfloat16)
     return x, weight, torch.ones(channels), "none", geometry(2)
 
@@ -78,7 +80,16 @@ def test_a_new_variant_is_compared_at_its_first_call(monkeypatch: pytest.MonkeyP
     """Kernels that give what plain torch does, launched as on a GPU."""
     compared: list[int] = []
 
-    def agrees(self: Any, name: str, kind: str, kernel: Any, twin: Any, args: Any, samples: Any, result: Any) -> bool:
+    def agrees(
+        self: Any,
+        name: str,
+        kind: str,
+        kernel: Any,
+        twin: Any,
+        args: Any,
+        samples: Any,
+        result: Any,
+    ) -> bool:
         compared.append(args[0].shape[1])
         self._known.add((name, kind, -1))
         return True
@@ -144,16 +155,24 @@ def triton_keys(seed: int, calls: int) -> Iterator[tuple[str, tuple]]:
 
     def both(kernel: Any, args: tuple, constants: dict) -> str:
         if kernel not in binders:
-            binders[kernel] = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+            binders[kernel] = jit.create_function_from_signature(
+                kernel.signature, kernel.params, backend
+            )
         bound = binders[kernel](*args, **constants)
         own = [part for part in bound if isinstance(part, (list, tuple))]
         constexprs = {p.name: str(constants[p.name]) for p in kernel.params if p.is_constexpr}
         options = {key: value for key, value in constants.items() if key not in constexprs}
-        found.append(str((kernel.fn.__name__, own, sorted(constexprs.items()), sorted(options.items()))))
+        found.append(
+            str((kernel.fn.__name__, own, sorted(constexprs.items()), sorted(options.items())))
+        )
         return plain(kernel, args, constants)
 
     generator = torch.Generator().manual_seed(seed)
-    names = [name for name in ops.TABLE if "triton" in ops.backends(name) and not name.startswith("shape_images")]
+    names = [
+        name
+        for name in ops.TABLE
+        if "triton" in ops.backends(name) and not name.startswith("shape_images")
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launching, "variant", both)
         for name in names:
@@ -166,7 +185,10 @@ def triton_keys(seed: int, calls: int) -> Iterator[tuple[str, tuple]]:
         for channels in (16, 24, 48, 64, 80, 112, 128, 200):
             for side in (1, 3, 8, 31, 62):
                 forward = "folded_conv", pointwise(channels, size=(side, side))
-                for name, given in (forward, ("folded_conv_backward", backward(channels, side, side))):
+                for name, given in (
+                    forward,
+                    ("folded_conv_backward", backward(channels, side, side)),
+                ):
                     found.clear()
                     yield f"{name}: {kind(name, *given)}", tuple(dict.fromkeys(found))
 
@@ -212,4 +234,6 @@ def test_variants_are_known_in_the_interpreter(tmp_path: Any) -> None:
     assert [name for name, _ in found] == ["folded_conv"] * len(found)
     assert len(set(found)) == len(found), "a kind is compared once"
     x, weight, bias, act, how = pointwise(20)
-    assert found[0][1] == kind("folded_conv", x.float(), weight.float(), bias, act, how), "the same in every process"
+    assert found[0][1] == kind("folded_conv", x.float(), weight.float(), bias, act, how), (
+        "the same in every process"
+    )

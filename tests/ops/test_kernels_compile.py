@@ -13,7 +13,9 @@ from fastlr import ops
 triton = pytest.importorskip("triton")
 
 MODULES = compile_kernels.kernel_modules()
-OF_OPS = {modules["triton"].rpartition(".")[2] for modules in ops.TABLE.values() if "triton" in modules}
+OF_OPS = {
+    modules["triton"].rpartition(".")[2] for modules in ops.TABLE.values() if "triton" in modules
+}
 
 
 def check(module, records):
@@ -29,7 +31,10 @@ def check(module, records):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_extreme_kernels_compile_without_spills(module):
-    check(module, [compile_kernels.compile_case(case, 90) for case in compile_kernels.extreme_cases(module)])
+    check(
+        module,
+        [compile_kernels.compile_case(case, 90) for case in compile_kernels.extreme_cases(module)],
+    )
 
 
 @pytest.mark.long
@@ -66,11 +71,20 @@ def test_what_does_not_fit_would_be_seen():
 
 
 def test_table_is_markdown():
-    assert "| a[fp32] | 4 | 40 / 512 / 0 / 48 | 40 / 512 / 0 / 48 |" in table_of(40, (80, 90)).splitlines()
+    assert (
+        "| a[fp32] | 4 | 40 / 512 / 0 / 48 | 40 / 512 / 0 / 48 |"
+        in table_of(40, (80, 90)).splitlines()
+    )
 
 
 def table_of(registers, architectures=compile_kernels.ARCHITECTURES, spills=0):
-    record = {"case": "a[fp32]", "warps": 4, "registers": registers, "shared": 512, "spills": spills}
+    record = {
+        "case": "a[fp32]",
+        "warps": 4,
+        "registers": registers,
+        "shared": 512,
+        "spills": spills,
+    }
     return compile_kernels.table({"module": [{**record, "arch": arch} for arch in architectures]})
 
 
@@ -86,7 +100,13 @@ def test_a_table_is_read_back_and_compared_with_an_earlier_one():
 @pytest.mark.parametrize(
     ("arch", "warps", "registers", "shared", "resident"),
     [
-        (90, 4, 32, 0, 64),  # 1,024 registers a warp: 16 warps in each quarter of a multiprocessor, the most there are
+        (
+            90,
+            4,
+            32,
+            0,
+            64,
+        ),  # 1,024 registers a warp: 16 warps in each quarter of a multiprocessor, the most there are
         (90, 4, 33, 0, 48),  # 1,056, given as 1,280: 12 warps in each quarter
         (90, 4, 168, 0, 12),  # 5,376: 3 in each
         (90, 8, 168, 0, 8),  # of these 12 warps one program of 8

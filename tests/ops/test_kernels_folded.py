@@ -115,7 +115,9 @@ for name, kernel, signature, flags, options in pointwise_cases:
 def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """The cases by the kernels in the interpreter, some twice."""
     cases, norms = (interpreter.chosen(request, some, SLOW) for some in (CASES, NORMS))
-    return interpreter.interpreted(RUN, tmp_path_factory.mktemp("folded"), (cases, norms, LOW, LEFT))
+    return interpreter.interpreted(
+        RUN, tmp_path_factory.mktemp("folded"), (cases, norms, LOW, LEFT)
+    )
 
 
 def check(got: tuple, want: tuple, tolerance: float) -> None:
@@ -165,7 +167,8 @@ def test_same_call_same_bits(interpreted):
 
 
 @pytest.mark.parametrize(
-    "name", interpreter.params((name for name in CASES if CASES[name]["folded_conv_backward"][8]), SLOW)
+    "name",
+    interpreter.params((name for name in CASES if CASES[name]["folded_conv_backward"][8]), SLOW),
 )
 def test_input_gradient_is_that_of_autograd(name, interpreted):
     x, grad, kept, act, folded, _, _, geometry, _, *rest = CASES[name]["folded_conv_backward"]
@@ -231,7 +234,9 @@ def layers() -> dict[str, dict]:
         "112-672": case(3, 112, 672, (14, 14), "hardswish"),
         "64-3x3": case(3, 64, 64, (112, 112), "relu", kernel=3, padding=1, stride=2, groups=64),
         "120-5x5": case(3, 120, 120, (28, 28), "relu", kernel=5, padding=2, groups=120),
-        "672-5x5": case(3, 672, 672, (14, 14), "hardswish", kernel=5, padding=2, stride=2, groups=672),
+        "672-5x5": case(
+            3, 672, 672, (14, 14), "hardswish", kernel=5, padding=2, stride=2, groups=672
+        ),
         "960-5x5": case(3, 960, 960, (7, 7), "hardswish", kernel=5, padding=2, groups=960),
     }
 

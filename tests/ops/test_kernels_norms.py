@@ -13,11 +13,22 @@ import torch
 from agreement import assert_near, pairs
 
 from fastlr import ops
-from fastlr.ops.convolution_cases import channels_last, conv_cases, convolution, draw, geometry, moments_cases
+from fastlr.ops.convolution_cases import (
+    channels_last,
+    conv_cases,
+    convolution,
+    draw,
+    geometry,
+    moments_cases,
+)
 from fastlr.ops.kernel_cases import dense_cases, linear_cases, moved
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-3, torch.float16: 2e-3}  # on a GPU, for inputs rounded first
+TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 2e-3,
+    torch.float16: 2e-3,
+}  # on a GPU, for inputs rounded first
 
 
 OPS = {
@@ -32,24 +43,41 @@ def wide_cases() -> dict[tuple[str, str], tuple]:
     cases = {}
     shapes = [(300, 72, 136), (140, 129, 65), (60, 200, 132), (130, 300, 301), (200, 400, 400)]
     for rows, inputs, outputs in [*shapes, (150, 70, 70), (140, 39, 41), (140, 39, 131)]:
-        cases["linear_sq_norms", f"{rows}x{inputs}x{outputs}"] = (draw(1, 1, rows, inputs), draw(1, 1, rows, outputs))
+        cases["linear_sq_norms", f"{rows}x{inputs}x{outputs}"] = (
+            draw(1, 1, rows, inputs),
+            draw(1, 1, rows, outputs),
+        )
     strided = geometry(2, stride=(2, 1), padding=(1, 0))
     for inputs in (32, 40, 72):
         for outputs in (20, 64, 132):
             name = f"{inputs}-{outputs}"
             x, g = draw(1, 140, inputs), draw(1, 140, outputs)
             cases["linear_sq_norms", name] = (x[None], g[None])
-            x, g = (channels_last(t, 1) for t in (draw(1, inputs, 10, 14), draw(1, outputs, 10, 14)))
-            cases["folded_conv_sq_norms", name] = (x, g, draw(outputs, inputs, 1, 1), draw(3, outputs), geometry(2))
+            x, g = (
+                channels_last(t, 1) for t in (draw(1, inputs, 10, 14), draw(1, outputs, 10, 14))
+            )
+            cases["folded_conv_sq_norms", name] = (
+                x,
+                g,
+                draw(outputs, inputs, 1, 1),
+                draw(3, outputs),
+                geometry(2),
+            )
             x, g = (channels_last(t, 1) for t in (draw(1, inputs, 5, 4), draw(1, outputs, 3, 4)))
             weight, g = draw(outputs, inputs, 3, 2), g[..., :3]
             cases["folded_conv_sq_norms", f"3x2-{name}"] = (x, g, weight, draw(3, outputs), strided)
             cases["conv_sq_norms", f"3x2-{name}"] = (x[:, None], g[:, None], weight, strided)
-    x, g, weight = draw(1, 72, 5, 4), draw(1, 132, 3, 3), draw(132, 72, 3, 2)  # too few aligned channels for vectors
+    x, g, weight = (
+        draw(1, 72, 5, 4),
+        draw(1, 132, 3, 3),
+        draw(132, 72, 3, 2),
+    )  # too few aligned channels for vectors
     cases["folded_conv_sq_norms", "3x2-first"] = (x, g, weight, draw(3, 132), strided)
     cases["conv_sq_norms", "3x2-first"] = (x[:, None], g[:, None], weight, strided)
     kept = ("3x3", "pointwise", "3x5_grouped", "stem")
-    return cases | {key: CASES[key] for key in CASES if key[1].startswith(kept) and "large" not in key[1]}
+    return cases | {
+        key: CASES[key] for key in CASES if key[1].startswith(kept) and "large" not in key[1]
+    }
 
 
 WIDE = wide_cases()
@@ -118,7 +146,11 @@ results["not_run"] = {c for c in compiled if c[0] == "bf16"} - {("bf16", found) 
 def left_to_torch() -> dict[tuple[str, str], tuple]:
     """What the kernels must hand on."""
     a, g = linear_cases()["tall"]
-    others = {"float64": (a.double(), g.double()), "two-dtypes": (a, g.bfloat16()), "empty": (a[:, :, :0], g[:, :, :0])}
+    others = {
+        "float64": (a.double(), g.double()),
+        "two-dtypes": (a, g.bfloat16()),
+        "empty": (a[:, :, :0], g[:, :, :0]),
+    }
     left = {("linear_sq_norms", name): args for name, args in others.items()}
     left["conv_sq_norms", "3d"] = convolution("3d", torch.float32, False)
     x, g, *rest = moments_cases()["3x3"]

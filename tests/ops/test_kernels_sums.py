@@ -74,7 +74,10 @@ assert not claims, claims
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory) -> dict[str, dict[str, object]]:
     """Every case by its Triton kernel in the interpreter."""
-    cases = {op: {**CASES[op], **{f"left-{name}": args for name, args in LEFT_TO_TORCH[op].items()}} for op in OPS}
+    cases = {
+        op: {**CASES[op], **{f"left-{name}": args for name, args in LEFT_TO_TORCH[op].items()}}
+        for op in OPS
+    }
     return interpreter.interpreted(RUN_CASES, tmp_path_factory.mktemp("interpreted"), cases)
 
 
@@ -101,7 +104,9 @@ def test_what_kernels_do_not_cover_is_left_to_torch(op, case, interpreted):
 def test_sums_of_a_sample_do_not_depend_on_its_batch(interpreted):
     """Long sums, divided among programs, give one sample the bits that it has in a batch."""
     assert CASES["channel_sums"]["long-pair"][0][:1].equal(CASES["channel_sums"]["long"][0])
-    for alone, pair in pairs(interpreted["channel_sums"]["long"], interpreted["channel_sums"]["long-pair"]):
+    for alone, pair in pairs(
+        interpreted["channel_sums"]["long"], interpreted["channel_sums"]["long-pair"]
+    ):
         assert torch.equal(alone[0], pair[0])
 
 
@@ -164,7 +169,9 @@ results = found, ran
 def test_estimates_reach_the_kernels(tmp_path):
     """Whole models with these ops on their kernels, in the interpreter, against plain torch."""
     found, ran = interpreter.interpreted(RUN_MODELS, tmp_path, OPS)
-    assert set(OPS) - {"rms_norm_sums"} <= set(ran)  # the fused RMS norm has a node of its own on a GPU only
+    assert set(OPS) - {"rms_norm_sums"} <= set(
+        ran
+    )  # the fused RMS norm has a node of its own on a GPU only
     for name in ("images", "tokens", "cotangent"):
         plain, fast = found[name, "torch"], found[name, "triton"]
         assert list(plain) == list(fast)

@@ -33,7 +33,9 @@ class SqueezeExcite(nn.Module):
 class Inverted(nn.Module):
     """An inverted residual block: pointwise, depthwise, squeeze and excite, pointwise."""
 
-    def __init__(self, channels: int, wide: int, kernel: int, act: type[nn.Module], se: bool) -> None:
+    def __init__(
+        self, channels: int, wide: int, kernel: int, act: type[nn.Module], se: bool
+    ) -> None:
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide, eps=1e-3), act(),
@@ -56,7 +58,9 @@ def mobile() -> nn.Module:
 
 
 def transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(12, 2, 20, 0.0, batch_first=True, norm_first=True, activation="gelu")
+    layer = nn.TransformerEncoderLayer(
+        12, 2, 20, 0.0, batch_first=True, norm_first=True, activation="gelu"
+    )
     return nn.Sequential(
         nn.Conv2d(3, 12, 4, 4), nn.Flatten(2), nn.Unflatten(2, (-1,)), Rows(),
         nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
@@ -81,13 +85,20 @@ def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     with torch.no_grad():
         for tensor_name, t in (*model.named_parameters(), *model.named_buffers()):
             if t.is_floating_point() and t.ndim == 1:
-                t.copy_(torch.rand_like(t) + 0.5 if tensor_name.endswith("var") else torch.randn_like(t))
+                t.copy_(
+                    torch.rand_like(t) + 0.5 if tensor_name.endswith("var") else torch.randn_like(t)
+                )
     return model, torch.randn(3, 3, 13, 12), torch.randn(3, 3)
 
 
-def norms(name: str, backend: str | None, device: str = "cpu", dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def norms(
+    name: str, backend: str | None, device: str = "cpu", dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     model, x, v = (t.to(device) for t in made(name))
-    with ops.using(backend, checked=True), torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None):
+    with (
+        ops.using(backend, checked=True),
+        torch.autocast(device, dtype or torch.bfloat16, enabled=dtype is not None),
+    ):
         return fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
 
 
@@ -117,21 +128,27 @@ def test_models_in_the_interpreter(name: str, interpreted: tuple) -> None:
     model, x, v = made(name)
     model, x, v = model.double(), x.double(), v.double()
     want = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
-    assert len(engine_for(model, None, 0, 0).folding.folded) == {"mobile": 8, "transformer": 0}[name]
+    assert (
+        len(engine_for(model, None, 0, 0).folding.folded) == {"mobile": 8, "transformer": 0}[name]
+    )
     agree(interpreted[0][name], want, 1e-4)
 
 
 def test_right_kernels_pass_their_comparison(interpreted: tuple) -> None:
     *_, off, compared = interpreted
     assert off == []
-    assert {"fold_weights", "folded_conv", "folded_conv_backward", "linear_sq_norms"} <= set(compared)
+    assert {"fold_weights", "folded_conv", "folded_conv_backward", "linear_sq_norms"} <= set(
+        compared
+    )
 
 
 @pytest.mark.parametrize("name", fold_cases())
 def test_folded_weights(name: str, interpreted: tuple) -> None:
     case = fold_cases()[name]
     for got in (interpreted[1][name], ops.get("fold_weights", "torch")(*case)):
-        pairs = zip(tree_leaves(got), tree_leaves(ops.get("fold_weights", "reference")(*case)), strict=True)
+        pairs = zip(
+            tree_leaves(got), tree_leaves(ops.get("fold_weights", "reference")(*case)), strict=True
+        )
         for a, b in pairs:
             torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-6)
 
@@ -141,7 +158,9 @@ def test_folded_weights(name: str, interpreted: tuple) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_on_a_gpu(name: str, dtype: torch.dtype | None) -> None:
     model, x, v = made(name)
-    want = fastlr.per_sample_grad_sq_norms(model.double(), x.double(), v.double(), per_parameter=True)
+    want = fastlr.per_sample_grad_sq_norms(
+        model.double(), x.double(), v.double(), per_parameter=True
+    )
     agree(norms(name, None, "cuda", dtype), want, 1e-4 if dtype is None else 5e-2)
     first, second = norms(name, None, "cuda", dtype), norms(name, None, "cuda", dtype)
     assert all(torch.equal(first[n], second[n]) for n in first), "the same call gives the same bits"

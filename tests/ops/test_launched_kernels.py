@@ -15,7 +15,11 @@ import pytest
 import torch
 
 HELPERS, KERNELS = (Path(__file__).parents[2] / part for part in ("tests/helpers", "kernels"))
-OTHERS = {"row_norms_kernel", "draw_shapes_kernel", "paint_kernel"}  # that no layer of drawn_kernels.py launches
+OTHERS = {
+    "row_norms_kernel",
+    "draw_shapes_kernel",
+    "paint_kernel",
+}  # that no layer of drawn_kernels.py launches
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
@@ -31,15 +35,25 @@ def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
         out, _ = ops.run("folded_conv", *given)
     assert not out.any(), "nothing was computed"
     ((_, _, signature, constants, options),) = found.values()
-    assert signature["x"] == "*bf16" and signature["bias"] == "*fp32" and signature["positions"] == "i32"
-    assert constants["ALIGN"] == 8 and constants["x_channel"] == 1  # a constant, as the launch has it
+    assert (
+        signature["x"] == "*bf16"
+        and signature["bias"] == "*fp32"
+        and signature["positions"] == "i32"
+    )
+    assert (
+        constants["ALIGN"] == 8 and constants["x_channel"] == 1
+    )  # a constant, as the launch has it
     assert "inputs" in options["divisible"] and "positions" not in options["divisible"]
-    assert torch.empty(3).shape == (3,) and ops.run("folded_conv", *given)[0].all(), "all is as before"
+    assert torch.empty(3).shape == (3,) and ops.run("folded_conv", *given)[0].all(), (
+        "all is as before"
+    )
 
 
 def compiled(script: str, *args: object) -> dict[str, Any]:
     """What a script prints, run in a process of its own."""
-    done = subprocess.run([sys.executable, str(HELPERS / script), *map(str, args)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(HELPERS / script), *map(str, args)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -66,7 +80,10 @@ def test_networks_launch_what_compiles(network: str, dtype: str, architectures: 
     assert compile_kernels.problems(found["records"]) == []
 
 
-SLIGHT, RARE = 64, 0.02  # bytes that a variant which no network of the above launches may spill, and the share that may
+SLIGHT, RARE = (
+    64,
+    0.02,
+)  # bytes that a variant which no network of the above launches may spill, and the share that may
 
 
 @pytest.mark.long
@@ -77,9 +94,13 @@ def test_random_layers_launch_what_compiles(seed: int, architecture: int) -> Non
     records = found["records"]
     assert found["launched"] > 300 and len(records) == found["launched"]
     written = {
-        name for file in KERNELS.glob("*.py") for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)
+        name
+        for file in KERNELS.glob("*.py")
+        for name in re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.M)
     }
     assert set(found["kernels"]) == written - OTHERS  # each of those that these layers have
     spilling = [record for record in records if record["spills"]]
     assert compile_kernels.problems([{**record, "spills": 0} for record in records]) == []
-    assert all(record["spills"] <= SLIGHT for record in spilling) and len(spilling) <= RARE * len(records), spilling
+    assert all(record["spills"] <= SLIGHT for record in spilling) and len(spilling) <= RARE * len(
+        records
+    ), spilling

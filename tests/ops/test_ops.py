@@ -30,9 +30,15 @@ from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import square_sum
 from fastlr.ops.reference.folded import ACTIVATIONS
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}  # low precision is raised before products
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-5,
+    torch.bfloat16: 2e-5,
+}  # low precision is raised before products
 DTYPES = list(TOLERANCE)
-pytestmark = pytest.mark.filterwarnings("error")  # what is switched off is said once, and nothing else is said
+pytestmark = pytest.mark.filterwarnings(
+    "error"
+)  # what is switched off is said once, and nothing else is said
 
 
 def hold(name: str, *args: object, dtype: torch.dtype) -> None:
@@ -40,7 +46,9 @@ def hold(name: str, *args: object, dtype: torch.dtype) -> None:
     assert_near(ops.get(name, "torch")(*args), ops.get(name, "reference")(*args), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", [name for name in ops.TABLE if not name.startswith("shape_images")])
+@pytest.mark.parametrize(
+    "name", [name for name in ops.TABLE if not name.startswith("shape_images")]
+)
 def test_signatures_agree(name: str) -> None:
     here = [backend for backend in ops.backends(name) if backend != "triton" or find_spec("triton")]
     reference, *fast = [inspect.signature(ops.get(name, backend)) for backend in here]
@@ -50,11 +58,23 @@ def test_signatures_agree(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("count", "groups", "rows", "inputs", "outputs"),
-    [(1, 1, 1, 1, 1), (3, 1, 1, 7, 5), (2, 3, 2, 33, 17), (5, 1, 197, 12, 10), (3, 2, 64, 9, 31), (4, 1, 5, 300, 200)]
+    [
+        (1, 1, 1, 1, 1),
+        (3, 1, 1, 7, 5),
+        (2, 3, 2, 33, 17),
+        (5, 1, 197, 12, 10),
+        (3, 2, 64, 9, 31),
+        (4, 1, 5, 300, 200),
+    ]
     + [(2, 2, 197, 300, 700), (2, 1, 128, 290, 280)],  # Gram matrices in strips
 )
-def test_linear(count: int, groups: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-    a, g = draw(count, groups, rows, inputs, dtype=dtype), draw(count, groups, rows, outputs, dtype=dtype, seed=1)
+def test_linear(
+    count: int, groups: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    a, g = (
+        draw(count, groups, rows, inputs, dtype=dtype),
+        draw(count, groups, rows, outputs, dtype=dtype, seed=1),
+    )
     hold("linear_sq_norms", a, g, dtype=dtype)
     hold("linear_sq_norms", a.mT.contiguous().mT, g, dtype=dtype)
     hold("column_sq_norms", a[:, 0], g[:, 0], dtype=dtype)
@@ -75,23 +95,34 @@ def test_conv(name: str, transposed: bool, dtype: torch.dtype) -> None:
     hold("conv_sq_norms", *args, dtype=dtype)
     if dtype != torch.bfloat16:
         wide = (a.double() if isinstance(a, Tensor) else a for a in args)
-        assert_near(ops.run("conv_grads", *args), ops.get("conv_grads", "reference")(*wide), TOLERANCE[dtype])
+        assert_near(
+            ops.run("conv_grads", *args),
+            ops.get("conv_grads", "reference")(*wide),
+            TOLERANCE[dtype],
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", ["3x3", "3x3_strided", "depthwise", "pointwise", "stem", "depthwise_5_strided"])
+@pytest.mark.parametrize(
+    "name", ["3x3", "3x3_strided", "depthwise", "pointwise", "stem", "depthwise_5_strided"]
+)
 def test_conv_channels_last(name: str, dtype: torch.dtype) -> None:
     x, g, *rest = convolution(name, dtype, False)
     hold("conv_sq_norms", channels_last(x), channels_last(g), *rest, dtype=dtype)
 
 
-NEARLY_CONSTANT = [(torch.float64, 1e-5, 1e-10), (torch.float32, 1e-3, 1e-4)]  # noise, relative error
+NEARLY_CONSTANT = [
+    (torch.float64, 1e-5, 1e-10),
+    (torch.float32, 1e-3, 1e-4),
+]  # noise, relative error
 
 
 def nearly_constant(shape: tuple[int, ...], noise: float) -> Tensor:
     """The same numbers at all places of the last axis, but for noise."""
     generator = torch.Generator().manual_seed(sum(shape))
-    one, rest = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((*shape[:-1], 1), shape))
+    one, rest = (
+        torch.randn(s, generator=generator, dtype=torch.float64) for s in ((*shape[:-1], 1), shape)
+    )
     return one + noise * rest
 
 
@@ -103,9 +134,17 @@ def sums_to_zero(shape: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "noise", "error"), NEARLY_CONSTANT)
 @pytest.mark.parametrize("swapped", [False, True])
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(6, 64, 64), (6, 96, 64), (6, 64, 96), (128, 300, 280)])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(6, 64, 64), (6, 96, 64), (6, 64, 96), (128, 300, 280)]
+)
 def test_linear_of_nearly_constant_rows(
-    rows: int, inputs: int, outputs: int, swapped: bool, dtype: torch.dtype, noise: float, error: float
+    rows: int,
+    inputs: int,
+    outputs: int,
+    swapped: bool,
+    dtype: torch.dtype,
+    noise: float,
+    error: float,
 ) -> None:
     """The rows' common part cancels where the other side sums to zero, in Gram matrices too.
 
@@ -115,7 +154,9 @@ def test_linear_of_nearly_constant_rows(
     g = sums_to_zero((2, 2, outputs, rows)).mT.to(dtype)
     a, g = (g, a) if swapped else (a, g)
     for given in ((a, g), (a.contiguous(), g.contiguous())):
-        got, want = (ops.get("linear_sq_norms", backend)(*given) for backend in ("torch", "reference"))
+        got, want = (
+            ops.get("linear_sq_norms", backend)(*given) for backend in ("torch", "reference")
+        )
         torch.testing.assert_close(got, want, rtol=error, atol=0)
 
 
@@ -123,7 +164,13 @@ def test_linear_of_nearly_constant_rows(
 @pytest.mark.parametrize(("channels", "outputs"), [(64, 80), (80, 64)])
 @pytest.mark.parametrize(("kernel", "stride"), [(1, 1), (3, 1), (3, 2)])
 def test_conv_of_nearly_constant_images(
-    kernel: int, stride: int, channels: int, outputs: int, dtype: torch.dtype, noise: float, error: float
+    kernel: int,
+    stride: int,
+    channels: int,
+    outputs: int,
+    dtype: torch.dtype,
+    noise: float,
+    error: float,
 ) -> None:
     size, side = 5, (5 - kernel) // stride + 1
     x = nearly_constant((3, channels, size * size), noise).view(3, channels, size, size).to(dtype)
@@ -131,7 +178,10 @@ def test_conv_of_nearly_constant_images(
     weight = draw(outputs, channels, kernel, kernel, dtype=dtype)
     how = geometry(2, stride)
     assert torch_conv.gram_pays(x, g, weight.shape, how)
-    got, want = (ops.get("conv_sq_norms", b)(x[:, None], g[:, None], weight, how) for b in ("torch", "reference"))
+    got, want = (
+        ops.get("conv_sq_norms", b)(x[:, None], g[:, None], weight, how)
+        for b in ("torch", "reference")
+    )
     torch.testing.assert_close(got, want, rtol=error, atol=0)
 
 
@@ -157,7 +207,9 @@ def test_layer_norm_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 FOLDABLE = [name for name, layer in CONVOLUTIONS.items() if layer.images == 1]  # of a sample
 
 
-def moments_case(name: str, dtype: torch.dtype, last: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, ConvGeometry]:
+def moments_case(
+    name: str, dtype: torch.dtype, last: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, ConvGeometry]:
     """Arguments of folded_conv_sq_norms for a named convolution."""
     x, g, weight, how = convolution(name, dtype, False)
     x, g = (channels_last(t, 1) if last else t for t in (x[:, 0], g[:, 0]))
@@ -196,28 +248,40 @@ def test_the_unfolded_product_serves_as_well(act: str, add: bool) -> None:
     """
     for dtype in (torch.float64, torch.float32):
         x, weight = draw(2, 24, 5, 4, dtype=dtype), draw(40, 24, 3, 3, dtype=torch.float64, seed=1)
-        statistics, bias = draw(3, 40, dtype=torch.float64, seed=3), draw(40, dtype=torch.float64, seed=4)
+        statistics, bias = (
+            draw(3, 40, dtype=torch.float64, seed=3),
+            draw(40, dtype=torch.float64, seed=4),
+        )
         residual = draw(2, 40, 5, 4, dtype=dtype, seed=5) if add else None
         how = geometry(2, padding=1)
         assert torch_folded.keeps_product(x, weight, how)
         folded = (weight * statistics[0].view(-1, 1, 1, 1)).to(dtype)
         want = ops.get("folded_conv", "reference")(x, folded, bias, act, how, residual)
-        out, kept, product = torch_folded.conv_and_product(x, weight, statistics[0], bias, act, how, residual)
+        out, kept, product = torch_folded.conv_and_product(
+            x, weight, statistics[0], bias, act, how, residual
+        )
         assert_near((out, kept), want, TOLERANCE[dtype])
         g = draw(2, 40, 5, 4, dtype=dtype, seed=6)
         args = (x, g, kept, act, folded, weight, statistics, how, True)
         got = ops.run("folded_conv_backward", *args, product)
         assert_near(got, ops.get("folded_conv_backward", "reference")(*args), TOLERANCE[dtype])
-        statistics[2] = 0  # then gamma's gradient is <W, M> / sigma, and that comes from the product
+        statistics[2] = (
+            0  # then gamma's gradient is <W, M> / sigma, and that comes from the product
+        )
         got, other = (ops.run("folded_conv_backward", *args, factor * product) for factor in (1, 2))
         torch.testing.assert_close(other[3], 4 * got[3])
 
 
 @pytest.mark.parametrize(
-    ("change", "kept"), [({}, True), ({"dtype": torch.bfloat16}, False), ({"size": 30}, False), ({"groups": 2}, False)]
+    ("change", "kept"),
+    [({}, True), ({"dtype": torch.bfloat16}, False), ({"size": 30}, False), ({"groups": 2}, False)],
 )
 def test_where_the_unfolded_product_is_kept(change: dict, kept: bool) -> None:
-    size, groups, dtype = change.get("size", 5), change.get("groups", 1), change.get("dtype", torch.float32)
+    size, groups, dtype = (
+        change.get("size", 5),
+        change.get("groups", 1),
+        change.get("dtype", torch.float32),
+    )
     x, weight = torch.zeros(2, 24, size, size, dtype=dtype), torch.zeros(40, 24 // groups, 3, 3)
     assert torch_folded.keeps_product(x, weight, geometry(2, padding=1, groups=groups)) is kept
 
@@ -253,7 +317,10 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind: str) -> None:
     The rules are tried alone, as torch's own are coarser.
     """
     shape = (3, 8) if kind == "batch of vectors" else (3, 8, 6, 7)
-    x, v = draw(*shape, dtype=torch.float32, seed=1, offset=1e4), draw(*shape, dtype=torch.float32, seed=2)
+    x, v = (
+        draw(*shape, dtype=torch.float32, seed=1, offset=1e4),
+        draw(*shape, dtype=torch.float32, seed=2),
+    )
     weight, bias, mean, var = (1 + 0.1 * t for t in draw(4, 8, dtype=torch.float32, seed=3).abs())
     mean = mean + 1e4
 
@@ -270,7 +337,9 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind: str) -> None:
     made = output(torch.float32)[0]
     node = made.grad_fn
     if kind == "group" and not hasattr(node, "_saved_eps"):
-        pytest.skip("this torch's node does not tell eps, as of 2.15: its own backward formula serves")
+        pytest.skip(
+            "this torch's node does not tell eps, as of 2.15: its own backward formula serves"
+        )
     slots = {1: torch.Size((8,)), 2: torch.Size((8,))}
     site = Site(node, (v,), {0: Regular(0, 1, 1)}, 3, slots)
     with torch.no_grad():
@@ -279,8 +348,12 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind: str) -> None:
     for b in range(3):
         cotangent = torch.zeros_like(z)
         cotangent[b] = v[b]
-        for slot, want in zip((1, 2), torch.autograd.grad(z, parameters, cotangent, retain_graph=True), strict=True):
-            assert float((found[slot].dense(b, b + 1)[0] - want).abs().max()) <= 2e-6 * float(want.abs().max())
+        for slot, want in zip(
+            (1, 2), torch.autograd.grad(z, parameters, cotangent, retain_graph=True), strict=True
+        ):
+            assert float((found[slot].dense(b, b + 1)[0] - want).abs().max()) <= 2e-6 * float(
+                want.abs().max()
+            )
 
 
 # -- kernels that cannot be compiled here -------------------------------------------------------------------------------
@@ -295,7 +368,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
     return with_kernel(monkeypatch, lambda name: fail)
 
 
-def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Callable[[str], Callable[..., Any]]) -> list[str]:
+def with_kernel(
+    monkeypatch: pytest.MonkeyPatch, kernel: Callable[[str], Callable[..., Any]]
+) -> list[str]:
     """Act as on a GPU with unknown kernels; return the ops whose kernel, then twin, was asked."""
     asked: list[str] = []
     plain = ops.get
@@ -319,13 +394,18 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Callable[[str], Callabl
 
 
 @pytest.mark.parametrize("kind", ["pass", "shared memory", "assembler", "compiler", "headers"])
-def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_kernel_that_does_not_compile_is_replaced_and_said(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     errors = pytest.importorskip("triton.runtime.errors")
     error, remedy = {
         "pass": (RuntimeError("PassManager::run failed"), "report"),
         "shared memory": (errors.OutOfResources(300000, 232448, "shared memory"), "report"),
         "assembler": (errors.PTXASError("Internal Triton PTX codegen error"), "report"),
-        "compiler": (RuntimeError("Failed to find C compiler. Please specify via CC environment variable."), "CC"),
+        "compiler": (
+            RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+            "CC",
+        ),
         "headers": (CalledProcessError(1, ["gcc", "main.c"]), "headers"),
     }[kind]
     asked = failing(monkeypatch, error)
@@ -342,12 +422,19 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch: pytest
 def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     a = draw(2, 1, 5, 3, dtype=torch.float32)
-    for error in (RuntimeError("CUDA error: an illegal memory access was encountered"), TypeError("no"), ValueError()):
+    for error in (
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        TypeError("no"),
+        ValueError(),
+    ):
         failing(monkeypatch, error)
         with pytest.raises(type(error)):
             ops.run("linear_sq_norms", a, a)
     failing(monkeypatch, RuntimeError("PassManager::run failed"))
-    with ops.using("triton"), pytest.raises(RuntimeError):  # asked for by name, as in tests and benchmarks
+    with (
+        ops.using("triton"),
+        pytest.raises(RuntimeError),
+    ):  # asked for by name, as in tests and benchmarks
         ops.run("linear_sq_norms", a, a)
 
 
@@ -379,7 +466,9 @@ def calls_of(dtype: torch.dtype) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.02), (torch.bfloat16, 1.2), (torch.float32, math.nan)])
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float32, 1.02), (torch.bfloat16, 1.2), (torch.float32, math.nan)]
+)
 def test_a_wrong_kernel_is_switched_off_at_its_first_call(
     monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype, factor: float
 ) -> None:
@@ -387,7 +476,9 @@ def test_a_wrong_kernel_is_switched_off_at_its_first_call(
     want = ops.get(op, "torch")(*args)
     asked = with_kernel(monkeypatch, wrong_in(11, factor))
     short = str(dtype).removeprefix("torch.")
-    with pytest.warns(FastlrWarning, match=rf"{op}: its Triton kernel is off by .*\[12, 1, .*\({short}\)"):
+    with pytest.warns(
+        FastlrWarning, match=rf"{op}: its Triton kernel is off by .*\[12, 1, .*\({short}\)"
+    ):
         found = ops.run(op, *args)
     torch.testing.assert_close(found, want, rtol=0, atol=0)
     assert [name for name, _ in ops.switched_off()] == [op]
@@ -421,7 +512,9 @@ def test_two_kinds_that_disagree_switch_off_the_op(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", ["linear_sq_norms", "channel_sums"])
-def test_a_right_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype) -> None:
+def test_a_right_kernel_is_compared_once(
+    monkeypatch: pytest.MonkeyPatch, op: str, dtype: torch.dtype
+) -> None:
     args = calls_of(dtype)[op]
     asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
     want = ops.run(op, *args)
@@ -472,7 +565,9 @@ def test_no_comparison_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch
     assert asked == ["linear_sq_norms"] * 2
 
 
-def test_memory_that_runs_out_in_the_comparison_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_in_the_comparison_breaks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def starved(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -488,7 +583,14 @@ def test_memory_that_runs_out_in_the_comparison_breaks_nothing(monkeypatch: pyte
 
 def test_images_are_held_to_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     define = ops.get("shape_images_from", "reference")
-    options = {"size": (3, 8, 9), "rectangles": 2, "circles": 2, "seed": 1, "table": None, "dtype": torch.float32}
+    options = {
+        "size": (3, 8, 9),
+        "rectangles": 2,
+        "circles": 2,
+        "seed": 1,
+        "table": None,
+        "dtype": torch.float32,
+    }
 
     def one_bit(first: Tensor, n: int, **how: Any) -> Tensor:
         images = define(first, n, **how)
@@ -507,7 +609,10 @@ def test_images_are_held_to_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_are_held_to_all_digits() -> None:
     """The twin's products on a GPU are without TF32, and the user's setting is restored."""
-    flags: list[tuple[Any, str]] = [(torch.backends.cudnn, "allow_tf32"), (torch.backends.cuda.matmul, "allow_tf32")]
+    flags: list[tuple[Any, str]] = [
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cuda.matmul, "allow_tf32"),
+    ]
     flags.append((torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"))
     before, seen = [getattr(of, name) for of, name in flags], list[bool]()
 
@@ -527,13 +632,29 @@ def test_kernels_are_held_to_all_digits() -> None:
 
 def test_a_kind_of_call_is_what_kernels_go_by() -> None:
     t = torch.zeros(5, 16, 6, 8)
-    given = [t, t.contiguous(memory_format=torch.channels_last), t[..., :7], t.half(), torch.zeros(5, 20, 6, 8)]
-    given += [torch.zeros(5, 16, 6, 9)[..., 1:], torch.zeros(1 + t.numel())[1:].view(t.shape), t[..., :1].expand_as(t)]
+    given = [
+        t,
+        t.contiguous(memory_format=torch.channels_last),
+        t[..., :7],
+        t.half(),
+        torch.zeros(5, 20, 6, 8),
+    ]
+    given += [
+        torch.zeros(5, 16, 6, 9)[..., 1:],
+        torch.zeros(1 + t.numel())[1:].view(t.shape),
+        t[..., :1].expand_as(t),
+    ]
     how = geometry(2, padding=1, groups=8)
     calls = [(variant, how, True) for variant in given] + [(t, how, False)]
-    calls += [(t, how._replace(**{name: (2, 1)}), True) for name in ("stride", "padding", "dilation", "output_padding")]
+    calls += [
+        (t, how._replace(**{name: (2, 1)}), True)
+        for name in ("stride", "padding", "dilation", "output_padding")
+    ]
     calls += [(t, how._replace(transposed=True), True), (t, how._replace(groups=4), True)]
-    for kinds in ([kernel_checks.signature(call, (0,)) for call in calls], [ops._call("", call) for call in calls]):
+    for kinds in (
+        [kernel_checks.signature(call, (0,)) for call in calls],
+        [ops._call("", call) for call in calls],
+    ):
         assert len(set(kinds)) == len(kinds)
     other = (torch.ones(6, 16, 6, 8), how._replace(groups=24), True)
     assert kernel_checks.signature(other, (0,)) == kernel_checks.signature(calls[0], (0,))

@@ -20,7 +20,9 @@ from fastlr.ops import kernel_checks, torch_private
 from fastlr.ops.torch_private import full_products, narrow_products
 
 NEWER = hasattr(torch._C, "_get_fp32_precision_getter")
-needs_newer = pytest.mark.skipif(not NEWER, reason="needs the precisions by operation, from torch 2.9 on")
+needs_newer = pytest.mark.skipif(
+    not NEWER, reason="needs the precisions by operation, from torch 2.9 on"
+)
 KEYS = [
     ("generic", "all"),
     ("cuda", "all"),
@@ -150,13 +152,17 @@ def test_low_precision_is_that_of_either_way(name: str, setting: str) -> None:
     gpu = torch.device("cuda")
     if NEWER:
         operations = ("matmul", "conv", "rnn")
-        narrow = any(torch._C._get_fp32_precision_getter("cuda", name) == "tf32" for name in operations)
+        narrow = any(
+            torch._C._get_fp32_precision_getter("cuda", name) == "tf32" for name in operations
+        )
     else:
         narrow = backends.cudnn.allow_tf32 or backends.cuda.matmul.allow_tf32
     assert low_precision(gpu, {torch.float32}) == narrow
     assert not low_precision(gpu, {torch.float64})
     with full_products():
-        assert low_precision(gpu, {torch.float32}) == narrow, "a comparison elsewhere is not the user's setting"
+        assert low_precision(gpu, {torch.float32}) == narrow, (
+            "a comparison elsewhere is not the user's setting"
+        )
 
 
 def test_low_precision_of_a_cpu_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +172,9 @@ def test_low_precision_of_a_cpu_is_asked_of_it(monkeypatch: pytest.MonkeyPatch) 
         assert low_precision(torch.device("cpu"), {torch.float32}) is able
 
 
-@pytest.mark.parametrize("setting", ["backends.cuda.matmul.allow_tf32 = True", "backends.fp32_precision = 'tf32'"])
+@pytest.mark.parametrize(
+    "setting", ["backends.cuda.matmul.allow_tf32 = True", "backends.fp32_precision = 'tf32'"]
+)
 def test_threads_do_not_meet_the_settings_of_others(setting: str) -> None:
     """As in the doctor: the first to leave must not switch TF32 on within another's comparison."""
     if "fp32_precision" in setting and not NEWER:
@@ -210,7 +218,9 @@ def test_an_error_puts_back_what_was() -> None:
 def test_without_the_newer_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on torch 2.7."""
     has = torch_private._has
-    monkeypatch.setattr(torch_private, "_has", lambda name: "fp32_precision" not in name and has(name))
+    monkeypatch.setattr(
+        torch_private, "_has", lambda name: "fp32_precision" not in name and has(name)
+    )
     torch.set_float32_matmul_precision("medium")
     before = settings()
     assert narrow_products("cuda") and not narrow_products("mps")

@@ -20,11 +20,15 @@ from fastlr.ops.shape_images import (
     shape_images_at,
 )
 
-NORMALISED = ((torch.arange(256.0)[None] / 255 - 0.4) / torch.tensor([[0.2], [0.25], [0.3]])).float()
+NORMALISED = (
+    (torch.arange(256.0)[None] / 255 - 0.4) / torch.tensor([[0.2], [0.25], [0.3]])
+).float()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
+    return (
+        a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
+    )
 
 
 def packed(rgb: torch.Tensor) -> torch.Tensor:
@@ -43,7 +47,9 @@ def test_chunks_equal_the_whole(size, channels_last):
     whole = shape_images(0, 9, **how)
     parts = torch.cat([shape_images(a, b, **how) for a, b in ((0, 1), (1, 2), (2, 6), (6, 9))])
     assert torch.equal(whole, parts)
-    assert whole.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    assert whole.is_contiguous(
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format
+    )
 
 
 def test_internal_blocks_change_nothing(monkeypatch):
@@ -52,9 +58,13 @@ def test_internal_blocks_change_nothing(monkeypatch):
     assert torch.equal(whole, shape_images(0, 7, size=(3, 32, 40)))
 
 
-def painted_by_hand(index: int, seed: int, size: tuple[int, int, int], rectangles: int, circles: int) -> torch.Tensor:
+def painted_by_hand(
+    index: int, seed: int, size: tuple[int, int, int], rectangles: int, circles: int
+) -> torch.Tensor:
     """One image, pixel by pixel, from the drawn shapes."""
-    shapes = draw_shapes(indices(index, index + 1), size=size, rectangles=rectangles, circles=circles, seed=seed)
+    shapes = draw_shapes(
+        indices(index, index + 1), size=size, rectangles=rectangles, circles=circles, seed=seed
+    )
     circle, top, bottom, left, right, colours = (t[0].tolist() for t in shapes)
     image = torch.empty(size, dtype=torch.uint8)
     for y in range(size[1]):
@@ -95,12 +105,24 @@ def test_shapes_obey_their_ranges_and_reach_the_image():
 
 
 def test_shapes_have_the_sizes_that_are_asked_for():
-    how = {"rectangles": 5, "circles": 5, "seed": 0, "rectangle_sides": (0.3, 0.75), "circle_radii": (0.1, 1)}
+    how = {
+        "rectangles": 5,
+        "circles": 5,
+        "seed": 0,
+        "rectangle_sides": (0.3, 0.75),
+        "circle_radii": (0.1, 1),
+    }
     circle, top, bottom, left, right, _ = draw_shapes(indices(0, 4000), size=(3, 40, 30), **how)
-    heights, widths, diameters = (bottom - top)[~circle], (right - left)[~circle], (bottom - top)[circle]
+    heights, widths, diameters = (
+        (bottom - top)[~circle],
+        (right - left)[~circle],
+        (bottom - top)[circle],
+    )
     assert (heights.min(), heights.max(), widths.min(), widths.max()) == (12, 30, 9, 22)
     assert (diameters.min(), diameters.max()) == (2 * 3 + 1, 2 * 30 + 1)
-    images = ShapeImages((3, 40, 30), rectangle_sides=[0.3, 0.75], circle_radii=(0.1, 1), normalize=None)
+    images = ShapeImages(
+        (3, 40, 30), rectangle_sides=[0.3, 0.75], circle_radii=(0.1, 1), normalize=None
+    )
     raw = images.raw(0, 2)
     assert torch.equal(raw, shape_images(0, 2, size=(3, 40, 30), dtype=torch.uint8, **how))
     assert not torch.equal(raw, ShapeImages((3, 40, 30), normalize=None).raw(0, 2))
@@ -108,11 +130,20 @@ def test_shapes_have_the_sizes_that_are_asked_for():
     assert record["rectangle_sides"] == [0.3, 0.75] and record["circle_radii"] == [0.1, 1]
 
 
-@pytest.mark.parametrize("size", [(3, 224, 224), (3, 33, 47), (1, 1, 1), (3, 7, 5), (3, 1000, 16)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(3, 224, 224), (3, 33, 47), (1, 1, 1), (3, 7, 5), (3, 1000, 16)], ids=str
+)
 def test_the_default_sizes_are_what_they_were(size):
     _, height, width = size
     short = min(height, width)
-    before = [max(1, height // 8), max(1, height // 2), max(1, width // 8), max(1, width // 2), short // 16, short // 4]
+    before = [
+        max(1, height // 8),
+        max(1, height // 2),
+        max(1, width // 8),
+        max(1, width // 2),
+        short // 16,
+        short // 4,
+    ]
     assert list(shape_bounds(height, width, RECTANGLE_SIDES, CIRCLE_RADII)) == before
 
 
@@ -141,7 +172,11 @@ def test_colours_are_uniform():
 @pytest.mark.parametrize("size", [(3, 224, 224), (3, 32, 32), (3, 7, 5)], ids=str)
 def test_a_single_shape_is_always_visible(size, rectangles, circles):
     n = 50 if size[1] > 100 else 200
-    images = packed(shape_images(0, n, size=size, rectangles=rectangles, circles=circles, seed=0, dtype=torch.uint8))
+    images = packed(
+        shape_images(
+            0, n, size=size, rectangles=rectangles, circles=circles, seed=0, dtype=torch.uint8
+        )
+    )
     shapes = draw_shapes(indices(0, n), size=size, rectangles=rectangles, circles=circles, seed=0)
     canvas, colour = packed(shapes.colours.transpose(1, 2)).unbind(1)
     # Both colours are in every image, unless a shape covers a tiny one altogether.
@@ -155,7 +190,9 @@ def test_most_of_ten_shapes_show_and_the_canvas_too():
     seen = torch.tensor([len(image.unique()) for image in images], dtype=torch.float64)
     assert seen.max() == 11
     assert seen.mean() > 9
-    colours = draw_shapes(indices(0, 100), size=(3, 64, 64), rectangles=5, circles=5, seed=0).colours
+    colours = draw_shapes(
+        indices(0, 100), size=(3, 64, 64), rectangles=5, circles=5, seed=0
+    ).colours
     share = (images == packed(colours.transpose(1, 2))[:, 0, None, None]).double().mean()
     assert 0.3 < share < 0.6
 
@@ -167,7 +204,9 @@ def test_no_shapes_leave_the_canvas():
 
 
 def test_more_than_255_shapes():
-    images = shape_images(0, 2, size=(3, 9, 9), rectangles=150, circles=150, seed=1, dtype=torch.uint8)
+    images = shape_images(
+        0, 2, size=(3, 9, 9), rectangles=150, circles=150, seed=1, dtype=torch.uint8
+    )
     assert torch.equal(images[1], painted_by_hand(1, 1, (3, 9, 9), 150, 150))
 
 
@@ -175,7 +214,11 @@ def test_seed_and_index_use_all_their_bits():
     def one(index, seed):
         return shape_images(index, index + 1, size=(3, 16, 16), seed=seed, dtype=torch.uint8)
 
-    variants = [one(i, s) for i in (0, 1, 1 << 32, 1 << 63, (1 << 64) - 1) for s in (0, 1, 1 << 32, (1 << 64) - 1)]
+    variants = [
+        one(i, s)
+        for i in (0, 1, 1 << 32, 1 << 63, (1 << 64) - 1)
+        for s in (0, 1, 1 << 32, (1 << 64) - 1)
+    ]
     for i, a in enumerate(variants):
         assert all(not torch.equal(a, b) for b in variants[:i])
     around = shape_images((1 << 32) - 1, (1 << 32) + 1, size=(3, 16, 16), seed=1, dtype=torch.uint8)
@@ -199,7 +242,9 @@ def test_table_maps_bytes():
 
 def test_the_images_do_not_change_between_versions():
     """Recorded runs name (seed, index): the same pixels must come back."""
-    image = shape_images(7, 8, size=(3, 4, 4), rectangles=2, circles=2, seed=2024, dtype=torch.uint8)[0]
+    image = shape_images(
+        7, 8, size=(3, 4, 4), rectangles=2, circles=2, seed=2024, dtype=torch.uint8
+    )[0]
     assert image.tolist() == FROZEN
 
 
@@ -258,8 +303,16 @@ CASES = {
     "four-channels": (0, 2, {"size": (4, 9, 40)}),
     "no-shapes": (0, 2, {"size": (3, 9, 40), "rectangles": 0, "circles": 0}),
     "other-counts": (0, 2, {"size": (3, 40, 33), "rectangles": 1, "circles": 12}),
-    "other-sizes": (0, 3, {"size": (3, 33, 47), "rectangle_sides": (0.3, 1), "circle_radii": (0.0, 0.4)}),
-    "one-size": (0, 2, {"size": (3, 20, 20), "rectangle_sides": (0.5, 0.5), "circle_radii": (1 / 3, 1 / 3)}),
+    "other-sizes": (
+        0,
+        3,
+        {"size": (3, 33, 47), "rectangle_sides": (0.3, 1), "circle_radii": (0.0, 0.4)},
+    ),
+    "one-size": (
+        0,
+        2,
+        {"size": (3, 20, 20), "rectangle_sides": (0.5, 0.5), "circle_radii": (1 / 3, 1 / 3)},
+    ),
     "channels-last": (0, 3, {"size": (3, 33, 47), "table": "normalised", "channels_last": True}),
     "bf16": (0, 2, {"size": (3, 33, 47), "table": "normalised", "dtype": "bfloat16"}),
     "bf16-channels-last": (0, 2, {"size": (3, 64, 64), "dtype": "bfloat16", "channels_last": True}),
@@ -272,7 +325,13 @@ CASES = {
     "index-at-bit-31": ((1 << 31) - 1, (1 << 31) + 1, {"size": (3, 32, 32)}),
     "last-index": ((1 << 64) - 2, 1 << 64, {"size": (3, 32, 32)}),
 }
-AT = ("33x47", "two-blocks-of-images", "index-at-bit-31", "index-over-32-bits", "last-index")  # also by an index tensor
+AT = (
+    "33x47",
+    "two-blocks-of-images",
+    "index-at-bit-31",
+    "index-over-32-bits",
+    "last-index",
+)  # also by an index tensor
 
 
 def arguments_of(case: str) -> tuple[int, int, dict]:
@@ -323,12 +382,16 @@ def test_gpu_has_the_same_bits(case):
         made = ops.get("shape_images", backend)(start, stop, device="cuda", **how)
         assert same_bits(made.cpu(), shape_images(start, stop, **arguments_of(case)[2])), backend
         made = ops.get("shape_images_at", backend)(indices(start, stop, "cuda").flip(0), **how)
-        assert same_bits(made.cpu(), shape_images_at(indices(start, stop).flip(0), **arguments_of(case)[2])), backend
+        assert same_bits(
+            made.cpu(), shape_images_at(indices(start, stop).flip(0), **arguments_of(case)[2])
+        ), backend
 
 
 @pytest.mark.parametrize("how", [{}, {"channels_last": True}], ids=["", "channels-last"])
 def test_at_numbers_in_any_order(how, monkeypatch):
-    monkeypatch.setattr("fastlr.ops.shape_images._BLOCK_PIXELS", 20 * 20 * 2)  # blocks of two images
+    monkeypatch.setattr(
+        "fastlr.ops.shape_images._BLOCK_PIXELS", 20 * 20 * 2
+    )  # blocks of two images
     numbers = [5, 0, (1 << 64) - 1, 5, 1 << 40, (1 << 63) + 2, 3]
     index = torch.tensor([signed64(i) for i in numbers])
     how |= {"size": (3, 20, 20), "seed": 3, "table": NORMALISED}
@@ -339,10 +402,19 @@ def test_at_numbers_in_any_order(how, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "index", [torch.zeros(0, dtype=torch.int64), torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64), [1, 2]], ids=repr
+    "index",
+    [
+        torch.zeros(0, dtype=torch.int64),
+        torch.zeros(2),
+        torch.zeros(1, 2, dtype=torch.int64),
+        [1, 2],
+    ],
+    ids=repr,
 )
 def test_no_index_is_named(index):
-    with pytest.raises(InputError, match=r"index must be an int64 tensor \[n\] with n of at least 1, got"):
+    with pytest.raises(
+        InputError, match=r"index must be an int64 tensor \[n\] with n of at least 1, got"
+    ):
         shape_images_at(index, size=(3, 8, 8))
 
 
@@ -351,5 +423,6 @@ def test_from_a_number_on_the_device():
     for start in (0, 7, (1 << 64) - 3):
         first = torch.tensor([start - (1 << 64) if start >> 63 else start])
         assert same_bits(
-            ops.get("shape_images_from", "reference")(first, 3, **how), shape_images(start, start + 3, **how)
+            ops.get("shape_images_from", "reference")(first, 3, **how),
+            shape_images(start, start + 3, **how),
         )

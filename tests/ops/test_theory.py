@@ -40,13 +40,18 @@ def from_the_definition(model, x, n, etas, own_dataset_only):
         return z.gather(1, torch.tensor(ys)[:, None]).sum()
 
     classes = model(x).shape[1]
-    datasets = [(xs, ys) for xs in product(range(len(x)), repeat=n) for ys in product(range(classes), repeat=n)]
+    datasets = [
+        (xs, ys)
+        for xs in product(range(len(x)), repeat=n)
+        for ys in product(range(classes), repeat=n)
+    ]
     family = {}
     for dataset in datasets:
         leaves = {name: p.clone().requires_grad_() for name, p in base.items()}
         grads = torch.autograd.grad(-log_p(leaves, *dataset), list(leaves.values()))
         family[dataset] = [
-            {name: p - eta * g for (name, p), g in zip(base.items(), grads, strict=True)} for eta in etas
+            {name: p - eta * g for (name, p), g in zip(base.items(), grads, strict=True)}
+            for eta in etas
         ]
     everything = [theta for members in family.values() for theta in members]
     best = -math.inf
@@ -73,7 +78,9 @@ def test_equals_the_definition(classes, count, n, own):
 def test_own_steps_tend_to_n_times_local_redundancy(classes, n):
     """log Z / eps - n LR is of first order in eps: it halves with eps."""
     model, x = tiny(classes), candidate_inputs(2)
-    limit = n * float(redundancies(model, x).max())  # to first order the best x^n repeats the best candidate
+    limit = n * float(
+        redundancies(model, x).max()
+    )  # to first order the best x^n repeats the best candidate
     errors = [
         local_redundancy_exact(model, x, n, eps, own_dataset_only=True) / eps - limit
         for eps in (4e-3, 2e-3, 1e-3, 5e-4)
@@ -141,17 +148,23 @@ def test_regression_bound_is_reached_by_the_rate_distortion_channel():
     n, m, variance, distortion = 20_000, 3, 4.0, 0.5
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randn(n, m, generator=generator, dtype=torch.float64) for _ in range(2)]
-    fit = math.sqrt(variance - distortion) * draw[0]  # y = fit + noise, independent: the backward channel
+    fit = (
+        math.sqrt(variance - distortion) * draw[0]
+    )  # y = fit + noise, independent: the backward channel
     y = fit + math.sqrt(distortion) * draw[1]
     correlation = float((fit * y).mean() / (fit.square().mean() * y.square().mean()).sqrt())
     information = -n * m / 2 * math.log(1 - correlation**2)
     found = regression_memorization_bound(n, m, variance, float((fit - y).square().mean()))
     assert found == pytest.approx(information, rel=0.01)
-    assert regression_memorization_bound(n, m, variance, distortion, "bits") == pytest.approx(n * m / 2 * 3)
+    assert regression_memorization_bound(n, m, variance, distortion, "bits") == pytest.approx(
+        n * m / 2 * 3
+    )
 
 
 def test_no_step_no_redundancy():
-    assert local_redundancy_exact(tiny(), candidate_inputs(2), 3, 0.0) == pytest.approx(0.0, abs=1e-14)
+    assert local_redundancy_exact(tiny(), candidate_inputs(2), 3, 0.0) == pytest.approx(
+        0.0, abs=1e-14
+    )
 
 
 def test_only_trainable_parameters_step_and_the_model_stays():
@@ -172,7 +185,10 @@ def test_closed_form_of_softmax_regression():
     closed = (1 - p.square().sum(1)) * (x.square().sum(1) + 1)
     torch.testing.assert_close(redundancies(model, x), closed.detach(), rtol=1e-13, atol=0)
     torch.testing.assert_close(
-        categorical_fisher(model(x[0]).detach()).trace(), 1 - p[0].square().sum().detach(), rtol=1e-13, atol=0
+        categorical_fisher(model(x[0]).detach()).trace(),
+        1 - p[0].square().sum().detach(),
+        rtol=1e-13,
+        atol=0,
     )
 
 
@@ -194,7 +210,12 @@ def test_closed_form_of_softmax_regression():
     ],
 )
 def test_errors(change, error, match):
-    arguments = {"model": tiny(), "candidates": candidate_inputs(2), "n": 2, "epsilon": 0.1} | change
+    arguments = {
+        "model": tiny(),
+        "candidates": candidate_inputs(2),
+        "n": 2,
+        "epsilon": 0.1,
+    } | change
     extra = {key: arguments.pop(key) for key in ("etas", "limit") if key in arguments}
     with pytest.raises(error, match=match):
         local_redundancy_exact(**arguments, **extra)

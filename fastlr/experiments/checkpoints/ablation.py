@@ -81,7 +81,9 @@ def real_inputs(path: str | Path, n: int, *, context: int = CONTEXT, seed: int =
         images = torch.from_numpy(store.images[chosen]).permute(0, 3, 1, 2)
         return _images(images, f"test images of {path.name}")
     if not path.exists():
-        raise InputError(f"{path} does not exist: give an image store, a file of a tensor or a .csv series")
+        raise InputError(
+            f"{path} does not exist: give an image store, a file of a tensor or a .csv series"
+        )
     tensor = read_tensor(path)
     is_bytes = tensor.dtype == torch.uint8
     if tensor.dim() not in (3, 4) or not (tensor.is_floating_point() or is_bytes):
@@ -90,13 +92,17 @@ def real_inputs(path: str | Path, n: int, *, context: int = CONTEXT, seed: int =
             "uint8 or floating-point, or series [N, length, features], floating-point"
         )
     if is_bytes and (tensor.dim() != 4 or tensor.shape[1] != 3):
-        raise InputError(f"{path} is uint8 {list(tensor.shape)}: images as bytes must be [N, 3, H, W]")
+        raise InputError(
+            f"{path} is uint8 {list(tensor.shape)}: images as bytes must be [N, 3, H, W]"
+        )
     if not len(tensor):
         raise InputError(f"{path} holds no samples")
     tensor = tensor[_draw(len(tensor), n, seed)]
     if is_bytes:
         return _images(tensor, f"images of {path.name}")
-    return RealInputs(TensorInputs(tensor), tuple(tensor.shape[1:]), len(tensor), f"samples of {path.name}")
+    return RealInputs(
+        TensorInputs(tensor), tuple(tensor.shape[1:]), len(tensor), f"samples of {path.name}"
+    )
 
 
 def synthetic_inputs(real: RealInputs) -> dict[str, Inputs]:
@@ -151,9 +157,16 @@ def measure_checkpoints(
     paths = existing(checkpoints, FEWEST, why)
     if predictive is None and real.series:
         predictive = fastlr.Gaussian()
-    sources: dict[str, tuple[Inputs, int]] = {name: (inputs, n) for name, inputs in synthetic_inputs(real).items()}
+    sources: dict[str, tuple[Inputs, int]] = {
+        name: (inputs, n) for name, inputs in synthetic_inputs(real).items()
+    }
     sources[REAL] = real.inputs, real.count
-    options: dict[str, Any] = {"predictive": predictive, "batch_size": batch_size, "seed": seed, "dtype": dtype}
+    options: dict[str, Any] = {
+        "predictive": predictive,
+        "batch_size": batch_size,
+        "seed": seed,
+        "dtype": dtype,
+    }
     return measure_each(model, paths, sources, progress=progress, **options)
 
 
@@ -165,7 +178,10 @@ def as_run(measured: Sequence[Mapping[str, Estimate]]) -> ContinualRun:
     tasks = {}
     for i, estimates in enumerate(measured):
         tasks[i] = {
-            "measures": {name: {"value": e.value, "stderr": e.stderr, "n": e.n} for name, e in estimates.items()}
+            "measures": {
+                name: {"value": e.value, "stderr": e.stderr, "n": e.n}
+                for name, e in estimates.items()
+            }
         }
     return ContinualRun(Path("checkpoints"), tasks=tasks)
 
@@ -178,10 +194,18 @@ def _draw(total: int, n: int, seed: int) -> torch.Tensor:
 def _windows(path: Path, n: int, context: int) -> RealInputs:
     """Evenly spaced windows of the last fifth of a CSV series."""
     windows = split_series(read_series(path), context, horizon=1).validation
-    index = torch.linspace(0, len(windows) - 1, min(n, len(windows)), dtype=torch.float64).round().long()
+    index = (
+        torch.linspace(0, len(windows) - 1, min(n, len(windows)), dtype=torch.float64)
+        .round()
+        .long()
+    )
     inputs, _ = windows.batch(index)
     distance = (len(windows) - 1) / max(1, len(inputs) - 1)
-    note = "" if distance >= context else "The windows overlap, so the standard errors on them are too small."
+    note = (
+        ""
+        if distance >= context
+        else "The windows overlap, so the standard errors on them are too small."
+    )
     what = f"windows of the last fifth of {path.name}"
     return RealInputs(TensorInputs(inputs), tuple(inputs.shape[1:]), len(inputs), what, note)
 

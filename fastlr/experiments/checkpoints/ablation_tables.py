@@ -16,9 +16,7 @@ from fastlr.estimator.result import Estimate
 from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR, INPUTS
 from fastlr.experiments.statistics.bootstrap import LEVEL
 
-CONSTANT = (
-    "Local redundancy is the same at all checkpoints, on the real inputs or the synthetic ones: nothing to compare."
-)
+CONSTANT = "Local redundancy is the same at all checkpoints, on the real inputs or the synthetic ones: nothing to compare."
 
 
 def few_checkpoints(n: int) -> str:
@@ -37,16 +35,25 @@ def few_checkpoints(n: int) -> str:
     )
 
 
-def checkpoints_sheet(names: Sequence[str], measured: Sequence[Mapping[str, Estimate]], notes: Sequence[str]) -> Sheet:
+def checkpoints_sheet(
+    names: Sequence[str], measured: Sequence[Mapping[str, Estimate]], notes: Sequence[str]
+) -> Sheet:
     """Return the table of local redundancy at each checkpoint, a column for each kind of inputs.
 
     Every value has its standard error.
     """
-    columns = ("checkpoint", *(f"{INPUTS[kind]} (n = {estimate.n})" for kind, estimate in measured[0].items()))
+    columns = (
+        "checkpoint",
+        *(f"{INPUTS[kind]} (n = {estimate.n})" for kind, estimate in measured[0].items()),
+    )
     rows = tuple(
         (name, *(pm(estimate.value, estimate.stderr) for estimate in estimates.values()))
         for name, estimates in zip(names, measured)
     )
     return Sheet(
-        "checkpoints", "Local redundancy, with its standard error from the samples", columns, rows, tuple(notes)
+        "checkpoints",
+        "Local redundancy, with its standard error from the samples",
+        columns,
+        rows,
+        tuple(notes),
     )

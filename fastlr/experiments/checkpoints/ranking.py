@@ -62,7 +62,9 @@ class Ranking:
 
     def against_best(self, name: str) -> PairedTest | None:
         """The pair of the best and another checkpoint; None for the best itself."""
-        return next((pair for pair in self.pairs if (pair.first, pair.second) == (self.best, name)), None)
+        return next(
+            (pair for pair in self.pairs if (pair.first, pair.second) == (self.best, name)), None
+        )
 
     @property
     def ties(self) -> list[str]:

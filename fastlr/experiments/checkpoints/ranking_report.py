@@ -37,8 +37,12 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
     columns: Columns[str] = {
         "checkpoint": str,
         "rank": lambda name: str(places[name]),
-        "local redundancy": lambda name: pm(ranked.estimates[name].value, ranked.estimates[name].stderr),
-        "best minus": lambda name: pm(pair.difference, pair.stderr) if (pair := pairs[name]) else DASH,
+        "local redundancy": lambda name: pm(
+            ranked.estimates[name].value, ranked.estimates[name].stderr
+        ),
+        "best minus": lambda name: (
+            pm(pair.difference, pair.stderr) if (pair := pairs[name]) else DASH
+        ),
         "z": lambda name: f"{pair.z:.1f}" if (pair := pairs[name]) else DASH,
         "p": lambda name: _p(pair.adjusted) if (pair := pairs[name]) else DASH,
     }
@@ -51,8 +55,12 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
         "The errors are over inputs: they say how well these checkpoints are measured, not what another training would give.",
     ]
     if n < _FEW:
-        texts.append(f"With n = {n} the normal distribution is doubtful, as gradients are heavy-tailed: take more.")
-    return Sheet.of("ranking", "Checkpoints by local redundancy", ranked.estimates, columns, [*texts, *notes])
+        texts.append(
+            f"With n = {n} the normal distribution is doubtful, as gradients are heavy-tailed: take more."
+        )
+    return Sheet.of(
+        "ranking", "Checkpoints by local redundancy", ranked.estimates, columns, [*texts, *notes]
+    )
 
 
 def ranking_record(ranked: Ranking) -> dict[str, Any]:
@@ -64,7 +72,10 @@ def ranking_record(ranked: Ranking) -> dict[str, Any]:
         "verdict": verdict(ranked),
         "level": ranked.level,
         "test": "paired z over inputs, two-sided, Holm's correction for all pairs",
-        "ranking": [{"checkpoint": name, **estimate.to_dict()} for name, estimate in ranked.estimates.items()],
+        "ranking": [
+            {"checkpoint": name, **estimate.to_dict()}
+            for name, estimate in ranked.estimates.items()
+        ],
         "pairs": [vars(pair) for pair in ranked.pairs],
     }
 
@@ -85,7 +96,10 @@ def ranking_chart(ranked: Ranking, path: str | os.PathLike[str]) -> bool:
     left.set_yticks(range(len(names)), names, fontsize=8, color=INK)
     left.set_ylim(len(names) - 0.5, -0.5)
     for axes, text in (
-        (left, f"local redundancy, n = {ranked.estimates[names[0]].n} inputs (± 1.96 standard errors)"),
+        (
+            left,
+            f"local redundancy, n = {ranked.estimates[names[0]].n} inputs (± 1.96 standard errors)",
+        ),
         (right, f"best ({names[0]}) minus this one, paired (± 1.96 standard errors)"),
     ):
         style_rows(axes, text, fontsize=8)
@@ -102,7 +116,9 @@ def ranking_chart(ranked: Ranking, path: str | os.PathLike[str]) -> bool:
 
 def _interval(axes: Any, y: int, value: float, stderr: float, colour: str) -> None:
     if math.isfinite(stderr):
-        axes.plot([value - 1.96 * stderr, value + 1.96 * stderr], [y, y], color=colour, linewidth=1.8)
+        axes.plot(
+            [value - 1.96 * stderr, value + 1.96 * stderr], [y, y], color=colour, linewidth=1.8
+        )
     axes.plot([value], [y], "o", color=colour, markersize=5)
 
 

@@ -103,7 +103,9 @@ def open_labelled(name: str, model: nn.Module, context: int, device: torch.devic
     table = open_series(name)
     try:
         with torch.no_grad():
-            forecast = select_output(model(torch.zeros(2, context, len(table.columns), device=device)), None)
+            forecast = select_output(
+                model(torch.zeros(2, context, len(table.columns), device=device)), None
+            )
     except Exception as error:  # a model may raise anything
         shape = f"windows of {context} rows and {len(table.columns)} features"
         raise InputError(
@@ -130,10 +132,15 @@ def wanted(names: str, data: Mapping[str, str | None]) -> list[str]:
     for option, (strategies, what) in NEEDS.items():
         needing = [name for name in strategies if name in chosen]
         if needing and data[option] is None:
-            raise InputError(f"--by {needing[0]} needs --{option} DATA, {what}: an image store or a .csv series")
+            raise InputError(
+                f"--by {needing[0]} needs --{option} DATA, {what}: an image store or a .csv series"
+            )
         if data[option] is not None and not needing:
             raise InputError(f"--{option} goes with --by {' or '.join(strategies)}")
-    return ["local_redundancy", *(name for name in NAMES if name in chosen and name != "local_redundancy")]
+    return [
+        "local_redundancy",
+        *(name for name in NAMES if name in chosen and name != "local_redundancy"),
+    ]
 
 
 class Strategies:
@@ -174,10 +181,16 @@ class Strategies:
         device, self.names = next(model.parameters()).device, names
         self._source = None if source is None else open_labelled(source, model, context, device)
         of_probe = None if target is None else open_labelled(target, model, context, device)
-        kind = "images" if any(data and data.classes for data in (self._source, of_probe)) else "series"
+        kind = (
+            "images"
+            if any(data and data.classes for data in (self._source, of_probe))
+            else "series"
+        )
         size = batch_size or BATCH[kind]
         precision: Any = dtype
-        self.options = TransferOptions(seed=seed, dtype=precision, batch_size=size, norm_batch=min(256, size))
+        self.options = TransferOptions(
+            seed=seed, dtype=precision, batch_size=size, norm_batch=min(256, size)
+        )
 
         def learner(model: nn.Module, data: Labelled | None) -> Forecaster:
             kind = Classifier if data and data.classes else Forecaster
@@ -210,7 +223,10 @@ class Strategies:
             found |= weights_and_units(net, source, self.options)  # type: ignore[arg-type]
         if "validation_loss" in self.names:
             loss = net.validate(source.validation, 1)  # type: ignore[union-attr, arg-type]
-            found["validation_loss"] = {"value": loss, "definition": "mean loss on the source's validation data"}
+            found["validation_loss"] = {
+                "value": loss,
+                "definition": "mean loss on the source's validation data",
+            }
         if self.probe is not None:
             new = self.probe.net.model.get_submodule(self._head).state_dict(prefix=f"{self._head}.")
             found["linear_probe"] = self.probe.measure({**net.model.state_dict(), **new})
@@ -222,12 +238,16 @@ def _head_of(model: nn.Module, data: Labelled) -> str:
         return "head"
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linear:
-        raise InputError("the model has no linear layer that makes the logits: name its last part by --head")
+        raise InputError(
+            "the model has no linear layer that makes the logits: name its last part by --head"
+        )
     return linear[-1]
 
 
 def picks(
-    estimates: Mapping[str, Estimate], measured: Mapping[str, Mapping[str, Mapping[str, Any]]], names: Sequence[str]
+    estimates: Mapping[str, Estimate],
+    measured: Mapping[str, Mapping[str, Mapping[str, Any]]],
+    names: Sequence[str],
 ) -> dict[str, dict[str, Any]]:
     """Return what each strategy picks among checkpoints.
 
@@ -252,7 +272,11 @@ def picks(
     for name in names:
         picked = pick(name, records)
         definition = next(iter(values.values()))[name]["definition"]
-        found[name] = {"pick": picked["epoch"], "rule": picked["rule"], "candidates": picked["candidates"]}
+        found[name] = {
+            "pick": picked["epoch"],
+            "rule": picked["rule"],
+            "candidates": picked["candidates"],
+        }
         found[name]["definition"] = definition
     return found
 
@@ -262,12 +286,24 @@ def strategies_sheet(found: Mapping[str, Mapping[str, Any]]) -> Sheet:
 
     def cell(name: str) -> Callable[[str], str]:
         one = found[name]
-        return lambda checkpoint: f"{one['candidates'][checkpoint]:.4g}" + (" *" if one["pick"] == checkpoint else "  ")
+        return lambda checkpoint: (
+            f"{one['candidates'][checkpoint]:.4g}" + (" *" if one["pick"] == checkpoint else "  ")
+        )
 
     checkpoints = list(next(iter(found.values()))["candidates"])
     columns: Columns[str] = {"checkpoint": str, **{short(name): cell(name) for name in found}}
-    told = "; ".join(f"{short(name)} ({one['rule']}): {one['definition']}" for name, one in found.items())
-    notes = [f"*: the checkpoint that the strategy picks, with the least or the greatest value. {told}."]
+    told = "; ".join(
+        f"{short(name)} ({one['rule']}): {one['definition']}" for name, one in found.items()
+    )
+    notes = [
+        f"*: the checkpoint that the strategy picks, with the least or the greatest value. {told}."
+    ]
     if "linear_probe" in found:
         notes.append("† Sees the data of the next task before it selects.")
-    return Sheet.of("strategies", "Checkpoints by the paper's strategies (its Table 3)", checkpoints, columns, notes)
+    return Sheet.of(
+        "strategies",
+        "Checkpoints by the paper's strategies (its Table 3)",
+        checkpoints,
+        columns,
+        notes,
+    )

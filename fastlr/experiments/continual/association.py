@@ -18,9 +18,17 @@ from fastlr.experiments.statistics.bootstrap import (
     deviation,
     interval,
 )
-from fastlr.experiments.statistics.correlation import Resampled, constant, correlation, residuals, straight
+from fastlr.experiments.statistics.correlation import (
+    Resampled,
+    constant,
+    correlation,
+    residuals,
+    straight,
+)
 
-FEWEST = SHORTEST_BLOCK * 2 + 1  # tasks of a run: three blocks, of which its level and slope take two
+FEWEST = (
+    SHORTEST_BLOCK * 2 + 1
+)  # tasks of a run: three blocks, of which its level and slope take two
 FREEDOM = 2  # blocks beyond those two that all runs must have together: four blocks in a single run
 KINDS = ("semi-partial", "partial")
 METHODS = ("pearson", "spearman")
@@ -136,10 +144,18 @@ def correlations(
         raise InputError("no runs to correlate")
     if target not in TARGETS:
         raise InputError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}")
-    names = list(measures) if measures is not None else list(dict.fromkeys(m for run in runs for m in run.measures))
-    targets = [run.future_accuracy(horizon) if target == TARGETS[0] else run.forgetting for run in runs]
+    names = (
+        list(measures)
+        if measures is not None
+        else list(dict.fromkeys(m for run in runs for m in run.measures))
+    )
+    targets = [
+        run.future_accuracy(horizon) if target == TARGETS[0] else run.forgetting for run in runs
+    ]
     usable = [int(np.isfinite(values).sum()) for values in targets]
-    spans = {i: _span(values, length, horizon) for i, values in enumerate(targets) if usable[i] >= fewest}
+    spans = {
+        i: _span(values, length, horizon) for i, values in enumerate(targets) if usable[i] >= fewest
+    }
     if sum(span.blocks - 2 for span in spans.values()) < FREEDOM:
         return TooShort(target, {run.name: n for run, n in zip(runs, usable)}, fewest)
 
@@ -185,7 +201,9 @@ def _span(target: Array, length: int | None, horizon: int) -> _Span:
     start, stop = int(known[0]), int(known[-1]) + 1
     if length is not None and not 1 <= length <= stop - start:
         raise InputError(f"blocks of {length} tasks cannot be drawn from {stop - start}")
-    return _Span(start, stop, length or min(block_length(stop - start, horizon), (stop - start) // 2))
+    return _Span(
+        start, stop, length or min(block_length(stop - start, horizon), (stop - start) // 2)
+    )
 
 
 def _one_run(
@@ -216,8 +234,15 @@ def _one_run(
                         continue
                     if (mask := known.tobytes()) not in prepared:
                         prepared[mask] = Resampled(weights[:, known], task, y)
-                    value = correlation(method, residuals(x, task) if partial else x, residuals(y, task))
-                    yield key, _Part(value, getattr(prepared[mask], method)(x, partial=partial), len(x), span)
+                    value = correlation(
+                        method, residuals(x, task) if partial else x, residuals(y, task)
+                    )
+                    yield (
+                        key,
+                        _Part(
+                            value, getattr(prepared[mask], method)(x, partial=partial), len(x), span
+                        ),
+                    )
 
 
 def _why_none(raw: Array, x: Array, task: Array, transform: str, partial: bool, fewest: int) -> str:
@@ -243,7 +268,9 @@ def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Cor
         return replace(none, note=str(of_runs[0])), np.empty(0)
     n, blocks = sum(part.n for part in parts), sum(part.span.blocks for part in parts)
     value = sum(part.n / n * part.value for part in parts)
-    replicates = sum((part.n / n * part.replicates for part in parts), np.zeros(len(parts[0].replicates)))
+    replicates = sum(
+        (part.n / n * part.replicates for part in parts), np.zeros(len(parts[0].replicates))
+    )
     pooled = replace(
         none,
         value=value,
@@ -257,10 +284,17 @@ def _pooled(target: str, key: _Key, of_runs: Sequence[_Part | str]) -> tuple[Cor
     return pooled, replicates
 
 
-def _with_lead(leader: tuple[Correlation, Array] | None, entry: tuple[Correlation, Array]) -> Correlation:
+def _with_lead(
+    leader: tuple[Correlation, Array] | None, entry: tuple[Correlation, Array]
+) -> Correlation:
     """Add how far local redundancy leads, if it was measured in the same runs."""
     (other, replicates), runs = entry, len(entry[0].per_run)
-    if leader is None or leader[0].measure == other.measure or not runs or len(leader[0].per_run) != runs:
+    if (
+        leader is None
+        or leader[0].measure == other.measure
+        or not runs
+        or len(leader[0].per_run) != runs
+    ):
         return other
     ahead, replicates_ahead = leader
     spread = deviation(replicates_ahead - replicates, other.blocks, runs)

@@ -31,7 +31,10 @@ from fastlr.experiments.runs.records import Array, as_dict, finite, number
 from fastlr.experiments.statistics.bootstrap import LEVEL, deviation
 from fastlr.experiments.statistics.seeds import Mean, mean_over_seeds
 
-FEWEST, FOLDS = 4, 5  # interventions or seeds behind an interval; blocks of tasks, each predicted from the others
+FEWEST, FOLDS = (
+    4,
+    5,
+)  # interventions or seeds behind an interval; blocks of tasks, each predicted from the others
 _OFF = {key: getattr(ContinualOptions(), key) for key in INTERVENTIONS}
 KINDS = ("between", "within", "change")
 _LR = "local_redundancy"
@@ -67,7 +70,11 @@ class Comparison:
         The effect is the difference from the control of the same seed.
         """
         pairs = finite(values[intervention] - values[0])
-        return mean_over_seeds(pairs.tolist()) if len(pairs) else Mean(math.nan, math.nan, math.nan, math.nan, 0)
+        return (
+            mean_over_seeds(pairs.tolist())
+            if len(pairs)
+            else Mean(math.nan, math.nan, math.nan, math.nan, 0)
+        )
 
 
 def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun]]:
@@ -81,10 +88,17 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
     changed = [{k: options[k] for k in varying if options[k] != _OFF[k]} for options in told]
     for i in sorted(range(len(runs)), key=lambda i: len(changed[i])):
         groups.setdefault(json.dumps(changed[i], sort_keys=True), []).append(runs[i])
-    folders = [{re.sub(r"[,-]?seed-\d+$", "", run.path.name) for run in group} for group in groups.values()]
-    if all(map(len, folders)) and len(set().union(*folders)) == sum(map(len, folders)) == len(groups):
+    folders = [
+        {re.sub(r"[,-]?seed-\d+$", "", run.path.name) for run in group} for group in groups.values()
+    ]
+    if all(map(len, folders)) and len(set().union(*folders)) == sum(map(len, folders)) == len(
+        groups
+    ):
         return {names.pop() or "none": group for names, group in zip(folders, groups.values())}
-    return {", ".join(f"{k}={v}" for k, v in json.loads(key).items()) or "none": g for key, g in groups.items()}
+    return {
+        ", ".join(f"{k}={v}" for k, v in json.loads(key).items()) or "none": g
+        for key, g in groups.items()
+    }
 
 
 def compare(runs: Sequence[ContinualRun]) -> Comparison:
@@ -107,7 +121,9 @@ def compare(runs: Sequence[ContinualRun]) -> Comparison:
         for run in group:
             j = seeds.index(run.options.get("seed", 0))
             for name, values in late.items():
-                value = finite(ends((run.accuracy if name == "accuracy" else run.measure(name))[:tasks])[1])
+                value = finite(
+                    ends((run.accuracy if name == "accuracy" else run.measure(name))[:tasks])[1]
+                )
                 if len(value):
                     values[i, j] = (np.log(value) if name in logs else value).mean()
     return Comparison(groups, late.pop("accuracy"), late, logs, tasks)
@@ -138,9 +154,13 @@ def together(found: Comparison, *, resamples: int = 1000, seed: int = 0) -> list
     result = []
     for name, values in found.measures.items():
         rng = np.random.default_rng(seed)  # all measures are resampled alike
-        x, y = (np.where(np.isfinite(values + found.accuracy), part, np.nan) for part in (values, found.accuracy))
+        x, y = (
+            np.where(np.isfinite(values + found.accuracy), part, np.nan)
+            for part in (values, found.accuracy)
+        )
         picked: list[list[Any]] = [
-            [rng.integers(0, rows, rows), range(rows), [0, *rng.integers(1, rows, rows - 1)]] for _ in range(resamples)
+            [rng.integers(0, rows, rows), range(rows), [0, *rng.integers(1, rows, rows - 1)]]
+            for _ in range(resamples)
         ]
         drawn = rng.integers(0, columns, (resamples, columns))
         pair = Together(name, {}, {})
@@ -161,8 +181,12 @@ def _percentiles(value: float, again: Array, units: int) -> tuple[float, float]:
     known = finite(again)
     if units < FEWEST or not math.isfinite(value) or not len(known):
         return math.nan, math.nan
-    z, *ends_ = np.arctanh(np.clip([value, *np.quantile(known, (LEVEL / 2, 1 - LEVEL / 2))], -1 + 1e-12, 1 - 1e-12))
-    wider = stdtrit(units - 1, 1 - LEVEL / 2) / ndtri(1 - LEVEL / 2) * math.sqrt(units / (units - 1))
+    z, *ends_ = np.arctanh(
+        np.clip([value, *np.quantile(known, (LEVEL / 2, 1 - LEVEL / 2))], -1 + 1e-12, 1 - 1e-12)
+    )
+    wider = (
+        stdtrit(units - 1, 1 - LEVEL / 2) / ndtri(1 - LEVEL / 2) * math.sqrt(units / (units - 1))
+    )
     low, high = np.tanh(z + wider * (np.array(ends_) - z))
     return float(low), float(high)
 
@@ -175,7 +199,11 @@ def _r(kind: str, x: Array, y: Array) -> float:
         count = np.isfinite(x).sum(1)
         with np.errstate(invalid="ignore"):
             means = [np.nansum(part, 1) / count for part in (x, y)]
-        x, y = means if kind == "between" else (part - mean[:, None] for part, mean in zip((x, y), means))
+        x, y = (
+            means
+            if kind == "between"
+            else (part - mean[:, None] for part, mean in zip((x, y), means))
+        )
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     if len(x) < 3:
@@ -205,7 +233,9 @@ class Prediction:
     n: int
 
 
-def predictions(runs: Sequence[ContinualRun], *, resamples: int = 1000, seed: int = 0) -> list[Prediction]:
+def predictions(
+    runs: Sequence[ContinualRun], *, resamples: int = 1000, seed: int = 0
+) -> list[Prediction]:
     """Predict future accuracy by nested least squares with and without each measure.
 
     The slopes are shared by all runs, and each of 5 blocks of tasks is predicted from the others.
@@ -233,7 +263,13 @@ def predictions(runs: Sequence[ContinualRun], *, resamples: int = 1000, seed: in
                 line = np.polyfit(t[learned], columns[learned], 1)
                 trended = columns - np.stack([t, np.ones_like(t)], 1) @ line
                 train.append(trended[learned])
-                test.append(((run.options.get("seed", run.name), fold), trended[held], y[held] - y[learned].mean()))
+                test.append(
+                    (
+                        (run.options.get("seed", run.name), fold),
+                        trended[held],
+                        y[held] - y[learned].mean(),
+                    )
+                )
             if not train:
                 continue
             of = np.concatenate(train)
@@ -247,7 +283,9 @@ def predictions(runs: Sequence[ContinualRun], *, resamples: int = 1000, seed: in
             continue
         drawn = np.random.default_rng(seed).integers(0, len(units), (resamples, len(units)))
         small, large, total = units[drawn].sum(1).T
-        half = stdtrit(len(units) - 2, 1 - LEVEL / 2) * deviation((small - large) / total, len(units))
+        half = stdtrit(len(units) - 2, 1 - LEVEL / 2) * deviation(
+            (small - large) / total, len(units)
+        )
         small, large, total = units.sum(0)
         gain = float((small - large) / total)
         result.append(Prediction(name, float(1 - small / total), gain, gain - half, gain + half, n))
@@ -255,7 +293,9 @@ def predictions(runs: Sequence[ContinualRun], *, resamples: int = 1000, seed: in
 
 
 def _cell(value: float, low: float, high: float) -> str:
-    return hundred(value, 0) + (f" [{hundred(low, 0)}, {hundred(high, 0)}]" if math.isfinite(low) else "")
+    return hundred(value, 0) + (
+        f" [{hundred(low, 0)}, {hundred(high, 0)}]" if math.isfinite(low) else ""
+    )
 
 
 def prediction_sheet(predicted: Sequence[Prediction]) -> Sheet:
@@ -307,7 +347,9 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
         "standard error over seeds, of local redundancy in natural logarithms."
     )
     return [
-        Sheet.of("causes", "Does it cause? Late measures against late accuracy", pairs, kinds, [note]),
+        Sheet.of(
+            "causes", "Does it cause? Late measures against late accuracy", pairs, kinds, [note]
+        ),
         Sheet.of("interventions", "What each intervention changes", rows, changes, [told]),
     ]
 
@@ -324,9 +366,12 @@ def course_sheets(groups: dict[str, list[ContinualRun]]) -> list[Sheet]:
 
 def _course(groups: dict[str, list[ContinualRun]], measure: str) -> Sheet:
     accuracy = {
-        name: [_mean([_mean(ends(run.accuracy)[k]) for run in group]) for k in (0, 1)] for name, group in groups.items()
+        name: [_mean([_mean(ends(run.accuracy)[k]) for run in group]) for k in (0, 1)]
+        for name, group in groups.items()
     }
-    logs = {name: np.array([_logs(run, measure) for run in group]) for name, group in groups.items()}
+    logs = {
+        name: np.array([_logs(run, measure) for run in group]) for name, group in groups.items()
+    }
 
     def apart(name: str) -> str:
         late = finite(logs[name][:, 2])
@@ -345,7 +390,13 @@ def _course(groups: dict[str, list[ContinualRun]], measure: str) -> Sheet:
         "%: accuracy; first, last: fifth of the tasks; start: untrained. LR: geometric means over tasks and seeds. seeds: the "
         "factor by which those of the last fifth lie apart, exp of the standard deviation of their logarithms."
     )
-    return Sheet.of(f"course{measure.removeprefix(_LR)}", f"Over the run: {label(measure)}", groups, columns, [note])
+    return Sheet.of(
+        f"course{measure.removeprefix(_LR)}",
+        f"Over the run: {label(measure)}",
+        groups,
+        columns,
+        [note],
+    )
 
 
 def _logs(run: ContinualRun, measure: str) -> list[float]:
@@ -378,7 +429,9 @@ def _change(mean: Mean) -> str:
     return pm(mean.value, mean.stderr) if math.isfinite(mean.stderr) else f"{mean.value:.3g}"
 
 
-def cause_findings(found: Comparison, pairs: Sequence[Together], predicted: Sequence[Prediction]) -> list[str]:
+def cause_findings(
+    found: Comparison, pairs: Sequence[Together], predicted: Sequence[Prediction]
+) -> list[str]:
     """Say in sentences whether local redundancy goes with accuracy, over interventions and seeds.
 
     They also say whether the interventions that move the one move the other, and what local
@@ -386,20 +439,34 @@ def cause_findings(found: Comparison, pairs: Sequence[Together], predicted: Sequ
     """
     sentences = []
     for c in (c for c in pairs if c.measure == _LR):
-        words = (f"between {len(found.names)} interventions", "within them", f"by change against {found.names[0]}")
+        words = (
+            f"between {len(found.names)} interventions",
+            "within them",
+            f"by change against {found.names[0]}",
+        )
         told = [
-            f"{w} {c.values[kind]:.2f} {_doubt(c.values[kind], *c.intervals[kind])}" for w, kind in zip(words, KINDS)
+            f"{w} {c.values[kind]:.2f} {_doubt(c.values[kind], *c.intervals[kind])}"
+            for w, kind in zip(words, KINDS)
         ]
         text = ", ".join(told).replace(" nan ", " ")
         sentences.append(f"Correlation of late local redundancy with late accuracy: {text}.")
         moved: dict[tuple[int, int], list[str]] = {}
         for i in range(1, len(found.names)):
-            lr, accuracy = (found.change(values, i) for values in (found.measures[_LR], found.accuracy))
+            lr, accuracy = (
+                found.change(values, i) for values in (found.measures[_LR], found.accuracy)
+            )
             if math.isfinite(lr.low) and math.isfinite(accuracy.low):  # two seeds or more
                 moved.setdefault((_sign(lr), _sign(accuracy)), []).append(found.names[i])
         verbs = {1: "raise", -1: "lower", 0: "do not measurably change"}
-        parts = [f"{verbs[a]} it and {verbs[b]} accuracy: {', '.join(names)}" for (a, b), names in moved.items()]
-        which = f"those that {'; that '.join(parts)}" if parts else "too few seeds to tell which change what"
+        parts = [
+            f"{verbs[a]} it and {verbs[b]} accuracy: {', '.join(names)}"
+            for (a, b), names in moved.items()
+        ]
+        which = (
+            f"those that {'; that '.join(parts)}"
+            if parts
+            else "too few seeds to tell which change what"
+        )
         sentences.append(f"Of the interventions (95 % intervals over seeds): {which}.")
     best = max(predicted, key=lambda p: p.gain, default=None)
     for p in predicted:
@@ -433,7 +500,11 @@ def cause_scatter(found: Comparison, path: str | os.PathLike[str]) -> bool:
     figure, axes = new_figure((8, 5.4), 1)
     for i, name in enumerate(found.names):
         x, y = np.exp(found.measures[_LR][i]), 100 * found.accuracy[i]
-        style_of = {"color": COLOURS[i % len(COLOURS)], "marker": "osD^v"[i // len(COLOURS) % 5], "linestyle": ""}
+        style_of = {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": "osD^v"[i // len(COLOURS) % 5],
+            "linestyle": "",
+        }
         axes.plot(x, y, markersize=3, alpha=0.5, **style_of)
         middle = math.exp(_mean(found.measures[_LR][i]))
         axes.plot([middle], [_mean(y)], markersize=9, markeredgecolor=INK, label=name, **style_of)

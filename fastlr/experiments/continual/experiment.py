@@ -40,7 +40,13 @@ from fastlr.experiments.data import (
     synthetic_store,
 )
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
-from fastlr.experiments.runs.folder import Run, random_states, seed_everything, set_random_states, stream_seed
+from fastlr.experiments.runs.folder import (
+    Run,
+    random_states,
+    seed_everything,
+    set_random_states,
+    stream_seed,
+)
 from fastlr.experiments.training.options import BEFORE
 from fastlr.models import load_model
 
@@ -59,7 +65,9 @@ def _open_data(options: ContinualOptions) -> tuple[TaskSequence, dict[str, Any]]
             labelled = PermutedDigits(options.random_images, options.seed)
         else:
             on_digits = options.data == RANDOM_DIGITS
-            labelled = RandomLabels(options.random_images, options.random_classes, options.seed, on_digits)
+            labelled = RandomLabels(
+                options.random_images, options.random_classes, options.seed, on_digits
+            )
         about = {"classes": labelled.classes, "size": labelled.size, "images": labelled.fewest}
         return labelled, {"path": None, "digest": labelled.digest, **about}
     if options.data == SYNTHETIC:
@@ -67,12 +75,19 @@ def _open_data(options: ContinualOptions) -> tuple[TaskSequence, dict[str, Any]]
     else:
         store = ImageStore.open(options.data)
     path = None if store.path is None else str(store.path)
-    description = {"path": path, "digest": store.digest, "classes": len(store.classes), "size": store.size}
+    description = {
+        "path": path,
+        "digest": store.digest,
+        "classes": len(store.classes),
+        "size": store.size,
+    }
     description["resize"] = store.resize
     return ClassPairs(store, options.seed), description
 
 
-def _carry_on(run: Run, options: ContinualOptions, tasks: TaskSequence, device: torch.device, report: Report) -> None:
+def _carry_on(
+    run: Run, options: ContinualOptions, tasks: TaskSequence, device: torch.device, report: Report
+) -> None:
     """Do the tasks that are left."""
     seed_everything(stream_seed(options.seed, "model"))
     model = load_model(options.model, num_classes=tasks.classes, kwargs=options.model_kwargs)
@@ -96,12 +111,20 @@ def _carry_on(run: Run, options: ContinualOptions, tasks: TaskSequence, device: 
         report(Progress(position, options.tasks, 0, options.epochs, record))
 
     previous = tasks.load(position - 1, device) if position else None
-    with Prefetcher(tasks.load, range(position, options.tasks + measurer.looks_ahead), device) as coming:
+    with Prefetcher(
+        tasks.load, range(position, options.tasks + measurer.looks_ahead), device
+    ) as coming:
         task = next(coming)
         if not state:
             measures, seconds = measurer.measure(task, task, -1)
-            about = {intervention.name: intervention.about() for intervention in trainer.interventions}
-            commit({"kind": "start", "interventions": about, "measures": measures, "seconds": seconds}, 0, None)
+            about = {
+                intervention.name: intervention.about() for intervention in trainer.interventions
+            }
+            commit(
+                {"kind": "start", "interventions": about, "measures": measures, "seconds": seconds},
+                0,
+                None,
+            )
         accuracy = state.get("accuracy")
         for number in range(position, options.tasks):
             record = {
@@ -120,7 +143,9 @@ def _carry_on(run: Run, options: ContinualOptions, tasks: TaskSequence, device: 
                 previous, task = task, following
 
 
-def _learn(trainer: Trainer, task: Task, number: int, previous: Task | None, report: Report) -> dict[str, Any]:
+def _learn(
+    trainer: Trainer, task: Task, number: int, previous: Task | None, report: Report
+) -> dict[str, Any]:
     """Train on a task, test on it and on the one before, and return the record without measures."""
     options = trainer.options
     began = time.perf_counter()
@@ -131,7 +156,9 @@ def _learn(trainer: Trainer, task: Task, number: int, previous: Task | None, rep
     loss = trainer.learn(task, number, report_epoch)  # ends by waiting for the device
     trained = time.perf_counter()
     accuracy = None if loss is None else trainer.accuracy(task.test_x, task.test_y)
-    previous_accuracy = None if previous is None else trainer.accuracy(previous.test_x, previous.test_y)
+    previous_accuracy = (
+        None if previous is None else trainer.accuracy(previous.test_x, previous.test_y)
+    )
     return {
         "train_images": len(task.train_y),
         "test_images": len(task.test_y),
@@ -175,9 +202,14 @@ def _finished(options: ContinualOptions, records: Sequence[Mapping[str, Any]]) -
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
     """Accuracy, and local redundancy where it was measured."""
-    accuracy, redundancy = record.get("accuracy"), record["measures"].get("local_redundancy", {}).get("value")
+    accuracy, redundancy = (
+        record.get("accuracy"),
+        record["measures"].get("local_redundancy", {}).get("value"),
+    )
     return {
-        "accuracy": (record.get("skipped") or "") if accuracy is None else f"{100 * accuracy:.1f} %",
+        "accuracy": (record.get("skipped") or "")
+        if accuracy is None
+        else f"{100 * accuracy:.1f} %",
         "LR": "" if redundancy is None else f"{redundancy:.4g}",
     }
 

@@ -52,7 +52,12 @@ _CORRELATIONS = {  # above or below the row's middle, colour, marker, name
     "pearson": (1, COLOURS[0], "o", "Pearson's r"),
     "spearman": (-1, COLOURS[1], "s", "Spearman's rho"),
 }
-_BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}  # of a number on a line
+_BEHIND = {
+    "facecolor": "white",
+    "edgecolor": "none",
+    "alpha": 0.8,
+    "pad": 0.6,
+}  # of a number on a line
 
 
 def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
@@ -75,12 +80,30 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLik
         error_band(bottom, tasks, 100 * run.accuracy, 100 * run.accuracy_stderr, colour)
         _curve(bottom, tasks, 100 * run.accuracy, colour, name, line=line)
     for chance in sorted({run.chance for run in runs if np.isfinite(run.chance)}):
-        bottom.axhline(100 * chance, color=MUTED, linewidth=1, linestyle="--", label=f"chance, {100 * chance:.3g} %")
+        bottom.axhline(
+            100 * chance,
+            color=MUTED,
+            linewidth=1,
+            linestyle="--",
+            label=f"chance, {100 * chance:.3g} %",
+        )
     inputs = _count((run.measure("local_redundancy", "n") for run in runs), "inputs")
-    style(top, "local redundancy, E||grad||²", f"Local redundancy over tasks{inputs} (band: ± 2 standard errors)")
+    style(
+        top,
+        "local redundancy, E||grad||²",
+        f"Local redundancy over tasks{inputs} (band: ± 2 standard errors)",
+    )
     images = _count((run.test_images for run in runs), "images a task")
-    banded = " (band: ± 2 standard errors)" if any(np.isfinite(run.accuracy_stderr).any() for run in runs) else ""
-    style(bottom, f"accuracy on {runs[0].tested_on}, %", f"Accuracy right after training on a task{images}{banded}")
+    banded = (
+        " (band: ± 2 standard errors)"
+        if any(np.isfinite(run.accuracy_stderr).any() for run in runs)
+        else ""
+    )
+    style(
+        bottom,
+        f"accuracy on {runs[0].tested_on}, %",
+        f"Accuracy right after training on a task{images}{banded}",
+    )
     if has_lr:
         log_axis(top)
     count_axis(bottom, f"task{_thick(runs)}")
@@ -88,7 +111,9 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLik
     return save_figure(figure, path)
 
 
-def group_curves(groups: Mapping[str, Sequence[ContinualRun]], path: str | os.PathLike[str]) -> bool:
+def group_curves(
+    groups: Mapping[str, Sequence[ContinualRun]], path: str | os.PathLike[str]
+) -> bool:
     """Draw local redundancy above accuracy over tasks, as means over the runs of each group.
 
     The panels are those of `redundancy_and_accuracy`.
@@ -98,13 +123,27 @@ def group_curves(groups: Mapping[str, Sequence[ContinualRun]], path: str | os.Pa
         colour, line = _look(index)
         tasks = np.arange(min(map(len, runs)))
         lr = np.array([run.measure("local_redundancy")[: len(tasks)] for run in runs])
-        _curve(top, tasks, np.log(np.where(lr > 0, lr, np.nan)).mean(0), colour, name, exponential=True, line=line)
+        _curve(
+            top,
+            tasks,
+            np.log(np.where(lr > 0, lr, np.nan)).mean(0),
+            colour,
+            name,
+            exponential=True,
+            line=line,
+        )
         accuracy = np.array([run.accuracy[: len(tasks)] for run in runs])
         _curve(bottom, tasks, 100 * accuracy.mean(0), colour, name, line=line)
     every = [run for runs in groups.values() for run in runs]
-    style(top, "local redundancy, E||grad||²", f"Local redundancy over tasks: geometric means over {_seeds(groups)}")
     style(
-        bottom, f"accuracy on {every[0].tested_on}, %", "Accuracy right after training on a task: means over the same"
+        top,
+        "local redundancy, E||grad||²",
+        f"Local redundancy over tasks: geometric means over {_seeds(groups)}",
+    )
+    style(
+        bottom,
+        f"accuracy on {every[0].tested_on}, %",
+        "Accuracy right after training on a task: means over the same",
     )
     log_axis(top)
     count_axis(bottom, f"task{_thick(every)}")
@@ -133,11 +172,16 @@ def _count(numbers: Iterable[Array], things: str) -> str:
 
 def _thick(runs: Sequence[ContinualRun]) -> str:
     """Return what stands behind the axis of tasks where there are two kinds of lines."""
-    return f" (thin: each; thick: running mean over {_SMOOTH})" if max(map(len, runs)) >= _FROM else ""
+    return (
+        f" (thin: each; thick: running mean over {_SMOOTH})" if max(map(len, runs)) >= _FROM else ""
+    )
 
 
 def ablation_curves(
-    runs: Sequence[ContinualRun], path: str | os.PathLike[str], at: str = "task", names_at: Sequence[str] = ()
+    runs: Sequence[ContinualRun],
+    path: str | os.PathLike[str],
+    at: str = "task",
+    names_at: Sequence[str] = (),
 ) -> bool:
     """Draw local redundancy on synthetic and on real inputs over tasks.
 
@@ -149,7 +193,9 @@ def ablation_curves(
         at: What the axis is of.
         names_at: The names of what it is of, if they have any.
     """
-    names = [name for name in _ABLATION if any(np.isfinite(run.measure(name)).any() for run in runs)]
+    names = [
+        name for name in _ABLATION if any(np.isfinite(run.measure(name)).any() for run in runs)
+    ]
     if len(names) < 2:
         return False
     runs = [run for run in runs if any(name in run.measures for name in names)]
@@ -160,7 +206,15 @@ def ablation_curves(
             values = np.where(values > 0, values, np.nan)
             error_band(axes, places, values, run.measure(name, "stderr"), _ABLATION[name])
             text = INPUTS[name] + _count([run.measure(name, "n")], "")
-            _curve(axes, places, np.log(values), _ABLATION[name], text.strip(), exponential=True, marked=bool(names_at))
+            _curve(
+                axes,
+                places,
+                np.log(values),
+                _ABLATION[name],
+                text.strip(),
+                exponential=True,
+                marked=bool(names_at),
+            )
         log_axis(axes)
         title = f"Local redundancy by kind of input: {run.name} (band: ± 2 standard errors)"
         style(axes, "local redundancy, E||grad||²", title)
@@ -187,7 +241,9 @@ def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -
     if not means:
         return False
     names = next(iter(means.values())).keys()
-    groups = {task: group_to_fit(values, most) for task, values in means.items() if values.keys() == names}
+    groups = {
+        task: group_to_fit(values, most) for task, values in means.items() if values.keys() == names
+    }
     rows = list(next(iter(groups.values())))
     start, last = min(groups), max(groups)
     step = int(np.min(np.diff(sorted(groups)))) if len(groups) > 1 else 1
@@ -223,7 +279,10 @@ def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -
     inputs = _count([run.measure("local_redundancy", "n")], "inputs")
     grey = " (grey: zero or none)" if cells.count() < cells.size else ""
     axes.set_title(
-        f"Local redundancy by module over tasks{inputs}: {run.name}{grey}", loc="left", fontsize=10, color=INK
+        f"Local redundancy by module over tasks{inputs}: {run.name}{grey}",
+        loc="left",
+        fontsize=10,
+        color=INK,
     )
     bar = figure.colorbar(image, ax=axes, pad=0.01)
     bar.set_label("E||grad||², log colours", fontsize=8, color=INK)
@@ -238,7 +297,9 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
 
     Returns False if there are none.
     """
-    chosen = [c for c in correlations if c.kind == "semi-partial" and c.transform == "raw" and not c.note]
+    chosen = [
+        c for c in correlations if c.kind == "semi-partial" and c.transform == "raw" and not c.note
+    ]
     names = order(c.measure for c in chosen)
     if not names:
         return False
@@ -247,7 +308,9 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
     for c in chosen:
         side, colour, marker, name = _CORRELATIONS[c.method]
         y = names.index(c.measure) - 0.14 * side
-        axes.plot([100 * c.low, 100 * c.high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt")
+        axes.plot(
+            [100 * c.low, 100 * c.high], [y, y], color=colour, linewidth=1.6, solid_capstyle="butt"
+        )
         axes.plot([100 * c.value], [y], marker, color=colour, markersize=5, label=name)
         axes.annotate(
             hundred(c.value), (100 * c.value, y), (0, 4 * side), textcoords="offset points", fontsize=7, color=colour,
@@ -259,11 +322,16 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
     unique = dict(zip(texts, handles))
     place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
     axes.legend(unique.values(), unique.keys(), fontsize=8, frameon=False, ncols=2, **place)
-    style_rows(axes, f"correlation x 100 with {TARGET_LABELS[chosen[0].target]}, task number regressed out")
+    style_rows(
+        axes, f"correlation x 100 with {TARGET_LABELS[chosen[0].target]}, task number regressed out"
+    )
     tasks = _count([np.array([c.n for c in chosen], dtype=float)], "tasks")
     short = "; LR: local redundancy" if any(label(name).startswith("LR ") for name in names) else ""
     axes.set_title(
-        f"Semi-partial correlations{tasks}\n(lines: 95 % intervals{short})", loc="left", fontsize=9, color=INK
+        f"Semi-partial correlations{tasks}\n(lines: 95 % intervals{short})",
+        loc="left",
+        fontsize=9,
+        color=INK,
     )
     return save_figure(figure, path)
 
@@ -289,14 +357,20 @@ def measure_curves(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -
             _curve(axes, np.arange(len(run)), run.measure(name), colour, run.name, line=line)
         style(axes, _UNITS.get(name, "rank" if name.endswith("rank") else "value"), label(name))
         count_axis(axes, "task")
-        axes.set_ylim(min(0, axes.get_ylim()[0]) if any((finite(run.measure(name)) < 0).any() for run in runs) else 0)
+        axes.set_ylim(
+            min(0, axes.get_ylim()[0])
+            if any((finite(run.measure(name)) < 0).any() for run in runs)
+            else 0
+        )
     for axes in flat[len(names) :]:
         axes.set_visible(False)
     legend_below(figure, flat[0])
     images = [np.array([number(run.options.get("measure_images"))]) for run in runs]
     of = _count(images, "training images (units, gradients, ranks)").removeprefix(", ")
     lines_of_title = ["The other measures at each task boundary", of, _thick(runs).strip()]
-    figure.suptitle("\n".join(filter(None, lines_of_title)), x=0.01, ha="left", fontsize=10, color=INK)
+    figure.suptitle(
+        "\n".join(filter(None, lines_of_title)), x=0.01, ha="left", fontsize=10, color=INK
+    )
     return save_figure(figure, path)
 
 
@@ -326,7 +400,14 @@ def _curve(
         marker="o" if marked or len(values) == 1 else "", markersize=4, label=None if long else name or None, linestyle=line,
     )  # fmt: skip
     if long:
-        axes.plot(tasks, shown(_running_mean(values)), color=colour, linewidth=1.8, label=name or None, linestyle=line)
+        axes.plot(
+            tasks,
+            shown(_running_mean(values)),
+            color=colour,
+            linewidth=1.8,
+            label=name or None,
+            linestyle=line,
+        )
 
 
 def _running_mean(values: Array) -> Array:

@@ -14,7 +14,12 @@ from fastlr.experiments.continual.association import FREEDOM, Correlation, TooSh
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred
 from fastlr.experiments.runs.records import Array, as_dict, finite, measured
-from fastlr.experiments.statistics.bootstrap import block_length, block_weights, interval, mean_error
+from fastlr.experiments.statistics.bootstrap import (
+    block_length,
+    block_weights,
+    interval,
+    mean_error,
+)
 from fastlr.experiments.statistics.correlation import correlation, resampled_spearman
 
 PARTS = 5  # of a run, the first of which is compared with the last
@@ -69,7 +74,11 @@ def rank_correlation(
 
 
 def findings(
-    runs: Sequence[ContinualRun], future: list[Correlation] | TooShort, *, resamples: int = 1000, seed: int = 0
+    runs: Sequence[ContinualRun],
+    future: list[Correlation] | TooShort,
+    *,
+    resamples: int = 1000,
+    seed: int = 0,
 ) -> list[str]:
     """Say how accuracy and local redundancy went, and how the one goes with the other.
 
@@ -81,7 +90,9 @@ def findings(
     """
     sentences = [course(runs)]
     if any(_LEADER in run.measures for run in runs):
-        same, following = (rank_correlation(runs, ahead, resamples=resamples, seed=seed) for ahead in (0, 1))
+        same, following = (
+            rank_correlation(runs, ahead, resamples=resamples, seed=seed) for ahead in (0, 1)
+        )
         sentences.append(
             f"Local redundancy after a task against the accuracy of that same task: {describe(same)}; of the next task: "
             f"{describe(following)}."
@@ -97,7 +108,9 @@ def verdicts(runs: Sequence[ContinualRun]) -> list[str]:
     """
     told, fallen = [], 0
     for run in runs:
-        measured_at = [t for t in sorted(run.tasks) if measured(run.tasks[t], _LEADER).get("value") is not None]
+        measured_at = [
+            t for t in sorted(run.tasks) if measured(run.tasks[t], _LEADER).get("value") is not None
+        ]
         if not measured_at:
             continue
         begin, end = run.tasks[measured_at[0]], run.tasks[measured_at[-1]]
@@ -109,7 +122,9 @@ def verdicts(runs: Sequence[ContinualRun]) -> list[str]:
         told.append(f"{run.name}: {text}" if len(runs) > 1 else text)
     if len(told) <= _TOLD:
         return told
-    return [f"Local redundancy has fallen beyond its error since the start in {fallen} of {len(told)} runs."]
+    return [
+        f"Local redundancy has fallen beyond its error since the start in {fallen} of {len(told)} runs."
+    ]
 
 
 def course(runs: Sequence[ContinualRun]) -> str:
@@ -126,12 +141,20 @@ def course(runs: Sequence[ContinualRun]) -> str:
     first, last = (np.concatenate([finite(both[k]) for both in accuracy]) for k in (0, 1))
     told = []
     if len(first) and len(last):
-        told.append(f"accuracy went from {percent(first)} (first fifth) to {percent(last)} (last fifth)")
+        told.append(
+            f"accuracy went from {percent(first)} (first fifth) to {percent(last)} (last fifth)"
+        )
     measured = [ends(run.measure(_LEADER)) for run in runs]
     first, last = (np.concatenate([finite(both[k]) for both in measured]) for k in (0, 1))
     if len(first) and len(last):
-        told.append(f"local redundancy, by its median, from {brief(np.median(first))} to {brief(np.median(last))}")
-    return f"{text} {', '.join(told)}." if told else f"{text} neither accuracy nor local redundancy was recorded."
+        told.append(
+            f"local redundancy, by its median, from {brief(np.median(first))} to {brief(np.median(last))}"
+        )
+    return (
+        f"{text} {', '.join(told)}."
+        if told
+        else f"{text} neither accuracy nor local redundancy was recorded."
+    )
 
 
 def ends(values: Array) -> tuple[Array, Array]:
@@ -172,7 +195,9 @@ def _beyond_trend(future: list[Correlation] | TooShort) -> str:
     what = "With the accuracy of the next 10 tasks, the trend in task number taken out (the paper's Table 1)"
     if isinstance(future, TooShort):
         return f"{what}, it cannot be told from so few tasks."
-    chosen = (c.measure == _LEADER and c.kind == "semi-partial" and c.transform == "raw" for c in future)
+    chosen = (
+        c.measure == _LEADER and c.kind == "semi-partial" and c.transform == "raw" for c in future
+    )
     found = next((c for c, of_it in zip(future, chosen) if of_it and c.method == "pearson"), None)
     if found is None or not math.isfinite(found.value):
         return f"{what}, there is no correlation to tell."

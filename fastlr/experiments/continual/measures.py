@@ -50,7 +50,9 @@ class CurrentImages(Inputs):
     def __init__(self, channels_last: bool = True) -> None:
         self.channels_last, self.images = channels_last, torch.empty(0, 3, 1, 1, dtype=torch.uint8)
 
-    def _make(self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    def _make(
+        self, start: int, stop: int, seed: int, device: torch.device, dtype: torch.dtype | None
+    ) -> Tensor:
         images = self.images[start:stop].to(device)
         return normalise(images, dtype or torch.float32, channels_last=self.channels_last)
 
@@ -69,7 +71,11 @@ class Measurer:
     """
 
     def __init__(
-        self, trainer: Trainer, tasks: TaskSequence, initial: Mapping[str, Tensor], chunks: Mapping[str, int]
+        self,
+        trainer: Trainer,
+        tasks: TaskSequence,
+        initial: Mapping[str, Tensor],
+        chunks: Mapping[str, int],
     ) -> None:
         self.trainer, self.options = trainer, trainer.options
         self.initial, self.chunks = initial, dict(chunks)
@@ -92,7 +98,9 @@ class Measurer:
         """Return True if measures are taken after task ``number`` (-1: before the first)."""
         return (number + 1) % self.options.measure_every == 0
 
-    def measure(self, task: Task, following: Task | None, number: int) -> tuple[dict[str, Any], dict[str, float]]:
+    def measure(
+        self, task: Task, following: Task | None, number: int
+    ) -> tuple[dict[str, Any], dict[str, float]]:
         """Take the measures of the model as it is.
 
         Args:
@@ -126,12 +134,18 @@ class Measurer:
             if len(names) > 1:
                 return {name: self._taken([name], compute, number)[name] for name in names}
             if not isinstance(error, NonFiniteError):
-                raise ModelError(f"{names[0]}: {error}; or leave it out by --set measures=...") from error
+                raise ModelError(
+                    f"{names[0]}: {error}; or leave it out by --set measures=..."
+                ) from error
             if self.options.on_nan == "stop":
                 raise NonFiniteError(f"after task {number}: {names[0]}: {error}") from error
-            return {names[0]: {"value": None, "stderr": None, "definition": "", "error": str(error)}}
+            return {
+                names[0]: {"value": None, "stderr": None, "definition": "", "error": str(error)}
+            }
 
-    def _passes(self, task: Task, following: Task | None, number: int) -> Iterator[tuple[list[str], _Compute]]:
+    def _passes(
+        self, task: Task, following: Task | None, number: int
+    ) -> Iterator[tuple[list[str], _Compute]]:
         """Yield the measures that are asked for, those that share a pass together.
 
         Each item is ``(names, names -> records)``.
@@ -144,15 +158,25 @@ class Measurer:
             yield ["weight_norm"], lambda names: {names[0]: _record(metrics.weight_norm(model))}
         if "distance_from_init" in wanted:
             distance = metrics.distance_from_init
-            yield ["distance_from_init"], lambda names: {names[0]: _record(distance(model, self.initial))}
+            yield (
+                ["distance_from_init"],
+                lambda names: {names[0]: _record(distance(model, self.initial))},
+            )
         passes = [known for known in OF_TRAINING if not known.keys().isdisjoint(wanted)]
         if passes:
             x, y = self._training_images(task, number)
         for known in passes:
 
-            def compute(names: list[str], known: dict[str, str] = known) -> dict[str, dict[str, Any]]:
+            def compute(
+                names: list[str], known: dict[str, str] = known
+            ) -> dict[str, dict[str, Any]]:
                 with self.trainer.autocast():
-                    images: dict[str, Any] = {"x": x, "y": y, "loss": F.cross_entropy, "tau": self.options.tau}
+                    images: dict[str, Any] = {
+                        "x": x,
+                        "y": y,
+                        "loss": F.cross_entropy,
+                        "tau": self.options.tau,
+                    }
                     found = metrics.measures(model, [known[name] for name in names], **images)
                 return {name: _record(found[known[name]]) for name in names}
 
@@ -163,14 +187,18 @@ class Measurer:
         generator = torch.Generator().manual_seed(stream_seed(self.options.seed, "measure", number))
         rows = torch.randperm(len(task.train_y), generator=generator)[: self.options.measure_images]
         rows = rows.to(task.train_y.device)
-        return self.trainer.as_input(self.trainer.normalised(take(task.train_x, rows))), task.train_y[rows]
+        return self.trainer.as_input(
+            self.trainer.normalised(take(task.train_x, rows))
+        ), task.train_y[rows]
 
     def _redundancy(self, name: str, following: Task | None) -> dict[str, Any]:
         n = self.options.redundancy_n
         if name == "local_redundancy_next_task":
             assert following is not None
             n = min(n, self._fewest)
-            order = torch.randperm(len(following.train_y), generator=torch.Generator().manual_seed(0))[:n]
+            order = torch.randperm(
+                len(following.train_y), generator=torch.Generator().manual_seed(0)
+            )[:n]
             self._current.images = take(following.train_x, order.to(following.train_x.device))
         if name not in self._estimators:
             size = self.options.redundancy_batch or self.chunks.get(name)
@@ -203,7 +231,9 @@ def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
         "definition": _LR.format(n=estimate.n, inputs=inputs),
         "n": estimate.n,
         "probe": estimate.probe,
-        "per_parameter": {key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()},
+        "per_parameter": {
+            key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()
+        },
     }
 
 

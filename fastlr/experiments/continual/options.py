@@ -29,7 +29,13 @@ RANDOM_LABELS, SYNTHETIC = "random-labels", "synthetic"  # data that need no sto
 RANDOM_DIGITS, PERMUTED_DIGITS = "random-labels-digits", "permuted-digits"
 MEMORISED = (RANDOM_LABELS, RANDOM_DIGITS)  # with labels that only memory knows
 OF_THE_ABLATION = ("local_redundancy_noise", "local_redundancy_next_task")  # the paper's Table 4
-OF_THE_TABLES = ("local_redundancy", "weight_norm", "distance_from_init", "dormant_ratio", "train_grad_norm")  # 1, 2, 5
+OF_THE_TABLES = (
+    "local_redundancy",
+    "weight_norm",
+    "distance_from_init",
+    "dormant_ratio",
+    "train_grad_norm",
+)  # 1, 2, 5
 INTERVENTIONS = tuple(  # options of which a report compares the values
     "model_kwargs norm head_reset optimiser_state weight_decay shrink perturb reset_every reset_layers l2_init "
     "redundancy_floor floor_strength floor_images cbp_rate cbp_maturity cbp_decay cbp_transfer replay_images replay_share "
@@ -130,7 +136,9 @@ class ContinualOptions(TrainingOptions):
     cbp_decay: float = option(0.99, at_least=0, below=1)
     cbp_transfer: bool = True
     replay_images: int = option(0, at_least=0)
-    replay_share: float = option(0.5, positive=True, below=1, hint="replay_images=0 turns replay off")
+    replay_share: float = option(
+        0.5, positive=True, below=1, hint="replay_images=0 turns replay off"
+    )
     ewc: float = option(0.0, at_least=0)
     ewc_decay: float = option(0.95, at_least=0, at_most=1)
     ewc_images: int = option(200, at_least=1)
@@ -157,7 +165,9 @@ class ContinualOptions(TrainingOptions):
     @property
     def classes(self) -> int:
         """Classes of a task."""
-        return {PERMUTED_DIGITS: 10, **dict.fromkeys(MEMORISED, self.random_classes)}.get(self.data, 2)
+        return {PERMUTED_DIGITS: 10, **dict.fromkeys(MEMORISED, self.random_classes)}.get(
+            self.data, 2
+        )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -255,6 +265,8 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
         actual: dict[str, Any] = {"images": options.data}
     else:
         given = {"resize": "crop", **data}
-        actual = {key: given[key] for key in ("classes", "size", "resize") if given.get(key) is not None}
+        actual = {
+            key: given[key] for key in ("classes", "size", "resize") if given.get(key) is not None
+        }
     texts = differences({**vars(options), "tasks": tasks, **actual}, paper, _NO_MATTER)
     return [f"{text} (500 in Table 5)" if text.startswith("tasks 500 ") else text for text in texts]

@@ -75,7 +75,9 @@ class ContinualRun(RunFolder):
             for key in ("accuracy", "previous_accuracy"):
                 value = record.get(key)
                 if value is not None and not 0 <= number(value) <= 1:
-                    texts.append(f"{key.replace('_', ' ')} of task {t} is {value!r}, which is left out")
+                    texts.append(
+                        f"{key.replace('_', ' ')} of task {t} is {value!r}, which is left out"
+                    )
         return texts
 
     @property
@@ -94,7 +96,11 @@ class ContinualRun(RunFolder):
     @property
     def measures(self) -> list[str]:
         """The names of the measures recorded at any boundary, by their first appearance."""
-        return list(dict.fromkeys(name for record in self.tasks.values() for name in as_dict(record, "measures")))
+        return list(
+            dict.fromkeys(
+                name for record in self.tasks.values() for name in as_dict(record, "measures")
+            )
+        )
 
     def _series(self, value_of: Callable[[dict[str, Any]], Any]) -> Array:
         values = np.full(len(self), np.nan)
@@ -181,12 +187,23 @@ class ContinualRun(RunFolder):
     @property
     def timed(self) -> list[str]:
         """Names that have seconds, in the order of their first appearance."""
-        return list(dict.fromkeys(name for record in self.tasks.values() for name in as_dict(record, "seconds")))
+        return list(
+            dict.fromkeys(
+                name for record in self.tasks.values() for name in as_dict(record, "seconds")
+            )
+        )
 
     def per_parameter(self, name: str = "local_redundancy") -> dict[int, dict[str, float]]:
         """Task number to the measure's mean for each parameter, where it was recorded."""
-        means = {t: as_dict(measured(record, name), "per_parameter") for t, record in sorted(self.tasks.items())}
-        return {t: {key: number(value) for key, value in values.items()} for t, values in means.items() if values}
+        means = {
+            t: as_dict(measured(record, name), "per_parameter")
+            for t, record in sorted(self.tasks.items())
+        }
+        return {
+            t: {key: number(value) for key, value in values.items()}
+            for t, values in means.items()
+            if values
+        }
 
 
 def read_run(path: str | Path) -> ContinualRun:
@@ -198,7 +215,9 @@ def read_run(path: str | Path) -> ContinualRun:
     return ContinualRun.read(path)
 
 
-def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collection[str] = ()) -> list[ContinualRun]:
+def read_runs(
+    paths: Iterable[str | Path], *, pool: bool = True, apart: Collection[str] = ()
+) -> list[ContinualRun]:
     """Read run folders; a folder of several runs stands for all of them, in order.
 
     Its runs are in folders ``seed-0``, ``seed-1``, and so on.
@@ -225,12 +244,16 @@ def read_runs(paths: Iterable[str | Path], *, pool: bool = True, apart: Collecti
 def _check_same(runs: list[ContinualRun], apart: Collection[str]) -> None:
     settings = [{k: v for k, v in _settings(run).items() if k not in apart} for run in runs]
     common = [key for key in settings[0] if all(key in setting for setting in settings)]
-    different = [key for key in common if any(setting[key] != settings[0][key] for setting in settings)]
+    different = [
+        key for key in common if any(setting[key] != settings[0][key] for setting in settings)
+    ]
     if not different:
         return
     groups: dict[str, list[str]] = {}
     for run, setting in zip(runs, settings):
-        groups.setdefault(", ".join(f"{key}={_short(setting[key])}" for key in different), []).append(str(run.path))
+        groups.setdefault(
+            ", ".join(f"{key}={_short(setting[key])}" for key in different), []
+        ).append(str(run.path))
     listed = [f"{values}: {' '.join(paths)}" for values, paths in list(groups.items())[:_SHOWN]]
     if len(groups) > _SHOWN:
         listed.append(f"and {len(groups) - _SHOWN} more")

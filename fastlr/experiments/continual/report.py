@@ -71,14 +71,22 @@ def write_report(
     predicted = causes.predictions(runs, resamples=resamples, seed=seed)
     if not pool and len(causes.by_intervention(runs)) > 1:
         return _report_on_causes(runs, folder, predicted, figures, resamples, seed)
-    results = {target: correlations(runs, target=target, resamples=resamples, seed=seed) for target in TARGETS}
+    results = {
+        target: correlations(runs, target=target, resamples=resamples, seed=seed)
+        for target in TARGETS
+    }
     agreements = agreement(runs, resamples=resamples, seed=seed)
     setting = tables.setting(runs)
     forgotten, spent = forgetting_by_blocks(runs), costs(runs)
 
-    known = {target: [] if isinstance(result, TooShort) else result for target, result in results.items()}
+    known = {
+        target: [] if isinstance(result, TooShort) else result for target, result in results.items()
+    }
     full = {target: tables.correlation_sheets(result, target) for target, result in results.items()}
-    overviews = {target: [tables.overview_sheet(known[target], target)] if known[target] else [] for target in TARGETS}
+    overviews = {
+        target: [tables.overview_sheet(known[target], target)] if known[target] else []
+        for target in TARGETS
+    }
     accuracy, forgetting = TARGETS
     lead = tables.lead_sheet(known[accuracy], accuracy)
     screen = tables.with_setting(
@@ -119,7 +127,9 @@ def write_report(
     texts = {}
     if entries:
         columns = [key for key in entries[0] if key != "per_run"]
-        texts["correlations.csv"] = csv_text(columns, [[entry[key] for key in columns] for entry in entries])
+        texts["correlations.csv"] = csv_text(
+            columns, [[entry[key] for key in columns] for entry in entries]
+        )
     summary = (
         f"{counted(len(runs), 'run')}, {counted(sum(len(run.tasks) for run in runs), 'task')}. "
         f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in report.json."
@@ -127,7 +137,16 @@ def write_report(
     drawings = _drawings(runs, known) if figures == "png" else []
     title, sheets = "Plasticity over a sequence of tasks", [*screen, *rest]
     report = write_files(
-        folder, title, sentences, [*setting, summary], sheets, drawings, runs, numbers, screen=screen, texts=texts
+        folder,
+        title,
+        sentences,
+        [*setting, summary],
+        sheets,
+        drawings,
+        runs,
+        numbers,
+        screen=screen,
+        texts=texts,
     )
     return ContinualReport(**vars(report), correlations=results)
 
@@ -149,27 +168,48 @@ def _report_on_causes(
         causes.prediction_sheet(predicted),
     ]
     sentences = causes.cause_findings(found, pairs, predicted)
-    numbers = {"findings": sentences, "runs": [str(run.path) for run in runs], "resamples": resamples, "seed": seed}
+    numbers = {
+        "findings": sentences,
+        "runs": [str(run.path) for run in runs],
+        "resamples": resamples,
+        "seed": seed,
+    }
     numbers |= {
         "interventions": found.names,
         "logarithms": sorted(found.logs),
         "late_accuracy": found.accuracy.tolist(),
     }
     numbers |= {"late_measures": {name: values.tolist() for name, values in found.measures.items()}}
-    numbers |= {"together": [vars(pair) for pair in pairs], "predictions": [vars(p) for p in predicted]}
+    numbers |= {
+        "together": [vars(pair) for pair in pairs],
+        "predictions": [vars(p) for p in predicted],
+    }
     scatter = Drawing(
-        "causes.png", partial(causes.cause_scatter, found), "Late accuracy over late local redundancy, by intervention."
+        "causes.png",
+        partial(causes.cause_scatter, found),
+        "Late accuracy over late local redundancy, by intervention.",
     )
-    course = Drawing("course.png", partial(curves.group_curves, found.groups), "Both over the tasks, by intervention.")
+    course = Drawing(
+        "course.png",
+        partial(curves.group_curves, found.groups),
+        "Both over the tasks, by intervention.",
+    )
     drawings = [scatter, course] if figures == "png" else []
-    title, sheets = "Does it cause plasticity?", [*screen, tables.runs_sheet(runs), tables.definitions_sheet(runs)]
+    title, sheets = (
+        "Does it cause plasticity?",
+        [*screen, tables.runs_sheet(runs), tables.definitions_sheet(runs)],
+    )
     lead = f"{counted(len(runs), 'run')} of {counted(len(found.names), 'intervention')}, compared over {found.tasks} tasks."
-    report = write_files(folder, title, sentences, [lead], sheets, drawings, runs, numbers, screen=screen)
+    report = write_files(
+        folder, title, sentences, [lead], sheets, drawings, runs, numbers, screen=screen
+    )
     return ContinualReport(**vars(report), correlations={})
 
 
 def _drawings(runs: Sequence[ContinualRun], known: dict[str, list[Correlation]]) -> list[Drawing]:
-    thick = "Thin: each task; thick: running mean over 30 tasks." if max(map(len, runs)) >= 150 else ""
+    thick = (
+        "Thin: each task; thick: running mean over 30 tasks." if max(map(len, runs)) >= 150 else ""
+    )
     drawings = [
         Drawing(
             "redundancy-accuracy.png",
@@ -210,7 +250,11 @@ def _draw_inputs(run: ContinualRun, size: Any, seed: Any, path: Path) -> bool:
     """
     from fastlr.inputs import ShapeImages
 
-    if "local_redundancy" not in run.measures or not isinstance(size, int) or not isinstance(seed, int):
+    if (
+        "local_redundancy" not in run.measures
+        or not isinstance(size, int)
+        or not isinstance(seed, int)
+    ):
         return False
     enlarged = max(1, 96 // size)  # whole pixels, so that small images can be seen
     images = ShapeImages(size=(3, size, size)).raw(0, 16, seed=seed)

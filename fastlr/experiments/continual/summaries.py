@@ -10,7 +10,12 @@ import numpy as np
 
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.runs.records import Array, finite
-from fastlr.experiments.statistics.bootstrap import block_length, block_weights, interval, mean_error
+from fastlr.experiments.statistics.bootstrap import (
+    block_length,
+    block_weights,
+    interval,
+    mean_error,
+)
 from fastlr.experiments.statistics.correlation import constant, correlation
 
 REFERENCE = "local_redundancy_next_task"
@@ -57,20 +62,33 @@ def forgetting_by_blocks(runs: Sequence[ContinualRun], blocks: int = 10) -> list
     """
     longest = max(len(run) for run in runs)
     size = max(10, -(-longest // blocks))
-    stretches = [(0, longest)] + [(start, min(start + size, longest)) for start in range(0, longest, size)]
+    stretches = [(0, longest)] + [
+        (start, min(start + size, longest)) for start in range(0, longest, size)
+    ]
     if len(stretches) == 2:
         stretches = stretches[:1]
     result = []
     for start, stop in stretches:
         lost = [run.forgetting[start:stop] for run in runs]
-        accuracies = [run.accuracy[start:stop][np.isfinite(values)] for run, values in zip(runs, lost)]
+        accuracies = [
+            run.accuracy[start:stop][np.isfinite(values)] for run, values in zip(runs, lost)
+        ]
         lost = [finite(values) for values in lost]
         n = sum(map(len, lost))
         if not n:
             continue
-        right_after, mean = float(np.concatenate(accuracies).mean()), float(np.concatenate(lost).mean())
-        variance = sum((len(values) / n * mean_error(values)) ** 2 for values in lost if len(values))  # NaN stays NaN
-        result.append(ForgettingBlock(start, stop - 1, n, right_after, right_after - mean, mean, math.sqrt(variance)))
+        right_after, mean = (
+            float(np.concatenate(accuracies).mean()),
+            float(np.concatenate(lost).mean()),
+        )
+        variance = sum(
+            (len(values) / n * mean_error(values)) ** 2 for values in lost if len(values)
+        )  # NaN stays NaN
+        result.append(
+            ForgettingBlock(
+                start, stop - 1, n, right_after, right_after - mean, mean, math.sqrt(variance)
+            )
+        )
     return result
 
 
@@ -112,7 +130,9 @@ def costs(runs: Sequence[ContinualRun]) -> list[Cost]:
         training = sum(float(finite(run.seconds("train")).sum()) for run in timed)
         total = float(by_task.sum())
         share = total / training if training > 0 else math.nan
-        result.append(Cost(name, len(by_task), total, float(by_task.mean()), float(np.median(by_task)), share))
+        result.append(
+            Cost(name, len(by_task), total, float(by_task.mean()), float(np.median(by_task)), share)
+        )
     return sorted(result, key=lambda cost: (cost.name != "train", -cost.total))
 
 
@@ -173,7 +193,9 @@ def agreement(
     runs = [run for run in runs if reference in run.measures]
     if candidates is None:
         names = dict.fromkeys(name for run in runs for name in run.measures)
-        candidates = [n for n in names if n == SHAPES or (n.startswith(f"{SHAPES}_") and n != reference)]
+        candidates = [
+            n for n in names if n == SHAPES or (n.startswith(f"{SHAPES}_") and n != reference)
+        ]
     result = []
     for name in candidates:
         series = [(run.measure(name), run.measure(reference)) for run in runs]
@@ -190,7 +212,9 @@ def agreement(
     return result
 
 
-def _agree(name: str, transform: str, pairs: list[tuple[Array, Array]], resamples: int, seed: int) -> Agreement:
+def _agree(
+    name: str, transform: str, pairs: list[tuple[Array, Array]], resamples: int, seed: int
+) -> Agreement:
     n = sum(len(x) for x, _ in pairs)
     shares = [len(x) / n for x, _ in pairs]
 
@@ -198,7 +222,9 @@ def _agree(name: str, transform: str, pairs: list[tuple[Array, Array]], resample
         return sum(share * value for share, value in zip(shares, values))
 
     r = mean([correlation("pearson", x, y) for x, y in pairs])
-    identity = mean([1 - float(((x - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()) for x, y in pairs])
+    identity = mean(
+        [1 - float(((x - y) ** 2).sum() / ((y - y.mean()) ** 2).sum()) for x, y in pairs]
+    )
     squared = mean([float(((x - y) ** 2).mean()) for x, y in pairs])
     logs = pairs if transform == "log" else [(_log(x), _log(y)) for x, y in pairs]
     ratio = math.exp(mean([float((x - y).mean()) for x, y in logs]))
@@ -206,7 +232,9 @@ def _agree(name: str, transform: str, pairs: list[tuple[Array, Array]], resample
     return Agreement(name, transform, r, error, r * r, identity, 2 * (1 - r), ratio, n, squared)
 
 
-def _error(r: float, pairs: list[tuple[Array, Array]], shares: list[float], resamples: int, seed: int) -> float:
+def _error(
+    r: float, pairs: list[tuple[Array, Array]], shares: list[float], resamples: int, seed: int
+) -> float:
     if min(len(x) for x, _ in pairs) < FEWEST_FOR_ERROR:
         return math.nan
     replicates, blocks = np.zeros(resamples), 0

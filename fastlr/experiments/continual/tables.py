@@ -13,7 +13,13 @@ from fastlr.experiments.continual.association import KINDS, TRANSFORMS, Correlat
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.options import substitutions
 from fastlr.experiments.continual.records import ContinualRun
-from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR, INPUTS, Agreement, Cost, ForgettingBlock
+from fastlr.experiments.continual.summaries import (
+    FEWEST_FOR_ERROR,
+    INPUTS,
+    Agreement,
+    Cost,
+    ForgettingBlock,
+)
 from fastlr.experiments.runs.options import not_as_in_the_paper
 from fastlr.experiments.runs.records import as_dict, finite
 from fastlr.experiments.statistics.bootstrap import SHORTEST_BLOCK
@@ -58,19 +64,24 @@ def setting(runs: Sequence[ContinualRun]) -> tuple[str, ...]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for run in runs:
         if run.options:
-            changes = substitutions(DRIVER.options_of(run.options), as_dict(run.config, "data"), len(run.tasks))
+            changes = substitutions(
+                DRIVER.options_of(run.options), as_dict(run.config, "data"), len(run.tasks)
+            )
         else:
             changes = ["not known, as the run has no configuration"]
         alike.setdefault(tuple(changes), []).append(run.name)
     return tuple(
-        not_as_in_the_paper(changes, ", ".join(names) if len(alike) > 1 else "") for changes, names in alike.items()
+        not_as_in_the_paper(changes, ", ".join(names) if len(alike) > 1 else "")
+        for changes, names in alike.items()
     )
 
 
 def with_setting(sheets: Sequence[Sheet], runs: Sequence[ContinualRun]) -> list[Sheet]:
     """Return tables, with `setting` among the notes of those that the paper has too."""
     notes = setting(runs)
-    return [replace(s, notes=(*s.notes, *notes)) if s.title.startswith("Table ") else s for s in sheets]
+    return [
+        replace(s, notes=(*s.notes, *notes)) if s.title.startswith("Table ") else s for s in sheets
+    ]
 
 
 def label(name: str) -> str:
@@ -90,7 +101,9 @@ def hundred(value: float, digits: int = 1) -> str:
 def order(names: Iterable[str]) -> list[str]:
     """Distinct measures in the order of the paper's Table 1, others after them as they come."""
     known = list(LABELS)
-    return sorted(dict.fromkeys(names), key=lambda name: known.index(name) if name in known else len(known))
+    return sorted(
+        dict.fromkeys(names), key=lambda name: known.index(name) if name in known else len(known)
+    )
 
 
 def _with_error(value: float, stderr: float) -> str:
@@ -110,7 +123,9 @@ def correlation_sheets(correlations: list[Correlation] | TooShort, target: str) 
     tables: list[Sheet] = []
     for kind, transform in product(KINDS, TRANSFORMS):
         name = slug(target, f"{kind}-{transform}")
-        number = f"Table {NUMBERS[target]}: " if not tables else "Correlations with "  # the first is the paper's
+        number = (
+            f"Table {NUMBERS[target]}: " if not tables else "Correlations with "
+        )  # the first is the paper's
         title = f"{number}{TARGET_LABELS[target]}; {kind}, {_TRANSFORMS[transform]}"
         if isinstance(correlations, TooShort):
             return [Sheet(name, title, notes=(str(correlations),))]
@@ -119,7 +134,12 @@ def correlation_sheets(correlations: list[Correlation] | TooShort, target: str) 
 
 
 def _correlation_sheet(
-    correlations: Sequence[Correlation], name: str, title: str, target: str, kind: str, transform: str
+    correlations: Sequence[Correlation],
+    name: str,
+    title: str,
+    target: str,
+    kind: str,
+    transform: str,
 ) -> Sheet:
     """Correlations of one kind in full: a line for Pearson's and one for Spearman's."""
     chosen = [c for c in correlations if c.kind == kind and c.transform == transform]
@@ -129,7 +149,11 @@ def _correlation_sheet(
     missing = "; ".join(dict.fromkeys(f"{label(c.measure)}: {c.note}" for c in chosen if c.note))
     if not known:
         return Sheet(name, title, notes=(f"No measure has a correlation. {missing}",))
-    trend = "the target alone (semi-partial, as in the paper)" if kind == "semi-partial" else "both (partial)"
+    trend = (
+        "the target alone (semi-partial, as in the paper)"
+        if kind == "semi-partial"
+        else "both (partial)"
+    )
     notes = [
         f"Each measure{' (its logarithm)' if transform == 'log' else ''} at the boundary after task t against "
         f"{_DEFINITIONS[target]}; r is Pearson's, rho Spearman's; a line in task number is taken out of {trend}.",
@@ -145,7 +169,9 @@ def _correlation_sheet(
             "A measure that is nearly a line in task number has a semi-partial correlation near zero whatever it does "
             "beside the line: compare the partial ones."
         )
-    outside = [f"{label(c.measure)} ({_METHODS[c.method]})" for c in known if c.low > 0 or c.high < 0]
+    outside = [
+        f"{label(c.measure)} ({_METHODS[c.method]})" for c in known if c.low > 0 or c.high < 0
+    ]
     notes.append(
         f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(known)} such intervals about "
         f"{len(known) / 20:.1f} would leave out zero by chance."
@@ -168,7 +194,10 @@ def _correlation_sheet(
 
 def overview_sheet(correlations: Sequence[Correlation], target: str) -> Sheet:
     """All kinds of correlation side by side."""
-    by = {(c.measure, c.method, c.kind, c.transform): _with_error(c.value, c.stderr) for c in correlations}
+    by = {
+        (c.measure, c.method, c.kind, c.transform): _with_error(c.value, c.stderr)
+        for c in correlations
+    }
     combinations = list(product(KINDS, TRANSFORMS))
     rows = []
     for measure, method in product(order(c.measure for c in correlations), _METHODS):
@@ -202,7 +231,9 @@ def lead_sheet(correlations: Sequence[Correlation], target: str) -> Sheet | None
         "difference: both are computed on the same resamples. With a sign: a measure that falls where accuracy rises "
         "has a negative correlation, so compare sizes in the tables above.",
     )
-    return Sheet(slug(target, "lead"), "How far local redundancy leads", columns, tuple(rows), notes)
+    return Sheet(
+        slug(target, "lead"), "How far local redundancy leads", columns, tuple(rows), notes
+    )
 
 
 def forgetting_sheet(blocks: Sequence[ForgettingBlock]) -> Sheet:
@@ -276,10 +307,15 @@ def definitions_sheet(runs: Sequence[ContinualRun]) -> Sheet:
     """The definition of each measure, in the words of the records."""
 
     def definition(name: str) -> str:
-        return " / ".join(dict.fromkeys(text for run in runs if (text := run.definition(name)))) or DASH
+        return (
+            " / ".join(dict.fromkeys(text for run in runs if (text := run.definition(name))))
+            or DASH
+        )
 
     names = order(name for run in runs for name in run.measures)
-    return Sheet.of("definitions", "What the measures are", names, {"measure": label, "definition": definition})
+    return Sheet.of(
+        "definitions", "What the measures are", names, {"measure": label, "definition": definition}
+    )
 
 
 def ablation_sheet(

@@ -13,7 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlr.errors import ModelError, NonFiniteError
-from fastlr.experiments.continual.interventions import ExperienceReplay, Intervention, UnitAdamW, make_interventions
+from fastlr.experiments.continual.interventions import (
+    ExperienceReplay,
+    Intervention,
+    UnitAdamW,
+    make_interventions,
+)
 from fastlr.experiments.continual.options import ContinualOptions
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
 from fastlr.experiments.runs.folder import seed_everything, stream_seed
@@ -62,7 +67,9 @@ class Trainer(TrainingLoop):
         rates: dict[str, Any] = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
         if options.optimiser == "sgd":
             momentum, fused = options.momentum, self.fused
-            return torch.optim.SGD(trainable_parameters(self.model), momentum=momentum, fused=fused, **rates)
+            return torch.optim.SGD(
+                trainable_parameters(self.model), momentum=momentum, fused=fused, **rates
+            )
         if options.cbp_rate:
             return UnitAdamW(trainable_parameters(self.model), **rates)
         return self.adamw(options.learning_rate, options.weight_decay)
@@ -88,7 +95,10 @@ class Trainer(TrainingLoop):
     @property
     def replay(self) -> ExperienceReplay | None:
         """The memory of earlier tasks' images, if there is one with anything in it."""
-        return next((i for i in self.interventions if isinstance(i, ExperienceReplay) and len(i.labels)), None)
+        return next(
+            (i for i in self.interventions if isinstance(i, ExperienceReplay) and len(i.labels)),
+            None,
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs, by reference."""
@@ -108,7 +118,11 @@ class Trainer(TrainingLoop):
         Raises:
             ModelError: There is none.
         """
-        heads = [m for m in self.model.modules() if isinstance(m, nn.Linear) and m.out_features == self.options.classes]
+        heads = [
+            m
+            for m in self.model.modules()
+            if isinstance(m, nn.Linear) and m.out_features == self.options.classes
+        ]
         if not heads:
             raise ModelError(
                 f"head_reset wants a model that ends in nn.Linear with {self.options.classes} outputs: use another, or "
@@ -116,7 +130,9 @@ class Trainer(TrainingLoop):
             )
         return heads[-1]
 
-    def learn(self, task: Task, number: int, report: Callable[[int], None] = lambda epoch: None) -> float | None:
+    def learn(
+        self, task: Task, number: int, report: Callable[[int], None] = lambda epoch: None
+    ) -> float | None:
         """Train on a task, after the resets and interventions that come before a task.
 
         Args:
@@ -134,7 +150,9 @@ class Trainer(TrainingLoop):
         before = copy.deepcopy(self.state()) if self.options.on_nan == "skip" else None
         seed_everything(self.parallel.stream_seed(self.options.seed, "task", number))
         if self.options.optimiser_state == "reset":
-            for t in optimiser_tensors(self.optimiser):  # in place, where captured steps find it; zeros: a fresh state
+            for t in optimiser_tensors(
+                self.optimiser
+            ):  # in place, where captured steps find it; zeros: a fresh state
                 t.zero_()
         for intervention in self.interventions:
             intervention.before_task(task, number)
@@ -204,11 +222,21 @@ class Trainer(TrainingLoop):
             What this rank's images contribute to the mean loss, on the device.
         """
         if self.replay is None:
-            order, batches = torch.randperm(n, generator=generator), list(spans(n, self.options.batch_size))
+            order, batches = (
+                torch.randperm(n, generator=generator),
+                list(spans(n, self.options.batch_size)),
+            )
         else:
             order, batches = self.replay.order(n, generator)
-        order, total = self._to_device(order), torch.zeros((), dtype=torch.float64, device=self.device)
-        mirrored = self._to_device(torch.rand(len(order), generator=generator) < 0.5) if self.options.flip else None
+        order, total = (
+            self._to_device(order),
+            torch.zeros((), dtype=torch.float64, device=self.device),
+        )
+        mirrored = (
+            self._to_device(torch.rand(len(order), generator=generator) < 0.5)
+            if self.options.flip
+            else None
+        )
 
         def images(start: int, stop: int) -> tuple[Tensor, ...]:
             rows = order[start:stop]
@@ -241,7 +269,9 @@ class Trainer(TrainingLoop):
         return F.cross_entropy(z.float(), y, reduction="sum")
 
     def _to_device(self, t: Tensor) -> Tensor:
-        return t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
+        return (
+            t.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else t
+        )
 
     @torch.no_grad()
     def accuracy(self, x: Tensor, y: Tensor) -> float:

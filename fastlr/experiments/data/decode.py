@@ -67,7 +67,9 @@ def decode(data: bytes, size: int, resize: str) -> np.ndarray:
     Any exception means that the file is corrupt.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # odd metadata, palettes with transparency, very large images
+        warnings.simplefilter(
+            "ignore"
+        )  # odd metadata, palettes with transparency, very large images
         with Image.open(io.BytesIO(data)) as image:
             image.load()
             return to_pixels(image, size, resize)
@@ -79,7 +81,11 @@ def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
     Raises:
         SourceError: The size is above ``limit_mb``.
     """
-    size = open_zip(root).getinfo(name).file_size if zipped else os.stat(os.path.join(root, name)).st_size
+    size = (
+        open_zip(root).getinfo(name).file_size
+        if zipped
+        else os.stat(os.path.join(root, name)).st_size
+    )
     if size > limit_mb * 1e6:
         raise SourceError(
             f"{name} of {root} has {size / 1e6:,.1f} MB{' unpacked' * zipped}, and the limit is {limit_mb:g} MB: give a "

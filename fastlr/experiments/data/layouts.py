@@ -33,7 +33,9 @@ from fastlr.ops.philox import STREAMS, random_words
 FORMATS = ("imagenet", "folder", "npy")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 SPLIT_STREAM = STREAMS["split"]
-_HEADER = 1 << 16  # bytes in which the header of a .npy file ends, which may say that it is of any length
+_HEADER = (
+    1 << 16
+)  # bytes in which the header of a .npy file ends, which may say that it is of any length
 
 
 @dataclass
@@ -96,7 +98,11 @@ class Source:
         digest = hashlib.sha256()
         for entry in classes:
             names = [entry.npy] if entry.npy else [*entry.train, "", *entry.test]
-            lines = [entry.name, str(entry.shape), *(f"{name} {self.checksums.get(name, '')}" for name in names)]
+            lines = [
+                entry.name,
+                str(entry.shape),
+                *(f"{name} {self.checksums.get(name, '')}" for name in names),
+            ]
             digest.update("\0".join(lines).encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
@@ -133,9 +139,13 @@ def list_source(path: str | Path) -> Source:
         files, folders, checksums = _list_archive(path)
     else:
         what = "is neither a folder nor a file" if path.exists() else "does not exist"
-        raise InputError(f"{path} {what}: give a folder of images or of .npy files, or a .zip of one")
+        raise InputError(
+            f"{path} {what}: give a folder of images or of .npy files, or a .zip of one"
+        )
     if not files:
-        raise InputError(f"{path} holds no files: give a folder of images or of .npy files, or a .zip of one")
+        raise InputError(
+            f"{path} holds no files: give a folder of images or of .npy files, or a .zip of one"
+        )
     files.sort()
     prefix = _wrapper(files, folders)
     cut = len(prefix)
@@ -161,7 +171,9 @@ def _walk(path: Path) -> tuple[list[str], set[str]]:
     for folder, inside, names in os.walk(path, followlinks=True, onerror=fail):
         earlier = seen.setdefault(os.path.realpath(folder), folder)
         if earlier is not folder:
-            raise InputError(f"{folder} and {earlier} are one folder: remove the link, or its images would count twice")
+            raise InputError(
+                f"{folder} and {earlier} are one folder: remove the link, or its images would count twice"
+            )
         inside[:] = sorted(name for name in inside if not _hidden(name))
         below = os.path.relpath(folder, path).replace(os.sep, "/")
         below = "" if below == "." else below + "/"
@@ -173,9 +185,15 @@ def _walk(path: Path) -> tuple[list[str], set[str]]:
 def _list_archive(path: Path) -> tuple[list[str], set[str], dict[str, int]]:
     """Return the files and the folders in an archive, and the checksum of each file."""
     try:
-        infos = [info for info in open_zip(str(path)).infolist() if not any(map(_hidden, info.filename.split("/")))]
+        infos = [
+            info
+            for info in open_zip(str(path)).infolist()
+            if not any(map(_hidden, info.filename.split("/")))
+        ]
     except (zipfile.BadZipFile, OSError, ValueError) as error:
-        raise InputError(f"{path} is no readable .zip file ({error}): give a folder or a whole zip file") from error
+        raise InputError(
+            f"{path} is no readable .zip file ({error}): give a folder or a whole zip file"
+        ) from error
     if any(info.flag_bits & 1 for info in infos):
         raise InputError(f"{path} is encrypted: unpack it and give the folder")
     absolute = next((info.filename for info in infos if info.filename.startswith("/")), None)
@@ -183,9 +201,18 @@ def _list_archive(path: Path) -> tuple[list[str], set[str], dict[str, int]]:
         raise InputError(
             f"{path} holds {absolute}, a path from the root: make the archive anew, from within its folder"
         )
-    odd = next((info for info in infos if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)), None)
+    odd = next(
+        (
+            info
+            for info in infos
+            if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        ),
+        None,
+    )
     if odd is not None:  # Python unpacks others without a bound
-        raise InputError(f"{odd.filename} of {path} is not compressed by deflate: make the archive anew with it")
+        raise InputError(
+            f"{odd.filename} of {path} is not compressed by deflate: make the archive anew with it"
+        )
     files = [info.filename for info in infos if not info.is_dir()]
     twice = _duplicate(files)
     if twice is not None:
@@ -223,15 +250,21 @@ def scan(
     elif kind not in FORMATS:
         raise InputError(f"format {kind}: choose auto, {', '.join(FORMATS)}")
     if not 0 < test_fraction < 1:
-        raise InputError(f"test_fraction must lie between 0 and 1, got {test_fraction}: such as 0.2")
+        raise InputError(
+            f"test_fraction must lie between 0 and 1, got {test_fraction}: such as 0.2"
+        )
     listed, ignored = {"imagenet": _imagenet, "folder": _folder, "npy": _npy}[kind](source)
     classes = _choose(listed, limit, source)
     held_out = kind != "npy" and not any(entry.test for entry in listed)
     for entry in classes:
         if kind != "npy" and not entry.train:
-            raise InputError(f"class {entry.name} of {source.path} is empty: add images, remove the folder, {_NAMED}")
+            raise InputError(
+                f"class {entry.name} of {source.path} is empty: add images, remove the folder, {_NAMED}"
+            )
         if kind != "npy" and not (entry.test or held_out):
-            raise InputError(f"class {entry.name} of {source.path} has no images in val/: add some, {_NAMED}")
+            raise InputError(
+                f"class {entry.name} of {source.path} has no images in val/: add some, {_NAMED}"
+            )
         if held_out:
             _hold_out(entry, test_fraction, seed)
     if kind == "npy":
@@ -284,7 +317,9 @@ def _imagenet(source: Source) -> tuple[list[ClassFiles], Counter[str]]:
     ignored: Counter[str] = Counter()
     classes = _by_class(source, "train/", ignored)
     if not classes:
-        raise InputError(f"{source.path} has no folders train/<class>: for <class>/*.png use --format folder")
+        raise InputError(
+            f"{source.path} has no folders train/<class>: for <class>/*.png use --format folder"
+        )
     test = _by_class(source, "val/", ignored)
     if "val" in source.folders and not any(name in classes for name in test):
         raise InputError(
@@ -306,7 +341,9 @@ def _folder(source: Source) -> tuple[list[ClassFiles], Counter[str]]:
     ignored: Counter[str] = Counter()
     classes = list(_by_class(source, "", ignored).values())
     if not classes:
-        raise InputError(f"{source.path} has no folders of classes: each class needs a folder with its images")
+        raise InputError(
+            f"{source.path} has no folders of classes: each class needs a folder with its images"
+        )
     return classes, ignored
 
 
@@ -329,10 +366,16 @@ def _npy_shapes(source: Source, classes: list[ClassFiles], npy_train: int) -> No
             with source.open(entry.npy[len(source.prefix) :]) as file:
                 head = io.BytesIO(file.read(_HEADER))
             version = npy_format.read_magic(head)
-            read = npy_format.read_array_header_1_0 if version == (1, 0) else npy_format.read_array_header_2_0
+            read = (
+                npy_format.read_array_header_1_0
+                if version == (1, 0)
+                else npy_format.read_array_header_2_0
+            )
             shape, _, dtype = read(head)
         except (ValueError, OSError, zipfile.BadZipFile) as error:
-            raise InputError(f"{entry.npy} of {source.path} is no .npy file: {error}; {_WANTED}") from error
+            raise InputError(
+                f"{entry.npy} of {source.path} is no .npy file: {error}; {_WANTED}"
+            ) from error
         entry.shape, entry.npy_train = list(shape), npy_train
         if dtype != "uint8" or len(shape) != 4 or shape[1] != 3 or 0 in shape:
             raise InputError(f"{entry.npy} of {source.path} is {dtype} {list(shape)}; {_WANTED}")
@@ -351,7 +394,9 @@ def _npy_shapes(source: Source, classes: list[ClassFiles], npy_train: int) -> No
 _WANTED = "wanted is uint8 [n, 3, H, W], such as [700, 3, 32, 32]"
 
 
-def _choose(classes: list[ClassFiles], limit: int | Sequence[str] | None, source: Source) -> list[ClassFiles]:
+def _choose(
+    classes: list[ClassFiles], limit: int | Sequence[str] | None, source: Source
+) -> list[ClassFiles]:
     twice = _duplicate(unicodedata.normalize("NFC", entry.name).strip() for entry in classes)
     if twice is not None:
         raise InputError(f"{source.path} has two classes of the name {twice}: rename one")
@@ -367,17 +412,23 @@ def _choose(classes: list[ClassFiles], limit: int | Sequence[str] | None, source
             raise InputError(f"--limit-classes names {twice} twice: name each class once")
         unknown = sorted(set(limit) - {entry.name for entry in classes})
         if unknown:
-            raise InputError(f"--limit-classes: {source.path} has no class {unknown[0]}, it has {_some(classes)}")
+            raise InputError(
+                f"--limit-classes: {source.path} has no class {unknown[0]}, it has {_some(classes)}"
+            )
         classes = [entry for entry in classes if entry.name in limit]
     if len(classes) < 2:
-        raise InputError(f"{source.path} gives {len(classes)} class ({_some(classes)}): a task needs two")
+        raise InputError(
+            f"{source.path} gives {len(classes)} class ({_some(classes)}): a task needs two"
+        )
     return classes
 
 
 def _hold_out(entry: ClassFiles, fraction: float, seed: int) -> None:
     """Move a fraction of the training files, at least one, to the test files."""
     if len(entry.train) < 2:
-        raise InputError(f"class {entry.name} has one image, and one is held out for testing: add some, {_NAMED}")
+        raise InputError(
+            f"class {entry.name} has one image, and one is held out for testing: add some, {_NAMED}"
+        )
     count = min(max(1, round(fraction * len(entry.train))), len(entry.train) - 1)
     digest = hashlib.sha256(entry.name.encode("utf-8", "surrogateescape")).digest()
     key = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
@@ -397,7 +448,9 @@ def _wrapper(files: list[str], folders: set[str]) -> str:
         alone = all(name.startswith(head) for name in files) and not any(
             folder.startswith(prefix) and not (folder + "/").startswith(head) for folder in folders
         )
-        layered = all(name.lower().endswith(".npy") for name in files) or any("/" in name[cut:] for name in files)
+        layered = all(name.lower().endswith(".npy") for name in files) or any(
+            "/" in name[cut:] for name in files
+        )
         if not alone or not layered or head == prefix + "train/":
             return prefix
         prefix = head

@@ -42,7 +42,9 @@ def random_labels(
         >>> random_labels(torch.tensor([3, 0, 1]), 1000).tolist()
         [773, 409, 753]
     """
-    return uniform_integers(random_words(seed, check_index(index), STREAMS["labels"], 1)[:, 0], classes)
+    return uniform_integers(
+        random_words(seed, check_index(index), STREAMS["labels"], 1)[:, 0], classes
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class LabelledShapes:
 
         The images are channels_last; both are on the device of ``index``.
         """
-        return self.inputs.at(index, seed=self.seed, dtype=dtype), random_labels(index, self.classes, self.seed)
+        return self.inputs.at(index, seed=self.seed, dtype=dtype), random_labels(
+            index, self.classes, self.seed
+        )
 
     def losses(self, z: Tensor, y: Tensor) -> Tensor:
         """Return each sample's cross-entropy in nats from its logits.
@@ -137,7 +141,9 @@ class GaussianPairs:
     horizon: int
     features: int
     seed: int = 0
-    _made: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def predictive(self) -> Predictive:
@@ -173,7 +179,9 @@ class GaussianPairs:
             InputError: The model's output has another shape.
         """
         if z.shape != y.shape:
-            raise InputError(f"the model forecasts {tuple(z.shape)} where the targets are {tuple(y.shape)}")
+            raise InputError(
+                f"the model forecasts {tuple(z.shape)} where the targets are {tuple(y.shape)}"
+            )
         return (z.float() - y).square().flatten(1).mean(1)
 
     def right(self, z: Tensor, y: Tensor) -> Tensor | None:
@@ -191,7 +199,9 @@ class GaussianPairs:
             >>> round(GaussianPairs(n=100, context=16, horizon=5, features=2).bits(0.25), 6)
             1000.0
         """
-        return regression_memorization_bound(self.n, self.horizon * self.features, 1.0, loss, unit="bits")
+        return regression_memorization_bound(
+            self.n, self.horizon * self.features, 1.0, loss, unit="bits"
+        )
 
     @property
     def ceiling(self) -> float | None:

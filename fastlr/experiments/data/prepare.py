@@ -22,7 +22,14 @@ import PIL
 from PIL import features
 
 from fastlr.errors import InputError
-from fastlr.experiments.data.decode import CHANNELS, MAX_FILE_MB, RULES, SPLITS, SourceError, size_within
+from fastlr.experiments.data.decode import (
+    CHANNELS,
+    MAX_FILE_MB,
+    RULES,
+    SPLITS,
+    SourceError,
+    size_within,
+)
 from fastlr.experiments.data.layouts import ClassFiles, Source, list_source, scan
 from fastlr.experiments.data.store import (
     IMAGES,
@@ -85,7 +92,11 @@ def prepare(
         OSError: The disk is full, or cannot be written.
     """
     if workers is None:
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
     if workers < 1:
         raise InputError(f"workers must be at least 1, got {workers}")
     seed, folder = check_seed(seed), Path(os.path.abspath(out))
@@ -93,7 +104,14 @@ def prepare(
     real = listing.path.resolve()
     if folder.resolve() == real or (not listing.zipped and real in folder.resolve().parents):
         raise InputError(f"{folder} lies in the source {listing.path}: choose a folder outside it")
-    layout = scan(listing, format, test_fraction=test_fraction, npy_train=npy_train, seed=seed, limit=limit_classes)
+    layout = scan(
+        listing,
+        format,
+        test_fraction=test_fraction,
+        npy_train=npy_train,
+        seed=seed,
+        limit=limit_classes,
+    )
     _check_sizes(listing, layout.classes, max_file_mb)
     if size is None:
         size = layout.classes[0].shape[-1] if layout.classes[0].shape else 64
@@ -118,7 +136,15 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(folder, name=LOCK)
         try:
-            _make(folder, listing, layout.classes, plan, max_file_mb, workers, progress or (lambda *_: None))
+            _make(
+                folder,
+                listing,
+                layout.classes,
+                plan,
+                max_file_mb,
+                workers,
+                progress or (lambda *_: None),
+            )
         finally:
             os.close(lock)
     except OSError as error:
@@ -126,7 +152,9 @@ def prepare(
             raise InputError(f"{folder} is no folder: choose another") from error
         if AGAIN in str(error):  # it says what to do already
             raise
-        raise disk_error(error.errno, f"cannot write {folder}: {error.strerror or error}") from error
+        raise disk_error(
+            error.errno, f"cannot write {folder}: {error.strerror or error}"
+        ) from error
     return ImageStore.open(folder)
 
 
@@ -136,9 +164,13 @@ def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float)
     Only files whose size the listing gives are looked at: those of an archive, and .npy files.
     """
     if not max_file_mb > 0:
-        raise InputError(f"--max-file-mb {max_file_mb:g}: give a number above 0, such as {MAX_FILE_MB}")
+        raise InputError(
+            f"--max-file-mb {max_file_mb:g}: give a number above 0, such as {MAX_FILE_MB}"
+        )
     for entry in classes:
-        for name in [entry.npy] if entry.npy else [*entry.train, *entry.test] if listing.zipped else []:
+        for name in (
+            [entry.npy] if entry.npy else [*entry.train, *entry.test] if listing.zipped else []
+        ):
             try:
                 size_within(max_file_mb, str(listing.path), listing.zipped, name)
             except SourceError as error:
@@ -185,7 +217,12 @@ def _make(
         def keep(i: int, result: dict[str, Any]) -> None:
             entry = classes[i]
             _check_not_empty(entry, result, listing)
-            blocks[entry.name] = {"name": entry.name, "rows": entry.rows, **result, "decoder": decoder}
+            blocks[entry.name] = {
+                "name": entry.name,
+                "rows": entry.rows,
+                **result,
+                "decoder": decoder,
+            }
             journal.write(json.dumps(blocks[entry.name]) + "\n")
             journal.flush()
             os.fsync(journal.fileno())
@@ -194,7 +231,10 @@ def _make(
         run_jobs(jobs, workers, counter(progress, "decoding", plan["listed"], done), keep)
     from fastlr import __version__
 
-    versions = {"fastlr": __version__, "decoders": sorted({block["decoder"] for block in blocks.values()})}
+    versions = {
+        "fastlr": __version__,
+        "decoders": sorted({block["decoder"] for block in blocks.values()}),
+    }
     index = build_index(plan, [blocks[entry.name] for entry in classes], versions)
     replace_file(folder / INDEX, index_text(index))
     _tidy(folder)
@@ -249,25 +289,35 @@ def _earlier(folder: Path, plan: dict[str, Any]) -> Blocks:
         earlier = json.loads((folder / PLAN).read_text(encoding="utf-8"))
         entries = _journal(folder / JOURNAL)
     else:
-        foreign = sorted(path.name for path in folder.iterdir() if path.name.removesuffix(".part") not in _OURS)
+        foreign = sorted(
+            path.name for path in folder.iterdir() if path.name.removesuffix(".part") not in _OURS
+        )
         if foreign:
-            raise InputError(f"{folder} holds something else ({foreign[0]}): choose a new or empty folder")
+            raise InputError(
+                f"{folder} holds something else ({foreign[0]}): choose a new or empty folder"
+            )
         plan["resize"] = plan["resize"] or "squash"
         return {}
     earlier = {"resize": "crop", **earlier}  # before there was a choice
     plan["resize"] = plan["resize"] or earlier["resize"]
     for key in plan:
         if key not in ("source", "ignored") and earlier.get(key) != plan[key]:
-            what = "other files of the source" if key == "fingerprint" else f"{key} {earlier.get(key)}"
+            what = (
+                "other files of the source" if key == "fingerprint" else f"{key} {earlier.get(key)}"
+            )
             now = "" if key == "fingerprint" else f", not {plan[key]}"
-            raise InputError(f"{folder} holds a store made with {what}{now}: choose another folder, or remove it")
+            raise InputError(
+                f"{folder} holds a store made with {what}{now}: choose another folder, or remove it"
+            )
     return {entry["name"]: entry for entry in entries}
 
 
 def _journal(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of the journal; a kill can leave half a line at its end."""
     entries = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in (
+        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    ):
         try:
             entries.append(json.loads(line))
         except ValueError:
@@ -276,14 +326,21 @@ def _journal(path: Path) -> list[dict[str, Any]]:
 
 
 def _intact(
-    folder: Path, classes: list[ClassFiles], size: int, blocks: Blocks, workers: int, progress: Progress
+    folder: Path,
+    classes: list[ClassFiles],
+    size: int,
+    blocks: Blocks,
+    workers: int,
+    progress: Progress,
 ) -> Blocks:
     """Return the blocks whose checksum holds, in the order of the classes."""
     row_bytes, path = size**2 * CHANNELS, str(folder / IMAGES)
     written = {i: entry for i, entry in enumerate(classes) if entry.name in blocks}
     if not written:
         return {}
-    jobs = [(i, {"check": [path, entry.first, entry.rows, row_bytes]}) for i, entry in written.items()]
+    jobs = [
+        (i, {"check": [path, entry.first, entry.rows, row_bytes]}) for i, entry in written.items()
+    ]
     total = sum(entry.rows for entry in written.values())
     add = counter(progress, "checking", total)
     digests: dict[int, str] = {}
@@ -295,7 +352,9 @@ def _intact(
     small = total * row_bytes < 1 << 28  # then starting processes would take longer
     run_jobs(jobs, 1 if small else workers, lambda images: None, keep)
     return {
-        entry.name: blocks[entry.name] for i, entry in written.items() if digests[i] == blocks[entry.name]["sha256"]
+        entry.name: blocks[entry.name]
+        for i, entry in written.items()
+        if digests[i] == blocks[entry.name]["sha256"]
     }
 
 

@@ -38,9 +38,13 @@ class RandomLabels:
 
     size = SIZE
 
-    def __init__(self, images: int = 256, classes: int = 10, seed: int = 0, digits: bool = False) -> None:
+    def __init__(
+        self, images: int = 256, classes: int = 10, seed: int = 0, digits: bool = False
+    ) -> None:
         if images < 2 or classes < 2:
-            raise InputError(f"random labels need at least two images and two classes, got {images} and {classes}")
+            raise InputError(
+                f"random labels need at least two images and two classes, got {images} and {classes}"
+            )
         self.classes, self.fewest, self.seed = classes, images, check_seed(seed)
         if digits:
             self.images = load_digits(images)[0][:images]
@@ -69,7 +73,11 @@ class RandomLabels:
 
     def facts(self, number: int) -> dict[str, Any]:
         """Return what the record of a task says of it: its classes."""
-        return {"round": 0, "classes": list(range(self.classes)), "names": [str(c) for c in range(self.classes)]}
+        return {
+            "round": 0,
+            "classes": list(range(self.classes)),
+            "names": [str(c) for c in range(self.classes)],
+        }
 
 
 class PermutedDigits:
@@ -91,7 +99,9 @@ class PermutedDigits:
     @property
     def digest(self) -> str:
         """SHA-256 of the digits and of the number that is trained on."""
-        return hashlib.sha256(b"%d " % self.fewest + self.x.permute(0, 2, 3, 1).numpy().tobytes()).hexdigest()
+        return hashlib.sha256(
+            b"%d " % self.fewest + self.x.permute(0, 2, 3, 1).numpy().tobytes()
+        ).hexdigest()
 
     def load(self, number: int, device: torch.device | str | None = None) -> Task:
         """Return a task."""

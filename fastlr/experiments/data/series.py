@@ -118,10 +118,14 @@ def _read(path: Path, reader: Iterator[list[str]]) -> Table:
     features = [i for i in range(len(header)) if i != named[0]]
     columns = tuple(header[i] for i in features)
     if not columns:
-        raise InputError(f"{path} has no column besides {header[named[0]]}: there is nothing to forecast")
+        raise InputError(
+            f"{path} has no column besides {header[named[0]]}: there is nothing to forecast"
+        )
     twice = next((name for name in columns if columns.count(name) > 1), None)
     if twice is not None:
-        raise InputError(f"{path} has two columns called {twice or '(empty name)'}: give each a name of its own")
+        raise InputError(
+            f"{path} has two columns called {twice or '(empty name)'}: give each a name of its own"
+        )
     dates: list[datetime] = []
     lines: list[int] = []
     values: list[list[float]] = []
@@ -130,8 +134,12 @@ def _read(path: Path, reader: Iterator[list[str]]) -> Table:
         if not any(cell.strip() for cell in row):
             continue
         if len(row) != len(header):
-            raise InputError(f"{path}, line {line}: {len(row)} cells, but the header has {len(header)}")
-        dates.append(_date(row[named[0]].strip(), f"{path}, line {line}, column {header[named[0]]}"))
+            raise InputError(
+                f"{path}, line {line}: {len(row)} cells, but the header has {len(header)}"
+            )
+        dates.append(
+            _date(row[named[0]].strip(), f"{path}, line {line}, column {header[named[0]]}")
+        )
         values.append([_number(row[i], path, line, header[i]) for i in features])
         lines.append(line)
     if len(values) < 2:
@@ -141,7 +149,9 @@ def _read(path: Path, reader: Iterator[list[str]]) -> Table:
     return Table(path.stem, path.absolute(), columns, np.array(values), step)
 
 
-def _warn_of_outliers(path: Path, columns: tuple[str, ...], values: NDArray[np.float64], lines: list[int]) -> None:
+def _warn_of_outliers(
+    path: Path, columns: tuple[str, ...], values: NDArray[np.float64], lines: list[int]
+) -> None:
     """Warn of a cell so far out that normalising flattens the rest of its column to a line."""
     for column, cells in zip(columns, values.T):
         with np.errstate(over="ignore"):
@@ -164,7 +174,9 @@ def _number(text: str, path: Path, line: int, column: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         what = f"{text.strip()!r} is no finite number" if text.strip() else "the cell is empty"
-        raise InputError(f"{path}, line {line}, column {column}: {what}; fill it in, or leave the column out")
+        raise InputError(
+            f"{path}, line {line}, column {column}: {what}; fill it in, or leave the column out"
+        )
     return number
 
 
@@ -220,7 +232,15 @@ def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> T
 
     def draw(start: int, count: int, width: int) -> NDArray[np.float64]:
         stream = STREAMS["generated series"]
-        noise = normals(start, start + count, (width,), stream=stream, seed=seed, dtype=torch.float64, device="cpu")
+        noise = normals(
+            start,
+            start + count,
+            (width,),
+            stream=stream,
+            seed=seed,
+            dtype=torch.float64,
+            device="cpu",
+        )
         return noise.numpy()
 
     shape = draw(0, 8, features)  # the noise of hour t is drawn at index 8 + t
@@ -297,7 +317,9 @@ class SplitSeries:
     std: NDArray[np.float64]
 
 
-def split_series(table: Table, context: int = 512, horizon: int = 96, share: float = 0.8) -> SplitSeries:
+def split_series(
+    table: Table, context: int = 512, horizon: int = 96, share: float = 0.8
+) -> SplitSeries:
     """Split a series into training and validation windows (paper, appendix A.2).
 
     Args:
@@ -318,7 +340,9 @@ def split_series(table: Table, context: int = 512, horizon: int = 96, share: flo
         (741, 141, torch.Size([2, 12, 7]))
     """
     if context < 1 or horizon < 1 or not 0 < share < 1:
-        raise InputError(f"context={context}, horizon={horizon}, share={share}: give two counts and a share in (0, 1)")
+        raise InputError(
+            f"context={context}, horizon={horizon}, share={share}: give two counts and a share in (0, 1)"
+        )
     rows, window = len(table.values), context + horizon
     train_rows = math.floor(share * rows + 1e-9)
     source = table.path or table.name
@@ -336,4 +360,6 @@ def split_series(table: Table, context: int = 512, horizon: int = 96, share: flo
             )
     scaled = torch.from_numpy(((table.values - mean) / std).astype(np.float32))
     train, validation = scaled[:train_rows].contiguous(), scaled[train_rows:].contiguous()
-    return SplitSeries(table, Windows(train, context, horizon), Windows(validation, context, horizon), mean, std)
+    return SplitSeries(
+        table, Windows(train, context, horizon), Windows(validation, context, horizon), mean, std
+    )

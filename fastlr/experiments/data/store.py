@@ -29,7 +29,9 @@ FORMAT, VERSION = "fastlr image store", 1
 IMAGES, INDEX, PLAN = "images.u8", "index.json", "plan.json"
 
 
-def build_index(plan: dict[str, Any], blocks: Sequence[dict[str, Any]], versions: dict[str, Any]) -> dict[str, Any]:
+def build_index(
+    plan: dict[str, Any], blocks: Sequence[dict[str, Any]], versions: dict[str, Any]
+) -> dict[str, Any]:
     """Return the content of ``index.json``.
 
     Args:
@@ -42,12 +44,17 @@ def build_index(plan: dict[str, Any], blocks: Sequence[dict[str, Any]], versions
         middle = first + block["train"]
         ranges = {"train": [first, middle], "test": [middle, middle + block["test"]]}
         kept = {key: block[key] for key in ("sha256", "left_out")}
-        classes.append({"name": block["name"], "first": first, "rows": block["rows"], **ranges, **kept})
+        classes.append(
+            {"name": block["name"], "first": first, "rows": block["rows"], **ranges, **kept}
+        )
         first += block["rows"]
     size = plan["size"]
     images = {split: sum(block[split] for block in blocks) for split in SPLITS}
     images["left_out"] = sum(len(block["left_out"]) for block in blocks)
-    content = [[size, first], *([entry["name"], entry["train"], entry["test"], entry["sha256"]] for entry in classes)]
+    content = [
+        [size, first],
+        *([entry["name"], entry["train"], entry["test"], entry["sha256"]] for entry in classes),
+    ]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -79,11 +86,17 @@ def read_index(folder: Path) -> dict[str, Any]:
         index = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if (folder / PLAN).exists():
-            raise InputError(f"{folder} is an unfinished store: run fastlr data prepare again to finish it") from None
+            raise InputError(
+                f"{folder} is an unfinished store: run fastlr data prepare again to finish it"
+            ) from None
         what = "holds no image store" if folder.is_dir() else "does not exist"
-        raise InputError(f"{folder} {what}: make one by fastlr data prepare SOURCE {folder}") from None
+        raise InputError(
+            f"{folder} {what}: make one by fastlr data prepare SOURCE {folder}"
+        ) from None
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}; prepare the store anew in another folder") from error
+        raise InputError(
+            f"cannot read {path}: {error}; prepare the store anew in another folder"
+        ) from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise InputError(f"{path} is not the index of an image store of fastlr")
     if index.get("version") != VERSION:
@@ -94,7 +107,9 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         _check_index(index)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"{path} is damaged ({error!r}): prepare the store anew in another folder") from error
+        raise InputError(
+            f"{path} is damaged ({error!r}): prepare the store anew in another folder"
+        ) from error
     return index
 
 
@@ -125,7 +140,9 @@ class ImageStore:
         digest: SHA-256 that identifies the content: the classes, their ranges and their checksums.
     """
 
-    def __init__(self, index: dict[str, Any], path: Path | None = None, pixels: np.ndarray | None = None) -> None:
+    def __init__(
+        self, index: dict[str, Any], path: Path | None = None, pixels: np.ndarray | None = None
+    ) -> None:
         self.index, self.path, self._pixels = index, path, pixels
         self.classes: list[str] = [entry["name"] for entry in index["classes"]]
         self.size: int = index["shape"][1]
@@ -148,7 +165,9 @@ class ImageStore:
         try:
             size = (folder / IMAGES).stat().st_size
         except OSError as error:
-            raise InputError(f"cannot read {folder / IMAGES}: {error.strerror}; {_REPAIR}") from error
+            raise InputError(
+                f"cannot read {folder / IMAGES}: {error.strerror}; {_REPAIR}"
+            ) from error
         if size != wanted:
             raise InputError(f"{folder / IMAGES} has {size} bytes in place of {wanted}: {_REPAIR}")
         return cls(index, folder)
@@ -167,7 +186,9 @@ class ImageStore:
         """All rows, uint8 ``[N, H, W, 3]``: the memory map (read-only)."""
         if self._pixels is None:
             assert self.path is not None
-            self._pixels = np.memmap(self.path / IMAGES, dtype=np.uint8, mode="r", shape=tuple(self.index["shape"]))
+            self._pixels = np.memmap(
+                self.path / IMAGES, dtype=np.uint8, mode="r", shape=tuple(self.index["shape"])
+            )
         return self._pixels
 
     def class_index(self, item: int | str) -> int:
@@ -178,11 +199,15 @@ class ImageStore:
         """
         if isinstance(item, str):
             if item not in self._position:
-                raise InputError(f"{self} has no class {item}; the first are {', '.join(self.classes[:4])}")
+                raise InputError(
+                    f"{self} has no class {item}; the first are {', '.join(self.classes[:4])}"
+                )
             return self._position[item]
         position = item.__index__()
         if not 0 <= position < len(self.classes):
-            raise InputError(f"{self} has classes 0..{len(self.classes) - 1}, there is no class {position}")
+            raise InputError(
+                f"{self} has classes 0..{len(self.classes) - 1}, there is no class {position}"
+            )
         return position
 
     def range(self, item: int | str, split: str) -> tuple[int, int]:
@@ -207,7 +232,9 @@ class ImageStore:
         for i in range(len(spans)):
             self.verify(i)
         lengths = [stop - start for start, stop in spans]
-        return np.concatenate([np.arange(*span) for span in spans]), np.repeat(np.arange(len(spans)), lengths)
+        return np.concatenate([np.arange(*span) for span in spans]), np.repeat(
+            np.arange(len(spans)), lengths
+        )
 
     def load(
         self,
@@ -234,14 +261,18 @@ class ImageStore:
             InputError: An unknown class or split, no class, or a store that is no longer what was written.
         """
         if isinstance(classes, (str, int)) or not len(classes):
-            raise InputError(f"classes must be a sequence of at least one name or index, got {classes!r}")
+            raise InputError(
+                f"classes must be a sequence of at least one name or index, got {classes!r}"
+            )
         ranges = [self.range(item, split) for item in classes]
         for item in classes:
             self.verify(item)
         place = torch.device("cpu" if device is None else device)
         total = sum(stop - start for start, stop in ranges)
         pinned = pin_memory or place.type == "cuda"
-        pixels = torch.empty(total, self.size, self.size, CHANNELS, dtype=torch.uint8, pin_memory=pinned)
+        pixels = torch.empty(
+            total, self.size, self.size, CHANNELS, dtype=torch.uint8, pin_memory=pinned
+        )
         labels = torch.empty(total, dtype=torch.int64, pin_memory=pinned)
         filled = 0
         for label, (start, stop) in enumerate(ranges):
@@ -266,7 +297,9 @@ class ImageStore:
                 if file.readinto(out.reshape(-1).data) < out.size:
                     raise InputError(f"{self.path / IMAGES} has become shorter: {_REPAIR}")
         except OSError as error:
-            raise InputError(f"cannot read {self.path / IMAGES}: {error.strerror or error}") from error
+            raise InputError(
+                f"cannot read {self.path / IMAGES}: {error.strerror or error}"
+            ) from error
 
     def verify(self, item: int | str) -> None:
         """Check the images of a class against their checksum, the first time that it is asked for.
@@ -277,7 +310,9 @@ class ImageStore:
         position = self.class_index(item)
         if position not in self._verified and self.path is not None:
             if not self._is_whole(self.index["classes"][position]):
-                raise InputError(f"the images of class {self.classes[position]} in {self.path} are damaged: {_REPAIR}")
+                raise InputError(
+                    f"the images of class {self.classes[position]} in {self.path} are damaged: {_REPAIR}"
+                )
             self._verified.add(position)
 
     def _is_whole(self, entry: dict[str, Any]) -> bool:

@@ -64,12 +64,21 @@ def synthetic_store(
             raise InputError(f"{name} must lie in {low}..{high}, got {value}")
     blocks, parts = [], []
     for c in range(classes):
-        pixels = texture_images(c, 0, train + test, size=size, seed=seed, noise=noise).permute(0, 2, 3, 1).contiguous()
+        pixels = (
+            texture_images(c, 0, train + test, size=size, seed=seed, noise=noise)
+            .permute(0, 2, 3, 1)
+            .contiguous()
+        )
         digest = hashlib.sha256(pixels.numpy().tobytes()).hexdigest()
         counts = {"rows": train + test, "train": train, "test": test}
         blocks.append({"name": f"texture-{c:03d}", **counts, "sha256": digest, "left_out": []})
         parts.append(pixels)
-    plan: dict[str, Any] = {"source": "synthetic textures", "kind": "synthetic", "size": size, "seed": seed}
+    plan: dict[str, Any] = {
+        "source": "synthetic textures",
+        "kind": "synthetic",
+        "size": size,
+        "seed": seed,
+    }
     from fastlr import __version__
 
     index = build_index({**plan, "noise": noise}, blocks, {"fastlr": __version__, "decoders": []})
@@ -106,7 +115,9 @@ def texture_images(
     out += (_texture(words[:, 3:], size) - 128) * 112 >> 8
     pixels = CHANNELS * size * size
     grain = random_words(seed, index, stream, -(-pixels // 4), first=64 * cells)
-    grain = torch.stack([grain >> shift & 0xFF for shift in (0, 8, 16, 24)], dim=-1).flatten(1)[:, :pixels]
+    grain = torch.stack([grain >> shift & 0xFF for shift in (0, 8, 16, 24)], dim=-1).flatten(1)[
+        :, :pixels
+    ]
     out += (grain * noise >> 8).view_as(out) - noise // 2
     return (out + 128).clamp(0, 255).to(torch.uint8)
 

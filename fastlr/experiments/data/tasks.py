@@ -160,7 +160,9 @@ def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 
 def _round(n: int, seed: int, turn: int, stop: int) -> list[tuple[int, int]]:
     """Return the first ``stop`` pairs of a round."""
     position, block = turn << _ROUND_BITS, max(64, stop + stop // 4)
-    drawn = torch.empty(0, 3, dtype=torch.int64)  # key, class 0, class 1 of the pairs in the order of their first draw
+    drawn = torch.empty(
+        0, 3, dtype=torch.int64
+    )  # key, class 0, class 1 of the pairs in the order of their first draw
     while len(drawn) < stop:
         words = random_words(seed, indices(position, position + block), STREAMS["pairs"], 2)
         zero, one = uniform_integers(words[:, 0], n), uniform_integers(words[:, 1], n - 1)
@@ -173,7 +175,9 @@ def _round(n: int, seed: int, turn: int, stop: int) -> list[tuple[int, int]]:
     return [(a, b) for _, a, b in drawn[:stop].tolist()]
 
 
-def load_task(store: ImageStore, pair: Sequence[int | str], device: torch.device | str | None = None) -> Task:
+def load_task(
+    store: ImageStore, pair: Sequence[int | str], device: torch.device | str | None = None
+) -> Task:
     """Load the images of two classes to the device.
 
     Args:
@@ -212,7 +216,10 @@ class Prefetcher:
     """
 
     def __init__(
-        self, load: Callable[[Any, Any], Task], names: Iterable[Any], device: torch.device | str | None = None
+        self,
+        load: Callable[[Any, Any], Task],
+        names: Iterable[Any],
+        device: torch.device | str | None = None,
     ) -> None:
         self._load_task, self._device = load, torch.device("cpu" if device is None else device)
         self._names = iter(names)
@@ -246,7 +253,9 @@ class Prefetcher:
     def __next__(self) -> Task:
         with self._lock:
             if self._closed:
-                raise InputError("this Prefetcher is closed: make a new one from the position wanted")
+                raise InputError(
+                    "this Prefetcher is closed: make a new one from the position wanted"
+                )
             if self._next is None:
                 self._thread.shutdown()
                 raise StopIteration
@@ -321,11 +330,17 @@ def normalise(
         InputError: The images are not uint8 ``[n, C, H, W]``, or mean and std have another number of channels.
     """
     if images.dtype != torch.uint8 or images.dim() != 4:
-        raise InputError(f"images must be uint8 [n, C, H, W], got {images.dtype} {list(images.shape)}")
+        raise InputError(
+            f"images must be uint8 [n, C, H, W], got {images.dtype} {list(images.shape)}"
+        )
     if not len(mean) == len(std) == images.shape[1] or min(std) <= 0:
-        raise InputError(f"mean and std must have {images.shape[1]} numbers, those of std positive: {mean}, {std}")
+        raise InputError(
+            f"mean and std must have {images.shape[1]} numbers, those of std positive: {mean}, {std}"
+        )
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    constants = _constants if torch.compiler.is_compiling() else _cached_constants  # compiled: part of the code
+    constants = (
+        _constants if torch.compiler.is_compiling() else _cached_constants
+    )  # compiled: part of the code
     shift, scale = constants(tuple(mean), tuple(std), working, images.device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return images.to(working, memory_format=layout).sub_(shift).mul_(scale).to(dtype)

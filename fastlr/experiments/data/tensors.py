@@ -43,10 +43,14 @@ def read_tensor(path: str | Path) -> Tensor:
         tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
         if len(tensors) != 1:
             names = ", ".join(list(tensors)[:4]) or "none"
-            raise InputError(f"{path} holds {len(tensors)} tensors ({names}): save the inputs alone")
+            raise InputError(
+                f"{path} holds {len(tensors)} tensors ({names}): save the inputs alone"
+            )
         content = next(iter(tensors.values()))
     if not isinstance(content, Tensor):
-        raise InputError(f"{path} holds {type(content).__name__}, not a tensor: save one by torch.save(tensor, path)")
+        raise InputError(
+            f"{path} holds {type(content).__name__}, not a tensor: save one by torch.save(tensor, path)"
+        )
     if content.is_floating_point() and not content.isfinite().all():
         bad = int((~content.isfinite()).flatten().nonzero()[0]) // max(1, content[0].numel())
         raise InputError(f"{path}: sample {bad} has values that are infinite or not numbers")

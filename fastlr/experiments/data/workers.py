@@ -62,9 +62,18 @@ def run_jobs(
             )
 
     parts = min(len(jobs), _PARTS * workers)
-    command = [sys.executable, "-c", _START, json.dumps(sys.path), decode.__file__, processes.__file__]
+    command = [
+        sys.executable,
+        "-c",
+        _START,
+        json.dumps(sys.path),
+        decode.__file__,
+        processes.__file__,
+    ]
     queue = [
-        processes.Job(f"decoding process {part}", command, None, json.dumps(jobs[part::parts]) + "\n")
+        processes.Job(
+            f"decoding process {part}", command, None, json.dumps(jobs[part::parts]) + "\n"
+        )
         for part in range(parts)
     ]
     processes.run_jobs(queue, [{}] * workers, listen)
@@ -73,7 +82,11 @@ def run_jobs(
 def disk_error(number: int | None, text: str) -> OSError:
     """Return an OSError of the store's disk that names the remedy."""
     full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    remedy = "make room there or choose a folder on another disk" if full else "choose a folder that can be written"
+    remedy = (
+        "make room there or choose a folder on another disk"
+        if full
+        else "choose a folder that can be written"
+    )
     return OSError(number or errno.EIO, f"{text}: {remedy}; {AGAIN}")
 
 

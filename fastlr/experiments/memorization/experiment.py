@@ -50,7 +50,9 @@ class Memorizer(TrainingLoop):
 
     options: MemorizeOptions
 
-    def __init__(self, data: RandomData, options: MemorizeOptions, device: torch.device, chunk: int = 0) -> None:
+    def __init__(
+        self, data: RandomData, options: MemorizeOptions, device: torch.device, chunk: int = 0
+    ) -> None:
         seed_everything(stream_seed(options.seed, "model"))
         model = load_model(options.model, **_arguments(options))
         model = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -64,7 +66,9 @@ class Memorizer(TrainingLoop):
         """Return what a checkpoint needs, by reference."""
         return {**super().state(), "chunk": self.chunk}
 
-    def epoch(self, number: int, report: Callable[[int, int], None] = lambda done, of: None) -> float:
+    def epoch(
+        self, number: int, report: Callable[[int, int], None] = lambda done, of: None
+    ) -> float:
         """Go over all samples once, in random order.
 
         Args:
@@ -157,7 +161,9 @@ class Memorizer(TrainingLoop):
             )
         estimate = self._redundancy.measure()
         self.chunk = estimate.batch_size
-        kind = {"vision": "synthetic shapes", "series": "Gaussian windows (y ~ N(f(x), I))"}[options.kind]
+        kind = {"vision": "synthetic shapes", "series": "Gaussian windows (y ~ N(f(x), I))"}[
+            options.kind
+        ]
         return redundancy_record(estimate, f"{kind}, others than those memorised,")
 
 
@@ -182,11 +188,20 @@ def _open_data(options: MemorizeOptions) -> tuple[RandomData, dict[str, Any]]:
     if options.kind == "vision":
         data = LabelledShapes(options.n, options.classes, options.size, options.seed)
     else:
-        data = GaussianPairs(options.n, options.context, options.horizon, options.channels, options.seed)
-    return data, {"path": None, "digest": digest(data), "samples": options.n, "ceiling_bits": data.ceiling}
+        data = GaussianPairs(
+            options.n, options.context, options.horizon, options.channels, options.seed
+        )
+    return data, {
+        "path": None,
+        "digest": digest(data),
+        "samples": options.n,
+        "ceiling_bits": data.ceiling,
+    }
 
 
-def _carry_on(run: Run, options: MemorizeOptions, data: RandomData, device: torch.device, report: Report) -> None:
+def _carry_on(
+    run: Run, options: MemorizeOptions, data: RandomData, device: torch.device, report: Report
+) -> None:
     """Do the epochs that are left."""
     state = run.state or {}
     memorizer = Memorizer(data, options, device, state.get("chunk", 0))
@@ -213,7 +228,9 @@ def _carry_on(run: Run, options: MemorizeOptions, data: RandomData, device: torc
         losses, began = [], clock(device)
 
 
-def _record(run: Run, memorizer: Memorizer, record: Record, seconds: dict[str, float], report: Report) -> None:
+def _record(
+    run: Run, memorizer: Memorizer, record: Record, seconds: dict[str, float], report: Report
+) -> None:
     """Evaluate, measure if that is due, commit and report."""
     options, epoch = memorizer.options, record["epoch"]
     memorizer.parallel.check()
@@ -229,7 +246,9 @@ def _record(run: Run, memorizer: Memorizer, record: Record, seconds: dict[str, f
 
 
 def _finished(options: MemorizeOptions, records: Sequence[Mapping[str, Any]]) -> bool:
-    return any(record["kind"] == "epoch" and record["epoch"] >= options.epochs for record in records)
+    return any(
+        record["kind"] == "epoch" and record["epoch"] >= options.epochs for record in records
+    )
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:

@@ -89,7 +89,10 @@ class MemorizationRun(RunFolder):
 
     def redundancy(self) -> tuple[Array, Array, Array]:
         """Epochs at which local redundancy was measured, its values and standard errors."""
-        entries = {epoch: measured(self.records[epoch], "local_redundancy") for epoch in sorted(self.records)}
+        entries = {
+            epoch: measured(self.records[epoch], "local_redundancy")
+            for epoch in sorted(self.records)
+        }
         known = [
             (epoch, number(entry["value"]), number(entry.get("stderr")))
             for epoch, entry in entries.items()
@@ -100,7 +103,11 @@ class MemorizationRun(RunFolder):
 
     def train_losses(self) -> tuple[Array, Array]:
         """Every epoch, and the mean loss of its batches as they were met."""
-        losses = [loss for epoch in sorted(self.records) for loss in self.records[epoch].get("train_losses", [])]
+        losses = [
+            loss
+            for epoch in sorted(self.records)
+            for loss in self.records[epoch].get("train_losses", [])
+        ]
         return np.arange(1.0, len(losses) + 1), np.array([number(loss) for loss in losses])
 
     def late_gain(self) -> float:
@@ -125,7 +132,9 @@ def read_memorization_runs(paths: Iterable[str | Path]) -> list[MemorizationRun]
     Raises:
         InputError: No runs there, or one is there twice.
     """
-    runs = sorted((MemorizationRun.read(folder) for folder in run_folders(paths)), key=lambda run: run.kind)
+    runs = sorted(
+        (MemorizationRun.read(folder) for folder in run_folders(paths)), key=lambda run: run.kind
+    )
     for pooled in alike(runs):
         refuse_copies(pooled, "memorize")
     return runs
@@ -135,6 +144,12 @@ def alike(runs: Sequence[MemorizationRun]) -> list[list[MemorizationRun]]:
     """Group runs that differ in nothing but their seeds, and are equally far."""
     groups: dict[str, list[MemorizationRun]] = {}
     for run in runs:
-        options = {key: value for key, value in run.options.items() if key not in ("seed", "device", "threads")}
-        groups.setdefault(repr((sorted(options.items(), key=str), max(run.records))), []).append(run)
+        options = {
+            key: value
+            for key, value in run.options.items()
+            if key not in ("seed", "device", "threads")
+        }
+        groups.setdefault(repr((sorted(options.items(), key=str), max(run.records))), []).append(
+            run
+        )
     return list(groups.values())

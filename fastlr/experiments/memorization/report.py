@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from fastlr.display.figures import COLOURS, MUTED, count_axis, error_band, log_axis, new_figure, save_figure, style
+from fastlr.display.figures import (
+    COLOURS,
+    MUTED,
+    count_axis,
+    error_band,
+    log_axis,
+    new_figure,
+    save_figure,
+    style,
+)
 from fastlr.display.sheets import DASH, Columns, Sheet, shown
 from fastlr.display.tables import pm
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
@@ -73,12 +82,18 @@ def write_memorization_report(
             for run in runs
         ],
     }
-    lead = (
-        "Bits that networks have taken up of random targets, over training. Numbers with all digits are in report.json."
-    )
+    lead = "Bits that networks have taken up of random targets, over training. Numbers with all digits are in report.json."
     drawings = _drawings(runs) if figures == "png" else []
     return write_files(
-        folder, "Memorization", sentences, [lead], [bits, *training, speed], drawings, runs, numbers, screen=screen
+        folder,
+        "Memorization",
+        sentences,
+        [lead],
+        [bits, *training, speed],
+        drawings,
+        runs,
+        numbers,
+        screen=screen,
     )
 
 
@@ -90,9 +105,15 @@ def findings(runs: Sequence[MemorizationRun]) -> list[str]:
     sentences = []
     for group in alike(runs):
         mean = mean_over_seeds([run.last["bits_per_parameter"] for run in group])
-        of_seeds = f" ± {mean.stderr:.3f} over {mean.n} seeds" if mean.n > 1 else " (one seed, so without an error)"
+        of_seeds = (
+            f" ± {mean.stderr:.3f} over {mean.n} seeds"
+            if mean.n > 1
+            else " (one seed, so without an error)"
+        )
         gains = [gain for run in group if math.isfinite(gain := run.late_gain())]
-        late = f", {max(gains, key=abs):+.3f} of them in the last tenth of the epochs" if gains else ""
+        late = (
+            f", {max(gains, key=abs):+.3f} of them in the last tenth of the epochs" if gains else ""
+        )
         sentences.append(
             f"{group[0].name}: {mean.value:.3f}{of_seeds} bits a parameter of {_KINDS.get(group[0].kind, group[0].kind)}"
             f"{late}; the paper has {_PAPER[group[0].kind]}."
@@ -123,8 +144,12 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
         changes = [*([f"epochs {epochs} for 1000"] if epochs != 1000 else []), *run.substitutions]
         changes += size_beside_the_papers(run.parameters) if run.kind == "series" else []
         unlike = not_as_in_the_paper(changes, run.name)
-        notes.append(f"The paper has {_PAPER[run.kind]} bits a parameter. {unlike} {training_text(run)}")
-    return Sheet.of("bits", "Bits memorised", [run for group in groups for run in group], columns, notes)
+        notes.append(
+            f"The paper has {_PAPER[run.kind]} bits a parameter. {unlike} {training_text(run)}"
+        )
+    return Sheet.of(
+        "bits", "Bits memorised", [run for group in groups for run in group], columns, notes
+    )
 
 
 def training_sheet(run: MemorizationRun, slug: str) -> Sheet:
@@ -133,9 +158,14 @@ def training_sheet(run: MemorizationRun, slug: str) -> Sheet:
     The epochs are those with local redundancy if it was measured.
     """
     epochs, values, errors = run.redundancy()
-    measured = {int(e): pm(v, s) if math.isfinite(s) else f"{v:.4g}" for e, v, s in zip(epochs, values, errors)}
+    measured = {
+        int(e): pm(v, s) if math.isfinite(s) else f"{v:.4g}"
+        for e, v, s in zip(epochs, values, errors)
+    }
     recorded = sorted({*measured, max(run.records)} if len(measured) > 1 else run.records)
-    chosen = sorted({recorded[i] for i in np.linspace(0, len(recorded) - 1, _LINES).round().astype(int)})
+    chosen = sorted(
+        {recorded[i] for i in np.linspace(0, len(recorded) - 1, _LINES).round().astype(int)}
+    )
     columns: Columns[dict[str, Any]] = {
         "epoch": lambda record: str(record["epoch"]),
         "train loss": lambda record: shown(record.get("train_loss"), "{:.4g}"),
@@ -149,7 +179,9 @@ def training_sheet(run: MemorizationRun, slug: str) -> Sheet:
     notes = ["train loss: mean over the epoch's batches as they were met, in train mode."]
     if measured:
         record = next(record for record in run.records.values() if record.get("measures"))
-        notes.append("LR: " + str(record["measures"]["local_redundancy"].get("definition", "")) + ".")
+        notes.append(
+            "LR: " + str(record["measures"]["local_redundancy"].get("definition", "")) + "."
+        )
     title = f"Over training: {run.name}, {_KINDS.get(run.kind, run.kind)}"
     return Sheet.of(slug, title, [run.records[epoch] for epoch in chosen], columns, notes)
 
@@ -163,9 +195,13 @@ def speed_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     columns: Columns[MemorizationRun] = {
         "run": lambda run: run.name,
         "s/epoch": lambda run: rate(run.seconds("train"), max(run.records), "{:.3g}"),
-        "samples/s": lambda run: rate(run.samples * max(run.records), run.seconds("train"), "{:,.0f}"),
+        "samples/s": lambda run: rate(
+            run.samples * max(run.records), run.seconds("train"), "{:,.0f}"
+        ),
         "s/evaluation": lambda run: rate(run.seconds("evaluate"), len(run.records), "{:.3g}"),
-        "s/LR": lambda run: rate(run.seconds("local_redundancy"), len(run.redundancy()[0]), "{:.3g}"),
+        "s/LR": lambda run: rate(
+            run.seconds("local_redundancy"), len(run.redundancy()[0]), "{:.3g}"
+        ),
         "machine": lambda run: run.machine or DASH,
     }
     note = "Training alone; making the data is in it. The first evaluation and measurement have the start-up in them."
@@ -178,7 +214,11 @@ def _drawings(runs: Sequence[MemorizationRun]) -> list[Drawing]:
             "bits.png",
             partial(bits_curves, runs),
             "Bits a parameter over training, from the loss over all samples in eval mode."
-            + (" Dashed: the ceiling of images, all bits that there are." if any(map(_has_ceiling, runs)) else ""),
+            + (
+                " Dashed: the ceiling of images, all bits that there are."
+                if any(map(_has_ceiling, runs))
+                else ""
+            ),
         ),
         Drawing(
             "losses.png",
@@ -201,13 +241,22 @@ def bits_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
     """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
-        axes.plot(run.epochs, run.series("bits_per_parameter"), color=colour, linewidth=1.6, label=run.name)
+        axes.plot(
+            run.epochs,
+            run.series("bits_per_parameter"),
+            color=colour,
+            linewidth=1.6,
+            label=run.name,
+        )
         if _has_ceiling(run):
             text = f"ceiling, all bits that there are: {run.ceiling:.2f}"
             axes.axhline(run.ceiling, color=MUTED, linewidth=1, linestyle="--", label=text)
 
     return _panels(
-        [run for run in runs if len(run.records) > 1], path, dict.fromkeys(_KINDS, "bits per parameter"), draw
+        [run for run in runs if len(run.records) > 1],
+        path,
+        dict.fromkeys(_KINDS, "bits per parameter"),
+        draw,
     )
 
 
@@ -215,9 +264,19 @@ def loss_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
     """Draw the losses over epochs; False before the first."""
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
-        axes.plot(*run.train_losses(), color=colour, linewidth=0.6, alpha=0.6, label="thin: in training, by epoch")
         axes.plot(
-            run.epochs, run.series("loss"), color=colour, linewidth=1.6, label=f"{run.name}, all samples, eval mode"
+            *run.train_losses(),
+            color=colour,
+            linewidth=0.6,
+            alpha=0.6,
+            label="thin: in training, by epoch",
+        )
+        axes.plot(
+            run.epochs,
+            run.series("loss"),
+            color=colour,
+            linewidth=1.6,
+            label=f"{run.name}, all samples, eval mode",
         )
 
     losses = {"series": "mean squared error, variance 1", "vision": "cross-entropy, nats"}
@@ -233,7 +292,9 @@ def redundancy_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[s
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
         epochs, values, errors = run.redundancy()
         error_band(axes, epochs, values, errors, colour)
-        inputs = f", n = {run.options['redundancy_n']} inputs" if "redundancy_n" in run.options else ""
+        inputs = (
+            f", n = {run.options['redundancy_n']} inputs" if "redundancy_n" in run.options else ""
+        )
         told = f"{run.name}{inputs} (band: ± 2 standard errors)"
         axes.plot(epochs, values, color=colour, linewidth=1.4, marker="o", markersize=3, label=told)
         log_axis(axes)
@@ -265,7 +326,9 @@ def _panels(
         style(
             axes,
             ylabel[kind],
-            _KINDS[kind][0].upper() + _KINDS[kind][1:] + (f", n = {samples} samples" if samples else ""),
+            _KINDS[kind][0].upper()
+            + _KINDS[kind][1:]
+            + (f", n = {samples} samples" if samples else ""),
         )
         count_axis(axes, "epoch")
         handles, texts = axes.get_legend_handles_labels()

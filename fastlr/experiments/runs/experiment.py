@@ -97,7 +97,11 @@ class Driver:
         return next(iter(self.presets))
 
     def begin(
-        self, path: str | Path, preset: str | None, settings: Mapping[str, Any], report: Report = no_report
+        self,
+        path: str | Path,
+        preset: str | None,
+        settings: Mapping[str, Any],
+        report: Report = no_report,
     ) -> Path:
         """Begin a run in a new folder and carry it through.
 
@@ -143,7 +147,11 @@ class Driver:
         return run.path
 
     def resume(
-        self, path: str | Path, settings: Mapping[str, Any], preset: str | None = None, report: Report = no_report
+        self,
+        path: str | Path,
+        settings: Mapping[str, Any],
+        preset: str | None = None,
+        report: Report = no_report,
     ) -> Path:
         """Go on with a run after a crash, an interruption or its end (with more steps).
 
@@ -220,9 +228,13 @@ class Driver:
             InputError: It is the run of another driver or preset, or settings change what must not change.
         """
         if config.get("driver") != self.name:
-            raise InputError(f"{path} is a run of fastlr {config.get('driver')}, not of fastlr {self.name}")
+            raise InputError(
+                f"{path} is a run of fastlr {config.get('driver')}, not of fastlr {self.name}"
+            )
         if preset is not None and preset != config["preset"]:
-            raise InputError(f"{path} was begun with the preset {config['preset']}, not {preset}: leave it out")
+            raise InputError(
+                f"{path} was begun with the preset {config['preset']}, not {preset}: leave it out"
+            )
         options = self.options_of(config["options"])
         for key, value in settings.items():
             if value != getattr(options, key) and key not in self.changeable:
@@ -251,7 +263,9 @@ def find_driver(name: str) -> Driver:
     return driver
 
 
-def _on_all_ranks(path: str | Path, options: RunOptions, description: Mapping[str, Any], device: torch.device) -> None:
+def _on_all_ranks(
+    path: str | Path, options: RunOptions, description: Mapping[str, Any], device: torch.device
+) -> None:
     """Compare what the ranks are to do, and choose how they reduce."""
     members = team()
     if members.board is None:
@@ -260,7 +274,11 @@ def _on_all_ranks(path: str | Path, options: RunOptions, description: Mapping[st
         raise InputError(
             f"device={options.device}: {members.size} processes take a GPU each: leave it out, or device=cuda"
         )
-    given = {"out": str(path), **dataclasses.asdict(options), "data's digest": description["digest"]}
+    given = {
+        "out": str(path),
+        **dataclasses.asdict(options),
+        "data's digest": description["digest"],
+    }
     members.agree("the run", given, "start every process with the same command, on the same data")
     connect(device, members.group, timeout=members.board.timeout)
 

@@ -29,7 +29,15 @@ import numpy as np
 import torch
 
 from fastlr.errors import FastlrWarning, InputError, first_line
-from fastlr.files import LOCK, disk_errors, lock_folder, read_tensors, replace_file, save_file, write_all
+from fastlr.files import (
+    LOCK,
+    disk_errors,
+    lock_folder,
+    read_tensors,
+    replace_file,
+    save_file,
+    write_all,
+)
 
 CONFIG, RECORDS, CHECKPOINTS, LAST = "config.json", "records.jsonl", "checkpoints", "last.pt"
 VERSION = 1
@@ -69,7 +77,13 @@ def random_states() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)],
+        "numpy": [
+            name,
+            torch.from_numpy(keys.astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ],
         "python": [version, list(internal), following],
     }
 
@@ -116,7 +130,9 @@ class Run:
         run = cls(folder, lock_folder(folder, make=True))
         try:
             if (run.path / CONFIG).exists():
-                raise InputError(f"{run.path} holds a run: --resume goes on with it; or choose another folder")
+                raise InputError(
+                    f"{run.path} holds a run: --resume goes on with it; or choose another folder"
+                )
             leftovers = {LOCK, CONFIG + ".part"}  # of a process that was killed right here
             if (run.path / CHECKPOINTS).is_dir() and not any((run.path / CHECKPOINTS).iterdir()):
                 leftovers.add(CHECKPOINTS)
@@ -138,7 +154,9 @@ class Run:
         """
         folder = Path(os.path.abspath(path))
         if not (folder / CONFIG).is_file():
-            raise InputError(f"{folder} holds no run to go on with: leave --resume out to begin one")
+            raise InputError(
+                f"{folder} holds no run to go on with: leave --resume out to begin one"
+            )
         run = cls(folder, lock_folder(folder, make=False))
         try:
             run.config = read_config(folder)
@@ -165,7 +183,9 @@ class Run:
     def append(self, record: Mapping[str, Any]) -> None:
         """Append a record that belongs to no step (of kind "resume"), and flush it to disk."""
         if record["kind"] != _OUTSIDE:
-            raise InputError(f"records of kind {record['kind']} are written by commit, with the state they led to")
+            raise InputError(
+                f"records of kind {record['kind']} are written by commit, with the state they led to"
+            )
         self._append(dict(record))
 
     def commit(self, record: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -201,7 +221,9 @@ class Run:
         except InputError as error:
             raise InputError(f"{error}, or begin the run anew") from error
         except Exception as error:  # zip, pickle and torch each raise their own
-            raise InputError(f"{path} is damaged ({first_line(error)}): begin the run anew") from error
+            raise InputError(
+                f"{path} is damaged ({first_line(error)}): begin the run anew"
+            ) from error
 
     def _append(self, record: dict[str, Any]) -> None:
         path = self.path / RECORDS
@@ -227,7 +249,9 @@ class Run:
         last = self.read_checkpoint(LAST)
         if last is None:
             if self._steps:
-                raise InputError(f"{self.path} has records but no {CHECKPOINTS}/{LAST}: begin the run anew")
+                raise InputError(
+                    f"{self.path} has records but no {CHECKPOINTS}/{LAST}: begin the run anew"
+                )
             return
         if last.get("version") != VERSION or not 0 <= last["steps"] - self._steps <= 1:
             raise InputError(
@@ -296,7 +320,9 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, int]:
             record = None
         if not isinstance(record, dict) or "kind" not in record:
             if number < len(lines):
-                raise InputError(f"{path}, line {number}: no record of a run; restore the file from a copy")
+                raise InputError(
+                    f"{path}, line {number}: no record of a run; restore the file from a copy"
+                )
             break
         records.append(record)
         whole += len(line)
@@ -312,7 +338,11 @@ def commit_of_source() -> str | None:
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
         return done.stdout.strip()
 

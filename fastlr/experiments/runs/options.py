@@ -78,7 +78,10 @@ def _check(name: str, value: Any, limits: Mapping[str, Any]) -> None:
 
 
 def resolve(
-    kind: type[Options], presets: Mapping[str, Mapping[str, Any]], preset: str, settings: Mapping[str, Any]
+    kind: type[Options],
+    presets: Mapping[str, Mapping[str, Any]],
+    preset: str,
+    settings: Mapping[str, Any],
 ) -> Options:
     """Return the options of a preset with some settings changed.
 
@@ -141,13 +144,17 @@ def from_record(kind: type[Options], record: Mapping[str, Any]) -> Options:
     hints = typing.get_type_hints(kind)
     for key in record:
         if key not in hints:
-            raise InputError(f"the run's option {unknown(key, hints)}; use the version of fastlr that made it")
+            raise InputError(
+                f"the run's option {unknown(key, hints)}; use the version of fastlr that made it"
+            )
     return kind(**from_json(record))
 
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of options as they were before JSON made lists of tuples."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+    }
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
@@ -159,15 +166,21 @@ def unknown(name: str, known: Iterable[str]) -> str:
     return f"{name} is unknown: {did_you_mean(name, names) or 'choose from ' + ', '.join(names)}"
 
 
-def differences(values: Mapping[str, Any], paper: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
+def differences(
+    values: Mapping[str, Any], paper: Mapping[str, Any], left_out: Collection[str]
+) -> list[str]:
     """Return the options in which a run differs from the paper's, each as "NAME VALUE for PAPER'S".
 
     >>> differences({"n": 3, "seed": 1, "model_kwargs": {"width": 2}}, {"n": 5, "seed": 0, "model_kwargs": {}}, {"seed"})
     ['n 3 for 5', 'model with width 2']
     """
-    texts = {name: f"{name} {values[name]} for {paper[name]}" for name in values if name not in left_out}
+    texts = {
+        name: f"{name} {values[name]} for {paper[name]}" for name in values if name not in left_out
+    }
     if "model_kwargs" in texts:
-        texts["model_kwargs"] = "model with " + ", ".join(f"{k} {v}" for k, v in values["model_kwargs"].items())
+        texts["model_kwargs"] = "model with " + ", ".join(
+            f"{k} {v}" for k, v in values["model_kwargs"].items()
+        )
     return [text for name, text in texts.items() if values[name] != paper[name]]
 
 
@@ -224,7 +237,9 @@ def _value(hint: Any, text: str) -> Any:
         try:
             number = hint(text)
         except ValueError:
-            raise ValueError(f"{'a whole number' if hint is int else 'a number'}, not {text!r}") from None
+            raise ValueError(
+                f"{'a whole number' if hint is int else 'a number'}, not {text!r}"
+            ) from None
         if number - number != 0:
             raise ValueError(f"a finite number, not {text!r}")
         return number

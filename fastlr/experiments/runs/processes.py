@@ -22,7 +22,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-_MESSAGES = "FASTLR_REPORT"  # environment variable: the descriptor that a process writes its messages to
+_MESSAGES = (
+    "FASTLR_REPORT"  # environment variable: the descriptor that a process writes its messages to
+)
 _POLL = 0.2  # seconds between two looks at processes that send nothing
 
 Message = dict[str, Any]
@@ -46,7 +48,9 @@ class Job:
     work: str = ""
 
 
-def run_jobs(jobs: Iterable[Job], slots: Sequence[Mapping[str, str]], listen: Listen) -> dict[str, str]:
+def run_jobs(
+    jobs: Iterable[Job], slots: Sequence[Mapping[str, str]], listen: Listen
+) -> dict[str, str]:
     """Run jobs, as many at a time as there are slots; one that fails does not stop the others.
 
     Args:
@@ -69,7 +73,9 @@ def run_jobs(jobs: Iterable[Job], slots: Sequence[Mapping[str, str]], listen: Li
     return failed
 
 
-def job_messages(jobs: Iterable[Job], slots: Sequence[Mapping[str, str]]) -> Generator[tuple[str, Message], None, None]:
+def job_messages(
+    jobs: Iterable[Job], slots: Sequence[Mapping[str, str]]
+) -> Generator[tuple[str, Message], None, None]:
     """Run jobs as `run_jobs` does, and yield ``(name of the job, message)``.
 
     Closing the generator ends all jobs.
@@ -100,7 +106,12 @@ def job_messages(jobs: Iterable[Job], slots: Sequence[Mapping[str, str]]) -> Gen
                     process.close()
                     free.append(process.slot)
                     code = process.popen.returncode
-                    ended = {"event": "ended", "error": process.failure(), "code": code, "killed": code < 0}
+                    ended = {
+                        "event": "ended",
+                        "error": process.failure(),
+                        "code": code,
+                        "killed": code < 0,
+                    }
                     yield process.job.name, ended
         finally:
             for process in running:

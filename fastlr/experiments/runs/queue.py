@@ -28,7 +28,13 @@ import torch
 from fastlr.errors import InputError
 from fastlr.experiments.runs import worker
 from fastlr.experiments.runs.experiment import Driver
-from fastlr.experiments.runs.folder import CONFIG, RECORDS, read_config, read_lines, refuse_other_files
+from fastlr.experiments.runs.folder import (
+    CONFIG,
+    RECORDS,
+    read_config,
+    read_lines,
+    refuse_other_files,
+)
 from fastlr.experiments.runs.options import RunOptions, from_json, resolve
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
 from fastlr.experiments.runs.sweep import Grids, product
@@ -101,16 +107,22 @@ class Queue:
             options = self._options(settings)
             on_gpu = _on_gpu(options) if self.cluster is None else self.cluster.on_gpu(options)
             runs[name] = {**settings, "threads": options.threads or _threads(on_gpu)}
-            if self.cluster is not None and options.device == "auto":  # what this machine has does not matter
+            if (
+                self.cluster is not None and options.device == "auto"
+            ):  # what this machine has does not matter
                 runs[name]["device"] = "cuda" if on_gpu else "cpu"
         self._check(runs)
         with _folder(self.path, make=True):
             if (self.path / MANY).exists() or (self.path / CONFIG).exists():
-                raise InputError(f"{self.path} holds runs: --resume goes on with them; or choose another folder")
+                raise InputError(
+                    f"{self.path} holds runs: --resume goes on with them; or choose another folder"
+                )
             refuse_other_files(self.path, {LOCK, MANY + ".part"})
             return self._run(runs, {})
 
-    def resume(self, changed: Mapping[str, Any], count: int | None = None, grids: Grids | None = None) -> Outcome:
+    def resume(
+        self, changed: Mapping[str, Any], count: int | None = None, grids: Grids | None = None
+    ) -> Outcome:
         """Resume the runs of the folder that are not finished, and begin those that never began.
 
         Args:
@@ -123,11 +135,15 @@ class Queue:
         """
         path, driver = self.path, self.driver
         if not is_many(path):
-            raise InputError(f"{path} holds no runs to go on with (no {MANY}): leave --resume out to begin them")
+            raise InputError(
+                f"{path} holds no runs to go on with (no {MANY}): leave --resume out to begin them"
+            )
         with _folder(path, make=False):
             record = _read(path)
             if record.get("driver") != driver.name:
-                raise InputError(f"{path} holds runs of fastlr {record.get('driver')}, not of fastlr {driver.name}")
+                raise InputError(
+                    f"{path} holds runs of fastlr {record.get('driver')}, not of fastlr {driver.name}"
+                )
             if self.preset not in (None, record["preset"]):
                 raise InputError(
                     f"{path} was begun with the preset {record['preset']}, not {self.preset}: leave it out"
@@ -143,19 +159,25 @@ class Queue:
             return queue._run(runs, changed)
 
     def _options(self, settings: Mapping[str, Any]) -> RunOptions:
-        return resolve(self.driver.options, self.driver.presets, self.preset or self.driver.preset, settings)
+        return resolve(
+            self.driver.options, self.driver.presets, self.preset or self.driver.preset, settings
+        )
 
     def _check(self, runs: Mapping[str, Mapping[str, Any]]) -> None:
         """Meet errors in the settings and the data now, rather than in every run."""
         opened = set()
         for settings in runs.values():
             options = self._options(settings)
-            texts = tuple(value for value in vars(options).values() if isinstance(value, str))  # the data's among them
+            texts = tuple(
+                value for value in vars(options).values() if isinstance(value, str)
+            )  # the data's among them
             if texts not in opened:
                 self.driver.open_data(options)
                 opened.add(texts)
 
-    def _changes(self, begun: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _changes(
+        self, begun: Mapping[str, Mapping[str, Any]], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the settings among ``settings`` that change; only those that may change can.
 
         The others must be as they were; a seed is that of the first run.
@@ -163,7 +185,9 @@ class Queue:
         options = [self._options(settings) for settings in begun.values()]
         changed = {}
         for key, value in settings.items():
-            before = [getattr(of_run, key) for of_run in (options[:1] if key == "seed" else options)]
+            before = [
+                getattr(of_run, key) for of_run in (options[:1] if key == "seed" else options)
+            ]
             if any(other != before[0] for other in before):
                 raise InputError(f"{self.path}: the runs differ in {key}: leave it out")
             if key in self.driver.changeable:
@@ -182,11 +206,15 @@ class Queue:
         The added ones have the settings of the first.
         """
         if not grids and count < len(runs):
-            raise InputError(f"--seeds {count}: {self.path} has {len(runs)} runs already; leave it out")
+            raise InputError(
+                f"--seeds {count}: {self.path} has {len(runs)} runs already; leave it out"
+            )
         wanted = product(self.driver, self.preset, settings, grids, count)
         missing = [name for name in runs if name not in wanted]
         if missing and not grids:
-            raise InputError(f"--seeds: the runs of {self.path} do not differ by their seeds alone; leave it out")
+            raise InputError(
+                f"--seeds: the runs of {self.path} do not differ by their seeds alone; leave it out"
+            )
         if missing:
             raise InputError(
                 f"--grid, --seeds: {self.path} has {missing[0]}, which is not among these: give all their values and "
@@ -201,18 +229,28 @@ class Queue:
         options = self._options(next(iter(runs.values())))
         share = None if self.cluster is None else self.cluster.share(options)
         preset = self.preset or self.driver.preset
-        record = {"driver": self.driver.name, "preset": preset, "runs": runs, "command": sys.argv, "date": now()}
+        record = {
+            "driver": self.driver.name,
+            "preset": preset,
+            "runs": runs,
+            "command": sys.argv,
+            "date": now(),
+        }
         replace_file(self.path / MANY, json.dumps(record, indent=2) + "\n")
         (self.path / LOGS).mkdir(exist_ok=True)
         left = tuple(name for name in runs if not self._finished(name, changed))
         jobs = []
         for name in left:
-            command = worker.command(self.driver, self.path / name, preset, runs[name], changed, self.tensorboard)
+            command = worker.command(
+                self.driver, self.path / name, preset, runs[name], changed, self.tensorboard
+            )
             jobs.append(Job(name, command, self.path / LOGS / f"{name}.txt"))
         if self.cluster is None or share is None:
             failed = run_jobs(jobs, _slots(options, self.at_once), self.listen(left))
         else:
-            failed = self.cluster.run(jobs, self.path / MANY, share, self.at_once, self.listen(left))
+            failed = self.cluster.run(
+                jobs, self.path / MANY, share, self.at_once, self.listen(left)
+            )
         return Outcome(self.path, tuple(name for name in runs if name not in failed), failed)
 
     def _finished(self, name: str, changed: Mapping[str, Any]) -> bool:
@@ -220,7 +258,9 @@ class Queue:
         if not (path / CONFIG).exists():
             return False
         options = self.driver.recorded(path, read_config(path), changed, None)
-        return self.driver.finished(dataclasses.replace(options, **changed), read_lines(path / RECORDS)[0])
+        return self.driver.finished(
+            dataclasses.replace(options, **changed), read_lines(path / RECORDS)[0]
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -228,7 +268,11 @@ def _read(path: Path) -> dict[str, Any]:
         record = json.loads((path / MANY).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path / MANY}: {error}") from error
-    if not isinstance(record, dict) or not isinstance(record.get("runs"), dict) or not record["runs"]:
+    if (
+        not isinstance(record, dict)
+        or not isinstance(record.get("runs"), dict)
+        or not record["runs"]
+    ):
         raise InputError(f"{path / MANY} is no list of runs")
     return record
 
@@ -243,7 +287,9 @@ def _folder(path: Path, make: bool) -> Iterator[None]:
 
 
 def _on_gpu(options: RunOptions) -> bool:
-    return options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
+    return options.device.startswith("cuda") or (
+        options.device == "auto" and torch.cuda.is_available()
+    )
 
 
 def _threads(on_gpu: bool) -> int:
@@ -268,6 +314,13 @@ def _slots(options: RunOptions, at_once: int | None) -> list[dict[str, str]]:
     if options.device not in ("auto", "cuda"):
         return [{}] * (at_once or PER_GPU)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(i) for i in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    names = (
+        [str(i) for i in range(torch.cuda.device_count())]
+        if visible is None
+        else visible.split(",")
+    )
     names = names[: max(1, torch.cuda.device_count())]
-    return [{"CUDA_VISIBLE_DEVICES": names[i % len(names)]} for i in range(at_once or PER_GPU * len(names))]
+    return [
+        {"CUDA_VISIBLE_DEVICES": names[i % len(names)]}
+        for i in range(at_once or PER_GPU * len(names))
+    ]

@@ -69,11 +69,15 @@ class Cluster:
         InputError: A number out of range.
     """
 
-    def __init__(self, ray: Any, cpus: float | None = None, gpus: float | None = None, retries: int = RETRIES) -> None:
+    def __init__(
+        self, ray: Any, cpus: float | None = None, gpus: float | None = None, retries: int = RETRIES
+    ) -> None:
         if cpus is not None and not 0 < cpus < math.inf:
             raise InputError(f"--cpus-per-run {cpus:g}: give a positive number")
         if gpus is not None and not 0 <= gpus <= 1:
-            raise InputError(f"--gpus-per-run {gpus:g}: give 0 to 1, as a run uses one GPU or a fraction of it")
+            raise InputError(
+                f"--gpus-per-run {gpus:g}: give 0 to 1, as a run uses one GPU or a fraction of it"
+            )
         if retries < 0:
             raise InputError(f"--retries {retries}: give at least 0")
         self.ray, self.cpus, self.gpus, self.retries = ray, cpus, gpus, retries
@@ -104,8 +108,12 @@ class Cluster:
         gpus = (1.0 if self.gpus is None else self.gpus) if self.on_gpu(options) else 0.0
         share = Share(float(max(1, options.threads)) if self.cpus is None else self.cpus, gpus)
         nodes = self._nodes()
-        if not any(node.get("CPU", 0) >= share.cpus and node.get("GPU", 0) >= share.gpus for node in nodes):
-            present = "; ".join(f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes)
+        if not any(
+            node.get("CPU", 0) >= share.cpus and node.get("GPU", 0) >= share.gpus for node in nodes
+        ):
+            present = "; ".join(
+                f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes
+            )
             raise InputError(
                 f"no node of the Ray cluster has {share.cpus:g} CPUs and {share.gpus:g} GPUs for a run (there: {present}): "
                 "lower --cpus-per-run or --gpus-per-run, or add a node first"
@@ -113,7 +121,12 @@ class Cluster:
         return share
 
     def run(
-        self, jobs: Sequence[Job], shared_file: Path, share: Share, at_once: int | None, listen: Listen
+        self,
+        jobs: Sequence[Job],
+        shared_file: Path,
+        share: Share,
+        at_once: int | None,
+        listen: Listen,
     ) -> dict[str, str]:
         """Run jobs; see `fastlr.experiments.runs.processes.run_jobs`.
 
@@ -134,15 +147,23 @@ class Cluster:
         environment = {key: value for key, value in os.environ.items() if key.startswith("FASTLR_")}
         if not share.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        node = Node(shared_file, _checksum(shared_file), versions(), environment, os.getcwd(), _PATIENCE)
+        node = Node(
+            shared_file, _checksum(shared_file), versions(), environment, os.getcwd(), _PATIENCE
+        )
         remote = self.ray.remote(_sent_whole()).options(
             num_cpus=share.cpus, num_gpus=share.gpus, max_retries=0, num_returns="streaming"
         )
-        waiting, running, failed = deque(_Task(job) for job in jobs), list[_Task](), dict[str, str]()
+        waiting, running, failed = (
+            deque(_Task(job) for job in jobs),
+            list[_Task](),
+            dict[str, str](),
+        )
         while waiting or running:
             while waiting and (at_once is None or len(running) < at_once):
                 task = waiting.popleft()
-                task.stream = remote.remote(list(sys.path), pickle.dumps((task.job, node, task.losses > 0)))
+                task.stream = remote.remote(
+                    list(sys.path), pickle.dumps((task.job, node, task.losses > 0))
+                )
                 running.append(task)
             ready, _ = self.ray.wait([task.stream for task in running], num_returns=1)
             task = next(task for task in running if task.stream is ready[0])
@@ -155,12 +176,16 @@ class Cluster:
             running.remove(task)
             if message["killed"] and task.losses < self.retries:
                 task.losses += 1
-                again = f"going on from its last checkpoint ({task.losses} of {self.retries} retries)"
+                again = (
+                    f"going on from its last checkpoint ({task.losses} of {self.retries} retries)"
+                )
                 listen(task.job.name, {"event": "lost", "why": message["error"], "next": again})
                 waiting.appendleft(task)
                 continue
             if message["killed"] and self.retries:
-                message["error"] += f", also after {self.retries} {'retry' if self.retries == 1 else 'retries'}"
+                message["error"] += (
+                    f", also after {self.retries} {'retry' if self.retries == 1 else 'retries'}"
+                )
             if message["error"] is not None:
                 failed[task.job.name] = message["error"]
             listen(task.job.name, message)
@@ -232,13 +257,21 @@ def connect(
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             files = tempfile.mkdtemp(prefix="fastlr-ray-")
             cores = max(len(os.sched_getaffinity(0)), math.ceil((at_once or 1) * (cpus or 1)))
-            local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _OBJECTS, "_temp_dir": files}
+            local: dict[str, Any] = {
+                "include_dashboard": False,
+                "object_store_memory": _OBJECTS,
+                "_temp_dir": files,
+            }
             ray.init("local", num_cpus=cores, **local, **quiet)
         else:
             try:
                 ray.init(address, **quiet)
-            except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and its own
-                raise InputError(f"--address {address}: no Ray cluster can be reached ({one_line(error)})") from error
+            except (
+                Exception
+            ) as error:  # Ray raises ConnectionError, RuntimeError, ValueError and its own
+                raise InputError(
+                    f"--address {address}: no Ray cluster can be reached ({one_line(error)})"
+                ) from error
         _let_print(ray, False)
         yield cluster
     finally:
@@ -255,11 +288,15 @@ def _check_address(address: str) -> None:
         return
     host, colon, port = place.rpartition(":")
     if "/" in place or not colon or not port.isdecimal():
-        raise InputError(f"--address {place}: give HOST:PORT (or auto), on a machine that is a node of the cluster")
+        raise InputError(
+            f"--address {place}: give HOST:PORT (or auto), on a machine that is a node of the cluster"
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT).close()
     except (OSError, OverflowError) as error:
-        raise InputError(f"--address {place}: no Ray cluster can be reached ({error}): ray start begins one") from error
+        raise InputError(
+            f"--address {place}: no Ray cluster can be reached ({error}): ray start begins one"
+        ) from error
 
 
 def _let_print(ray: Any, enabled: bool) -> None:
@@ -306,7 +343,9 @@ def _sent_whole() -> Any:
         try:
             from fastlr.experiments.runs import ray
         except ImportError as error:
-            yield {"unfit": f"node {socket.gethostname()} cannot import fastlr ({error}): install the same there"}
+            yield {
+                "unfit": f"node {socket.gethostname()} cannot import fastlr ({error}): install the same there"
+            }
             return
         yield from ray.run_on_node(*pickle.loads(packed))
 
@@ -321,16 +360,17 @@ def run_on_node(job: Job, node: Node, again: bool) -> Iterator[Message]:
     until = time.monotonic() + node.patience
     name, folder = socket.gethostname(), node.shared_file.parent
     if versions() != node.versions:
-        present, wanted = (", ".join(f"{key} {value}" for key, value in v.items()) for v in (versions(), node.versions))
+        present, wanted = (
+            ", ".join(f"{key} {value}" for key, value in v.items())
+            for v in (versions(), node.versions)
+        )
         yield {"unfit": f"node {name} has {present}, not {wanted}: install the same there"}
         return
     while (checksum := _checksum(node.shared_file)) != node.checksum and time.monotonic() < until:
         time.sleep(0.5)
     if checksum != node.checksum:
         what = "does not see" if checksum is None else "sees other files in"
-        remedy = (
-            "--out must be a folder that all nodes of the cluster share, under the same path; what was begun is kept"
-        )
+        remedy = "--out must be a folder that all nodes of the cluster share, under the same path; what was begun is kept"
         yield {"unfit": f"node {name} {what} {folder}: {remedy}"}
         return
     while again and _locked(folder / job.name) and time.monotonic() < until:

@@ -71,7 +71,9 @@ class RunFolder(ABC):
             lines = file.read_bytes().split(b"\n")
         except OSError as error:
             reason = error.strerror or error
-            raise InputError(f"{run.path} is no run folder: cannot read records.jsonl ({reason})") from error
+            raise InputError(
+                f"{run.path} is no run folder: cannot read records.jsonl ({reason})"
+            ) from error
         kinds = set()
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -81,7 +83,11 @@ class RunFolder(ABC):
                 kinds.add(record["kind"])
             except (ValueError, KeyError, TypeError) as error:
                 is_last = not any(rest.strip() for rest in lines[number:])
-                damage = "the last line is incomplete" if is_last else f"line {number} is damaged ({_short(error)})"
+                damage = (
+                    "the last line is incomplete"
+                    if is_last
+                    else f"line {number} is damaged ({_short(error)})"
+                )
                 warnings.warn(f"{file}: {damage} and is left out", FastlrWarning, stacklevel=3)
         odd = run.odd()
         if odd:
@@ -112,7 +118,10 @@ class RunFolder(ABC):
 
         They are looked for at most one level down.
         """
-        places = [self.config, *(value for value in self.config.values() if isinstance(value, dict))]
+        places = [
+            self.config,
+            *(value for value in self.config.values() if isinstance(value, dict)),
+        ]
         for key in ("machine", "gpu", "device"):
             for place in places:
                 if isinstance(place.get(key), str) and place[key] not in ("", "auto"):
@@ -133,17 +142,27 @@ def run_folders(paths: Iterable[str | Path]) -> list[Path]:
         if (path / "records.jsonl").exists():
             folders.append(path)
             continue
-        inside = sorted((p.parent for p in path.glob("*/records.jsonl")), key=lambda p: _natural(p.name))
+        inside = sorted(
+            (p.parent for p in path.glob("*/records.jsonl")), key=lambda p: _natural(p.name)
+        )
         if not inside:
-            raise InputError(f"{path} is no run folder: neither it nor a folder in it holds records.jsonl")
+            raise InputError(
+                f"{path} is no run folder: neither it nor a folder in it holds records.jsonl"
+            )
         begun = (p.parent for p in path.glob("*/config.json"))
         empty = sorted(p.name for p in begun if not (p / "records.jsonl").exists())
         if empty:
-            warnings.warn(f"{path}: left out what has no records yet ({', '.join(empty)})", FastlrWarning, stacklevel=3)
+            warnings.warn(
+                f"{path}: left out what has no records yet ({', '.join(empty)})",
+                FastlrWarning,
+                stacklevel=3,
+            )
         folders += inside
     if not folders:
         raise InputError("no run folder given")
-    repeated = [path for path, count in Counter(folder.resolve() for folder in folders).items() if count > 1]
+    repeated = [
+        path for path, count in Counter(folder.resolve() for folder in folders).items() if count > 1
+    ]
     if repeated:
         raise InputError(f"{repeated[0]} is given twice: a run counts once")
     return folders
@@ -172,7 +191,11 @@ def refuse_copies(runs: Sequence[RunFolder], driver: str) -> None:
         if "seed" not in run.options:
             continue
         options = {**dataclasses.asdict(of.options()), **of.before, **run.options}
-        settings = {key: value for key, value in options.items() if key not in (*of.changeable, "device", "threads")}
+        settings = {
+            key: value
+            for key, value in options.items()
+            if key not in (*of.changeable, "device", "threads")
+        }
         text = json.dumps([settings, as_dict(run.config, "data").get("digest")], sort_keys=True)
         earlier = known.setdefault(text, run)
         if earlier is not run:
@@ -184,7 +207,9 @@ def refuse_copies(runs: Sequence[RunFolder], driver: str) -> None:
 
 def _longer(first: RunFolder, second: RunFolder) -> RunFolder:
     """Return the run with more lines of records, of equal ones the first."""
-    return max(first, second, key=lambda run: (run.path / "records.jsonl").read_bytes().count(b"\n"))
+    return max(
+        first, second, key=lambda run: (run.path / "records.jsonl").read_bytes().count(b"\n")
+    )
 
 
 def driver_of(paths: Iterable[str | Path]) -> str:
@@ -197,7 +222,10 @@ def driver_of(paths: Iterable[str | Path]) -> str:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FastlrWarning)  # reading the runs warns again
-        folders = {str(read_config(folder).get("driver", "continual")): folder for folder in run_folders(paths)}
+        folders = {
+            str(read_config(folder).get("driver", "continual")): folder
+            for folder in run_folders(paths)
+        }
     if len(folders) > 1:
         (driver, folder), (other_driver, other) = list(folders.items())[:2]
         raise InputError(
@@ -214,7 +242,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"{file} cannot be read ({_short(error)}): reporting without it", FastlrWarning, stacklevel=3)
+        warnings.warn(
+            f"{file} cannot be read ({_short(error)}): reporting without it",
+            FastlrWarning,
+            stacklevel=3,
+        )
         return {}
     return config if isinstance(config, dict) else {}
 

@@ -184,7 +184,9 @@ def write_files(
     }
     for name, text in texts.items():
         write_text(folder / name, text)
-    return Report(folder, folder / "index.html", tuple(sheets), tuple(screen), tuple(figures), tuple(findings))
+    return Report(
+        folder, folder / "index.html", tuple(sheets), tuple(screen), tuple(figures), tuple(findings)
+    )
 
 
 def provenance(run: RunFolder) -> str:
@@ -199,7 +201,9 @@ def provenance(run: RunFolder) -> str:
         "seed": run.options.get("seed"),
         "machine": run.machine,
         "command": " ".join(map(str, command)) if isinstance(command, list) else command,
-        "versions": ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else versions,
+        "versions": ", ".join(f"{k} {v}" for k, v in versions.items())
+        if isinstance(versions, dict)
+        else versions,
         "commit": config.get("commit"),
     }
     text = "; ".join(f"{key}: {value}" for key, value in entries.items() if value not in (None, ""))

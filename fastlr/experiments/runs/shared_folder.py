@@ -53,7 +53,9 @@ class SharedRun(Run):
         """See `Run`; every rank has the record of rank 0 afterwards."""
         if self._run is not None:
             self._run.commit(record, state)
-        self.records.append(self._members.share(None if self._run is None else self._run.records[-1])[0])
+        self.records.append(
+            self._members.share(None if self._run is None else self._run.records[-1])[0]
+        )
 
     def abandon(self) -> None:
         """See `Run`."""
@@ -67,7 +69,9 @@ class SharedRun(Run):
 
     def read_checkpoint(self, name: str) -> Any:
         """See `Run`."""
-        return broadcast(self._members, None if self._run is None else self._run.read_checkpoint(name))
+        return broadcast(
+            self._members, None if self._run is None else self._run.read_checkpoint(name)
+        )
 
     def close(self) -> None:
         """See `Run`."""

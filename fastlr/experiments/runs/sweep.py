@@ -48,7 +48,9 @@ def parse_grids(kind: type, grids: Iterable[str]) -> dict[str, tuple[Any, ...]]:
         if not equals or not all(parts):
             raise InputError(f"--grid {grid}: write key=value,value,...")
         if key in values_by_key:
-            raise InputError(f"--grid {grid}: {key} is given twice; write all its values in one --grid")
+            raise InputError(
+                f"--grid {grid}: {key} is given twice; write all its values in one --grid"
+            )
         if key in _NOT_IN_GRIDS:
             raise InputError(f"--grid {grid}: {_NOT_IN_GRIDS[key]}")
         values = []
@@ -85,7 +87,10 @@ def product(
     made = []
     for values in itertools.product(*grids.values()):
         chosen = dict(zip(grids, values))
-        made += [(chosen, {**settings, **chosen, "seed": seed}) for seed in range(first_seed, first_seed + count)]
+        made += [
+            (chosen, {**settings, **chosen, "seed": seed})
+            for seed in range(first_seed, first_seed + count)
+        ]
     names = [_name(chosen, whole["seed"]) for chosen, whole in made]
     times = Counter(name.casefold() for name in names)
     for i, (chosen, whole) in enumerate(made):
@@ -122,7 +127,11 @@ def _value(value: Any) -> str:
     else:
         text = json.dumps(value, sort_keys=True) if isinstance(value, dict) else str(value)
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", text).strip("_")
-    return safe if safe == text and len(text) <= _LONGEST_VALUE else f"{safe[-_LONGEST_VALUE + 9 :]}-{_hash(value)}"
+    return (
+        safe
+        if safe == text and len(text) <= _LONGEST_VALUE
+        else f"{safe[-_LONGEST_VALUE + 9 :]}-{_hash(value)}"
+    )
 
 
 def _hash(value: Any) -> str:

@@ -94,7 +94,9 @@ class Mirror:
         for name, measure in record.get("measures", {}).items():
             numbers = _numbers({"": measure.get("value"), "_stderr": measure.get("stderr")})
             values |= {f"measures/{name}{ending}": value for ending, value in numbers.items()}
-        values |= {f"seconds/{name}": value for name, value in _numbers(record.get("seconds", {})).items()}
+        values |= {
+            f"seconds/{name}": value for name, value in _numbers(record.get("seconds", {})).items()
+        }
         self._logger.log(values, self._step)
         self._step, self._accuracy = self._step + 1, values.get("accuracy")
 
@@ -117,4 +119,8 @@ def mirrored(path: str | Path, tensorboard: bool, report: Report) -> Iterator[Re
 
 def _numbers(record: Record) -> dict[str, Any]:
     """Return the measured numbers; whole ones in a record are counts and positions."""
-    return {name: value for name, value in record.items() if isinstance(value, float) and math.isfinite(value)}
+    return {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, float) and math.isfinite(value)
+    }

@@ -29,7 +29,12 @@ _EVERY = 0.2  # seconds between two reports within a step
 
 
 def command(
-    driver: Driver, path: Path, preset: str, settings: dict[str, Any], changed: dict[str, Any], tensorboard: bool
+    driver: Driver,
+    path: Path,
+    preset: str,
+    settings: dict[str, Any],
+    changed: dict[str, Any],
+    tensorboard: bool,
 ) -> list[str]:
     """Return the command of a process that begins or resumes a run.
 

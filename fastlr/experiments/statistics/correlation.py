@@ -43,7 +43,9 @@ def correlation(method: str, x: ArrayLike, y: ArrayLike) -> float:
         >>> round(correlation("pearson", [1.0, 2.0, 3.0], [1.0, 3.0, 2.0]), 12)
         0.5
     """
-    from scipy import stats  # its import takes most of a second, which only what correlates shall wait for
+    from scipy import (
+        stats,
+    )  # its import takes most of a second, which only what correlates shall wait for
 
     if constant(np.asarray(x)) or constant(np.asarray(y)):
         return float("nan")
@@ -83,7 +85,14 @@ class Resampled:
         x, t, y, w, n = _standard(x), self.task, self.target, self.weights, self.count
         columns = np.stack([t, x, y, t * t, t * x, t * y, x * x, x * y, y * y], axis=1)
         mt, mx, my, tt, tx, ty, xx, xy, yy = (w @ columns).T / n
-        tt, tx, ty, xx, xy, yy = tt - mt**2, tx - mt * mx, ty - mt * my, xx - mx**2, xy - mx * my, yy - my**2
+        tt, tx, ty, xx, xy, yy = (
+            tt - mt**2,
+            tx - mt * mx,
+            ty - mt * my,
+            xx - mx**2,
+            xy - mx * my,
+            yy - my**2,
+        )
         variance = xx - tx**2 / tt if partial else xx
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.clip((xy - tx * ty / tt) / np.sqrt(variance * (yy - ty**2 / tt)), -1.0, 1.0)
@@ -94,7 +103,11 @@ class Resampled:
         Shapes: the measure ``x`` [n], the result [b]. The residuals are the target's.
         """
         x, w = _standard(x), self.weights
-        a = _row_ranks(w, x - self._slope(x)[:, None] * self.task) if partial else _fixed_ranks(w, x)
+        a = (
+            _row_ranks(w, x - self._slope(x)[:, None] * self.task)
+            if partial
+            else _fixed_ranks(w, x)
+        )
         return _of_ranks(w, a, self.target_ranks)
 
 

@@ -62,10 +62,14 @@ class Parallel:
         self._usage: dict[tuple[Any, ...], _Usage] = {}
         self._factors: dict[tuple[int, ...], Tensor] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._unreached: Tensor | int = 0  # parameters that no rank reached though it was expected, over all steps
+        self._unreached: Tensor | int = (
+            0  # parameters that no rank reached though it was expected, over all steps
+        )
         self._failure: str | None = None
         self._norms: list[Any] = [
-            m for m in model.modules() if isinstance(m, StatisticsNorm) and m.running_mean is not None
+            m
+            for m in model.modules()
+            if isinstance(m, StatisticsNorm) and m.running_mean is not None
         ]
         if not self.alone:
             self._check_parts(options.batch_size)
@@ -73,7 +77,9 @@ class Parallel:
 
     def _check_parts(self, batch_size: int) -> None:
         size, norm_batch = self.ranks.size, self.norm_batch
-        batch_norm = next((name for name, m in self.model.named_modules() if isinstance(m, BatchNorm)), None)
+        batch_norm = next(
+            (name for name, m in self.model.named_modules() if isinstance(m, BatchNorm)), None
+        )
         if batch_norm is not None and not norm_batch:
             raise InputError(
                 f"norm_batch=0: {size} processes share a batch of {batch_size}, and {batch_norm} takes its statistics over all "
@@ -117,7 +123,10 @@ class Parallel:
         Once all are done, the running statistics are those after the parts that update them.
         """
         sizes, updates = self.own_parts(size), self._updates(size)
-        statistics = [*self._statistics(), *(t for m in self._norms if (t := m.num_batches_tracked) is not None)]
+        statistics = [
+            *self._statistics(),
+            *(t for m in self._norms if (t := m.num_batches_tracked) is not None),
+        ]
         kept: list[Tensor] = []
         for done, part in enumerate(zip(*(t.split(sizes) for t in batch))):
             if done == updates:
@@ -196,7 +205,9 @@ class Parallel:
     def _gradient_buffers(self) -> dict[nn.Parameter, Tensor]:
         """A tensor for the gradient of each trainable parameter."""
         parameters = trainable_parameters(self.model)
-        self._gradients.update({p: torch.zeros_like(p) for p in parameters if p not in self._gradients})
+        self._gradients.update(
+            {p: torch.zeros_like(p) for p in parameters if p not in self._gradients}
+        )
         return {p: self._gradients[p] for p in parameters}
 
     def set_gradients(self, size: int, work: Callable[[], tuple[Tensor, list[bool]]]) -> Tensor:
@@ -216,9 +227,14 @@ class Parallel:
         if self.own_parts(size):
             loss, reached = work()
         else:
-            loss, reached = torch.zeros((), dtype=torch.float64, device=before.device), [False] * len(buffers)
+            loss, reached = (
+                torch.zeros((), dtype=torch.float64, device=before.device),
+                [False] * len(buffers),
+            )
         if observer is not None:
-            self._usage[key] = self._agree_on_usage(reached, *observer.observed(self._updates(size)))
+            self._usage[key] = self._agree_on_usage(
+                reached, *observer.observed(self._updates(size))
+            )
         self._exchange(size, buffers, reached, self._usage[key], before)
         return loss
 
@@ -227,7 +243,12 @@ class Parallel:
 
     @torch.no_grad()
     def _exchange(
-        self, size: int, buffers: dict[nn.Parameter, Tensor], reached: list[bool], usage: _Usage, before: Tensor
+        self,
+        size: int,
+        buffers: dict[nn.Parameter, Tensor],
+        reached: list[bool],
+        usage: _Usage,
+        before: Tensor,
     ) -> None:
         """Add up over the ranks the gradients and the changes of the running statistics.
 
@@ -239,9 +260,13 @@ class Parallel:
             if expected and not here:
                 buffer.zero_()
             p.grad = None
-        gradients = {p: buffer for (p, buffer), expected in zip(buffers.items(), usage.reached) if expected}
+        gradients = {
+            p: buffer for (p, buffer), expected in zip(buffers.items(), usage.reached) if expected
+        }
         statistics = self._statistics()
-        change = (_flat(statistics, before.device) - before) * self._factor(size, usage.norm_uses, before)
+        change = (_flat(statistics, before.device) - before) * self._factor(
+            size, usage.norm_uses, before
+        )
         device = before.device
         if self._rounded:
             sums = self._sums([*gradients.values()], device, torch.bfloat16)
@@ -265,7 +290,11 @@ class Parallel:
         return flat.split([t.numel() for t in tensors])
 
     def _reached_flags(
-        self, buffers: dict[nn.Parameter, Tensor], reached: list[bool], usage: _Usage, device: torch.device
+        self,
+        buffers: dict[nn.Parameter, Tensor],
+        reached: list[bool],
+        usage: _Usage,
+        device: torch.device,
     ) -> Tensor:
         """1 for each expected parameter that this rank's samples have reached, else 0."""
         for p, here, expected in zip(buffers, reached, usage.reached):
@@ -277,7 +306,9 @@ class Parallel:
             return torch.ones(len(flags), device=device)
         return torch.tensor(flags, dtype=torch.float32, device=device)
 
-    def _agree_on_usage(self, reached: list[bool], norm_uses: list[int], failure: str | None) -> _Usage:
+    def _agree_on_usage(
+        self, reached: list[bool], norm_uses: list[int], failure: str | None
+    ) -> _Usage:
         """Merge what the ranks observed in their first step of a kind."""
         everyone = self.ranks.share([reached, norm_uses])
         self._failure = self._failure or failure
@@ -294,11 +325,17 @@ class Parallel:
         A part takes a statistic r to ``(1 - m) r + m s``; parts of several ranks, all from the same r, change it together by
         the sum over ranks of their own change times ``(1 - m)`` to the power of the uses that come after them.
         """
-        after = 0 if self._first_only else sum(len(parts) for parts in self._shares(size)[self.ranks.rank + 1 :])
+        after = (
+            0
+            if self._first_only
+            else sum(len(parts) for parts in self._shares(size)[self.ranks.rank + 1 :])
+        )
         key = (after, *norm_uses)
         if key not in self._factors:
             factors = [
-                like.new_full((2 * m.running_mean.numel(),), (1 - m.momentum) ** (after * (uses or 1)))
+                like.new_full(
+                    (2 * m.running_mean.numel(),), (1 - m.momentum) ** (after * (uses or 1))
+                )
                 for m, uses in zip(self._norms, norm_uses, strict=True)
             ]
             self._factors[key] = torch.cat([like[:0], *factors])
@@ -314,8 +351,12 @@ class _Observer:
     """
 
     def __init__(self, model: nn.Module, norms: list[Any]) -> None:
-        merged = {id(t) for m in norms for t in (m.running_mean, m.running_var, m.num_batches_tracked)}
-        self._others = {name: (t, t.clone()) for name, t in model.named_buffers() if id(t) not in merged}
+        merged = {
+            id(t) for m in norms for t in (m.running_mean, m.running_var, m.num_batches_tracked)
+        }
+        self._others = {
+            name: (t, t.clone()) for name, t in model.named_buffers() if id(t) not in merged
+        }
         self._norms, self._names = norms, {id(m): name for name, m in model.named_modules()}
         self._counts = [_passes(m) for m in norms]
 
@@ -345,10 +386,19 @@ def _passes(norm: Any) -> int:
     return 0 if norm.num_batches_tracked is None else int(norm.num_batches_tracked)
 
 
-def _flat(tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def _flat(
+    tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
     """A copy of tensors in one, in a dtype; None: float32 unless one of them is float64."""
-    dtype = dtype or (torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32)
-    return torch.cat([torch.empty(0, dtype=dtype, device=device), *(t.detach().reshape(-1).to(dtype) for t in tensors)])
+    dtype = dtype or (
+        torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    )
+    return torch.cat(
+        [
+            torch.empty(0, dtype=dtype, device=device),
+            *(t.detach().reshape(-1).to(dtype) for t in tensors),
+        ]
+    )
 
 
 def _copy_from(flat: Tensor, tensors: Sequence[Tensor]) -> None:

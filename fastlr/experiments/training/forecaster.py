@@ -112,7 +112,9 @@ class Forecaster(TrainingLoop):
 
 def _finite(which: str, loss: float) -> float:
     if not math.isfinite(loss):
-        raise NonFiniteError(f"the {which} loss is not finite: lower the learning rate, in a new run")
+        raise NonFiniteError(
+            f"the {which} loss is not finite: lower the learning rate, in a new run"
+        )
     return loss
 
 

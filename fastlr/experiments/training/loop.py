@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.experiments.training.data_parallel import Parallel
-from fastlr.experiments.training.optim import load_optimiser, optimiser_tensors, trainable_parameters
+from fastlr.experiments.training.optim import (
+    load_optimiser,
+    optimiser_tensors,
+    trainable_parameters,
+)
 from fastlr.experiments.training.options import TrainingOptions
 from fastlr.experiments.training.steps import Compiled, TrainingSteps, resolve_mode
 
@@ -40,16 +44,22 @@ class TrainingLoop:
 
     optimiser: torch.optim.Optimizer
 
-    def __init__(self, model: nn.Module, device: torch.device, options: TrainingOptions, step: str = "eager") -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, options: TrainingOptions, step: str = "eager"
+    ) -> None:
         mode = resolve_mode(step, device)
         self.model = model.bfloat16() if options.dtype == "bf16-weights" else model
         self.device, self.options = device, options
         self.dtype = torch.float32 if options.dtype == "fp32" else torch.bfloat16
         self.parallel = Parallel(model, options)
         full_parts = self.parallel.part_sizes(options.batch_size)
-        self.forward: Callable[[Tensor], Any] = Compiled(model, full_parts) if mode == "compile" else model
+        self.forward: Callable[[Tensor], Any] = (
+            Compiled(model, full_parts) if mode == "compile" else model
+        )
         graph = device.type == "cuda" and mode != "eager"
-        self.steps = TrainingSteps(self.work, model, self.changed_tensors, device, graph, strict=step == "graph")
+        self.steps = TrainingSteps(
+            self.work, model, self.changed_tensors, device, graph, strict=step == "graph"
+        )
 
     def loss(self, *part: Tensor) -> Tensor:
         """Return the sum of the losses of the samples of a part.
@@ -83,7 +93,9 @@ class TrainingLoop:
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the model runs."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast_dtype is not None)
+        return torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=self.autocast_dtype is not None
+        )
 
     def as_input(self, x: Tensor) -> Tensor:
         """Return samples as the model takes them: bfloat16 where its weights are."""
@@ -95,7 +107,9 @@ class TrainingLoop:
         compiled = ["compile"] if isinstance(self.forward, Compiled) else []
         return "+".join(compiled + ["graph"] * self.steps.captured) or "eager"
 
-    def train_batch(self, span: tuple[int, int], samples: Callable[[int, int], Sequence[Tensor]]) -> Tensor:
+    def train_batch(
+        self, span: tuple[int, int], samples: Callable[[int, int], Sequence[Tensor]]
+    ) -> Tensor:
         """Take a step of the optimiser.
 
         Args:

@@ -27,7 +27,9 @@ def load_optimiser(optimiser: torch.optim.Optimizer, saved: Mapping[str, Any]) -
     """
     groups = [dict(group) for group in saved["param_groups"]]
     for group, current in zip(groups, optimiser.param_groups, strict=True):
-        group.update({key: current[key] for key in ("fused", "foreach", "capturable") if key in current})
+        group.update(
+            {key: current[key] for key in ("fused", "foreach", "capturable") if key in current}
+        )
     optimiser.load_state_dict({**saved, "param_groups": groups})
 
 

@@ -61,7 +61,9 @@ def training_text(run: RunFolder) -> str:
     size, part = options.get("batch_size", 0), options.get("norm_batch", 0)
     texts = [f"Trained {_PRECISION.get(options.get('dtype', ''), 'in an unknown precision')}"]
     if 0 < part < size:
-        texts.append(f"batches of {size} in parts of {part}: {_UPDATES[options['batch_norm_updates']]}")
+        texts.append(
+            f"batches of {size} in parts of {part}: {_UPDATES[options['batch_norm_updates']]}"
+        )
     if processes > 1:
         kind = {"fp32": "float32", "bf16": "bfloat16"}[options.get("reduce_dtype", "fp32")]
         texts.append(f"{processes} processes added up their gradients in {kind}")

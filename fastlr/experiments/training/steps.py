@@ -34,7 +34,9 @@ def resolve_mode(mode: str, device: torch.device) -> str:
     if mode not in get_args(StepMode):
         raise InputError(f"step={mode}: choose one of {', '.join(get_args(StepMode))}")
     if mode == "graph" and device.type != "cuda":
-        raise InputError(f"step=graph: {device} has no CUDA graphs; choose step=eager or step=compile")
+        raise InputError(
+            f"step=graph: {device} has no CUDA graphs; choose step=eager or step=compile"
+        )
     if mode == "auto":
         return "graph" if device.type == "cuda" else "eager"
     return mode
@@ -131,8 +133,12 @@ class TrainingSteps:
         except RuntimeError as error:
             reason = first_line(error)[:200]
             if self.strict:
-                raise ModelError(f"step=graph: a step cannot be captured ({reason}); choose step=eager") from error
-            warnings.warn(f"training steps run without a CUDA graph: {reason}", FastlrWarning, stacklevel=3)
+                raise ModelError(
+                    f"step=graph: a step cannot be captured ({reason}); choose step=eager"
+                ) from error
+            warnings.warn(
+                f"training steps run without a CUDA graph: {reason}", FastlrWarning, stacklevel=3
+            )
             self.captured = False
             self.discard()
             return None
@@ -195,4 +201,6 @@ class Compiled:
         try:
             return self.compiled(x)
         except compile_errors() as error:
-            raise ModelError(f"step=compile: {first_line(error)[:200]}; choose step=eager") from error
+            raise ModelError(
+                f"step=compile: {first_line(error)[:200]}; choose step=eager"
+            ) from error

@@ -27,7 +27,13 @@ from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
 from fastlr.experiments.training.forecaster import Forecaster, batches, cosine, evenly
 from fastlr.experiments.training.optim import spans, trainable_parameters
 from fastlr.experiments.transfer.measures import Probe, Redundancy, weights_and_units
-from fastlr.experiments.transfer.options import BEFORE, FURTHER, PRESETS, STRATEGIES, TransferOptions
+from fastlr.experiments.transfer.options import (
+    BEFORE,
+    FURTHER,
+    PRESETS,
+    STRATEGIES,
+    TransferOptions,
+)
 from fastlr.experiments.transfer.records import value_of
 from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
@@ -45,7 +51,9 @@ class TransferData:
     def to(self, device: torch.device) -> TransferData:
         """Return them on a device."""
         parts = (
-            dataclasses.replace(split, train=split.train.to(device), validation=split.validation.to(device))
+            dataclasses.replace(
+                split, train=split.train.to(device), validation=split.validation.to(device)
+            )
             for split in (self.source, self.target)
         )
         return TransferData(*parts)
@@ -100,7 +108,9 @@ def saturated(losses: Sequence[float], patience: int, tolerance: float) -> bool:
 class Study:
     """A run under way: its networks, and a method for each kind of step."""
 
-    def __init__(self, run: Run, options: TransferOptions, data: TransferData, device: torch.device) -> None:
+    def __init__(
+        self, run: Run, options: TransferOptions, data: TransferData, device: torch.device
+    ) -> None:
         self.run, self.options, self.data, self.device = run, options, data, device
         self.features = len(data.source.table.columns)
         self.net = self._network("model")
@@ -111,12 +121,18 @@ class Study:
         else:
             self.net.model.load_state_dict(initial)
         self.spare = self._network("probe")  # for probes and fine-tuning
-        self.probe = Probe(self.spare, data.target, options) if "linear_probe" in options.strategies else None
+        self.probe = (
+            Probe(self.spare, data.target, options)
+            if "linear_probe" in options.strategies
+            else None
+        )
         state = run.state or {}
         self.redundancy = Redundancy(self.net, options, self.features, state.get("chunk", 0))
         if "model" in state:
             self.net.load(state)
-        self._at_start: dict[int, float] = {}  # checkpoint -> its loss on the target before fine-tuning
+        self._at_start: dict[
+            int, float
+        ] = {}  # checkpoint -> its loss on the target before fine-tuning
 
     def _network(self, use: str) -> Forecaster:
         o = self.options
@@ -131,7 +147,9 @@ class Study:
         self.redundancy.begin()
         self.redundancy.measure(0)
         o, source, target = self.options, self.data.source, self.data.target
-        one_pass, finetune_pass = (len(list(spans(len(data.train), o.batch_size))) for data in (source, target))
+        one_pass, finetune_pass = (
+            len(list(spans(len(data.train), o.batch_size))) for data in (source, target)
+        )
         return {
             "kind": "start",
             "parameters": sum(p.numel() for p in trainable_parameters(self.net.model)),
@@ -147,7 +165,9 @@ class Study:
         o, net, source = self.options, self.net, self.data.source
         began = clock(self.device)
         seed_everything(net.parallel.stream_seed(o.seed, "pretrain", epoch))
-        order = batches(len(source.train), o.batch_size, o.steps_per_epoch, stream_seed(o.seed, "order", epoch))
+        order = batches(
+            len(source.train), o.batch_size, o.steps_per_epoch, stream_seed(o.seed, "order", epoch)
+        )
         before, rate = (epoch - 1) * len(order), cosine(o.learning_rate, o.epochs * len(order))
         points, spent = evenly(len(order), o.redundancy_per_epoch), 0.0
         self.redundancy.begin()
@@ -167,7 +187,11 @@ class Study:
         validated = clock(self.device)
         measures = self._measures()
         measured = clock(self.device)
-        seconds = {"train": trained - began - spent, "local_redundancy": spent, "validate": validated - trained}
+        seconds = {
+            "train": trained - began - spent,
+            "local_redundancy": spent,
+            "validate": validated - trained,
+        }
         seconds["weight_norm+dormant_ratio"] = measured - validated
         state = net.model.state_dict()
         if self.probe is not None:
@@ -175,7 +199,13 @@ class Study:
             seconds["linear_probe"] = clock(self.device) - measured
         self.run.write_checkpoint(checkpoint_name(epoch), state)
         losses = {"train_loss": loss, "validation_loss": validation}
-        return {"kind": "pretrain", "epoch": epoch, **losses, "measures": measures, "seconds": seconds}
+        return {
+            "kind": "pretrain",
+            "epoch": epoch,
+            **losses,
+            "measures": measures,
+            "seconds": seconds,
+        }
 
     def _measures(self) -> dict[str, Any]:
         return {
@@ -186,7 +216,10 @@ class Study:
     def select(self) -> Record:
         """Pick a checkpoint by each strategy."""
         epochs = [record for record in self.run.records if record["kind"] == "pretrain"]
-        return {"kind": "selection", "picks": {name: pick(name, epochs) for name in self.options.strategies}}
+        return {
+            "kind": "selection",
+            "picks": {name: pick(name, epochs) for name in self.options.strategies},
+        }
 
     def finetune(self, epoch: int, number: int, strategies: Sequence[str]) -> Record:
         """Fine-tune the checkpoint of an epoch, for the ``number``-th time."""
@@ -235,7 +268,9 @@ class Study:
         return {"position": position, "chunk": self.redundancy.chunk, **training}
 
 
-def tunings(options: TransferOptions, picks: Mapping[str, Mapping[str, Any]]) -> list[tuple[int, int, list[str]]]:
+def tunings(
+    options: TransferOptions, picks: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[int, int, list[str]]]:
     """Return the fine-tuning runs in their order.
 
     Each is (epoch of the checkpoint, number, the strategies that picked it).
@@ -243,12 +278,21 @@ def tunings(options: TransferOptions, picks: Mapping[str, Mapping[str, Any]]) ->
     strategies: dict[int, list[str]] = {}
     for name, picked in picks.items():
         strategies.setdefault(picked["epoch"], []).append(name)
-    return [(epoch, number, names) for number in range(options.finetune_runs) for epoch, names in strategies.items()]
+    return [
+        (epoch, number, names)
+        for number in range(options.finetune_runs)
+        for epoch, names in strategies.items()
+    ]
 
 
 def _open_data(options: TransferOptions) -> tuple[TransferData, dict[str, Any]]:
     both = [
-        split_series(open_series(name, options.generated_rows), options.context, options.horizon, options.train_share)
+        split_series(
+            open_series(name, options.generated_rows),
+            options.context,
+            options.horizon,
+            options.train_share,
+        )
         for name in (options.source, options.target)
     ]
     counts = [len(split.table.columns) for split in both]
@@ -274,7 +318,9 @@ def _open_data(options: TransferOptions) -> tuple[TransferData, dict[str, Any]]:
     return TransferData(*both), {"path": path, "digest": digest, **described}
 
 
-def _carry_on(run: Run, options: TransferOptions, data: TransferData, device: torch.device, report: Report) -> None:
+def _carry_on(
+    run: Run, options: TransferOptions, data: TransferData, device: torch.device, report: Report
+) -> None:
     """Do the steps that are left."""
     position = run.state["position"] if run.state else -1
     if position >= 0 and _finished(options, run.records):

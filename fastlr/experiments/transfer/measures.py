@@ -30,7 +30,9 @@ class Redundancy:
         points: ``{"step", "value", "stderr"}`` of the measurements since `begin`.
     """
 
-    def __init__(self, net: Forecaster, options: TransferOptions, features: int, chunk: int) -> None:
+    def __init__(
+        self, net: Forecaster, options: TransferOptions, features: int, chunk: int
+    ) -> None:
         self._estimator = fastlr.LocalRedundancy(
             net.model,
             fastlr.GaussianSeries(length=options.context, features=features),
@@ -59,7 +61,9 @@ class Redundancy:
         estimate = self._estimator.measure()
         assert estimate.per_sample is not None
         self.chunk, self._sums = estimate.batch_size, self._sums + estimate.per_sample
-        self.points.append({"step": step, "value": estimate.value, "stderr": _or_none(estimate.stderr)})
+        self.points.append(
+            {"step": step, "value": estimate.value, "stderr": _or_none(estimate.stderr)}
+        )
 
     def record(self) -> dict[str, Any]:
         """Return the record of the mean local redundancy over the measurements.
@@ -81,19 +85,29 @@ class Redundancy:
         }
 
 
-def weights_and_units(net: Forecaster, source: SplitSeries, options: TransferOptions) -> dict[str, dict[str, Any]]:
+def weights_and_units(
+    net: Forecaster, source: SplitSeries, options: TransferOptions
+) -> dict[str, dict[str, Any]]:
     """Measure the weight norm and the dormant ratio of the activations.
 
     The activations are those on training windows of the source.
     """
     windows = source.train
     generator = torch.Generator().manual_seed(stream_seed(options.seed, "dormant windows"))
-    index = torch.randperm(len(windows), generator=generator)[: options.dormant_windows].to(net.device)
+    index = torch.randperm(len(windows), generator=generator)[: options.dormant_windows].to(
+        net.device
+    )
     with net.autocast():
         parts = (net.as_input(windows.batch(part)[0]) for part in index.split(options.batch_size))
-        how: dict[str, Any] = {"threshold": options.dormant_threshold, "signed": options.dormant_by == "mean"}
+        how: dict[str, Any] = {
+            "threshold": options.dormant_threshold,
+            "signed": options.dormant_by == "mean",
+        }
         dormant = metrics.dormant_ratio(net.model, parts, units="all", normalize=False, **how)
-    return {"weight_norm": metrics.weight_norm(net.model).to_dict(), "dormant_ratio": dormant.to_dict()}
+    return {
+        "weight_norm": metrics.weight_norm(net.model).to_dict(),
+        "dormant_ratio": dormant.to_dict(),
+    }
 
 
 class Probe:
@@ -123,7 +137,9 @@ class Probe:
                 "forecast, or leave linear_probe out of the strategies"
             ) from None
         if not any(p.requires_grad for p in head.parameters()):
-            raise InputError(f"head={options.head} has no parameters to train: name the part that makes the forecast")
+            raise InputError(
+                f"head={options.head} has no parameters to train: name the part that makes the forecast"
+            )
         self._head, self._new_head = head, copy.deepcopy(head.state_dict())
 
     def measure(self, state: State) -> dict[str, Any]:

@@ -118,13 +118,22 @@ class TransferOptions(training.TrainingOptions):
         if not self.strategies:
             raise InputError(f"strategies: name at least one of {', '.join(STRATEGIES)}")
         if self.finetune_tolerance and not self.finetune_patience:
-            raise InputError("finetune_tolerance goes with finetune_patience: give that too, at least 1")
+            raise InputError(
+                "finetune_tolerance goes with finetune_patience: give that too, at least 1"
+            )
 
 
-BEFORE = {**training.BEFORE, "norm_batch": 0, "redundancy_probe": "rademacher", "dormant_by": "absolute"}
+BEFORE = {
+    **training.BEFORE,
+    "norm_batch": 0,
+    "redundancy_probe": "rademacher",
+    "dormant_by": "absolute",
+}
 
 # Options that change no number, or only its last bits, or are reported in their own place, or of which the paper says nothing.
-_NO_MATTER = set("seed device threads compile generated_rows redundancy_batch head strategies".split())
+_NO_MATTER = set(
+    "seed device threads compile generated_rows redundancy_batch head strategies".split()
+)
 _NO_MATTER |= {"finetune_evaluations", "reduce_dtype"}
 
 # Steps that one pass over ETTm1's 55,137 and ETTh2's 13,329 training windows takes at 1024 a step.

@@ -14,10 +14,24 @@ from typing import Any
 import numpy as np
 
 from fastlr.errors import InputError
-from fastlr.experiments.runs.records import Array, RunFolder, as_dict, check_numbers, measured, number, run_folders
+from fastlr.experiments.runs.records import (
+    Array,
+    RunFolder,
+    as_dict,
+    check_numbers,
+    measured,
+    number,
+    run_folders,
+)
 from fastlr.experiments.statistics.seeds import Mean, mean_over_seeds
 
-_MAY_DIFFER = ("seed", "device", "threads", "source", "target")  # of the options of runs that are pooled
+_MAY_DIFFER = (
+    "seed",
+    "device",
+    "threads",
+    "source",
+    "target",
+)  # of the options of runs that are pooled
 
 
 def value_of(record: Mapping[str, Any], name: str) -> Any:
@@ -55,7 +69,10 @@ class TransferRun(RunFolder):
         elif kind == "pretrain":
             self.epochs[int(record["epoch"])] = record
         elif kind == "selection":
-            self.picks = {name: {"epoch": int(pick["epoch"]), **pick} for name, pick in record["picks"].items()}
+            self.picks = {
+                name: {"epoch": int(pick["epoch"]), **pick}
+                for name, pick in record["picks"].items()
+            }
         elif kind == "finetune":
             check_numbers(record, "validation_loss")
             record["validation"][0], record["steps"][0]
@@ -63,7 +80,11 @@ class TransferRun(RunFolder):
 
     def odd(self) -> list[str]:
         """Say which epochs have no record though later ones have."""
-        return [f"no record of epoch {e}" for e in range(1, max(self.epochs, default=0)) if e not in self.epochs]
+        return [
+            f"no record of epoch {e}"
+            for e in range(1, max(self.epochs, default=0))
+            if e not in self.epochs
+        ]
 
     @property
     def seed(self) -> int:
@@ -87,7 +108,9 @@ class TransferRun(RunFolder):
 
         They ended before their epochs, as their validation loss had saturated.
         """
-        steps = self.options.get("finetune_epochs", 0) * self.start.get("finetune_steps_per_epoch", 0)
+        steps = self.options.get("finetune_epochs", 0) * self.start.get(
+            "finetune_steps_per_epoch", 0
+        )
         return sum(record["steps"][-1] < steps for record in self.tunings.values())
 
     def loss(self, strategy: str) -> float:
@@ -101,7 +124,9 @@ class TransferRun(RunFolder):
         """
         records = self.of_pick(strategy)
         steps = max((record["steps"] for record in records), key=len)
-        rows = [record["validation"] + [record["validation"][-1]] * len(steps) for record in records]
+        rows = [
+            record["validation"] + [record["validation"][-1]] * len(steps) for record in records
+        ]
         return np.array(steps, dtype=float), np.array([row[: len(steps)] for row in rows]).mean(0)
 
     def numbers(self, name: str) -> Array:
@@ -118,8 +143,14 @@ class TransferRun(RunFolder):
         """Every measurement of local redundancy: epochs passed (a fraction), and value."""
         steps = self.start.get("steps_per_epoch", 1)
         records = (self.start, *self.epochs.values())
-        points = [point for record in records for point in measured(record, "local_redundancy").get("points", [])]
-        return np.array([point["step"] / steps for point in points]), np.array([point["value"] for point in points])
+        points = [
+            point
+            for record in records
+            for point in measured(record, "local_redundancy").get("points", [])
+        ]
+        return np.array([point["step"] / steps for point in points]), np.array(
+            [point["value"] for point in points]
+        )
 
     def seconds(self, name: str = "") -> float:
         """Return the seconds of all steps, or those spent on one thing.
@@ -183,10 +214,18 @@ def read_transfer_runs(paths: Iterable[str | Path]) -> list[TransferRun]:
         for key in sorted(reference.options.keys() | run.options.keys()):
             expected, value = reference.options.get(key), run.options.get(key)
             if key not in _MAY_DIFFER and expected != value:
-                raise InputError(f"{reference.name} has {key}={expected}, {run.name} {value}: report on them apart")
-        if as_dict(run.config, "data").get("digest") != as_dict(reference.config, "data").get("digest"):
-            raise InputError(f"{reference.name} and {run.name} have different data: report on them apart")
+                raise InputError(
+                    f"{reference.name} has {key}={expected}, {run.name} {value}: report on them apart"
+                )
+        if as_dict(run.config, "data").get("digest") != as_dict(reference.config, "data").get(
+            "digest"
+        ):
+            raise InputError(
+                f"{reference.name} and {run.name} have different data: report on them apart"
+            )
         for earlier in runs[:index]:
             if earlier.seed == run.seed:
-                raise InputError(f"{earlier.path} and {run.path} have the same seed {run.seed}: a seed counts once")
+                raise InputError(
+                    f"{earlier.path} and {run.path} have the same seed {run.seed}: a seed counts once"
+                )
     return runs

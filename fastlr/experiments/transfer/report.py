@@ -15,14 +15,31 @@ from typing import Any
 
 import numpy as np
 
-from fastlr.display.figures import COLOURS, MUTED, count_axis, legend_below, new_figure, save_figure, style
+from fastlr.display.figures import (
+    COLOURS,
+    MUTED,
+    count_axis,
+    legend_below,
+    new_figure,
+    save_figure,
+    style,
+)
 from fastlr.experiments.runs.records import Array
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.transfer import tables
-from fastlr.experiments.transfer.records import TransferRun, differences, losses, read_transfer_runs, strategies
+from fastlr.experiments.transfer.records import (
+    TransferRun,
+    differences,
+    losses,
+    read_transfer_runs,
+    strategies,
+)
 
 _TRAIN, _VALIDATION, _REDUNDANCY = COLOURS[:3]
-_CURVES = {"validation_loss": _TRAIN, "local_redundancy": _VALIDATION}  # as in Figure 5, of fine-tuning
+_CURVES = {
+    "validation_loss": _TRAIN,
+    "local_redundancy": _VALIDATION,
+}  # as in Figure 5, of fine-tuning
 
 
 def write_transfer_report(
@@ -59,7 +76,9 @@ def write_transfer_report(
         "runs": [str(run.path) for run in runs],
         "setting": list(setting),
         "losses": {name: vars(mean) for name, mean in losses(finished).items()},
-        "losses_by_seed": {str(run.seed): {name: run.loss(name) for name in run.picks} for run in finished},
+        "losses_by_seed": {
+            str(run.seed): {name: run.loss(name) for name in run.picks} for run in finished
+        },
         "differences": [{**vars(pair), "mean": vars(pair.mean)} for pair in differences(finished)],
         "picks": {str(run.seed): run.picks for run in runs},
     }
@@ -102,9 +121,15 @@ def findings(runs: Sequence[TransferRun]) -> list[str]:
         if leader in (pair.first, pair.second) and math.isfinite(pair.mean.low):
             other, sign = (pair.second, 1) if pair.first == leader else (pair.first, -1)
             kind = (
-                "not" if pair.mean.low <= 0 <= pair.mean.high else "lower" if sign * pair.mean.value < 0 else "higher"
+                "not"
+                if pair.mean.low <= 0 <= pair.mean.high
+                else "lower"
+                if sign * pair.mean.value < 0
+                else "higher"
             )
-            told[kind].append(f"{tables.label(other)} ({sign * pair.mean.value:+.4f} ± {pair.mean.stderr:.4f})")
+            told[kind].append(
+                f"{tables.label(other)} ({sign * pair.mean.value:+.4f} ± {pair.mean.stderr:.4f})"
+            )
     for kind, text in (
         ("lower", "Picked by the largest local redundancy, the loss is lower than by: {}."),
         ("higher", "Picked by the largest local redundancy, the loss is higher than by: {}."),
@@ -116,7 +141,9 @@ def findings(runs: Sequence[TransferRun]) -> list[str]:
 
 
 def _drawings(runs: Sequence[TransferRun]) -> list[Drawing]:
-    band = f"Bands: ± one standard deviation over {len(runs)} seeds." if len(runs) > 1 else "One seed."
+    band = (
+        f"Bands: ± one standard deviation over {len(runs)} seeds." if len(runs) > 1 else "One seed."
+    )
     return [
         Drawing(
             "finetuning.png",
@@ -153,8 +180,18 @@ def pretraining_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]
     right = axes.twinx()
     points = [run.redundancy_points() for run in runs]
     known = min(len(x) for x, _ in points)
-    _band(right, points[0][0][:known], np.stack([y[:known] for _, y in points]), _REDUNDANCY, "local redundancy")
-    inputs = f", n = {runs[0].options['redundancy_n']} inputs" if "redundancy_n" in runs[0].options else ""
+    _band(
+        right,
+        points[0][0][:known],
+        np.stack([y[:known] for _, y in points]),
+        _REDUNDANCY,
+        "local redundancy",
+    )
+    inputs = (
+        f", n = {runs[0].options['redundancy_n']} inputs"
+        if "redundancy_n" in runs[0].options
+        else ""
+    )
     style(right, f"local redundancy, E||grad||²{inputs} (right axis)")
     right.grid(False)
     right.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
@@ -176,7 +213,10 @@ def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str])
     figure, axes = new_figure((8, 4.2), 1)
     colours = iter(COLOURS[2:])
     for name in names:
-        curves, text = [run.curve(name) for run in runs], tables.label(name).replace("†", "(sees the target)")
+        curves, text = (
+            [run.curve(name) for run in runs],
+            tables.label(name).replace("†", "(sees the target)"),
+        )
         steps = max((x for x, _ in curves), key=len)
         rows = np.stack([np.append(y, np.full(len(steps) - len(y), y[-1])) for _, y in curves])
         if name in _CURVES:
@@ -185,15 +225,25 @@ def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str])
             axes.plot(steps, rows.mean(0), color=next(colours), linewidth=0.9, label=text)
     if "no_pretraining" in runs[0].picks:
         end = float(np.mean([run.loss("no_pretraining") for run in runs]))
-        axes.axhline(end, color=MUTED, linewidth=1, linestyle="--", label="no pretraining, at its end")
-    style(axes, "mean squared error on the target, normalised", f"Fine-tuning, validation loss{_seeds(runs)}")
+        axes.axhline(
+            end, color=MUTED, linewidth=1, linestyle="--", label="no pretraining, at its end"
+        )
+    style(
+        axes,
+        "mean squared error on the target, normalised",
+        f"Fine-tuning, validation loss{_seeds(runs)}",
+    )
     count_axis(axes, "optimiser step")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return save_figure(figure, path)
 
 
 def _seeds(runs: Sequence[TransferRun]) -> str:
-    return f", mean of n = {len(runs)} seeds (bands: ± 1 standard deviation)" if len(runs) > 1 else ", one seed"
+    return (
+        f", mean of n = {len(runs)} seeds (bands: ± 1 standard deviation)"
+        if len(runs) > 1
+        else ", one seed"
+    )
 
 
 def _band(axes: Any, x: Array, rows: Array, colour: str, text: str) -> None:
@@ -204,5 +254,10 @@ def _band(axes: Any, x: Array, rows: Array, colour: str, text: str) -> None:
     if len(rows) > 1:
         deviation = rows.std(0, ddof=1)[known]
         axes.fill_between(
-            x[known], mean[known] - deviation, mean[known] + deviation, color=colour, alpha=0.18, linewidth=0
+            x[known],
+            mean[known] - deviation,
+            mean[known] + deviation,
+            color=colour,
+            alpha=0.18,
+            linewidth=0,
         )

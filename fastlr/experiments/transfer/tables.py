@@ -72,7 +72,10 @@ def setting(runs: Sequence[TransferRun]) -> tuple[str, ...]:
         changed.append(f"{seeds} for {PAPER_SEEDS}")
 
     def trained(key: str, before: str) -> str:
-        name, steps = as_dict(data, key).get("name", "?"), run.start.get(f"{before}steps_per_epoch", "?")
+        name, steps = (
+            as_dict(data, key).get("name", "?"),
+            run.start.get(f"{before}steps_per_epoch", "?"),
+        )
         return f"{name} ({options.get(f'{before}epochs', '?')} epochs of {steps} steps)"
 
     notes = [
@@ -92,10 +95,11 @@ def _ends(finished: Sequence[TransferRun], options: Mapping[str, Any]) -> str:
     """Say by which of the paper's two rules fine-tuning ended."""
     patience = options.get("finetune_patience", 0)
     if not patience:
-        return (
-            "Fine-tuning: all its epochs, as in the paper's appendix A.2; no stop when the validation loss saturates."
-        )
-    early, tunings = sum(run.saturated for run in finished), sum(len(run.tunings) for run in finished)
+        return "Fine-tuning: all its epochs, as in the paper's appendix A.2; no stop when the validation loss saturates."
+    early, tunings = (
+        sum(run.saturated for run in finished),
+        sum(len(run.tunings) for run in finished),
+    )
     return (
         f"Fine-tuning: until the validation loss saturates, as in the paper's section 4.2 ({patience} validations without a "
         f"fall by {100 * options.get('finetune_tolerance', 0):g} %), or its epochs; {early} of {tunings} runs saturated."
@@ -126,7 +130,9 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
         "minus lowest": lambda name: _pm(against[name]) if name in against else DASH,
         "95 % interval": lambda name: _interval(against[name]) if name in against else DASH,
         "epoch": lambda name: (
-            DASH if name == "no_pretraining" else f"{np.median([run.picks[name]['epoch'] for run in finished]):g}"
+            DASH
+            if name == "no_pretraining"
+            else f"{np.median([run.picks[name]['epoch'] for run in finished]):g}"
         ),
     }
     tunings = len(finished[0].of_pick(next(iter(picks))))
@@ -142,13 +148,21 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
         )
     if picks.get("linear_probe", {}).get("by"):
         by_validation = finished[0].options.get("probe_by", "validation") == "validation"
-        judge = "validation windows, on which this table is measured" if by_validation else "training windows"
-        notes.append(f"† Sees the target before it selects: trains on its training windows, is judged by its {judge}.")
+        judge = (
+            "validation windows, on which this table is measured"
+            if by_validation
+            else "training windows"
+        )
+        notes.append(
+            f"† Sees the target before it selects: trains on its training windows, is judged by its {judge}."
+        )
     if len(finished) == 1:
         notes.append("One seed has no standard error: nothing can be said of differences.")
     elif len(finished) < 10:
         notes.append(f"With {len(finished)} seeds the standard errors themselves are rough.")
-    return Sheet.of("strategies", title, sorted(means, key=lambda name: means[name].value), columns, notes)
+    return Sheet.of(
+        "strategies", title, sorted(means, key=lambda name: means[name].value), columns, notes
+    )
 
 
 def difference_sheet(runs: Sequence[TransferRun]) -> Sheet:
@@ -184,11 +198,15 @@ def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
     """Losses and measures by epoch, averaged over seeds."""
     averaged = _finished(runs) or list(runs)
     last = last_epoch(averaged)
-    means = {name: np.mean([run.numbers(name)[: last + 1] for run in averaged], axis=0) for name in _COLUMNS}
+    means = {
+        name: np.mean([run.numbers(name)[: last + 1] for run in averaged], axis=0)
+        for name in _COLUMNS
+    }
     means = {name: values for name, values in means.items() if np.isfinite(values).any()}
     columns = ("epoch", *(_COLUMNS[name] for name in means))
     rows = tuple(
-        (str(epoch), *(shown(values[epoch], "{:.4g}") for values in means.values())) for epoch in range(last + 1)
+        (str(epoch), *(shown(values[epoch], "{:.4g}") for values in means.values()))
+        for epoch in range(last + 1)
     )
     options = averaged[0].options
     dormant = "activation below" if options.get("dormant_by") == "mean" else "|activation| at most"
@@ -207,16 +225,32 @@ def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
 
 def picks_sheet(runs: Sequence[TransferRun]) -> Sheet:
     """Every pick of every run, with the number that it was made by and the next best."""
-    columns = ("seed", "strategy", "epoch", "by", "value", "next best epoch (value)", "LR", "LR, file")
+    columns = (
+        "seed",
+        "strategy",
+        "epoch",
+        "by",
+        "value",
+        "next best epoch (value)",
+        "LR",
+        "LR, file",
+    )
     rows = []
     for run in runs:
         for name, pick in run.picks.items():
             if pick.get("by") is not None:
-                cells = (str(pick["epoch"]), f"{pick['rule']} {pick['by']}", f"{pick['value']:.6g}", _next_best(pick))
+                cells = (
+                    str(pick["epoch"]),
+                    f"{pick['rule']} {pick['by']}",
+                    f"{pick['value']:.6g}",
+                    _next_best(pick),
+                )
                 both = (shown(run.numbers(by)[pick["epoch"]], "{:.6g}") for by in _REDUNDANCIES)
                 rows.append((str(run.seed), label(name), *cells, *both))
     note = "Of equal values the earliest epoch is picked. All candidates are in the runs' records, kind selection."
-    return Sheet("picks", "What each strategy picked", columns, tuple(rows), (note, _two_values(runs)))
+    return Sheet(
+        "picks", "What each strategy picked", columns, tuple(rows), (note, _two_values(runs))
+    )
 
 
 def _two_values(runs: Sequence[TransferRun]) -> str:
@@ -251,9 +285,7 @@ def runs_sheet(runs: Sequence[TransferRun]) -> Sheet:
         "all min": lambda run: f"{run.seconds() / 60:.1f}",
     }
     machines = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
-    note = (
-        f"Pretraining: its optimiser steps; LR: measuring local redundancy; all: every step of the run. On {machines}."
-    )
+    note = f"Pretraining: its optimiser steps; LR: measuring local redundancy; all: every step of the run. On {machines}."
     return Sheet.of("runs", "Runs", runs, columns, [note])
 
 
@@ -270,7 +302,11 @@ def _pm(mean: Mean) -> str:
 
 
 def _interval(mean: Mean) -> str:
-    return f"[{mean.low:.4f}, {mean.high:.4f}]" if math.isfinite(mean.low) and mean.stderr > 0 else DASH
+    return (
+        f"[{mean.low:.4f}, {mean.high:.4f}]"
+        if math.isfinite(mean.low) and mean.stderr > 0
+        else DASH
+    )
 
 
 def _negative(mean: Mean) -> Mean:

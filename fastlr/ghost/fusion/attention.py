@@ -16,11 +16,20 @@ from torch import Tensor
 
 ATTENTION = F.multi_head_attention_forward
 _SIGNATURE = inspect.signature(ATTENTION)
-_ABSENT = ("bias_k", "bias_v", "key_padding_mask", "attn_mask", "static_k", "static_v")  # left to torch where given
+_ABSENT = (
+    "bias_k",
+    "bias_v",
+    "key_padding_mask",
+    "attn_mask",
+    "static_k",
+    "static_v",
+)  # left to torch where given
 _FALSE = ("add_zero_attn", "use_separate_proj_weight", "is_causal")  # likewise where true
 
 
-def self_attention(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, None] | None:
+def self_attention(
+    func: Callable, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Tensor, None] | None:
     """Return the result of a call of multi_head_attention_forward (``func``).
 
     None if it is not a plain self-attention.
@@ -42,10 +51,16 @@ def self_attention(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple
     if not plain or x.ndim != 3 or weight is None:
         return None
     x, width = x.transpose(0, 1), x.shape[-1]
-    fits = given["embed_dim_to_check"] == width and width % heads == 0 and weight.shape == (3 * width, width)
+    fits = (
+        given["embed_dim_to_check"] == width
+        and width % heads == 0
+        and weight.shape == (3 * width, width)
+    )
     if not fits or not x.is_contiguous():
         return None
     packed = F.linear(x, weight, given["in_proj_bias"]).unflatten(-1, (3, heads, width // heads))
     attended = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in packed.unbind(2)))
-    out = F.linear(attended.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"])
+    out = F.linear(
+        attended.transpose(1, 2).flatten(2), given["out_proj_weight"], given["out_proj_bias"]
+    )
     return out.transpose(0, 1), None

@@ -32,7 +32,13 @@ class FixedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, x: Tensor, gamma: Tensor | None, beta: Tensor | None, mean: Tensor, var: Tensor, eps: float
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
     ) -> Tensor:
         rstd = torch.rsqrt(var + eps)
         scale = rstd if gamma is None else gamma * rstd
@@ -52,13 +58,25 @@ class FixedNorm(torch.autograd.Function):
         axes = [0, *range(2, g.ndim)]
         beta = g.sum(axes)
         gamma = ((x - _along(mean, x)) * g).sum(axes) * torch.rsqrt(var + ctx.eps)
-        wanted = (t if needed else None for t, needed in zip((gamma, beta), ctx.needs_input_grad[1:3], strict=True))
+        wanted = (
+            t if needed else None
+            for t, needed in zip((gamma, beta), ctx.needs_input_grad[1:3], strict=True)
+        )
         return gx, *wanted, None, None, None
 
 
 def norm_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of torch.nn.functional.batch_norm by name."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    names = (
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
+    )
     defaults = {"weight": None, "bias": None, "training": False, "eps": 1e-5}
     return defaults | dict(zip(names, args, strict=False)) | kwargs
 
@@ -74,5 +92,7 @@ def fixed_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     site.require_axis(0)
     node = site.node
     x, mean, var, _ = node.saved_tensors
-    grads = dict(zip(("gamma", "beta"), batch_norm_grads(site, x, mean, var, node.eps), strict=True))
+    grads = dict(
+        zip(("gamma", "beta"), batch_norm_grads(site, x, mean, var, node.eps), strict=True)
+    )
     return {slot: Dense(grads[node.roles[slot]]) for slot in slots}

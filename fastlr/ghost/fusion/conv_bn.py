@@ -46,7 +46,9 @@ class FoldedWeights:
     """
 
     def __init__(self) -> None:
-        self._passes: dict[tuple, list[tuple]] = {}  # first weight -> what was asked for, by weak references
+        self._passes: dict[
+            tuple, list[tuple]
+        ] = {}  # first weight -> what was asked for, by weak references
         self._asked: list[tuple] = []
         self._made: dict[tuple, tuple[tuple, tuple[Tensor, Tensor]]] = {}
         self._alone = False  # some were made one by one
@@ -65,7 +67,9 @@ class FoldedWeights:
         self._made.clear()
         self._alone = False
 
-    def get(self, dtype: torch.dtype, eps: float, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+    def get(
+        self, dtype: torch.dtype, eps: float, tensors: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Tensor]:
         """What fastlr.ops.reference.folded.fold_weights returns for one convolution."""
         if ops.backend_for(tensors[0]) != "triton":
             return ops.run("fold_weights", dtype, (eps,), *tensors)[0]
@@ -88,20 +92,30 @@ class FoldedWeights:
 
         It holds None for tensors that are gone.
         """
-        return [(*call[:2], tuple(t and t() for t in call[2])) for call in self._passes.get(self._first, [])]
+        return [
+            (*call[:2], tuple(t and t() for t in call[2]))
+            for call in self._passes.get(self._first, [])
+        ]
 
     @torch.no_grad()
     def _make(self, calls: list[tuple]) -> None:
         """Fold these, those of the same dtypes together."""
         alike: dict[tuple, list[tuple]] = {}
         for dtype, eps, tensors in calls:
-            if tensors[0] is not None and tensors[4] is not None and tensors[5] is not None:  # else they are gone
+            if (
+                tensors[0] is not None and tensors[4] is not None and tensors[5] is not None
+            ):  # else they are gone
                 dtypes = [t if t is None else t.dtype for t in tensors]
                 one = {*dtypes} - {None}
-                alike.setdefault((dtype, *(one if len(one) == 1 else dtypes)), []).append((eps, tensors))
+                alike.setdefault((dtype, *(one if len(one) == 1 else dtypes)), []).append(
+                    (eps, tensors)
+                )
         for (dtype, *_), group in alike.items():
             results = ops.run(
-                "fold_weights", dtype, tuple(eps for eps, _ in group), *(t for _, ts in group for t in ts)
+                "fold_weights",
+                dtype,
+                tuple(eps for eps, _ in group),
+                *(t for _, ts in group for t in ts),
             )
             for (eps, tensors), result in zip(group, results, strict=True):
                 self._made[_identity(dtype, eps, tensors)] = tensors, result
@@ -166,19 +180,25 @@ class FoldedConv(torch.autograd.Function):
         gate: Tensor | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
         given, mean_out = x, None
-        last = x.ndim == 4 and dtype != torch.float64  # the faster order for convolutions, on CPUs too
+        last = (
+            x.ndim == 4 and dtype != torch.float64
+        )  # the faster order for convolutions, on CPUs too
         x = x.to(dtype, memory_format=torch.channels_last if last else torch.preserve_format)
         folded, numbers = weights.get(dtype, eps, (weight, bias, gamma, beta, mean, var))
         folded_bias, statistics = numbers[0], numbers[1:]
         if entry is not None:
             how = (entry.act, gate, entry.residual, entry.mean)
             product = None
-            out, kept = ops.run("folded_conv", x, folded, folded_bias, act, geometry, residual, *how)
+            out, kept = ops.run(
+                "folded_conv", x, folded, folded_bias, act, geometry, residual, *how
+            )
             if entry.mean:
                 kept, mean_out = out, kept
             ctx.set_materialize_grads(False)
         elif ops.backend_for(x) == "torch" and keeps_product(x, weight, geometry):
-            out, kept, product = conv_and_product(x, weight, statistics[0], folded_bias, act, geometry, residual)
+            out, kept, product = conv_and_product(
+                x, weight, statistics[0], folded_bias, act, geometry, residual
+            )
         else:
             product = None
             out, kept = ops.run("folded_conv", x, folded, folded_bias, act, geometry, residual)
@@ -186,7 +206,14 @@ class FoldedConv(torch.autograd.Function):
         ctx.save_for_backward(x, product, needed, weight, folded, statistics, gate)
         ctx.act, ctx.geometry, ctx.ready, ctx.norms_only = act, geometry, None, False
         ctx.adds, ctx.entry = residual is not None, entry
-        tensors = {"x": x, "weight": weight, "bias": bias, "gamma": gamma, "beta": beta, "residual": residual}
+        tensors = {
+            "x": x,
+            "weight": weight,
+            "bias": bias,
+            "gamma": gamma,
+            "beta": beta,
+            "residual": residual,
+        }
         tensors |= {"mean": mean, "var": var, "gate": gate}
         ctx.roles = tuple(role for role, t in tensors.items() if t is not None)
         return out if entry is None else (out, given if entry.passes else None, mean_out)
@@ -205,7 +232,9 @@ class FoldedConv(torch.autograd.Function):
         act = "none" if entry is not None and entry.mean and of_mean is None else ctx.act
         if grad is None:  # nothing but the mean was used
             grad = kept.new_zeros(()).expand(kept.shape)
-        if ctx.adds and kept is not None:  # the gradient before the activation has to be made anyway
+        if (
+            ctx.adds and kept is not None
+        ):  # the gradient before the activation has to be made anyway
             grad, kept, act = ops.run("activation_grad", grad, kept, act), None, "none"
         kept = grad if kept is None else kept
         given = (x, grad, kept, act, folded, weight, statistics, ctx.geometry, want)
@@ -215,9 +244,13 @@ class FoldedConv(torch.autograd.Function):
         return grad, *ops.run("folded_conv_backward", *given, *rest)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, more: Tensor | None = None, of_mean: Tensor | None = None) -> tuple:  # noqa: D102
+    def backward(  # noqa: D102
+        ctx: Any, grad: Tensor | None, more: Tensor | None = None, of_mean: Tensor | None = None
+    ) -> tuple:
         ready, ctx.ready = ctx.ready, None
-        if ready is not None and all(a is b for a, b in zip(ready[0], (grad, more, of_mean), strict=False)):
+        if ready is not None and all(
+            a is b for a, b in zip(ready[0], (grad, more, of_mean), strict=False)
+        ):
             return (ready[1], *[None] * 4, ready[2] if ctx.adds else None, *[None] * 8, ready[3])
         stored, _, kept, weight, folded, (scale, rstd, shift), gate = ctx.saved_tensors
         entry = ctx.entry or Entry()
@@ -227,9 +260,15 @@ class FoldedConv(torch.autograd.Function):
             grad = x.new_zeros(len(x), len(weight), *size)
         act = "none" if kept is None or (entry.mean and of_mean is None) else ctx.act
         g = arriving(grad, grad if kept is None else kept, act, of_mean)
-        mask = [ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:5]) and not ctx.norms_only, False]
+        mask = [
+            ctx.needs_input_grad[0],
+            any(ctx.needs_input_grad[1:5]) and not ctx.norms_only,
+            False,
+        ]
         gx, gw, _ = torch.ops.aten.convolution_backward(g, x, folded, None, *ctx.geometry, mask)
-        gx, of_gate = (gx, None) if gx is None else leaving(gx, stored, entry.act, entry.settled, gate, more)
+        gx, of_gate = (
+            (gx, None) if gx is None else leaving(gx, stored, entry.act, entry.settled, gate, more)
+        )
         through = g if ctx.needs_input_grad[5] else None
         if gw is None:
             return (gx, *[None] * 4, through, *[None] * 8, of_gate)
@@ -238,7 +277,13 @@ class FoldedConv(torch.autograd.Function):
         inner = (gw * weight).flatten(1).sum(1)
         grads = (gw * scale.view(per_channel), sums * scale, (inner + shift * sums) * rstd, sums)
         wanted = zip(grads, ctx.needs_input_grad[1:5], strict=True)
-        return gx, *(t.to(weight.dtype) if needed else None for t, needed in wanted), through, *[None] * 8, of_gate
+        return (
+            gx,
+            *(t.to(weight.dtype) if needed else None for t, needed in wanted),
+            through,
+            *[None] * 8,
+            of_gate,
+        )
 
 
 @rule(NODE, about="convolution folded with batch norm in eval mode and an activation")
@@ -275,7 +320,11 @@ def parameters_of(graph: Graph, node: int) -> list[str]:
 
     First the one that the folding knows it by; none if that is frozen.
     """
-    names = [graph.parameters[child] for child, _ in graph.children[node][1:] if child in graph.parameters]
+    names = [
+        graph.parameters[child]
+        for child, _ in graph.children[node][1:]
+        if child in graph.parameters
+    ]
     return names if weight_of(graph, node) else []
 
 
@@ -293,6 +342,10 @@ def refuse_parts_of_samples(graph: Graph, layouts: Mapping[Place, Regular]) -> N
 
     It names all folded convolutions of which that is so: they have no rule.
     """
-    nodes = [i for i, kind in enumerate(graph.names) if kind == NODE and layouts.get((i, 0), ONE_IMAGE) != ONE_IMAGE]
+    nodes = [
+        i
+        for i, kind in enumerate(graph.names)
+        if kind == NODE and layouts.get((i, 0), ONE_IMAGE) != ONE_IMAGE
+    ]
     if nodes:
         refuse_blocks((weight_of(graph, i) for i in nodes), SEVERAL)

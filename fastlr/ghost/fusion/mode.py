@@ -32,8 +32,23 @@ from fastlr.ghost.fusion import batch_norm as fixed_norm
 from fastlr.ghost.fusion import conv_bn as folded
 from fastlr.ghost.fusion.attention import ATTENTION, self_attention
 from fastlr.ghost.fusion.batch_norm import FixedNorm, norm_arguments
-from fastlr.ghost.fusion.pending import METADATA, Lazy, Pending, Product, computed, result_dtype, stored_of
-from fastlr.ghost.fusion.squeeze_excitation import MEANS, PRODUCTS, gate, is_gate, squeeze, whole_mean
+from fastlr.ghost.fusion.pending import (
+    METADATA,
+    Lazy,
+    Pending,
+    Product,
+    computed,
+    result_dtype,
+    stored_of,
+)
+from fastlr.ghost.fusion.squeeze_excitation import (
+    MEANS,
+    PRODUCTS,
+    gate,
+    is_gate,
+    squeeze,
+    whole_mean,
+)
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.torch_private import (
     no_torch_function_of_subclasses,
@@ -59,7 +74,9 @@ def enabled() -> bool:
     return _enabled.get()
 
 
-OURS = frozenset({folded.NODE, fixed_norm.NODE})  # kinds of nodes that a folded forward pass has and the model has not
+OURS = frozenset(
+    {folded.NODE, fixed_norm.NODE}
+)  # kinds of nodes that a folded forward pass has and the model has not
 _DTYPE: Any = Tensor.dtype
 _ALONE = "no batch norm follows"
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
@@ -71,7 +88,9 @@ _REPLACEMENTS: dict[Callable, tuple[str, Callable[[Callable, tuple, dict], Any]]
     **dict.fromkeys(recurrent.CALLS, ("recurrent", recurrent.scanned)),
     ATTENTION: ("attention", self_attention),
 }
-_FIRST = frozenset({F.batch_norm, *_CONVOLUTIONS, *_REPLACEMENTS})  # calls of interest where nothing is pending
+_FIRST = frozenset(
+    {F.batch_norm, *_CONVOLUTIONS, *_REPLACEMENTS}
+)  # calls of interest where nothing is pending
 
 
 def _activation(func: Callable, args: tuple, kwargs: dict) -> tuple[str, bool] | None:
@@ -90,7 +109,11 @@ def _activation(func: Callable, args: tuple, kwargs: dict) -> tuple[str, bool] |
     if func is F.hardtanh:
         given = {"min_val": -1.0, "max_val": 1.0, "inplace": False}
         given |= dict(zip(given, rest, strict=False)) | kwargs
-        return ("relu6", bool(given["inplace"])) if (given["min_val"], given["max_val"]) == (0, 6) else None
+        return (
+            ("relu6", bool(given["inplace"]))
+            if (given["min_val"], given["max_val"]) == (0, 6)
+            else None
+        )
     name = {F.relu: "relu", F.relu6: "relu6", F.hardswish: "hardswish", F.silu: "silu"}.get(func)
     return (name, bool(rest[0] if rest else kwargs.get("inplace", False))) if name else None
 
@@ -124,7 +147,9 @@ class Folding(TorchFunctionMode):
         self.weights = folded.FoldedWeights()
         self._forget()
 
-    def run(self, tensors: Mapping[str, Tensor], forward: Callable[[], Any], inputs: Any = None) -> Any:
+    def run(
+        self, tensors: Mapping[str, Tensor], forward: Callable[[], Any], inputs: Any = None
+    ) -> Any:
         """Run ``forward`` with its blocks folded.
 
         Once more where something turned out that forbids folding one.
@@ -148,7 +173,9 @@ class Folding(TorchFunctionMode):
             result = computed(result)
             self.weights.begin()
             if not self.again and not self.disabled:
-                self.idle = not (self.active or has_steps) and set(self.plain.values()) <= {_ALONE}  # look no more
+                self.idle = not (self.active or has_steps) and set(self.plain.values()) <= {
+                    _ALONE
+                }  # look no more
                 return result
         else:
             self.disabled = self.disabled or "its blocks change from one forward pass to the next"
@@ -197,17 +224,25 @@ class Folding(TorchFunctionMode):
         self.disabled = reason
         self._forget()
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         if self.inputs is not None and any(t is self.inputs for t in tree_leaves((args, kwargs))):
             known = func in METADATA and func != _DTYPE.__get__
-            by_convolution = func in _CONVOLUTIONS and torch.is_autocast_enabled(self.inputs.device.type)
-            self.casts_inputs = self.casts_inputs if known else by_convolution and self.casts_inputs is not False
+            by_convolution = func in _CONVOLUTIONS and torch.is_autocast_enabled(
+                self.inputs.device.type
+            )
+            self.casts_inputs = (
+                self.casts_inputs if known else by_convolution and self.casts_inputs is not False
+            )
         if not self.seen and func not in _FIRST:
             return func(*args, **kwargs)
         operand = args[0] if args else kwargs.get("input")
         if func not in METADATA and saved_tensors_are_hooked(on_demand.hooks()):
-            return func(*computed(args), **computed(kwargs))  # checkpointing: the part is run again, as the model says
+            return func(
+                *computed(args), **computed(kwargs)
+            )  # checkpointing: the part is run again, as the model says
         if func in _CONVOLUTIONS:
             first, rest = args[:1], computed(args[1:])
             first = first if first and isinstance(first[0], Lazy) else computed(first)
@@ -218,7 +253,9 @@ class Folding(TorchFunctionMode):
                 return func(*args, **kwargs)
         if isinstance(operand, Pending):
             normed = operand.normed is not None
-            following = self._act(func, operand, args, kwargs) if normed else self._norm(func, args, kwargs)
+            following = (
+                self._act(func, operand, args, kwargs) if normed else self._norm(func, args, kwargs)
+            )
             if following is not None:
                 return following
         if func is F.batch_norm:
@@ -253,7 +290,11 @@ class Folding(TorchFunctionMode):
             self.refuse(weight, "it is used more than once")
             return None
         self.seen.add(id(weight))
-        usable = weight.is_leaf and (bias is None or id(bias) in self.names) and weight.is_floating_point()
+        usable = (
+            weight.is_leaf
+            and (bias is None or id(bias) in self.names)
+            and weight.is_floating_point()
+        )
         if not usable or input.ndim != axes + 2 or input.shape[1] != weight.shape[1] * groups:
             return None
         if not torch.is_autocast_enabled(input.device.type) and input.dtype != weight.dtype:
@@ -284,7 +325,12 @@ class Folding(TorchFunctionMode):
             return mean if mean is None or keeps else mean.flatten(1)
         if func in PRODUCTS and len(args) == 2 and not kwargs:
             numbers, x = args if isinstance(args[1], Pending) else args[::-1]
-            if isinstance(x, Pending) and not isinstance(numbers, Lazy) and is_gate(numbers, x) and x.left_open():
+            if (
+                isinstance(x, Pending)
+                and not isinstance(numbers, Lazy)
+                and is_gate(numbers, x)
+                and x.left_open()
+            ):
                 return Product(x, numbers)
         return None
 
@@ -298,12 +344,19 @@ class Folding(TorchFunctionMode):
         if given["training"] or mean is None or var is None:
             self.plain[name] = "batch norm uses the batch's statistics"
             return None
-        if any(t is not None and (t.requires_grad and id(t) not in self.names) for t in (mean, var, gamma, beta)):
+        if any(
+            t is not None and (t.requires_grad and id(t) not in self.names)
+            for t in (mean, var, gamma, beta)
+        ):
             self.plain[name] = "batch norm's parameters are computed"
             return None
-        again = [t for t in (gamma, beta, pending.source[2]) if t is not None and id(t) in self.seen]
+        again = [
+            t for t in (gamma, beta, pending.source[2]) if t is not None and id(t) in self.seen
+        ]
         if again or pending.taken or pending.value is not None or not torch.is_grad_enabled():
-            self.plain[name] = "a parameter is used more than once" if again else "something else uses its result"
+            self.plain[name] = (
+                "a parameter is used more than once" if again else "something else uses its result"
+            )
             return None
         if pending.dtype != result_dtype(pending.source[0]):
             return None
@@ -321,7 +374,12 @@ class Folding(TorchFunctionMode):
         x, gamma, beta = given["input"], given["weight"], given["bias"]
         affine = [t for t in (gamma, beta) if t is not None]
         statistics = [given["running_mean"], given["running_var"]]
-        if given["training"] or not affine or any(t is None for t in statistics) or not torch.is_grad_enabled():
+        if (
+            given["training"]
+            or not affine
+            or any(t is None for t in statistics)
+            or not torch.is_grad_enabled()
+        ):
             return None
         name = self.names.get(id(affine[0]))
         tensors = affine + statistics
@@ -329,9 +387,16 @@ class Folding(TorchFunctionMode):
             x.device.type == "cpu"
             and x.ndim >= 2
             and x.shape[1] == len(affine[0])
-            and not any(t.dtype != x.dtype or (t.requires_grad and id(t) not in self.names) for t in tensors)
+            and not any(
+                t.dtype != x.dtype or (t.requires_grad and id(t) not in self.names) for t in tensors
+            )
         )
-        if name is None or name in self.refused or not plain or x.dtype not in (torch.float32, torch.float64):
+        if (
+            name is None
+            or name in self.refused
+            or not plain
+            or x.dtype not in (torch.float32, torch.float64)
+        ):
             return None
         self.fixed.add(name)
         return FixedNorm.apply(x, gamma, beta, *statistics, float(given["eps"]))
@@ -349,7 +414,11 @@ class Folding(TorchFunctionMode):
         how = stored_of(other) if pending.lazy else None
         if how is None or not how.settled or how.gate is not None:
             other = computed((other,))[0]
-        fits = other.shape == pending.shape and other.dtype == pending.dtype and other.device == pending.device
+        fits = (
+            other.shape == pending.shape
+            and other.dtype == pending.dtype
+            and other.device == pending.device
+        )
         if not fits or not self._open(pending) or id(other) in self.names:
             return None
         self.folded[self.names[id(pending.source[1])]] = "add"
@@ -379,7 +448,11 @@ class Folding(TorchFunctionMode):
         act, inplace = activation
         if pending.taken:
             return None  # computing it refuses the block
-        self.folded[self.names[id(pending.source[1])]] = act if pending.residual is None else f"add, {act}"
-        result = pending if inplace else pending.followed(pending.normed)  # in place: whoever holds it sees the change
+        self.folded[self.names[id(pending.source[1])]] = (
+            act if pending.residual is None else f"add, {act}"
+        )
+        result = (
+            pending if inplace else pending.followed(pending.normed)
+        )  # in place: whoever holds it sees the change
         result.act = act
         return result

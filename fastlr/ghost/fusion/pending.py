@@ -20,9 +20,13 @@ from fastlr.ops.geometry import kind_of
 from fastlr.ops.reference.folded import ACTIVATIONS
 from fastlr.ops.torch_private import tree_leaves, tree_map_only, wrapper_subclass
 
-_METHODS = "dim ndimension size numel nelement is_floating_point is_complex element_size __len__".split()
+_METHODS = (
+    "dim ndimension size numel nelement is_floating_point is_complex element_size __len__".split()
+)
 _PROPERTIES = "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta".split()
-METADATA = {getattr(Tensor, name) for name in _METHODS} | {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+METADATA = {getattr(Tensor, name) for name in _METHODS} | {
+    getattr(Tensor, name).__get__ for name in _PROPERTIES
+}
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
@@ -74,7 +78,15 @@ class Activated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
-        return (ops.run("activation_grad", g, *ctx.saved_tensors, ctx.act) if ctx.saved_tensors else g), None, None
+        return (
+            (
+                ops.run("activation_grad", g, *ctx.saved_tensors, ctx.act)
+                if ctx.saved_tensors
+                else g
+            ),
+            None,
+            None,
+        )
 
 
 class Lazy(Tensor):
@@ -102,7 +114,9 @@ class Lazy(Tensor):
         """The same tensor as an output of who has loaded it last, for the next."""
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})
         return func(*computed(args), **computed(kwargs or {}))
@@ -132,14 +146,21 @@ class Product(Lazy):
     def __new__(cls, origin: Lazy, numbers: Tensor) -> Product:
         """Stand for ``origin * numbers``."""
         self: Product = wrapper_subclass(cls, list(origin.shape), origin.dtype, origin.device)
-        self.origin, self.numbers, self.value, self.version = origin, numbers, None, numbers._version
+        self.origin, self.numbers, self.value, self.version = (
+            origin,
+            numbers,
+            None,
+            numbers._version,
+        )
         self.folding = origin.folding
         return self
 
     def compute(self) -> Tensor:  # noqa: D102
         if self.value is None:
             if self.numbers._version != self.version:
-                raise RuntimeError("the factor of a product was changed in place")  # then nothing is folded
+                raise RuntimeError(
+                    "the factor of a product was changed in place"
+                )  # then nothing is folded
             self.value = Gate.apply(self.origin.compute(), self.numbers)
         return self.value
 
@@ -162,7 +183,9 @@ class Pending(Lazy):
     once, before the activation, and the derivative is applied where the activation is.
     """
 
-    source: tuple  # the convolution: input (a `Lazy` is loaded as it is stored), weight, bias, geometry
+    source: (
+        tuple  # the convolution: input (a `Lazy` is loaded as it is stored), weight, bias, geometry
+    )
     normed: tuple | None  # the batch norm: statistics, gamma, beta, eps
     act: str
     before: Stored | None  # what was computed for who applies the activation
@@ -173,12 +196,19 @@ class Pending(Lazy):
     residual_version: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, folding: Folds, source: tuple, shape: list[int], norm: tuple | None = None) -> Pending:
+    def __new__(
+        cls, folding: Folds, source: tuple, shape: list[int], norm: tuple | None = None
+    ) -> Pending:
         """Stand for a result of this shape."""
         x = source[0]
         self: Pending = wrapper_subclass(cls, shape, result_dtype(x), x.device)
         self.folding, self.source, self.normed, self.act = folding, source, norm, "none"
-        self.value, self.before, self.taken, self.version = None, None, False, stored_of(x).versions()
+        self.value, self.before, self.taken, self.version = (
+            None,
+            None,
+            False,
+            stored_of(x).versions(),
+        )
         self.residual, self.residual_version = None, (0, 0)
         self.autocast = torch.is_autocast_enabled(x.device.type)
         return self
@@ -199,7 +229,9 @@ class Pending(Lazy):
             return result
         mean, var, gamma, beta, eps = self.normed
         result = F.batch_norm(result, mean, var, gamma, beta, False, 0.0, eps)
-        return ACTIVATIONS[self.act](result if self.residual is None else result + computed(self.residual))
+        return ACTIVATIONS[self.act](
+            result if self.residual is None else result + computed(self.residual)
+        )
 
     def compute(self) -> Tensor:  # noqa: D102
         if self.value is None and self.before is not None:
@@ -209,9 +241,14 @@ class Pending(Lazy):
             weight = self.source[1]
             spoiled = self._spoiled()
             if self.taken or spoiled:
-                self.folding.refuse(weight, spoiled or "something else uses the result before the activation")
+                self.folding.refuse(
+                    weight, spoiled or "something else uses the result before the activation"
+                )
             kind = self.device.type
-            with torch.enable_grad(), torch.autocast(kind, enabled=self.autocast, dtype=torch.get_autocast_dtype(kind)):
+            with (
+                torch.enable_grad(),
+                torch.autocast(kind, enabled=self.autocast, dtype=torch.get_autocast_dtype(kind)),
+            ):
                 if self.normed is None or self.taken or spoiled:
                     self.value = self._as_written()
                 else:
@@ -223,7 +260,10 @@ class Pending(Lazy):
         """Why this is not what the model would compute now."""
         if stored_of(self.source[0]).versions() != self.version:
             return "the convolution's input was changed in place"
-        if self.residual is not None and stored_of(self.residual).versions() != self.residual_version:
+        if (
+            self.residual is not None
+            and stored_of(self.residual).versions() != self.residual_version
+        ):
             return "what is added was changed in place"
         return None
 
@@ -251,8 +291,17 @@ class Pending(Lazy):
     @property
     def lazy(self) -> bool:
         """True if those who load the result may apply the activation."""
-        free = self.value is None and self.before is None and self.normed is not None and not self.taken
-        return free and ops.backend_for(stored_of(self.source[0]).tensor) == "triton" and self._spoiled() is None
+        free = (
+            self.value is None
+            and self.before is None
+            and self.normed is not None
+            and not self.taken
+        )
+        return (
+            free
+            and ops.backend_for(stored_of(self.source[0]).tensor) == "triton"
+            and self._spoiled() is None
+        )
 
     def stored(self) -> Stored:  # noqa: D102
         if self.before is None and self.lazy:

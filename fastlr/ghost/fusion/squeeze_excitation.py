@@ -62,7 +62,11 @@ def whole_mean(func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool | No
         whole = x.ndim == _POOLS[func] + 2 and all(n == 1 for n in sizes) and not kwargs
     else:
         axes = [axis % x.ndim for axis in sizes if isinstance(axis, int)]
-        whole = len(axes) == len(sizes) and sorted(axes) == list(range(2, x.ndim)) and kwargs.keys() <= {"keepdim"}
+        whole = (
+            len(axes) == len(sizes)
+            and sorted(axes) == list(range(2, x.ndim))
+            and kwargs.keys() <= {"keepdim"}
+        )
     return func in _POOLS or bool(kwargs.get("keepdim")) if whole else None
 
 
@@ -96,7 +100,11 @@ def gate(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
 
     There is one number a sample and channel; None if the call is no such product.
     """
-    if len(args) != 2 or kwargs or not all(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in args):
+    if (
+        len(args) != 2
+        or kwargs
+        or not all(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in args)
+    ):
         return None
     numbers, x = sorted(args, key=Tensor.numel)
     if _is_little(x):

@@ -103,7 +103,9 @@ def _compared(a: Tensor, b: Tensor, relative: float) -> tuple[Tensor, list[slice
     rows = _typical(a[:, :: max(1, a.shape[1] // _SEEN)], b[:, :: max(1, a.shape[1] // _SEEN)], 1)
     step = max(1, _PART // len(a))
     parts = [slice(lo, lo + step) for lo in range(0, a.shape[1], step)]
-    beyond = [(gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts]
+    beyond = [
+        (gap(a[:, part], b[:, part]) > relative * _size(a, b, part, rows)).any() for part in parts
+    ]
     return rows, parts, torch.stack(beyond)
 
 
@@ -167,7 +169,9 @@ def measured_noise(
     return Noise(torch.maximum(allowed, by_precision.allowed), own=False)
 
 
-def model_noise(model: nn.Module, x: object, output: adapt.OutputSelector, out_dim: int = 0) -> Noise | None:
+def model_noise(
+    model: nn.Module, x: object, output: adapt.OutputSelector, out_dim: int = 0
+) -> Noise | None:
     """Measure how far a model's own outputs for some samples are off by rounding.
 
     None if nobody can tell.
@@ -192,7 +196,9 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
     return bool(((value - exact).abs() <= close * exact + 0.1 * close * total).all())
 
 
-def same_output(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> bool:
+def same_output(
+    model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0
+) -> bool:
     """Return True if ``got`` is the model's own output for ``x``.
 
     But for what its precision explains.
@@ -201,7 +207,9 @@ def same_output(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSe
     return agree(got, own, relative, lambda: model_noise(model, x, output, out_dim), out_dim)
 
 
-def output_differs(model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0) -> Tensor:
+def output_differs(
+    model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0
+) -> Tensor:
     """Return on the device whether `same_output` would have to look closer.
 
     True if that is so at some element; nothing is waited for.
@@ -215,4 +223,6 @@ def output_differs(model: nn.Module, x: object, got: Tensor, output: adapt.Outpu
 def _own(model: nn.Module, x: object, output: adapt.OutputSelector) -> tuple[Tensor, float]:
     """The model's own output, and the relative difference from it that needs no explanation."""
     own = adapt.forward(model, x, output).detach()
-    return own, rounding(own.dtype, low=low_precision(own.device, {p.dtype for p in model.parameters()}))
+    return own, rounding(
+        own.dtype, low=low_precision(own.device, {p.dtype for p in model.parameters()})
+    )

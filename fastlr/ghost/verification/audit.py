@@ -40,7 +40,12 @@ class Audits:
         So are the first batch of every shape, more within their share of the time, and any after a
         failure.
         """
-        return fresh or self._owed or self.failed > 0 or self._spent + self._last <= SHARE * self._measured
+        return (
+            fresh
+            or self._owed
+            or self.failed > 0
+            or self._spent + self._last <= SHARE * self._measured
+        )
 
     def owe(self) -> None:
         """Make the next batch that runs as it is due for an audit, whatever the time.

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from fastlr.ghost.backward import Structure, backward
 from fastlr.ghost.graph import Graph, Place
-from fastlr.ghost.sample_axis import Layout, Marks, Ragged, Regular, candidates, explains, row_sums, vanishing
+from fastlr.ghost.sample_axis import (
+    Layout,
+    Marks,
+    Ragged,
+    Regular,
+    candidates,
+    explains,
+    row_sums,
+    vanishing,
+)
 from fastlr.ghost.verification.record import Ledger
 
 Options = Mapping[Place, list[Layout]]
@@ -47,12 +56,17 @@ def explained(
         in_any_order: mark so that rows in any order are told apart, whatever the options.
     """
     count = z.shape[out_dim]
-    regular = not in_any_order and not any(isinstance(o, Ragged) for held in options.values() for o in held)
+    regular = not in_any_order and not any(
+        isinstance(o, Ragged) for held in options.values() for o in held
+    )
     marks = Marks.make(count, graph.lowest_dtype(), v.device, regular=regular)
     broadcast = [1] * v.ndim
     broadcast[out_dim] = count
     plain = _row_sums(graph, structure, z, v, options)
-    passes = [_row_sums(graph, structure, z, v * c.view(broadcast).to(v.dtype), options) for c in marks.factors]
+    passes = [
+        _row_sums(graph, structure, z, v * c.view(broadcast).to(v.dtype), options)
+        for c in marks.factors
+    ]
     layouts: dict[Place, list[Layout]] = {}
     tiny = vanishing(graph.float_dtypes(), marks.tolerance)
     for place, sums in plain.items():
@@ -121,7 +135,9 @@ def _row_sums(
     def visit(i: int, gradients: Iterable[Tensor | None]) -> None:
         for output, g in enumerate(gradients):
             if g is not None and (i, output) in options:
-                sums[i, output] = {dim: row_sums(g, dim) for dim in {o.dim for o in options[i, output]}}
+                sums[i, output] = {
+                    dim: row_sums(g, dim) for dim in {o.dim for o in options[i, output]}
+                }
 
     backward(graph, structure, z, v, visit, retain=True)
     return sums

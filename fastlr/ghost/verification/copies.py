@@ -54,7 +54,11 @@ class Subject:
     @property
     def state(self) -> dict[str, Tensor]:
         """Every parameter and buffer, by name."""
-        return {**self.named, **dict(self.model.named_buffers())} if self.tensors is None else self.tensors
+        return (
+            {**self.named, **dict(self.model.named_buffers())}
+            if self.tensors is None
+            else self.tensors
+        )
 
     def __call__(self, x: Any) -> Any:
         """Run the forward pass."""
@@ -68,10 +72,14 @@ class Subject:
 
 def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
     """Normal noise like ``t``, in float64 of a float32's digits: drawn three times as fast."""
-    return torch.randn(t.shape, generator=generator, device=generator.device).to(t.device, torch.float64)
+    return torch.randn(t.shape, generator=generator, device=generator.device).to(
+        t.device, torch.float64
+    )
 
 
-def _perturbed(t: Tensor, name: str, scale: float, generator: torch.Generator, *, trainable: bool) -> Tensor:
+def _perturbed(
+    t: Tensor, name: str, scale: float, generator: torch.Generator, *, trainable: bool
+) -> Tensor:
     """A parameter or buffer moved at random, in float64.
 
     Trainable ones by additive noise, so that nothing is zero; buffers and frozen parameters by a factor, so that signs,
@@ -93,9 +101,13 @@ def _perturbed_state(
     """All parameters and buffers of a model by name, perturbed."""
     state = {}
     for n, t in (*model.named_parameters(), *model.named_buffers()):
-        if on_demand.is_on_demand(t):  # noise of its own seed, drawn again whenever the values are made
+        if on_demand.is_on_demand(
+            t
+        ):  # noise of its own seed, drawn again whenever the values are made
             seed = int(torch.randint(1 << 60, (), generator=generator))
-            state[n] = on_demand.derived(t, torch.float64, partial(_perturbed_anew, n, scale, seed, n in trainable))
+            state[n] = on_demand.derived(
+                t, torch.float64, partial(_perturbed_anew, n, scale, seed, n in trainable)
+            )
             state[n].requires_grad_(n in trainable)
         else:
             state[n] = _perturbed(t, n, scale, generator, trainable=n in trainable)
@@ -103,11 +115,17 @@ def _perturbed_state(
 
 
 def _perturbed_anew(name: str, scale: float, seed: int, trainable: bool, t: Tensor) -> Tensor:
-    return _perturbed(t, name, scale, torch.Generator(t.device).manual_seed(seed), trainable=trainable)
+    return _perturbed(
+        t, name, scale, torch.Generator(t.device).manual_seed(seed), trainable=trainable
+    )
 
 
 def with_buffers_moved(
-    model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int, stand_in: StandIn | None = None
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    scale: float,
+    seed: int,
+    stand_in: StandIn | None = None,
 ) -> Subject | None:
     """Return a perturbed float64 copy in which buffers that are all zero have noise.
 
@@ -129,11 +147,17 @@ def with_buffers_moved(
     tensors = _perturbed_state(model, parameters, scale, generator)
     tensors |= {n: _noise(t, generator).abs() + 0.1 for n, t in zero.items()}
     chosen = {n: tensors[n] for n in parameters}
-    return Subject("float64 copy with zero buffers moved", model, tensors, chosen, torch.float64, stand_in)
+    return Subject(
+        "float64 copy with zero buffers moved", model, tensors, chosen, torch.float64, stand_in
+    )
 
 
 def subjects(
-    model: nn.Module, parameters: dict[str, nn.Parameter], scale: float, seed: int, stand_in: StandIn | None = None
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    scale: float,
+    seed: int,
+    stand_in: StandIn | None = None,
 ) -> Iterator[Subject]:
     """Yield copies to prove on, the strictest first.
 

@@ -32,7 +32,12 @@ from fastlr.ghost.verification.stand_in import StandIn
 
 SAMPLES = 3
 EVEN_SAMPLES = 4  # for a model that does not take three
-OTHER_VALUES = (30.0, -1 / 30, 1.0, 1.0)  # factors of the samples' inputs: do they interact where values differ?
+OTHER_VALUES = (
+    30.0,
+    -1 / 30,
+    1.0,
+    1.0,
+)  # factors of the samples' inputs: do they interact where values differ?
 
 
 class ForwardChecks:
@@ -80,7 +85,9 @@ class ForwardChecks:
         with torch.autocast(device, enabled=False) if subject.dtype is not None else nullcontext():
             yield
 
-    def _forward(self, subject: Subject, batch: adapt.Batch, samples: Sequence[int], *, fold: bool = False) -> Tensor:
+    def _forward(
+        self, subject: Subject, batch: adapt.Batch, samples: Sequence[int], *, fold: bool = False
+    ) -> Tensor:
         """Return the output for some samples.
 
         ``fold``: as it will be measured, otherwise as the model is.
@@ -88,7 +95,11 @@ class ForwardChecks:
         with torch.enable_grad():
             x = batch.pick(samples)
             with nullcontext() if fold else Unfused():
-                result = self.folding.run(subject.named, lambda: subject(x)) if fold and self.folding else subject(x)
+                result = (
+                    self.folding.run(subject.named, lambda: subject(x))
+                    if fold and self.folding
+                    else subject(x)
+                )
             z = adapt.select_output(result, self.output)
         if adapt.sample_count(z, self.out_dim) != len(samples):
             raise ModelError(
@@ -98,7 +109,13 @@ class ForwardChecks:
         return z
 
     def _otherwise(
-        self, subject: Subject, stand_in: StandIn, batch: adapt.Batch, scale: float, seed: int, ledger: Ledger
+        self,
+        subject: Subject,
+        stand_in: StandIn,
+        batch: adapt.Batch,
+        scale: float,
+        seed: int,
+        ledger: Ledger,
     ) -> None:
         """Try if samples interact where something is otherwise.
 
@@ -141,15 +158,21 @@ class ForwardChecks:
             z = self._forward(subject, batch, self.all)
             for samples in self.companies:
                 got = self._forward(subject, batch, samples)
-                self._same(subject, batch, z, z.narrow(self.out_dim, samples[0], 1).expand_as(got), got)
+                self._same(
+                    subject, batch, z, z.narrow(self.out_dim, samples[0], 1).expand_as(got), got
+                )
 
-    def _same(self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
+    def _same(
+        self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor
+    ) -> None:
         """Require that samples give what they gave in the batch of three.
 
         If they do not, the error says what is wrong.
         """
         close = _unexplained(z.dtype)
-        alike = partial(agree, relative=close, noise=partial(self._noise, subject, batch), out_dim=self.out_dim)
+        alike = partial(
+            agree, relative=close, noise=partial(self._noise, subject, batch), out_dim=self.out_dim
+        )
         if alike(want, got):
             return
         with torch.no_grad():
@@ -159,7 +182,11 @@ class ForwardChecks:
                 raise InteractionError(self._interaction_message(subject, batch, close))
         if repeatable and self.is_folded:
             raise FoldRefuted([], "the folded model gives another output")
-        active = [n for n, m in self.model.named_modules() if m.training and "dropout" in type(m).__name__.lower()]
+        active = [
+            n
+            for n, m in self.model.named_modules()
+            if m.training and "dropout" in type(m).__name__.lower()
+        ]
         where = f"; in train mode: {', '.join(active[:5])}" if active else ""
         message = f"two forward passes on the same inputs differ (dropout, sampling){where}"
         if any(m.training for m in self.model.modules()):
@@ -174,7 +201,9 @@ class ForwardChecks:
         """How far outputs of the few samples may be off by rounding."""
         with Unfused():
             x = batch.pick(self.all)
-            probe = RoundingProbe(subject.model, x, self.output, subject.tensors, subject.dtype, subject.stand_in)
+            probe = RoundingProbe(
+                subject.model, x, self.output, subject.tensors, subject.dtype, subject.stand_in
+            )
             return measured_noise(probe, self.out_dim, partial(self._varies, subject, batch))
 
     def _varies(self, subject: Subject, batch: adapt.Batch) -> bool:
@@ -207,7 +236,9 @@ class ForwardChecks:
             return hook
 
         modules = dict(subject.running.named_modules())
-        handles = [module.register_forward_hook(hook_for(name)) for name, module in modules.items() if name]
+        handles = [
+            module.register_forward_hook(hook_for(name)) for name, module in modules.items() if name
+        ]
         try:
             for samples in (self.all, [0] * self.count):
                 records.append([])
@@ -217,7 +248,9 @@ class ForwardChecks:
             for handle in handles:
                 handle.remove()
         pairs = zip(*records, strict=False)
-        name = next((n for (n, a), (_, b) in pairs if a.shape == b.shape and not agree(a, b, close)), None)
+        name = next(
+            (n for (n, a), (_, b) in pairs if a.shape == b.shape and not agree(a, b, close)), None
+        )
         message = "samples of the batch interact: what one gives depends on the others"
         if name is None:
             return f"{message}. Make the forward pass work on each sample alone"
@@ -227,7 +260,9 @@ class ForwardChecks:
             return f"{message}, which is in train mode and uses batch statistics: call model.eval()"
         return f"{message}. Make it work on each sample alone"
 
-    def _absent(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> None:
+    def _absent(
+        self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger
+    ) -> None:
         """Record parameters that are not in the graph as zero, or refuse them.
 
         They are zero if they do not move the output; otherwise they are an error.
@@ -239,7 +274,11 @@ class ForwardChecks:
         if self._moves(subject, batch, z, absent):
             culprits = [n for n in absent if self._moves(subject, batch, z, [n])] or absent
             module = culprits[0].rpartition(".")[0]
-            while module and "checkpoint" not in repr(type(self.model.get_submodule(module))).lower() and "." in module:
+            while (
+                module
+                and "checkpoint" not in repr(type(self.model.get_submodule(module))).lower()
+                and "." in module
+            ):
                 if sum(n.startswith(module + ".") for n in culprits) == len(culprits):
                     break
                 module = module.rpartition(".")[0]
@@ -253,7 +292,9 @@ class ForwardChecks:
             )
         ledger.absent.append(frozenset(absent))
         for n in absent:
-            ledger.parameters.setdefault(n, ParameterProof("zero", reason="not used by the output", alive=True))
+            ledger.parameters.setdefault(
+                n, ParameterProof("zero", reason="not used by the output", alive=True)
+            )
 
     def _moves(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str]) -> bool:
         """Return True if parameters move the output, and not by a choice alone.
@@ -263,10 +304,15 @@ class ForwardChecks:
         Such a choice has no gradient: it does not move with the least of changes.
         """
         double = z.dtype == torch.float64
-        return all(self._moves_by(subject, batch, z, names, size) for size in (0.5, 1e-6 if double else 1e-3))
+        return all(
+            self._moves_by(subject, batch, z, names, size)
+            for size in (0.5, 1e-6 if double else 1e-3)
+        )
 
     @on_demand.structure_only()
-    def _moves_by(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str], size: float) -> bool:
+    def _moves_by(
+        self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str], size: float
+    ) -> bool:
         generator = torch.Generator().manual_seed(2)
         saved = {n: subject.parameters[n].detach().clone() for n in names}
         with torch.no_grad():

@@ -74,7 +74,11 @@ class Prover(ForwardChecks):
         self._on_copies(self._apart, batch, ledger, 0)
 
     def _on_copies(
-        self, step: Callable[[Subject, adapt.Batch, Ledger], None], batch: adapt.Batch, ledger: Ledger, seed: int
+        self,
+        step: Callable[[Subject, adapt.Batch, Ledger], None],
+        batch: adapt.Batch,
+        ledger: Ledger,
+        seed: int,
     ) -> None:
         """Take a step on the strictest of the copies that can.
 
@@ -93,7 +97,12 @@ class Prover(ForwardChecks):
                 try:
                     stand_in.trusted(partial(both, subject, scale))
                     return
-                except (InteractionError, RandomForwardError, HiddenParameterError, NonlinearBackwardError):
+                except (
+                    InteractionError,
+                    RandomForwardError,
+                    HiddenParameterError,
+                    NonlinearBackwardError,
+                ):
                     raise
                 except NonFiniteError as error:
                     failure = error
@@ -102,7 +111,9 @@ class Prover(ForwardChecks):
                     # not even an exact copy: perhaps the model is, in its own precision
                     ledger.notes.append(f"{subject.name}: {one_line(error)[:200]}")
                 except CheckpointError as error:
-                    ledger.to_loop(self.parameters, f"activation checkpointing: {first_line(error)}")
+                    ledger.to_loop(
+                        self.parameters, f"activation checkpointing: {first_line(error)}"
+                    )
                     return
                 except Unsupported as error:  # not even the nodes' own formulas apply
                     if self.is_folded:
@@ -129,12 +140,18 @@ class Prover(ForwardChecks):
         with on_demand.structure_only():
             z = self._forward(subject, batch, self.all, fold=True)
         if not torch.isfinite(z.detach()[~torch.isneginf(z.detach())]).all():
-            raise NonFiniteError(f"the model's output is not finite on {self.count} samples of the inputs")
+            raise NonFiniteError(
+                f"the model's output is not finite on {self.count} samples of the inputs"
+            )
         adapt.require_graph(z)
         graph = walk(z, subject.parameters)
         originals = {id(p) for p in self.parameters.values()}
-        if subject.dtype is not None and any(id(graph.nodes[i].variable) in originals for i in graph.others):
-            raise TypeError("the forward pass uses parameters held outside the module, which a copy does not replace")
+        if subject.dtype is not None and any(
+            id(graph.nodes[i].variable) in originals for i in graph.others
+        ):
+            raise TypeError(
+                "the forward pass uses parameters held outside the module, which a copy does not replace"
+            )
         irregular = self._sides(subject, batch, z, graph, ledger)
         if irregular and self.is_folded:
             raise FoldRefuted([], irregular)
@@ -151,12 +168,16 @@ class Prover(ForwardChecks):
             ledger.to_loop(self.parameters, irregular)
         else:
             structure = Structure.of(graph)
-            self._compare(graph, structure, z, v, truth, self._layouts(graph, structure, z, v), ledger)
+            self._compare(
+                graph, structure, z, v, truth, self._layouts(graph, structure, z, v), ledger
+            )
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
 
     # -- forward checks ---------------------------------------------------------------------------------------------
 
-    def _sides(self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger) -> str:
+    def _sides(
+        self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger
+    ) -> str:
         """Tell the parameter side from the sample side of the graph.
 
         With every sample twice, the sample side doubles, the other does not.
@@ -201,12 +222,17 @@ class Prover(ForwardChecks):
         for place in sources:
             pairs = zip(one.get(place, ()), other.get(place, ()), strict=False)
             gradients = [(a, b) for a, b in pairs if a is not None and b is not None]
-            alike = (torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max())) for a, b in gradients)
+            alike = (
+                torch.allclose(a, b, rtol=1e-6, atol=1e-9 * float(a.abs().max()))
+                for a, b in gradients
+            )
             if place not in one or place not in other or not all(alike):
                 ledger.varying.add(graph.keys[place[0]])
 
     @staticmethod
-    def _pulled_back(graph: Graph, again: Graph, sources: set[Place]) -> dict[Place, tuple[Tensor | None, ...]]:
+    def _pulled_back(
+        graph: Graph, again: Graph, sources: set[Place]
+    ) -> dict[Place, tuple[Tensor | None, ...]]:
         """Gradients in ``again`` of the parameters below each of the sources.
 
         That is where it is as ``graph`` there.
@@ -220,15 +246,24 @@ class Prover(ForwardChecks):
             if graph.sizes(node) != again.sizes(node):
                 continue
             variables = [again.nodes[p].variable for p in graph.parameters_below(node)]
-            v = generic_cotangent(variables[0].new_empty(graph.shape(node, output), dtype=graph.dtype(node, output)))
+            v = generic_cotangent(
+                variables[0].new_empty(graph.shape(node, output), dtype=graph.dtype(node, output))
+            )
             edge = GradientEdge(again.nodes[node], output)
-            pulled[node, output] = torch.autograd.grad([edge], variables, [v], retain_graph=True, allow_unused=True)
+            pulled[node, output] = torch.autograd.grad(
+                [edge], variables, [v], retain_graph=True, allow_unused=True
+            )
         return pulled
 
     # -- backward checks --------------------------------------------------------------------------------------------
 
     def _exact(
-        self, subject: Subject, batch: adapt.Batch, sample: int, cotangents: list[Tensor], ledger: Ledger
+        self,
+        subject: Subject,
+        batch: adapt.Batch,
+        sample: int,
+        cotangents: list[Tensor],
+        ledger: Ledger,
     ) -> tuple[Tensor, list[list[Tensor]]]:
         """Return the output row and exact squared norms of one sample beside a copy of itself.
 
@@ -251,12 +286,16 @@ class Prover(ForwardChecks):
                 failure = failure or error
                 continue
             if copies == 1:
-                ledger.notes.append("the model does not take two samples: its gradients were taken from one alone")
+                ledger.notes.append(
+                    "the model does not take two samples: its gradients were taken from one alone"
+                )
             return row, norms
         assert failure is not None
         raise failure
 
-    def _truth(self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, ledger: Ledger) -> dict[str, Tensor]:
+    def _truth(
+        self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, ledger: Ledger
+    ) -> dict[str, Tensor]:
         """Return the exact squared norms [3] of every parameter, sample by sample.
 
         Each sample runs beside a copy of itself, with one plain backward pass each.
@@ -265,10 +304,14 @@ class Prover(ForwardChecks):
         are found here.
         """
         names = list(subject.parameters)
-        truth = {name: torch.zeros(self.count, dtype=torch.float64, device=v.device) for name in names}
+        truth = {
+            name: torch.zeros(self.count, dtype=torch.float64, device=v.device) for name in names
+        }
         at_scales: list[list[Tensor]] = []
         for sample in range(self.count):
-            scaled = [v * 2.0**e for e in SCALES] if sample == 0 and subject.dtype is not None else []
+            scaled = (
+                [v * 2.0**e for e in SCALES] if sample == 0 and subject.dtype is not None else []
+            )
             row, (norms, *others) = self._exact(subject, batch, sample, [v, *scaled], ledger)
             self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), row)
             at_scales += others
@@ -276,21 +319,35 @@ class Prover(ForwardChecks):
                 truth[name][sample] = norm
         if not torch.isfinite(torch.stack(list(truth.values()))).all():
             bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
-            raise NonFiniteError(f"the gradient of parameter {bad} is not finite on {self.count} samples of the inputs")
+            raise NonFiniteError(
+                f"the gradient of parameter {bad} is not finite on {self.count} samples of the inputs"
+            )
         self._linear(torch.stack([norms[0] for norms in truth.values()]), at_scales)
         return truth
 
-    def _layouts(self, graph: Graph, structure: Structure, z: Tensor, v: Tensor) -> dict[Place, list[Layout]]:
+    def _layouts(
+        self, graph: Graph, structure: Structure, z: Tensor, v: Tensor
+    ) -> dict[Place, list[Layout]]:
         """Return the layouts of every output of a use.
 
         What the graph tells and marks confirm, else what marks find.
         """
         known, _ = trace(graph, z, self.out_dim)
-        places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
-        told: dict[Place, list[Layout]] = {place: [known[place]] if place in known else [] for place in places}
+        places = [
+            (node, output) for node in structure.by_node for output in range(graph.outputs(node))
+        ]
+        told: dict[Place, list[Layout]] = {
+            place: [known[place]] if place in known else [] for place in places
+        }
         layouts = explained(graph, structure, z, v, self.out_dim, told, known)
-        unknown = {place: every_layout(graph, place, self.count) for place, held in layouts.items() if not held}
-        return layouts | (explained(graph, structure, z, v, self.out_dim, unknown) if unknown else {})
+        unknown = {
+            place: every_layout(graph, place, self.count)
+            for place, held in layouts.items()
+            if not held
+        }
+        return layouts | (
+            explained(graph, structure, z, v, self.out_dim, unknown) if unknown else {}
+        )
 
     def _compare(
         self,
@@ -323,11 +380,26 @@ class Prover(ForwardChecks):
             The largest deviation, in parts of the total.
             """
             norms = sq_norms(
-                graph, structure, z, v, layouts, self.count, routes, retain=True, reasons=reasons, tolerant=True
+                graph,
+                structure,
+                z,
+                v,
+                layouts,
+                self.count,
+                routes,
+                retain=True,
+                reasons=reasons,
+                tolerant=True,
             )
             gaps = {name: (value - truth[name]).abs() for name, value in norms.items()}
-            wrong = [n for n, gap in gaps.items() if not bool((gap <= relative * truth[n] + part * total).all())]
-            return {name: float((gap / total.clamp_min(1e-300)).max()) for name, gap in gaps.items()}, wrong
+            wrong = [
+                n
+                for n, gap in gaps.items()
+                if not bool((gap <= relative * truth[n] + part * total).all())
+            ]
+            return {
+                name: float((gap / total.clamp_min(1e-300)).max()) for name, gap in gaps.items()
+            }, wrong
 
         off, wrong = deviations()
         self._refute_folds(graph, structure, routes, reasons, wrong)
@@ -338,14 +410,22 @@ class Prover(ForwardChecks):
                     routes[use.key] = "node"
                     reasons[use.key] = "the rule's result differs from the truth"
             off, wrong = deviations()
-            by_loop = {name: f"no route but the loop is right (off by {off[name]:.1e})" for name in wrong}
+            by_loop = {
+                name: f"no route but the loop is right (off by {off[name]:.1e})" for name in wrong
+            }
         for use in structure.uses:
-            if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):  # no sample's of its own in a batch
+            if getattr(
+                graph.nodes[use.node], "_saved_scale_grad_by_freq", False
+            ):  # no sample's of its own in a batch
                 counted = "scale_grad_by_freq counts the ids of the whole batch"
                 by_loop |= dict.fromkeys(graph.names_below(use.child), counted)
-            by_output = {o: alternatives.get((use.node, o), []) for o in range(graph.outputs(use.node))}
+            by_output = {
+                o: alternatives.get((use.node, o), []) for o in range(graph.outputs(use.node))
+            }
             route = routes.get(use.key, "rule")
-            ledger.uses[use.key] = UseProof(by_output, route, graph.names[use.node], reasons.get(use.key, ""))
+            ledger.uses[use.key] = UseProof(
+                by_output, route, graph.names[use.node], reasons.get(use.key, "")
+            )
         for name, deviation in off.items():
             uses = uses_of[name]
             alive = bool((truth[name] > 0).any())
@@ -362,7 +442,11 @@ class Prover(ForwardChecks):
 
     @staticmethod
     def _refute_folds(
-        graph: Graph, structure: Structure, routes: dict[tuple, str], reasons: dict[tuple, str], wrong: list[str]
+        graph: Graph,
+        structure: Structure,
+        routes: dict[tuple, str],
+        reasons: dict[tuple, str],
+        wrong: list[str],
     ) -> None:
         """Raise FoldRefuted with all folded blocks whose norms are wrong or have no rule.
 
@@ -375,7 +459,9 @@ class Prover(ForwardChecks):
             if routes.get(use.key) == "node":  # its batch norm alone may do
                 blocks.setdefault(tuple(weight_of(graph, use.node)), reasons[use.key])
             elif any(name in wrong for name in graph.names_below(use.child)):
-                blocks.setdefault(tuple(parameters_of(graph, use.node)), "its norms differ from the exact ones")
+                blocks.setdefault(
+                    tuple(parameters_of(graph, use.node)), "its norms differ from the exact ones"
+                )
         if blocks:
             refuse_blocks(map(list, blocks), next(iter(blocks.values())))
 
@@ -404,6 +490,8 @@ def generic_cotangent(z: Tensor) -> Tensor:
     """Return a dense random cotangent for an output, always the same."""
     generator = torch.Generator().manual_seed(1)
     v = torch.empty_like(z, memory_format=torch.contiguous_format)
-    for part in v if v.ndim > 1 else [v]:  # no float64 copy of the whole: it may be a language model's logits
+    for part in (
+        v if v.ndim > 1 else [v]
+    ):  # no float64 copy of the whole: it may be a language model's logits
         part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
     return v

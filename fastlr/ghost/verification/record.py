@@ -31,7 +31,9 @@ class ParameterProof:
     """The proof of one parameter."""
 
     route: str  # "rule", "node", "loop", "zero"
-    deviation: float = 0.0  # largest |fast - truth| over the samples, relative to the sample's total
+    deviation: float = (
+        0.0  # largest |fast - truth| over the samples, relative to the sample's total
+    )
     alive: bool = False  # its gradient was nonzero, so that something was proven
     kinds: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
@@ -46,11 +48,19 @@ class Ledger:
     sample_side: set[tuple] = field(default_factory=set)  # keys
     uses: dict[tuple, UseProof] = field(default_factory=dict)
     parameters: dict[str, ParameterProof] = field(default_factory=dict)
-    absent: list[frozenset[str]] = field(default_factory=list)  # sets of parameters found not to move the output
-    varying: set[tuple] = field(default_factory=set)  # keys of what is computed of parameters and data
-    programs: set[bytes] = field(default_factory=set)  # fingerprints of the model whose samples were tried on copies
+    absent: list[frozenset[str]] = field(
+        default_factory=list
+    )  # sets of parameters found not to move the output
+    varying: set[tuple] = field(
+        default_factory=set
+    )  # keys of what is computed of parameters and data
+    programs: set[bytes] = field(
+        default_factory=set
+    )  # fingerprints of the model whose samples were tried on copies
     by_data: str = ""  # why every batch must be looked at, whatever the graph tells
-    hooked: bool = False  # a hook moves gradients between rows, so that the graph does not tell whose they are
+    hooked: bool = (
+        False  # a hook moves gradients between rows, so that the graph does not tell whose they are
+    )
     others: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     subject: str = ""
@@ -68,7 +78,9 @@ class Ledger:
 
     def to_loop(self, names: Iterable[str], reason: str) -> None:
         """Measure these parameters by the loop over samples from now on."""
-        self.parameters |= {name: ParameterProof("loop", alive=True, reason=reason) for name in names}
+        self.parameters |= {
+            name: ParameterProof("loop", alive=True, reason=reason) for name in names
+        }
 
     @property
     def loop(self) -> frozenset[str]:

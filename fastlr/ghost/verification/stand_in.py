@@ -108,7 +108,9 @@ class StandIn:
         """The module that runs."""
         return self.model if self.clone is None else self.clone
 
-    def call_with(self, tensors: Mapping[str, Tensor], x: Any, *, dtype: torch.dtype | None = None) -> Any:
+    def call_with(
+        self, tensors: Mapping[str, Tensor], x: Any, *, dtype: torch.dtype | None = None
+    ) -> Any:
         """Run the forward pass with these tensors.
 
         Raises:
@@ -119,13 +121,19 @@ class StandIn:
         return self._watched(tensors, x, dtype, nullcontext())
 
     def _watched(
-        self, tensors: Mapping[str, Tensor], x: Any, dtype: torch.dtype | None, within: AbstractContextManager[Any]
+        self,
+        tensors: Mapping[str, Tensor],
+        x: Any,
+        dtype: torch.dtype | None,
+        within: AbstractContextManager[Any],
     ) -> Any:
         """Run the clone with these tensors; ReadsModel if a call reads the model's own."""
         calls = _Calls(self._own.ids)
         try:
             with attributes_kept(self.model):
-                result = adapt.call_with(self.running, tensors, x, dtype=dtype, within=_both(within, calls))
+                result = adapt.call_with(
+                    self.running, tensors, x, dtype=dtype, within=_both(within, calls)
+                )
         except FoldRefuted:
             raise
         except Exception as error:
@@ -173,7 +181,9 @@ class StandIn:
 
 
 @contextmanager
-def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+def _both(
+    first: AbstractContextManager[Any], second: AbstractContextManager[Any]
+) -> Iterator[None]:
     with first, second:
         yield
 
@@ -187,7 +197,13 @@ class _Own:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        held = [t for m in all_modules(model) for d in (m._parameters, m._buffers) for t in d.values() if t is not None]
+        held = [
+            t
+            for m in all_modules(model)
+            for d in (m._parameters, m._buffers)
+            for t in d.values()
+            if t is not None
+        ]
         self.ids = frozenset(map(id, held))
         self.storages = frozenset(map(_storage, held)) - {0}
 
@@ -203,7 +219,9 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.ids, self.found = ids, False
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         if not self.found:
             self.found = self._any(args) or self._any(kwargs.values())
@@ -228,7 +246,9 @@ class _Operations(TorchDispatchMode):
         self.storages, self.found = storages, False
         self.seen: set[int] = set()
 
-    def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_dispatch__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         read = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         self.seen |= read
@@ -258,7 +278,9 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     if any(vars(base).get("__slots__") for base in kind.__mro__):
         return False
-    return not any(hasattr(f, "_torchdynamo_orig_callable") for f in (held.get("forward"), kind.forward))
+    return not any(
+        hasattr(f, "_torchdynamo_orig_callable") for f in (held.get("forward"), kind.forward)
+    )
 
 
 def _clone(model: nn.Module) -> nn.Module:

@@ -73,7 +73,9 @@ def folded_conv(
     pre = torch.ops.aten.convolution(inputs, weight.double(), bias.double(), *geometry)
     pre = pre if residual is None else pre + ACTIVATIONS[residual_before](residual.double())
     if mean:
-        return pre.to(x.dtype), ACTIVATIONS[act](pre).mean(list(range(2, x.ndim)), keepdim=True).to(x.dtype)
+        return pre.to(x.dtype), ACTIVATIONS[act](pre).mean(list(range(2, x.ndim)), keepdim=True).to(
+            x.dtype
+        )
     out = ACTIVATIONS[act](pre).to(x.dtype)
     return out, out if act in KEEPS_OUTPUT else pre.to(x.dtype)
 
@@ -116,7 +118,9 @@ def gate_grad(
         (g gate, sum of g x over the positions), in the shapes and dtypes of ``x`` and ``gate``.
     """
     axes = list(range(2, x.ndim))
-    return (g.double() * gate.double()).to(x.dtype), (g.double() * x.double()).sum(axes, keepdim=True).to(gate.dtype)
+    return (g.double() * gate.double()).to(x.dtype), (g.double() * x.double()).sum(
+        axes, keepdim=True
+    ).to(gate.dtype)
 
 
 def folded_conv_sq_norms(
@@ -192,13 +196,17 @@ def folded_conv_backward(
     if of_mean is None:
         g = activation_grad(grad.double(), kept, act)
     else:
-        g = grad.double() + activation_grad((of_mean.double() / prod(grad.shape[2:])).expand_as(grad), kept, act)
+        g = grad.double() + activation_grad(
+            (of_mean.double() / prod(grad.shape[2:])).expand_as(grad), kept, act
+        )
     active = ACTIVATIONS[before](x.double())
     inputs = active if gate is None else active * gate.double()
     norms = folded_conv_sq_norms(inputs, g, weight, statistics, geometry)
     if not want_input:
         return None, *norms
-    given = (t.contiguous() for t in (g, inputs, folded.double()))  # as in fastlr.ops.reference.norms.conv_grads
+    given = (
+        t.contiguous() for t in (g, inputs, folded.double())
+    )  # as in fastlr.ops.reference.norms.conv_grads
     gx = torch.ops.aten.convolution_backward(*given, None, *geometry, [True, False, False])[0]
     of_gate: list[Tensor] = []
     if gate is not None:

@@ -28,7 +28,9 @@ def linear_sq_norms(
     Returns:
         [B], float64: sum over n of ||G_n^T A_n||_F^2.
     """
-    return torch.stack([(gb.mT.double() @ ab.double()).square().sum() for ab, gb in zip(a, g, strict=True)])
+    return torch.stack(
+        [(gb.mT.double() @ ab.double()).square().sum() for ab, gb in zip(a, g, strict=True)]
+    )
 
 
 def column_sq_norms(
@@ -77,7 +79,9 @@ def conv_grads(
     x, g, weight = x.contiguous(), g.contiguous(), weight.to(g.dtype).contiguous()
     backward = torch.ops.aten.convolution_backward
     mask = [False, True, False]
-    return torch.stack([backward(gb, xb, weight, None, *geometry, mask)[1] for xb, gb in zip(x, g, strict=True)])
+    return torch.stack(
+        [backward(gb, xb, weight, None, *geometry, mask)[1] for xb, gb in zip(x, g, strict=True)]
+    )
 
 
 def conv_sq_norms(

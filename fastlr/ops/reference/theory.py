@@ -82,8 +82,15 @@ def local_redundancy_exact(
 
     def log_probabilities(values: dict[str, Tensor]) -> Tensor:
         logits = functional_call(model, values, (candidates,))
-        if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2 or len(logits) != len(candidates):
-            raise InputError("the model must map candidates [K, ...] to logits [K, C] with C of at least 2")
+        if (
+            not isinstance(logits, Tensor)
+            or logits.ndim != 2
+            or logits.shape[1] < 2
+            or len(logits) != len(candidates)
+        ):
+            raise InputError(
+                "the model must map candidates [K, ...] to logits [K, C] with C of at least 2"
+            )
         return logits.log_softmax(-1)
 
     with torch.enable_grad():
@@ -91,8 +98,14 @@ def local_redundancy_exact(
         base = log_probabilities(leaves)
         pairs = base.flatten()  # log P(c | x_k) at k * C + c
         wanted = list(leaves.values())
-        rows = [torch.autograd.grad(pair, wanted, retain_graph=True, materialize_grads=True) for pair in pairs]
-    scores = {name: torch.stack(column) for name, column in zip(leaves, zip(*rows, strict=True), strict=True)}
+        rows = [
+            torch.autograd.grad(pair, wanted, retain_graph=True, materialize_grads=True)
+            for pair in pairs
+        ]
+    scores = {
+        name: torch.stack(column)
+        for name, column in zip(leaves, zip(*rows, strict=True), strict=True)
+    }
     inputs, classes = base.shape
     base = base.detach().flatten()
 
@@ -104,18 +117,25 @@ def local_redundancy_exact(
             f"{inputs} candidates, {classes} classes and n = {n} give {count} datasets and {members} family members, "
             f"{pairs_needed} pairs: more than limit = {limit}; use fewer candidates, a smaller n or fewer etas"
         )
-    datasets = torch.tensor(list(_multisets(inputs * classes, n)), dtype=torch.float64)  # [M, K * C] counts
+    datasets = torch.tensor(
+        list(_multisets(inputs * classes, n)), dtype=torch.float64
+    )  # [M, K * C] counts
 
     # One family member for each dataset and positive step; the step is up the summed score, down the loss.
     def distributions(eta: float) -> Tensor:
         def one(counts: Tensor) -> Tensor:
-            moved = {name: p + eta * torch.tensordot(counts, scores[name], dims=1) for name, p in parameters.items()}
+            moved = {
+                name: p + eta * torch.tensordot(counts, scores[name], dims=1)
+                for name, p in parameters.items()
+            }
             return log_probabilities(moved).flatten()
 
         with torch.no_grad():
             result = torch.stack([one(counts) for counts in datasets])  # [M, K * C]
         if not result.isfinite().all():
-            raise NonFiniteError(f"a step of eta = {eta} leads to log-probabilities that are not finite: lower epsilon")
+            raise NonFiniteError(
+                f"a step of eta = {eta} leads to log-probabilities that are not finite: lower epsilon"
+            )
         return result
 
     base_fit = datasets @ base
@@ -131,7 +151,9 @@ def local_redundancy_exact(
     # Z(x^n) - 1 = sum_y P_0(y) (sup P / P_0 - 1): expm1 keeps small redundancies accurate.
     table = datasets.view(-1, inputs, classes)
     of_input = table.sum(2)
-    weight = (torch.lgamma(of_input + 1).sum(1) - torch.lgamma(table + 1).sum((1, 2)) + base_fit).exp()
+    weight = (
+        torch.lgamma(of_input + 1).sum(1) - torch.lgamma(table + 1).sum((1, 2)) + base_fit
+    ).exp()
     excess = weight * torch.expm1(best - base_fit)
     _, group = torch.unique(of_input, dim=0, return_inverse=True)
     z = torch.zeros(int(group.max()) + 1, dtype=torch.float64).index_add_(0, group, excess)

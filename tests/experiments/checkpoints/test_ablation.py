@@ -15,7 +15,13 @@ from torch import nn
 
 import fastlr
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.experiments.checkpoints.ablation import REAL, as_run, measure_checkpoints, real_inputs, synthetic_inputs
+from fastlr.experiments.checkpoints.ablation import (
+    REAL,
+    as_run,
+    measure_checkpoints,
+    real_inputs,
+    synthetic_inputs,
+)
 from fastlr.experiments.checkpoints.ablation_tables import few_checkpoints
 from fastlr.experiments.continual import agreement
 from fastlr.experiments.data import normalise, synthetic_store
@@ -26,7 +32,13 @@ MODEL, DATA = ["--model", "test_ablation:net"], ["--real", "REAL"]
 
 
 def net(num_classes: int = 3, width: int = 4) -> nn.Module:
-    layers = [nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    layers = [
+        nn.Conv2d(3, width, 3),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*layers, nn.Linear(4 * width, num_classes))
 
 
@@ -70,14 +82,29 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
     path, _ = store
     checkpoints = save(tmp_path, lambda: net(width=5))
     arguments = [*checkpoints, "--model-kwargs", '{"width": 5}']
-    files = ["--csv", str(tmp_path / "t.csv"), "--json", str(tmp_path / "t.json"), "--figure", str(tmp_path / "t.png")]
-    out = cli(f"ablate --model test_ablation:net --real {path} --n 10 --seed 3 --device cpu", *arguments, *files).out
+    files = [
+        "--csv",
+        str(tmp_path / "t.csv"),
+        "--json",
+        str(tmp_path / "t.json"),
+        "--figure",
+        str(tmp_path / "t.png"),
+    ]
+    out = cli(
+        f"ablate --model test_ablation:net --real {path} --n 10 --seed 3 --device cpu",
+        *arguments,
+        *files,
+    ).out
     record = json.loads((tmp_path / "t.json").read_text())
     assert [entry["checkpoint"] for entry in record["checkpoints"]] == list(map(str, checkpoints))
     assert record["real"]["count"] == 10 and "10 test images of store" in out
 
     series = {"local_redundancy": [], "local_redundancy_noise": [], REAL: []}
-    inputs = [fastlr.ShapeImages((3, 8, 8)), fastlr.NoiseImages((3, 8, 8)), real_inputs(path, 10, seed=3).inputs]
+    inputs = [
+        fastlr.ShapeImages((3, 8, 8)),
+        fastlr.NoiseImages((3, 8, 8)),
+        real_inputs(path, 10, seed=3).inputs,
+    ]
     for checkpoint, estimates in zip(checkpoints, record["checkpoints"]):
         model = loaded(net(width=5), checkpoint)
         for name, source in zip(series, inputs):
@@ -90,12 +117,19 @@ def test_the_command_gives_the_estimates_and_their_correlation(tmp_path, store, 
     for name in ("local_redundancy", "local_redundancy_noise"):
         r = stats.pearsonr(series[name], series[REAL])[0]
         assert found[name, "raw"]["r"] == pytest.approx(r) and found[name, "raw"]["stderr"] is None
-        assert found[name, "log"]["r"] == pytest.approx(stats.pearsonr(np.log(series[name]), np.log(series[REAL]))[0])
+        assert found[name, "log"]["r"] == pytest.approx(
+            stats.pearsonr(np.log(series[name]), np.log(series[REAL]))[0]
+        )
     with (tmp_path / "t.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["inputs"] for row in rows] == ["shapes", "", "Gaussian noise", ""]
-    assert float(rows[0]["Pearson r"]) == pytest.approx(found["local_redundancy", "raw"]["r"], abs=6e-4)
-    assert "With 4 checkpoints r has no standard error" in " ".join(out.split()) and "±" not in rows[0]["Pearson r"]
+    assert float(rows[0]["Pearson r"]) == pytest.approx(
+        found["local_redundancy", "raw"]["r"], abs=6e-4
+    )
+    assert (
+        "With 4 checkpoints r has no standard error" in " ".join(out.split())
+        and "±" not in rows[0]["Pearson r"]
+    )
     assert Image.open(tmp_path / "t.png").size[0] > 300
     tables = out[: out.index("csv: ")].splitlines()
     assert max(map(len, (line for line in tables if str(tmp_path) not in line))) <= 80
@@ -109,14 +143,23 @@ def test_series_are_gaussian_with_the_given_sigma(tmp_path, cli):
     options = f"--real {tmp_path / 'real.npy'} --sigma 0.5 --n 20 --json {tmp_path / 't.json'} --device cpu"
     out = cli(f"ablate --model test_ablation:Forecast {options}", *checkpoints).out
     assert "Gaussian series (n = 20)" in out and "real inputs (n = 9)" in out and "sigma=0.5" in out
-    inputs = {REAL: fastlr.TensorInputs(real), "local_redundancy_series": fastlr.GaussianSeries(LENGTH, FEATURES)}
-    for checkpoint, estimates in zip(checkpoints, json.loads((tmp_path / "t.json").read_text())["checkpoints"]):
+    inputs = {
+        REAL: fastlr.TensorInputs(real),
+        "local_redundancy_series": fastlr.GaussianSeries(LENGTH, FEATURES),
+    }
+    for checkpoint, estimates in zip(
+        checkpoints, json.loads((tmp_path / "t.json").read_text())["checkpoints"]
+    ):
         model = loaded(Forecast(), checkpoint)
         for (name, source), n in zip(inputs.items(), (9, 20)):
             expected = fastlr.estimate(model, source, n=n, predictive=fastlr.Gaussian(sigma=0.5))
             assert estimates[name]["value"] == pytest.approx(expected.value, rel=1e-5)
             # one linear layer over time: for each output and feature |x|^2 + 1, over sigma^2
-            exact = 4 / 0.5**2 * (source.batch(0, n, device="cpu").square().sum(1) + 1).sum(1).mean().item()
+            exact = (
+                4
+                / 0.5**2
+                * (source.batch(0, n, device="cpu").square().sum(1) + 1).sum(1).mean().item()
+            )
             assert abs(estimates[name]["value"] - exact) < 5 * estimates[name]["stderr"]
 
 
@@ -124,7 +167,14 @@ def test_the_same_value_everywhere_gives_no_correlation(tmp_path, cli):
     """A linear forecast's local redundancy does not depend on its weights."""
     checkpoints = save(tmp_path, Forecast, 3)
     torch.save(torch.randn(6, LENGTH, FEATURES), tmp_path / "real.pt")
-    arguments = ["--model", "test_ablation:Forecast", "--real", str(tmp_path / "real.pt"), "--predictive", "gaussian"]
+    arguments = [
+        "--model",
+        "test_ablation:Forecast",
+        "--real",
+        str(tmp_path / "real.pt"),
+        "--predictive",
+        "gaussian",
+    ]
     out = cli("ablate --n 8", *checkpoints, *arguments).out
     assert "the same at all checkpoints" in " ".join(out.split()) and "Pearson" not in out
 
@@ -136,16 +186,22 @@ def test_images_of_a_store_are_test_images_each_at_most_once(store):
     for n, seed in ((10, 0), (10, 1), (40, 0)):
         real = real_inputs(path, n, seed=seed)
         found = [image.permute(1, 2, 0).numpy().tobytes() for image in real.inputs.images]
-        assert real.count == len(found) == len(set(found)) == min(n, 15) and set(found) <= set(tests)
+        assert real.count == len(found) == len(set(found)) == min(n, 15) and set(found) <= set(
+            tests
+        )
     draws = [real_inputs(path, 10, seed=seed).inputs.images for seed in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     x = real_inputs(path, 15).inputs.batch(0, 15, device="cpu")
-    torch.testing.assert_close(x, normalise(torch.cat([opened.load([i], "test")[0] for i in range(3)])))
+    torch.testing.assert_close(
+        x, normalise(torch.cat([opened.load([i], "test")[0] for i in range(3)]))
+    )
 
 
 def write_csv(path, rows: int):
     walk = np.random.default_rng(0).standard_normal((rows, 2)).cumsum(0)
-    lines = [f"2020-01-{1 + i // 24:02d} {i % 24:02d}:00:00,{a},{b}" for i, (a, b) in enumerate(walk)]
+    lines = [
+        f"2020-01-{1 + i // 24:02d} {i % 24:02d}:00:00,{a},{b}" for i, (a, b) in enumerate(walk)
+    ]
     path.write_text("\n".join(["date,a,b", *lines]) + "\n")
     return walk
 
@@ -155,8 +211,12 @@ def test_windows_of_a_csv_file_are_of_its_last_fifth(tmp_path):
     real = real_inputs(tmp_path / "walk.csv", 5, context=8)
     mean, std = walk[:160].mean(0), walk[:160].std(0)
     found = real.inputs.batch(0, 5, device="cpu").double().numpy()
-    for window, start in zip(found, (160, 168, 176, 183, 191)):  # 32 windows, the last before the end
-        np.testing.assert_allclose(window, (walk[start : start + 8] - mean) / std, rtol=1e-5, atol=1e-5)
+    for window, start in zip(
+        found, (160, 168, 176, 183, 191)
+    ):  # 32 windows, the last before the end
+        np.testing.assert_allclose(
+            window, (walk[start : start + 8] - mean) / std, rtol=1e-5, atol=1e-5
+        )
     assert real.shape == (8, 2) and real.series and "overlap" in real.note
     apart = real_inputs(tmp_path / "walk.csv", 4, context=8)
     assert apart.count == 4 and apart.note == ""
@@ -169,9 +229,13 @@ def test_bytes_and_floats_of_the_same_images_are_the_same_inputs(tmp_path):
     torch.save({"x": normalise(images)}, tmp_path / "floats.pt")
     a, b = (real_inputs(tmp_path / name, 5, seed=2) for name in ("bytes.pt", "floats.pt"))
     assert a.count == b.count == 5
-    torch.testing.assert_close(a.inputs.batch(1, 4, device="cpu"), b.inputs.batch(1, 4, device="cpu"))
+    torch.testing.assert_close(
+        a.inputs.batch(1, 4, device="cpu"), b.inputs.batch(1, 4, device="cpu")
+    )
     torch.save(torch.rand(4, 1, 8, 8), tmp_path / "grey.pt")
-    assert list(synthetic_inputs(real_inputs(tmp_path / "grey.pt", 4))) == ["local_redundancy_noise"]
+    assert list(synthetic_inputs(real_inputs(tmp_path / "grey.pt", 4))) == [
+        "local_redundancy_noise"
+    ]
 
 
 def test_what_is_no_input_is_named(tmp_path):
@@ -229,7 +293,10 @@ def test_what_few_checkpoints_are_worth():
     rng = np.random.default_rng(0)
     for n, known in ((90, False), (91, True)):
         y = np.exp(rng.standard_normal(n))
-        measured = [{REAL: _at(v), "local_redundancy": _at(v * w)} for v, w in zip(y, np.exp(rng.standard_normal(n)))]
+        measured = [
+            {REAL: _at(v), "local_redundancy": _at(v * w)}
+            for v, w in zip(y, np.exp(rng.standard_normal(n)))
+        ]
         assert math.isfinite(agreement([as_run(measured)], REAL, resamples=50)[0].stderr) == known
 
 

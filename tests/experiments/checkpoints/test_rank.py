@@ -16,15 +16,29 @@ from fastlr.errors import InputError
 from fastlr.estimator.result import Estimate
 from fastlr.experiments.checkpoints.ranking import ranking
 from fastlr.experiments.checkpoints.ranking_report import ranking_sheet, verdict
-from fastlr.experiments.data import ImageStore, normalise, open_series, split_series, synthetic_store
+from fastlr.experiments.data import (
+    ImageStore,
+    normalise,
+    open_series,
+    split_series,
+    synthetic_store,
+)
 from fastlr.models.patchtst import PatchTST
 
 
 def estimate(values: torch.Tensor, **changes) -> Estimate:
     values = values.double()
-    fields = {"per_parameter": {}, "routes": {}, "seconds": 0.0, "inputs_used": len(values), "inputs_digest": "x"}
+    fields = {
+        "per_parameter": {},
+        "routes": {},
+        "seconds": 0.0,
+        "inputs_used": len(values),
+        "inputs_digest": "x",
+    }
     stderr = float(values.std() / math.sqrt(len(values)))
-    return Estimate(float(values.mean()), stderr, len(values), per_sample=values, **{**fields, **changes})
+    return Estimate(
+        float(values.mean()), stderr, len(values), per_sample=values, **{**fields, **changes}
+    )
 
 
 def net(num_classes: int = 3) -> nn.Module:
@@ -80,7 +94,9 @@ def test_equal_checkpoints_are_told_apart_once_in_twenty_times():
 
 def test_what_is_said_of_ties():
     values = torch.arange(1.0, 51.0)
-    found = ranking({"one": estimate(values), "twin": estimate(values.clone()), "low": estimate(values / 2)})
+    found = ranking(
+        {"one": estimate(values), "twin": estimate(values.clone()), "low": estimate(values / 2)}
+    )
     assert found.ties == ["twin"] and not found.distinguishable
     assert verdict(found) == (
         "one has the largest local redundancy, but cannot be told from twin (z = 0.0, adjusted p = 1 for twin)."
@@ -107,7 +123,10 @@ def test_the_command(checkpoints, tmp_path, cli):
     assert max(map(len, out.splitlines()[:-3])) <= 80 and picture.read_bytes()[:4] == b"\x89PNG"
     found = json.loads(record.read_text())
     ordered = [entry["value"] for entry in found["ranking"]]
-    assert ordered == sorted(ordered, reverse=True) and found["best"] == found["ranking"][0]["checkpoint"]
+    assert (
+        ordered == sorted(ordered, reverse=True)
+        and found["best"] == found["ranking"][0]["checkpoint"]
+    )
     values = {entry["checkpoint"]: entry for entry in found["ranking"]}
     for name, path in checkpoints.items():
         model = net()
@@ -122,15 +141,36 @@ def test_the_command(checkpoints, tmp_path, cli):
 
 
 def test_series_and_settings(tmp_path, cli):
-    kwargs = {"channels": 2, "context": 20, "horizon": 3, "patch": 4, "stride": 4, "layers": 1, "width": 4, "heads": 2}
+    kwargs = {
+        "channels": 2,
+        "context": 20,
+        "horizon": 3,
+        "patch": 4,
+        "stride": 4,
+        "layers": 1,
+        "width": 4,
+        "heads": 2,
+    }
     for seed in (0, 1):
         torch.manual_seed(seed)
         torch.save(PatchTST(**kwargs).state_dict(), tmp_path / f"{seed}.pt")
     series = ["--inputs", "series", "--length", "20", "--features", "2", "-n", "16"]
     model = ["--model", "fastlr.models.patchtst:PatchTST", "--model-kwargs", json.dumps(kwargs)]
     files = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")]
-    assert "Gaussian(sigma=1.0)" in cli("rank", *files, *model, *series).out, "series are regression"
-    cli("estimate", model[1], *model[2:], *series, "--checkpoint", files[0], "--sigma", "2", says="Gaussian(sigma=2.0)")
+    assert "Gaussian(sigma=1.0)" in cli("rank", *files, *model, *series).out, (
+        "series are regression"
+    )
+    cli(
+        "estimate",
+        model[1],
+        *model[2:],
+        *series,
+        "--checkpoint",
+        files[0],
+        "--sigma",
+        "2",
+        says="Gaussian(sigma=2.0)",
+    )
 
 
 def test_what_does_not_fit_is_named(checkpoints, tmp_path, cli):
@@ -142,9 +182,15 @@ def test_what_does_not_fit_is_named(checkpoints, tmp_path, cli):
         ([first, str(tmp_path / "none.pt"), *model], "none.pt: no such file"),
         ([first, second, *model, "--classes", "2"], "first.pt does not fit Sequential"),
         ([first, second, *model, "--model-kwargs", "[1]"], "--model-kwargs wants a JSON object"),
-        ([first, second, *model, "--inputs", "sounds"], "--inputs sounds: choose shapes, noise, series"),
+        (
+            [first, second, *model, "--inputs", "sounds"],
+            "--inputs sounds: choose shapes, noise, series",
+        ),
         ([first, second, *model, "--length", "0"], "--length 0"),
-        ([first, second, *model, "--figure", str(tmp_path / "no" / "x.png")], "--figure .*there is no folder"),
+        (
+            [first, second, *model, "--figure", str(tmp_path / "no" / "x.png")],
+            "--figure .*there is no folder",
+        ),
         ([first, second], "--model"),
     ):
         assert re.search(message, cli("rank", *arguments, code=2).err), message
@@ -164,9 +210,18 @@ def stores(tmp_path):
 def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
     files, record = [str(path) for path in checkpoints.values()], tmp_path / "rank.json"
     data = ["--source", stores["source"], "--target", stores["target"], "--batch-size", "16"]
-    by = ["--by", "weight_norm,validation_loss,dormant_ratio,linear_probe", "--json", str(record), "--seed", "3"]
+    by = [
+        "--by",
+        "weight_norm,validation_loss,dormant_ratio,linear_probe",
+        "--json",
+        str(record),
+        "--seed",
+        "3",
+    ]
     out = cli("rank --model test_rank:net --size 8 -n 40", *files, *data, *by).out
-    table = out[out.index("Checkpoints by the paper's strategies") : out.index("*: the checkpoint")].splitlines()
+    table = out[
+        out.index("Checkpoints by the paper's strategies") : out.index("*: the checkpoint")
+    ].splitlines()
     assert table[1].split() == "checkpoint max LR probe † val. loss dormant weight norm".split()
     assert [line.split()[0] for line in table[2:]] == [path.name for path in checkpoints.values()]
     assert (
@@ -174,7 +229,13 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
         and "Checkpoints by local redundancy" in out
     )
     found = json.loads(record.read_text())["strategies"]
-    assert list(found) == ["local_redundancy", "linear_probe", "validation_loss", "dormant_ratio", "weight_norm"]
+    assert list(found) == [
+        "local_redundancy",
+        "linear_probe",
+        "validation_loss",
+        "dormant_ratio",
+        "weight_norm",
+    ]
     source = ImageStore.open(stores["source"])
     (x, y), (seen, _) = source.load(range(3), "test"), source.load(range(3), "train")
     for name, path in checkpoints.items():
@@ -193,18 +254,40 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
             one["candidates"].values()
         )
     probes = found["linear_probe"]["candidates"]
-    assert probes["first.pt"] == probes["confident.pt"], "they differ in their heads alone, which probes draw anew"
+    assert probes["first.pt"] == probes["confident.pt"], (
+        "they differ in their heads alone, which probes draw anew"
+    )
     assert found["weight_norm"]["pick"] == "first.pt"
 
 
 def test_strategies_of_series(tmp_path, cli):
-    kwargs = {"channels": 7, "context": 20, "horizon": 3, "patch": 4, "stride": 4, "layers": 1, "width": 4, "heads": 2}
+    kwargs = {
+        "channels": 7,
+        "context": 20,
+        "horizon": 3,
+        "patch": 4,
+        "stride": 4,
+        "layers": 1,
+        "width": 4,
+        "heads": 2,
+    }
     model = ["--model", "fastlr.models.patchtst:PatchTST", "--model-kwargs", json.dumps(kwargs)]
     for seed in (0, 1):
         torch.manual_seed(seed)
         torch.save(PatchTST(**kwargs).state_dict(), tmp_path / f"{seed}.pt")
     files, record = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")], tmp_path / "rank.json"
-    series = ["--inputs", "series", "--length", "20", "-n", "16", "--source", "generated:1", "--json", str(record)]
+    series = [
+        "--inputs",
+        "series",
+        "--length",
+        "20",
+        "-n",
+        "16",
+        "--source",
+        "generated:1",
+        "--json",
+        str(record),
+    ]
     cli("rank --by validation_loss", *files, *model, *series)
     found = json.loads(record.read_text())["strategies"]["validation_loss"]["candidates"]
     windows = split_series(open_series("generated:1"), 20, 3).validation
@@ -223,22 +306,34 @@ def test_data_that_a_strategy_needs_are_asked_for(checkpoints, stores, cli):
     files = checkpoints.values()
     source, target = ["--source", stores["source"]], ["--target", stores["target"]]
     for arguments, message in (
-        (["--by", "validation_loss"], "--by validation_loss needs --source DATA, what the checkpoints were trained on"),
+        (
+            ["--by", "validation_loss"],
+            "--by validation_loss needs --source DATA, what the checkpoints were trained on",
+        ),
         (["--by", "weight_norm,dormant_ratio"], "--by dormant_ratio needs --source DATA"),
         (
             ["--by", "linear_probe"],
             "--by linear_probe needs --target DATA, what they shall be trained on next",
         ),
-        (["--by", "weight_norm", *source], "--source goes with --by validation_loss or dormant_ratio"),
+        (
+            ["--by", "weight_norm", *source],
+            "--source goes with --by validation_loss or dormant_ratio",
+        ),
         (target, "--target goes with --by linear_probe"),
         (["--by", "weight"], "--by weight: choose from linear_probe, local_redundancy"),
         (["--head", "3"], "--head goes with --by linear_probe"),
-        (["--by", "linear_probe", *target, "--head", "none"], "head=none: the model has no such part"),
+        (
+            ["--by", "linear_probe", *target, "--head", "none"],
+            "head=none: the model has no such part",
+        ),
         (
             ["--by", "validation_loss", "--source", stores["target"]],
             "has 4 classes, the model 3 outputs: give --classes",
         ),
-        (["--by", "weight_norm", "--dtype", "fp16"], "--dtype fp16 goes with local_redundancy alone"),
+        (
+            ["--by", "weight_norm", "--dtype", "fp16"],
+            "--dtype fp16 goes with local_redundancy alone",
+        ),
         (["--by", "validation_loss", "--source", "none.csv"], "no series none.csv"),
     ):
         cli("rank --model test_rank:net --size 8 -n 8", *files, *arguments, code=2, says=message)

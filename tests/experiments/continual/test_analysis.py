@@ -23,8 +23,19 @@ from fastlr.experiments.continual import (
 )
 from fastlr.experiments.continual.association import METHODS, TRANSFORMS
 from fastlr.experiments.continual.tables import ablation_sheet, cost_sheet
-from fastlr.experiments.statistics.bootstrap import block_length, block_weights, interval, mean_error
-from fastlr.experiments.statistics.correlation import Resampled, constant, correlation, residuals, straight
+from fastlr.experiments.statistics.bootstrap import (
+    block_length,
+    block_weights,
+    interval,
+    mean_error,
+)
+from fastlr.experiments.statistics.correlation import (
+    Resampled,
+    constant,
+    correlation,
+    residuals,
+    straight,
+)
 
 HORIZON = 10
 
@@ -55,9 +66,13 @@ def test_forgetting_compares_a_task_with_itself_one_task_later(tmp_path):
 def test_future_accuracy_is_of_the_tasks_after_the_boundary(tmp_path):
     run = read_run(write_run(tmp_path / "run", 25, skip=(12,)))
     future = run.future_accuracy()
-    assert np.isfinite(future[:15]).all() and np.isnan(future[15:]).all()  # task 14 is followed by 15..24
+    assert (
+        np.isfinite(future[:15]).all() and np.isnan(future[15:]).all()
+    )  # task 14 is followed by 15..24
     assert future[14] == pytest.approx(run.accuracy[15:25].mean())
-    assert future[5] == pytest.approx(np.nanmean(run.accuracy[6:16]))  # the skipped task 12 is left out
+    assert future[5] == pytest.approx(
+        np.nanmean(run.accuracy[6:16])
+    )  # the skipped task 12 is left out
     many = read_run(write_run(tmp_path / "many", 25, skip=tuple(range(5, 11))))
     assert np.isnan(many.future_accuracy()[3])  # of tasks 4..13 only four are there
     assert np.isfinite(many.future_accuracy()[4:6]).tolist() == [False, True]
@@ -83,14 +98,19 @@ def test_a_damaged_line_in_the_middle_is_named_and_the_last_of_two_lines_counts(
 def test_odd_values_are_missing_not_numbers(tmp_path):
     lines = [
         {"kind": "task", "task": t, "accuracy": a, "measures": {"weight_norm": w}}
-        for t, (a, w) in enumerate([(0.5, {"value": True}), ("x", {"value": None}), (math.nan, 3.0), (math.inf, {})])
+        for t, (a, w) in enumerate(
+            [(0.5, {"value": True}), ("x", {"value": None}), (math.nan, 3.0), (math.inf, {})]
+        )
     ]
     lines.append({"kind": "task", "task": 6})
     write_lines(tmp_path, lines)
     with pytest.warns(FastlrWarning) as told:
         run = read_run(tmp_path)
     (text,) = [str(warning.message) for warning in told]
-    assert "no record of task 4; no record of task 5; accuracy of task 1 is 'x', which is left out" in text
+    assert (
+        "no record of task 4; no record of task 5; accuracy of task 1 is 'x', which is left out"
+        in text
+    )
     assert "accuracy of task 2 is nan" in text and "accuracy of task 3 is inf" in text
     assert len(run) == 7 and run.config == {}
     assert np.isfinite(run.accuracy).tolist() == [True] + [False] * 6
@@ -125,11 +145,16 @@ def test_a_copy_of_a_run_is_no_evidence(tmp_path, cli):
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     write_run(tmp_path / "short", 6)
     options_are(tmp_path / "short", tasks=6, threads=2)  # neither makes it another run
-    options_are(tmp_path / "copy", norm_batch=256)  # the default, which an earlier version did not write
+    options_are(
+        tmp_path / "copy", norm_batch=256
+    )  # the default, which an earlier version did not write
     for other, longest in (("copy", "copy"), ("short", "run")):
         for command in ("report", "ablate", "cost"):
             error = cli(f"{command} {tmp_path / other} {tmp_path / 'run'} --pool", code=2).err
-            assert "the same seed (0)" in error and f"no further evidence: give {tmp_path / longest} alone" in error
+            assert (
+                "the same seed (0)" in error
+                and f"no further evidence: give {tmp_path / longest} alone" in error
+            )
     options_are(tmp_path / "short", norm_batch=64)
     assert len(read_runs([tmp_path / "short", tmp_path / "run"])) == 2
 
@@ -149,8 +174,12 @@ def test_residuals_and_correlations_are_scipys():
     rest = residuals(y, t)
     np.testing.assert_allclose(rest, y - line.slope * t - line.intercept, atol=1e-12)
     for series in (x, np.round(x, 1)):  # without ties, with many
-        assert correlation("pearson", series, rest) == pytest.approx(stats.pearsonr(series, rest)[0], abs=1e-12)
-        assert correlation("spearman", series, rest) == pytest.approx(stats.spearmanr(series, rest)[0], abs=1e-12)
+        assert correlation("pearson", series, rest) == pytest.approx(
+            stats.pearsonr(series, rest)[0], abs=1e-12
+        )
+        assert correlation("spearman", series, rest) == pytest.approx(
+            stats.spearmanr(series, rest)[0], abs=1e-12
+        )
 
 
 def test_what_has_no_correlation_is_found():
@@ -187,17 +216,25 @@ def test_resampled_correlations_are_those_of_the_written_out_resample():
     weights = block_weights(90, 30, 40, np.random.default_rng(3))
     resampled = Resampled(weights, t, y)
     for partial in (False, True):
-        fast = {"pearson": resampled.pearson(x, partial=partial), "spearman": resampled.spearman(x, partial=partial)}
+        fast = {
+            "pearson": resampled.pearson(x, partial=partial),
+            "spearman": resampled.spearman(x, partial=partial),
+        }
         for row, w in enumerate(weights.astype(int)):
             tt, xx, yy = (np.repeat(each, w) for each in (t, x, y))
             a, b = residuals(xx, tt) if partial else xx, residuals(yy, tt)
-            a, b = np.round(a, 9), np.round(b, 9)  # copies of one task differ by rounding, which would break their ties
+            a, b = (
+                np.round(a, 9),
+                np.round(b, 9),
+            )  # copies of one task differ by rounding, which would break their ties
             assert fast["pearson"][row] == pytest.approx(stats.pearsonr(a, b)[0], abs=1e-7)
             assert fast["spearman"][row] == pytest.approx(stats.spearmanr(a, b)[0], abs=1e-7)
 
 
 def test_several_runs_are_averaged_by_their_tasks(tmp_path):
-    runs = [read_run(write_run(tmp_path / f"{n}", n, seed=n)) for n in (140, 270, 40)]  # the last is too short
+    runs = [
+        read_run(write_run(tmp_path / f"{n}", n, seed=n)) for n in (140, 270, 40)
+    ]  # the last is too short
     single = [correlations([run], ["weight_norm"], resamples=100) for run in runs[:2]]
     pooled = correlations(runs, ["weight_norm"], resamples=100)
     for a, b, both in zip(*single, pooled):
@@ -209,14 +246,20 @@ def test_several_runs_are_averaged_by_their_tasks(tmp_path):
 
 def test_the_lead_of_local_redundancy_is_paired(tmp_path):
     runs = [read_run(write_run(tmp_path / str(seed), 300, seed=seed)) for seed in range(2)]
-    found = {(c.measure, c.kind, c.method): c for c in correlations(runs, resamples=300) if c.transform == "raw"}
+    found = {
+        (c.measure, c.kind, c.method): c
+        for c in correlations(runs, resamples=300)
+        if c.transform == "raw"
+    }
     for (name, kind, method), c in found.items():
         first = found["local_redundancy", kind, method]
         if name == "local_redundancy":
             assert math.isnan(c.lead)
             continue
         assert c.lead == pytest.approx(first.value - c.value) and c.lead_stderr > 0
-        if name == "local_redundancy_next_task":  # nearly the same series: far less than independent errors would give
+        if (
+            name == "local_redundancy_next_task"
+        ):  # nearly the same series: far less than independent errors would give
             assert c.lead_stderr < 0.4 * math.hypot(first.stderr, c.stderr)
         if name == "train_grad_norm":  # pure noise
             assert c.lead_stderr == pytest.approx(math.hypot(first.stderr, c.stderr), rel=0.35)
@@ -228,9 +271,15 @@ def test_short_runs_get_a_sentence(tmp_path):
     """Four blocks of 30 in a single run; three in each of several."""
     run = read_run(write_run(tmp_path / "run", 100))
     found = correlations([run])
-    assert isinstance(found, TooShort) and "run has 90 usable tasks" in str(found) and "at least 91" in str(found)
+    assert (
+        isinstance(found, TooShort)
+        and "run has 90 usable tasks" in str(found)
+        and "at least 91" in str(found)
+    )
     assert not isinstance(correlations([run], target="forgetting", resamples=100), TooShort)
-    assert not isinstance(correlations([read_run(write_run(tmp_path / "b", 101))], resamples=100), TooShort)
+    assert not isinstance(
+        correlations([read_run(write_run(tmp_path / "b", 101))], resamples=100), TooShort
+    )
     pair = [read_run(write_run(tmp_path / f"pair{seed}", 71, seed=seed)) for seed in range(2)]
     assert isinstance(correlations(pair[:1]), TooShort)
     assert all(c.n == 122 for c in correlations(pair, resamples=100) if not c.note)
@@ -248,7 +297,9 @@ def test_a_measure_taken_rarely_or_constant_has_a_reason_instead_of_a_value(tmp_
         if t % 5:
             del measures["train_grad_norm"]
     write_lines(folder, lines)
-    found = {(c.measure, c.kind, c.transform): c for c in correlations([read_run(folder)], resamples=100)}
+    found = {
+        (c.measure, c.kind, c.transform): c for c in correlations([read_run(folder)], resamples=100)
+    }
     assert found["weight_norm", "semi-partial", "raw"].note == "constant"
     assert found["distance_from_init", "partial", "raw"].note == "a straight line in task number"
     assert "20 usable tasks" in found["train_grad_norm", "semi-partial", "raw"].note
@@ -257,7 +308,9 @@ def test_a_measure_taken_rarely_or_constant_has_a_reason_instead_of_a_value(tmp_
 
 def test_the_same_seed_gives_the_same_errors(tmp_path):
     run = read_run(write_run(tmp_path / "run", 120))
-    one, two, other = (correlations([run], ["weight_norm"], resamples=100, seed=s)[0] for s in (1, 1, 2))
+    one, two, other = (
+        correlations([run], ["weight_norm"], resamples=100, seed=s)[0] for s in (1, 1, 2)
+    )
     assert one == two and one.stderr != other.stderr and one.value == other.value
 
 
@@ -302,7 +355,9 @@ def test_the_interval_widens_with_few_blocks_and_fails_honestly():
     replicates = 0.1 * np.random.default_rng(0).standard_normal(1000)
     wide, narrow = interval(0.2, replicates, 4), interval(0.2, replicates, 100)
     assert wide.high - wide.low > 2 * (narrow.high - narrow.low)
-    assert narrow.smallest == pytest.approx(math.tanh((stats.t.ppf(0.975, 98) + 0.8416) * 0.1), rel=0.05)
+    assert narrow.smallest == pytest.approx(
+        math.tanh((stats.t.ppf(0.975, 98) + 0.8416) * 0.1), rel=0.05
+    )
     assert math.isnan(interval(0.2, np.full(100, np.nan), 50).stderr)
 
 
@@ -343,7 +398,10 @@ def _coverage(n, runs, resamples, effect):
             error = interval(value, replicates, -(-n // length))
             hits[method, partial] += error.low <= truth[method] <= error.high
             found[method, partial].append((value, error.stderr))
-    ratio = {key: np.mean([s for _, s in pairs]) / np.std([v for v, _ in pairs]) for key, pairs in found.items()}
+    ratio = {
+        key: np.mean([s for _, s in pairs]) / np.std([v for v, _ in pairs])
+        for key, pairs in found.items()
+    }
     return {key: count / runs for key, count in hits.items()}, ratio
 
 
@@ -377,7 +435,9 @@ def test_forgetting_by_blocks(tmp_path):
     assert (whole.first, whole.last, whole.n) == (0, 99, int(np.isfinite(lost).sum()))
     assert whole.mean == pytest.approx(np.nanmean(lost)) and whole.stderr > 0
     assert whole.right_after - whole.one_later == pytest.approx(whole.mean)
-    assert [b.first for b in blocks] == list(range(0, 100, 10)) and sum(b.n for b in blocks) == whole.n
+    assert [b.first for b in blocks] == list(range(0, 100, 10)) and sum(
+        b.n for b in blocks
+    ) == whole.n
     part = runs[0].forgetting[90:]
     assert blocks[-1].stderr == pytest.approx(stats.sem(part[np.isfinite(part)]))
 
@@ -390,7 +450,9 @@ def test_costs_are_sums_and_shares(tmp_path):
     assert cost.n == 50 and cost.total == pytest.approx(2 * 3.0 + 48 * 0.2)
     assert cost.median == 0.2 and cost.share == pytest.approx(cost.total / 500)
     assert found["train"].share == 1.0
-    whole, of_measures = ((sum(found[name].total for name in names)) / 50 for names in (found, list(found)[2:]))
+    whole, of_measures = (
+        (sum(found[name].total for name in names)) / 50 for names in (found, list(found)[2:])
+    )
     note = f"A task took {whole:.4g} s in all, {of_measures:.4g} s of them for measures."
     assert cost_sheet(list(found.values()), runs).notes[0] == note
 
@@ -398,17 +460,23 @@ def test_costs_are_sums_and_shares(tmp_path):
 def test_agreement_is_defined_as_it_says(tmp_path):
     run = read_run(write_run(tmp_path / "run", 95))
     found = {(a.measure, a.transform): a for a in agreement([run], resamples=100)}
-    assert set(found) == {(m, t) for m in ("local_redundancy", "local_redundancy_noise") for t in TRANSFORMS}
+    assert set(found) == {
+        (m, t) for m in ("local_redundancy", "local_redundancy_noise") for t in TRANSFORMS
+    }
     y = run.measure("local_redundancy_next_task")
     for (name, transform), a in found.items():
         x = run.measure(name)
         u, v = (np.log(x), np.log(y)) if transform == "log" else (x, y)
-        assert a.r == pytest.approx(stats.pearsonr(u, v)[0]) and a.r_squared == pytest.approx(a.r**2)
+        assert a.r == pytest.approx(stats.pearsonr(u, v)[0]) and a.r_squared == pytest.approx(
+            a.r**2
+        )
         assert a.identity == pytest.approx(1 - np.sum((u - v) ** 2) / np.sum((v - v.mean()) ** 2))
         assert a.mse == pytest.approx(np.mean((stats.zscore(u) - stats.zscore(v)) ** 2))
         assert a.ratio == pytest.approx(stats.gmean(x / y)) and a.n == 95 and a.stderr > 0
     assert found["local_redundancy", "log"].r > found["local_redundancy_noise", "log"].r
-    without = read_run(write_run(tmp_path / "without", 20, leave_out=("local_redundancy_next_task",)))
+    without = read_run(
+        write_run(tmp_path / "without", 20, leave_out=("local_redundancy_next_task",))
+    )
     assert agreement([without]) == []
 
 
@@ -418,7 +486,9 @@ def test_squared_errors_are_of_the_values_and_of_their_logarithms(tmp_path):
     raw, log = (a for a in agreement([run], resamples=100) if a.measure == "local_redundancy")
     assert raw.squared_error == pytest.approx(float(((x - y) ** 2).mean()))
     assert log.squared_error == pytest.approx(float((np.log(x / y) ** 2).mean()))
-    assert (raw.transform, log.transform) == ("raw", "log") and raw.mse == pytest.approx(2 * (1 - raw.r))
+    assert (raw.transform, log.transform) == ("raw", "log") and raw.mse == pytest.approx(
+        2 * (1 - raw.r)
+    )
     sheet = ablation_sheet([raw, log])
     assert dict(zip(sheet.columns, sheet.rows[1]))["MSE"] == f"{log.squared_error:.3g}"
     assert "of the raw values and of their logarithms" in sheet.notes[1]

@@ -22,7 +22,9 @@ from fastlr.experiments.continual.findings import brief
 from fastlr.experiments.continual.options import INTERVENTIONS
 from fastlr.experiments.continual.report import write_report
 
-GRID = [(u, v) for u in (0, 1, -1) for v in (0, 1, -1)]  # what each intervention does to plasticity, and to weight norm
+GRID = [
+    (u, v) for u in (0, 1, -1) for v in (0, 1, -1)
+]  # what each intervention does to plasticity, and to weight norm
 
 
 def write_grid(parent, seeds=4, tasks=100, grid=GRID):
@@ -36,14 +38,18 @@ def write_grid(parent, seeds=4, tasks=100, grid=GRID):
             plasticity, slow = 1.5 * u + 0.2 * rng.normal(), autoregressive(rng, tasks)
             accuracy = 0.5 + 0.1 * plasticity + 0.03 * slow + 0.03 * rng.normal(size=tasks)
             norm = np.exp(1.5 * v + 0.3 * rng.normal() + 0.3 * rng.normal(size=tasks))
-            folder = write_run(parent / f"{'none' if k == 0 else f'way-{k}'},seed-{seed}", tasks, seed=seed)
+            folder = write_run(
+                parent / f"{'none' if k == 0 else f'way-{k}'},seed-{seed}", tasks, seed=seed
+            )
             config = json.loads((folder / "config.json").read_text())
             config["options"] |= {"shrink": 1 - 0.05 * k}
             (folder / "config.json").write_text(json.dumps(config))
             lines = read_lines(folder)
             for t, line in enumerate(lines[1:]):
                 line["accuracy"] = float(accuracy[t])
-                line["measures"]["local_redundancy"]["value"] = float(np.exp(3 + plasticity + 0.3 * slow[t]))
+                line["measures"]["local_redundancy"]["value"] = float(
+                    np.exp(3 + plasticity + 0.3 * slow[t])
+                )
                 line["measures"]["weight_norm"]["value"] = float(norm[t])
             write_lines(folder, lines)
     return parent
@@ -56,11 +62,18 @@ def grid(tmp_path_factory):
 
 def test_a_cause_and_a_sign_that_is_none_are_told_apart(grid):
     found = compare(read_runs([grid]))
-    assert found.names[0] == "none" and set(found.names) == {"none", *(f"way-{k}" for k in range(1, 9))}
+    assert found.names[0] == "none" and set(found.names) == {
+        "none",
+        *(f"way-{k}" for k in range(1, 9)),
+    }
     by = {pair.measure: pair for pair in together(found, resamples=200)}
     cause, alone = by["local_redundancy"], by["weight_norm"]
     assert cause.values["between"] > 0.9 and cause.intervals["between"][0] > 0.5
-    assert cause.values["change"] > 0.9 and cause.intervals["change"][0] > 0.5 and cause.intervals["within"][0] > 0
+    assert (
+        cause.values["change"] > 0.9
+        and cause.intervals["change"][0] > 0.5
+        and cause.intervals["within"][0] > 0
+    )
     for kind in ("between", "within", "change"):
         low, high = alone.intervals[kind]
         assert low < 0 < high and abs(alone.values[kind]) < 0.45
@@ -69,7 +82,9 @@ def test_a_cause_and_a_sign_that_is_none_are_told_apart(grid):
     deviations = [(part - part.mean(1, keepdims=True)).ravel() for part in (x, y)]
     assert cause.values["within"] == pytest.approx(np.corrcoef(*deviations)[0, 1])
     dx, dy = ((part[1:] - part[0]).ravel() for part in (x, y))
-    assert cause.values["change"] == pytest.approx(dx @ dy / np.linalg.norm(dx) / np.linalg.norm(dy))
+    assert cause.values["change"] == pytest.approx(
+        dx @ dy / np.linalg.norm(dx) / np.linalg.norm(dy)
+    )
     late = read_run(grid / "way-3,seed-2")
     row = found.names.index("way-3")
     assert x[row, 2] == pytest.approx(np.log(late.measure("local_redundancy")[80:]).mean())
@@ -79,7 +94,9 @@ def test_a_cause_and_a_sign_that_is_none_are_told_apart(grid):
 def test_only_what_foretells_accuracy_gains_out_of_sample(grid):
     by = {p.measure: p for p in predictions(read_runs([grid]), resamples=200)}
     assert by["local_redundancy"].low > 0.02 and by["local_redundancy"].n > 2000
-    assert by["weight_norm"].low < 0 < by["weight_norm"].high and abs(by["weight_norm"].gain) < 0.005
+    assert (
+        by["weight_norm"].low < 0 < by["weight_norm"].high and abs(by["weight_norm"].gain) < 0.005
+    )
     assert by["local_redundancy"].base == by["weight_norm"].base  # measured at the same tasks
 
 
@@ -104,7 +121,10 @@ def test_the_report_says_whether_it_causes(grid, tmp_path, cli):
     assert max(map(len, printed.split("Correlation of late")[0].splitlines())) <= 80
     sentences = json.loads((out / "report.json").read_text())["findings"]
     ups, downs = ([f"way-{k}" for k, (u, _) in enumerate(GRID) if u == sign] for sign in (1, -1))
-    for words, names in (("raise it and raise accuracy", ups), ("lower it and lower accuracy", downs)):
+    for words, names in (
+        ("raise it and raise accuracy", ups),
+        ("lower it and lower accuracy", downs),
+    ):
         told = re.search(f"{words}: ([^;.]*)", sentences[1])[1].split(", ")
         assert len(set(told) & set(names)) >= 2 and set(told) <= set(names)
     assert (out / "causes.png").exists() and (out / "interventions.csv").exists()
@@ -113,7 +133,9 @@ def test_the_report_says_whether_it_causes(grid, tmp_path, cli):
     assert "nan" not in page.lower().split()
     with (out / "course.csv").open() as file:
         course = {row["intervention"]: row for row in csv.DictReader(file)}
-    lr = np.array([read_run(grid / f"way-3,seed-{seed}").measure("local_redundancy") for seed in range(4)])
+    lr = np.array(
+        [read_run(grid / f"way-3,seed-{seed}").measure("local_redundancy") for seed in range(4)]
+    )
     first, last = (np.log(part).mean(1) for part in (lr[:, :20], lr[:, 80:]))
     assert course["way-3"]["LR first"] == brief(math.exp(first.mean()))
     assert course["way-3"]["LR last"] == brief(math.exp(last.mean()))

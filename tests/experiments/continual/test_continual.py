@@ -39,21 +39,37 @@ from fastlr.experiments.runs.options import parse_settings, resolve
     ids=["one", "twenty", "twenty with interventions"],
 )
 def test_killed_it_ends_as_the_uninterrupted_run(tmp_path, images, kills, interventions):
-    settings = {**SMALL, "data": images, "tasks": 6, "epochs": 10, "measures": tuple(MEASURES), **interventions}
+    settings = {
+        **SMALL,
+        "data": images,
+        "tasks": 6,
+        "epochs": 10,
+        "measures": tuple(MEASURES),
+        **interventions,
+    }
     records = check_kills(tmp_path, continual.__name__, settings, kills, seed=kills)
     assert [line.get("task") for line in records] == [None, 0, 1, 2, 3, 4, 5]
 
 
 def test_a_run_can_be_made_longer(tmp_path, images):
     for name, tasks in (("long", 4), ("short", 2)):
-        begin(tmp_path / name, images, measures=("weight_norm", "local_redundancy_next_task"), tasks=tasks)
+        begin(
+            tmp_path / name,
+            images,
+            measures=("weight_norm", "local_redundancy_next_task"),
+            tasks=tasks,
+        )
     torch.rand(7)  # what happens in between does not matter
     continual.resume(tmp_path / "short", {"tasks": 4})
     assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
     rounds = [(line["round"], line["classes"]) for line in comparable(tmp_path / "long")[1:]]
-    assert [r for r, _ in rounds] == [0, 0, 0, 1], "three classes have three pairs; then a new permutation, marked"
+    assert [r for r, _ in rounds] == [0, 0, 0, 1], (
+        "three classes have three pairs; then a new permutation, marked"
+    )
     config = (tmp_path / "short/config.json").read_text()
-    with pytest.warns(FastlrWarning, match="has done more than tasks=3 already: nothing is left to do"):
+    with pytest.warns(
+        FastlrWarning, match="has done more than tasks=3 already: nothing is left to do"
+    ):
         continual.resume(tmp_path / "short", {"tasks": 3})
     assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
     assert (tmp_path / "short/config.json").read_text() == config
@@ -69,22 +85,31 @@ def test_the_records_say_what_the_checkpoint_computes(tmp_path, images):
     assert list(first["measures"]) == list(last["measures"]) == list(MEASURES)
     assert before["previous_accuracy"] is None and before["task"] == 0 and last["task"] == 1
     shared = [key for key in last["seconds"] if "+" in key]
-    assert shared == ["dormant_ratio+dormant_ratio_tau+batch_grad_norm+effective_rank+srank+feature_rank"], (
-        "a pass for all"
-    )
-    assert {name for key in last["seconds"] for name in key.split("+")} == {"train", "evaluate", *MEASURES}
+    assert shared == [
+        "dormant_ratio+dormant_ratio_tau+batch_grad_norm+effective_rank+srank+feature_rank"
+    ], "a pass for all"
+    assert {name for key in last["seconds"] for name in key.split("+")} == {
+        "train",
+        "evaluate",
+        *MEASURES,
+    }
 
     store = ImageStore.open(images)
     drawn = pairs(3, 3, seed=3)
     assert [line["classes"] for line in (before, last)] == [[p.first, p.second] for p in drawn[:2]]
     assert last["names"] == [store.classes[i] for i in last["classes"]]
     earlier, task, following = (load_task(store, pair) for pair in drawn)
-    assert last["train_images"] == len(task.train_y) == 22 and last["test_images"] == len(task.test_y) == 10
+    assert (
+        last["train_images"] == len(task.train_y) == 22
+        and last["test_images"] == len(task.test_y) == 10
+    )
     model = net()
     model.load_state_dict(checkpoint(tmp_path / "run")["model"])
     model.eval()
     for t, name in ((task, "accuracy"), (earlier, "previous_accuracy")):
-        right = sum(int(model(normalise(x[None])).argmax() == y) for x, y in zip(t.test_x, t.test_y))
+        right = sum(
+            int(model(normalise(x[None])).argmax() == y) for x, y in zip(t.test_x, t.test_y)
+        )
         assert last[name] == right / len(t.test_y)
 
     values = {name: measure["value"] for name, measure in last["measures"].items()}
@@ -95,27 +120,38 @@ def test_the_records_say_what_the_checkpoint_computes(tmp_path, images):
     assert values["weight_norm"] == pytest.approx(flat.norm().item(), rel=1e-12)
     assert values["distance_from_init"] == pytest.approx((flat - start).norm().item(), rel=1e-12)
     assert first["measures"]["distance_from_init"]["value"] == 0
-    assert first["measures"]["weight_norm"]["value"] == pytest.approx(start.norm().item(), rel=1e-12)
+    assert first["measures"]["weight_norm"]["value"] == pytest.approx(
+        start.norm().item(), rel=1e-12
+    )
     whole = fastlr.estimate(model, fastlr.ShapeImages(size=(3, 8, 8)), n=20, seed=3, probe="exact")
     assert values["local_redundancy"] == pytest.approx(whole.value, rel=1e-5)
     assert last["measures"]["local_redundancy"]["stderr"] == pytest.approx(whole.stderr, rel=1e-4)
-    assert sum(last["measures"]["local_redundancy"]["per_parameter"].values()) == pytest.approx(whole.value, rel=1e-4)
+    assert sum(last["measures"]["local_redundancy"]["per_parameter"].values()) == pytest.approx(
+        whole.value, rel=1e-4
+    )
     noise = fastlr.estimate(model, fastlr.NoiseImages(size=(3, 8, 8)), n=20, seed=3, probe="exact")
     assert values["local_redundancy_noise"] == pytest.approx(noise.value, rel=1e-5)
     x = normalise(following.train_x)  # all 22, of which 20 are used
     each = fastlr.estimate(model, fastlr.TensorInputs(x), n=22, seed=3, probe="exact").per_sample
     used = last["measures"]["local_redundancy_next_task"]
     assert used["probe"] == "exact"
-    assert used["n"] == 20 and each.sort().values[:20].mean() <= used["value"] <= each.sort().values[2:].mean()
+    assert (
+        used["n"] == 20
+        and each.sort().values[:20].mean() <= used["value"] <= each.sort().values[2:].mean()
+    )
     assert values["batch_grad_norm"] <= values["train_grad_norm"]
 
 
 def test_measures_on_a_task_use_the_task_just_learned(tmp_path, images):
-    *_, last = begin(tmp_path / "run", images, tasks=2, measures=("train_grad_norm",), measure_images=1000)
+    *_, last = begin(
+        tmp_path / "run", images, tasks=2, measures=("train_grad_norm",), measure_images=1000
+    )
     model = net()
     model.load_state_dict(checkpoint(tmp_path / "run")["model"])
     task = load_task(ImageStore.open(images), pairs(3, 2)[1])
-    wanted = fastlr.metrics.train_grad_norm(model, normalise(task.train_x), task.train_y, F.cross_entropy)
+    wanted = fastlr.metrics.train_grad_norm(
+        model, normalise(task.train_x), task.train_y, F.cross_entropy
+    )
     assert last["measures"]["train_grad_norm"]["value"] == pytest.approx(float(wanted), rel=1e-5)
 
 
@@ -136,14 +172,23 @@ def test_only_what_is_not_finite_is_missing_of_a_shared_pass(tmp_path, images, m
     wanted = ("dormant_ratio_tau", "srank", "batch_grad_norm")
     first, *_ = begin(tmp_path / "run", images, tasks=1, measures=wanted, on_nan="skip")
     values = {name: measure["value"] for name, measure in first["measures"].items()}
-    assert values["srank"] is None and values["dormant_ratio_tau"] >= 0 and values["batch_grad_norm"] > 0
+    assert (
+        values["srank"] is None
+        and values["dormant_ratio_tau"] >= 0
+        and values["batch_grad_norm"] > 0
+    )
     with pytest.raises(NonFiniteError, match="after task -1: srank: the features are not finite"):
         begin(tmp_path / "stops", images, tasks=1, measures=wanted)
 
 
 def test_a_measure_that_the_model_does_not_have_is_named(tmp_path, images):
-    settings = {"model": "continual_cases:no_activation", "measures": ("dormant_ratio", "batch_grad_norm")}
-    with pytest.raises(ModelError, match="dormant_ratio: no activations .*leave it out by --set measures"):
+    settings = {
+        "model": "continual_cases:no_activation",
+        "measures": ("dormant_ratio", "batch_grad_norm"),
+    }
+    with pytest.raises(
+        ModelError, match="dormant_ratio: no activations .*leave it out by --set measures"
+    ):
         begin(tmp_path / "run", images, **settings)
 
 
@@ -188,10 +233,25 @@ def test_settings_are_checked():
 
 def test_the_presets_are_those_of_the_papers():
     paper, dohare = (resolve(ContinualOptions, PRESETS, name, {}) for name in ("paper", "dohare32"))
-    assert (paper.model, paper.tasks, paper.epochs, paper.redundancy_n) == ("mobilenet_v3_large", 3000, 100, 5000)
-    assert (paper.optimiser, paper.learning_rate, paper.batch_size, paper.norm_batch) == ("adamw", 1e-3, 1024, 256)
+    assert (paper.model, paper.tasks, paper.epochs, paper.redundancy_n) == (
+        "mobilenet_v3_large",
+        3000,
+        100,
+        5000,
+    )
+    assert (paper.optimiser, paper.learning_rate, paper.batch_size, paper.norm_batch) == (
+        "adamw",
+        1e-3,
+        1024,
+        256,
+    )
     assert (paper.dtype, paper.optimiser_state, paper.head_reset) == ("bf16", "kept", False)
-    assert (dohare.tasks, dohare.epochs, dohare.batch_size, dohare.momentum) == (2000, 250, 100, 0.9)
+    assert (dohare.tasks, dohare.epochs, dohare.batch_size, dohare.momentum) == (
+        2000,
+        250,
+        100,
+        0.9,
+    )
     assert dohare.optimiser == "sgd" and dohare.head_reset
     assert paper.measures == MEASURES, "the ablation's, too: Table 4 is made of them"
     table5 = resolve(ContinualOptions, PRESETS, "table5", {})
@@ -226,7 +286,9 @@ def test_another_number_of_threads_is_warned_of(tmp_path, images):
         path = tmp_path / "run/config.json"
         path.write_text(path.read_text().replace('"threads": 2', '"threads": 0'))
         assert json.loads(path.read_text())["threads"] == 0  # both the option and what was found
-        path.write_text(path.read_text().replace('"threads": 0,\n  "processes"', '"threads": 3,\n  "processes"'))
+        path.write_text(
+            path.read_text().replace('"threads": 0,\n  "processes"', '"threads": 3,\n  "processes"')
+        )
         with pytest.warns(FastlrWarning, match="begun with 3 threads, this process has 2"):
             continual.resume(tmp_path / "run", {})
     finally:
@@ -236,18 +298,33 @@ def test_another_number_of_threads_is_warned_of(tmp_path, images):
 def test_the_command(tmp_path, images, cli):
     begin = f"continual demo --data {images} --out {tmp_path / 'run'} --set epochs=1 --set measures=weight_norm"
     captured = cli(f"{begin} --set model=continual_cases:net --tasks 2 --seed 5")
-    assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err, "quiet without a terminal"
+    assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err, (
+        "quiet without a terminal"
+    )
     config = json.loads((tmp_path / "run/config.json").read_text())
-    assert config["options"]["seed"] == 5 and config["options"]["tasks"] == 2 and config["preset"] == "demo"
+    assert (
+        config["options"]["seed"] == 5
+        and config["options"]["tasks"] == 2
+        and config["preset"] == "demo"
+    )
     assert config["data"]["digest"] == ImageStore.open(images).digest
     assert config["versions"]["torch"] == torch.__version__
     assert config["device"] == "cpu" and config["machine"].endswith(("1 thread", "threads"))
     cli(f"continual --resume --out {tmp_path / 'run'} --tasks 3")
-    assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "resume", "task"]
+    assert [line["kind"] for line in lines(tmp_path / "run")] == [
+        "start",
+        "task",
+        "task",
+        "resume",
+        "task",
+    ]
     cli(begin, code=2, says="holds a run: --resume goes on with it")
     for extra, message in (
         ("--set epoch=1", "did you mean epochs"),
-        (f"--set redundancy_n=1 --data {images} --out {tmp_path / 'new'}", "one input has no standard error"),
+        (
+            f"--set redundancy_n=1 --data {images} --out {tmp_path / 'new'}",
+            "one input has no standard error",
+        ),
         ("--tasks 2 --set tasks=3", "both given"),
         ("", "give --out"),
         (f"--out {tmp_path / 'new'}", "give --data (or --set data=), the folder of an image store"),
@@ -259,9 +336,22 @@ def test_the_command(tmp_path, images, cli):
 
 
 def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys):
-    before = signal.getsignal(signal.SIGTERM)  # another library in this process may have set its own
+    before = signal.getsignal(
+        signal.SIGTERM
+    )  # another library in this process may have set its own
     out = tmp_path / "run"
-    arguments = ["continual", "paper", "--data", images, "--out", str(out), "--tasks", "3", "--set", "measures="]
+    arguments = [
+        "continual",
+        "paper",
+        "--data",
+        images,
+        "--out",
+        str(out),
+        "--tasks",
+        "3",
+        "--set",
+        "measures=",
+    ]
     for key, value in SMALL.items():
         arguments += [] if key in ("tasks", "measures") else ["--set", f"{key}={value}"]
 
@@ -271,7 +361,9 @@ def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys
     def stopping(driver):
         def show(at):
             if (at.done, at.epoch) in stops:
-                if how == signal.SIGINT:  # may be ignored, and inherited so, where the tests run in the background
+                if (
+                    how == signal.SIGINT
+                ):  # may be ignored, and inherited so, where the tests run in the background
                     raise KeyboardInterrupt
                 signal.raise_signal(how)
 
@@ -279,7 +371,11 @@ def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys
 
     monkeypatch.setattr("fastlr.cli.runs.progress", stopping)
     for stop, how, says in (
-        ((0, 1), signal.SIGINT, "interrupted before the first task was done: --resume goes on with it"),
+        (
+            (0, 1),
+            signal.SIGINT,
+            "interrupted before the first task was done: --resume goes on with it",
+        ),
         ((2, 1), signal.SIGTERM, "interrupted after task 2 of 3: --resume goes on with it"),
     ):
         stops[:] = [stop]
@@ -296,7 +392,9 @@ def test_interrupted_at_a_terminal_it_says_so_too(tmp_path, images):
     arguments = ["continual", "demo", "--out", str(tmp_path / "run"), "--set", "measures="]
     process, terminal = pty.fork()
     if not process:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored, and inherited so, where the tests run in the background
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # ignored, and inherited so, where the tests run in the background
         os.execv(sys.executable, [sys.executable, "-m", "fastlr", *arguments])
     text, sent = b"", False
     while True:
@@ -310,7 +408,9 @@ def test_interrupted_at_a_terminal_it_says_so_too(tmp_path, images):
         if b"task 2/" in text and not sent:
             sent = bool(os.write(terminal, b"\x03"))
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
-    assert re.search(rb"interrupted after task \d+ of 200: --resume goes on with it", text), text[-500:]
+    assert re.search(rb"interrupted after task \d+ of 200: --resume goes on with it", text), text[
+        -500:
+    ]
 
 
 def test_time_left(monkeypatch):

@@ -20,7 +20,9 @@ STORE = synthetic_store(classes=3, size=8, train=11, test=5)
 
 
 def hidden() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), nn.Linear(10, 6), nn.ReLU(), nn.Linear(6, 2))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), nn.Linear(10, 6), nn.ReLU(), nn.Linear(6, 2)
+    )
 
 
 class Block(nn.Module):
@@ -35,7 +37,11 @@ class Block(nn.Module):
         self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False)
         self.project = nn.Conv2d(6, 4, 1, bias=bias)
         self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (6, 6, 4))
-        self.down, self.up, self.head = nn.Conv2d(6, 3, 1), nn.Conv2d(3, 6, 1), nn.Linear(4, num_classes)
+        self.down, self.up, self.head = (
+            nn.Conv2d(6, 3, 1),
+            nn.Conv2d(3, 6, 1),
+            nn.Linear(4, num_classes),
+        )
 
     def forward(self, x):
         x = self.stem(x)
@@ -86,11 +92,15 @@ def test_the_rule_of_the_paper_in_each_step(optimiser):
     for t in range(40):
         activations = step(learner, cbp, seed=t)
         before = copy.deepcopy(learner.model.state_dict())
-        kept = {name: copy.deepcopy(learner.optimiser.state[p]) for name, p in learner.model.named_parameters()}
+        kept = {
+            name: copy.deepcopy(learner.optimiser.state[p])
+            for name, p in learner.model.named_parameters()
+        }
         cbp.after_step()
         after = learner.model.state_dict()
         changed, drawn = (
-            {name: torch.zeros_like(value, dtype=torch.bool) for name, value in before.items()} for _ in range(2)
+            {name: torch.zeros_like(value, dtype=torch.bool) for name, value in before.items()}
+            for _ in range(2)
         )
         shift = {name: torch.zeros_like(before[f"{name}.bias"]) for name in ("3", "5")}
         for name, h in zip(names, activations, strict=True):
@@ -106,11 +116,15 @@ def test_the_rule_of_the_paper_in_each_step(optimiser):
             mature.sort(key=lambda i: utility[name][i] / (1 - 0.9 ** age[name][i]))
             for i in mature[:count]:
                 total += 1
-                assert set(after[f"{name}.weight"][i].tolist()) <= set(initial[f"{name}.weight"].flatten().tolist())
+                assert set(after[f"{name}.weight"][i].tolist()) <= set(
+                    initial[f"{name}.weight"].flatten().tolist()
+                )
                 assert len(set(after[f"{name}.weight"][i].tolist())) > 3
                 shift[follows[name]] += outgoing[:, i] * mean[name][i] / (1 - 0.9 ** age[name][i])
                 utility[name][i], mean[name][i], age[name][i] = 0.0, 0.0, 0
-                changed[f"{name}.weight"][i] = changed[f"{name}.bias"][i] = drawn[f"{name}.weight"][i] = True
+                changed[f"{name}.weight"][i] = changed[f"{name}.bias"][i] = drawn[f"{name}.weight"][
+                    i
+                ] = True
                 changed[f"{follows[name]}.weight"][:, i] = True
         for name, p in learner.model.named_parameters():
             same = ~changed[name]
@@ -118,7 +132,10 @@ def test_the_rule_of_the_paper_in_each_step(optimiser):
             wanted = before[name] + (shift[name[0]] if name in ("3.bias", "5.bias") else 0)
             torch.testing.assert_close(after[name][same], wanted[same], rtol=1e-5, atol=1e-7)
             for key, value in learner.optimiser.state[p].items():
-                assert torch.equal(value[same], kept[name][key][same]) and not value[changed[name]].any()
+                assert (
+                    torch.equal(value[same], kept[name][key][same])
+                    and not value[changed[name]].any()
+                )
         for layer in cbp.layers:
             name = layer.units.name
             torch.testing.assert_close(layer.utility.tolist(), utility[name], rtol=1e-4, atol=1e-7)
@@ -185,12 +202,15 @@ def test_in_a_block_of_mobilenet_new_units_are_silent(mode):
         assert torch.equal(model(x), before)
     for name in ("expand.weight", "depthwise.weight", "up.weight"):
         new, old = dict(model.named_parameters())[name].detach(), state[name]
-        assert not (new[[0, 3]] == old[[0, 3]]).any() and torch.equal(new[[1, 2, 4, 5]], old[[1, 2, 4, 5]])
+        assert not (new[[0, 3]] == old[[0, 3]]).any() and torch.equal(
+            new[[1, 2, 4, 5]], old[[1, 2, 4, 5]]
+        )
         assert set(new[[0, 3]].flatten().tolist()) <= set(initial[name].flatten().tolist())
     model.load_state_dict(state)
     cbp.replace(layer, torch.tensor([0, 3]))
     for norm, old in (
-        (model.norms[i], {k.split(".")[-1]: v for k, v in state.items() if f"norms.{i}" in k}) for i in (0, 1)
+        (model.norms[i], {k.split(".")[-1]: v for k, v in state.items() if f"norms.{i}" in k})
+        for i in (0, 1)
     ):
         for name, value in (("weight", 1), ("bias", 0), ("running_mean", 0), ("running_var", 1)):
             assert (getattr(norm, name)[[0, 3]] == value).all()
@@ -205,13 +225,19 @@ def test_a_layer_without_bias_has_the_mean_taken_from_its_batch_norm():
         learner, cbp, initial = made(partial(Block, bias=bias), cbp_decay=0.5)
         generator = torch.Generator().manual_seed(0)
         for name, p in learner.model.named_parameters():
-            p.data = torch.zeros_like(p) if name == "project.bias" else torch.randn(p.shape, generator=generator)
+            p.data = (
+                torch.zeros_like(p)
+                if name == "project.bias"
+                else torch.randn(p.shape, generator=generator)
+            )
         with cbp.watching():
             learner.model.train()(x)
         cbp.after_step()
         layer = next(layer for layer in cbp.layers if layer.units.name == "expand")
         before = learner.model.eval()(x)
-        cbp.initial = {name: torch.zeros_like(value) for name, value in initial.items()}  # silent, whatever is drawn
+        cbp.initial = {
+            name: torch.zeros_like(value) for name, value in initial.items()
+        }  # silent, whatever is drawn
         cbp.replace(layer, torch.tensor([1, 2, 5]))
         after = learner.model(x)
         assert (after - before).abs().max() > 0.1
@@ -244,7 +270,9 @@ def test_adamw_with_counters_is_adamw():
     a = hidden()
     b = copy.deepcopy(a)
     kinds = {a: UnitAdamW, b: torch.optim.AdamW}
-    optimisers = {model: kind(model.parameters(), lr=3e-3, weight_decay=0.1) for model, kind in kinds.items()}
+    optimisers = {
+        model: kind(model.parameters(), lr=3e-3, weight_decay=0.1) for model, kind in kinds.items()
+    }
     for t in range(60):
         x, y = batch(seed=t)
         for model, optimiser in optimisers.items():
@@ -276,7 +304,12 @@ def test_weights_whose_state_is_zero_begin_as_in_a_new_optimiser():
 
 
 def test_the_records_say_what_was_replaced_and_what_is_left_alone(tmp_path, images):
-    settings = {"model": "test_continual_backprop:Block", "measures": (), "cbp_rate": 0.1, "cbp_maturity": 2}
+    settings = {
+        "model": "test_continual_backprop:Block",
+        "measures": (),
+        "cbp_rate": 0.1,
+        "cbp_maturity": 2,
+    }
     first, *tasks = begin(tmp_path / "run", images, tasks=2, **settings)
     about = first["interventions"]["continual_backprop"]
     assert about["units"] == {"expand": 6, "down": 3}
@@ -287,7 +320,9 @@ def test_the_records_say_what_was_replaced_and_what_is_left_alone(tmp_path, imag
 
 def test_a_model_without_replaceable_units_is_refused():
     learner = trainer(no_activation, cbp_rate=0.1)
-    with pytest.raises(InputError, match=r"cbp_rate: no layer .*\(1 makes the model's output\): leave it out"):
+    with pytest.raises(
+        InputError, match=r"cbp_rate: no layer .*\(1 makes the model's output\): leave it out"
+    ):
         learner.started_at(learner.model.state_dict(), STORE)
 
 

@@ -32,13 +32,22 @@ def test_training_is_what_a_plain_loop_does(task, optimiser, updates):
 
     The step takes the mean gradient over the 12.
     """
-    settings = {"optimiser": optimiser, "momentum": 0.9, "weight_decay": 0.1, "learning_rate": 0.003}
+    settings = {
+        "optimiser": optimiser,
+        "momentum": 0.9,
+        "weight_decay": 0.1,
+        "learning_rate": 0.003,
+    }
     learner = trainer(flip=False, batch_norm_updates=updates, **settings)
     model = copy.deepcopy(learner.model)
-    kind, more = (torch.optim.AdamW, {}) if optimiser == "adamw" else (torch.optim.SGD, {"momentum": 0.9})
+    kind, more = (
+        (torch.optim.AdamW, {}) if optimiser == "adamw" else (torch.optim.SGD, {"momentum": 0.9})
+    )
     steps = kind(model.parameters(), lr=0.003, weight_decay=0.1, **more)
     generator = torch.Generator().manual_seed(stream_seed(0, "order", 5))
-    mean, std = (torch.tensor(v)[:, None, None] for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+    mean, std = (
+        torch.tensor(v)[:, None, None] for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    )
     x = (task.train_x.float() / 255 - mean) / std
     for _ in range(2):
         order = torch.randperm(22, generator=generator)
@@ -48,7 +57,11 @@ def test_training_is_what_a_plain_loop_does(task, optimiser, updates):
             for half in batch.split(halves):
                 aside = {name: t.clone() for name, t in model.named_buffers()}
                 used = aside if losses and updates == "first-part" else {}
-                losses.append(F.cross_entropy(torch.func.functional_call(model, used, (x[half],)), task.train_y[half]))
+                losses.append(
+                    F.cross_entropy(
+                        torch.func.functional_call(model, used, (x[half],)), task.train_y[half]
+                    )
+                )
             steps.zero_grad()
             (sum(losses) / 2).backward()
             steps.step()
@@ -71,14 +84,22 @@ def test_the_layout_is_that_of_the_run_everywhere(task, tmp_path, images):
     hook = torch.nn.modules.module.register_module_forward_pre_hook(
         lambda module, args: look(module, args) if isinstance(module, nn.Conv2d) else None
     )
-    settings = {"tasks": 2, "ewc": 3.0, "measures": tuple(MEASURES), "redundancy_probe": "exact", "learning_rate": 1e-3}
+    settings = {
+        "tasks": 2,
+        "ewc": 3.0,
+        "measures": tuple(MEASURES),
+        "redundancy_probe": "exact",
+        "learning_rate": 1e-3,
+    }
     contiguous = begin(tmp_path / "contiguous", images, layout="contiguous", **settings)
     hook.remove()
     assert len(seen) > 20 and all(map(all, seen)), "weights and images"
     start, *tasks = begin(tmp_path / "channels-last", images, **settings)
     for name in MEASURES:
         wanted = start["measures"][name]["value"]
-        assert contiguous[0]["measures"][name]["value"] == pytest.approx(wanted, rel=1e-4, abs=1e-6), name
+        assert contiguous[0]["measures"][name]["value"] == pytest.approx(
+            wanted, rel=1e-4, abs=1e-6
+        ), name
     for a, b in zip(contiguous[1:], tasks, strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-2)
     with pytest.raises(InputError, match="was begun with layout=contiguous, not channels-last"):
@@ -87,7 +108,9 @@ def test_the_layout_is_that_of_the_run_everywhere(task, tmp_path, images):
 
 @pytest.mark.parametrize("optimiser", ["adamw", "sgd"])
 def test_fused_steps_are_the_same_but_for_rounding(task, optimiser):
-    a, b = (trainer(fused=fused, optimiser=optimiser, learning_rate=1e-3) for fused in (True, False))
+    a, b = (
+        trainer(fused=fused, optimiser=optimiser, learning_rate=1e-3) for fused in (True, False)
+    )
     assert a.optimiser.param_groups[0]["fused"] and not b.optimiser.param_groups[0]["fused"]
     assert a.learn(task, 0) == pytest.approx(b.learn(task, 0), rel=1e-4)
 
@@ -140,13 +163,19 @@ def test_weights_are_carried_over(tmp_path, images):
 
 def test_bfloat16(tmp_path, images):
     bf16, fp32 = (
-        begin(tmp_path / dtype, images, dtype=dtype, tasks=1, measures=tuple(MEASURES))[0]["measures"][
-            "local_redundancy"
-        ]
+        begin(tmp_path / dtype, images, dtype=dtype, tasks=1, measures=tuple(MEASURES))[0][
+            "measures"
+        ]["local_redundancy"]
         for dtype in ("bf16", "fp32")
     )
-    assert bf16["value"] == pytest.approx(fp32["value"], rel=0.03) and bf16["value"] != fp32["value"]
-    assert all(v.dtype == torch.float32 for k, v in checkpoint(tmp_path / "bf16")["model"].items() if "num" not in k)
+    assert (
+        bf16["value"] == pytest.approx(fp32["value"], rel=0.03) and bf16["value"] != fp32["value"]
+    )
+    assert all(
+        v.dtype == torch.float32
+        for k, v in checkpoint(tmp_path / "bf16")["model"].items()
+        if "num" not in k
+    )
 
 
 # -- interventions -----------------------------------------------------------------------------------------------------
@@ -169,13 +198,29 @@ def test_shrink_and_perturb_moves_every_parameter():
 
 
 def test_shrink_and_perturb_comes_before_every_task_but_the_first(tmp_path, images):
-    settings = {"shrink": 0.5, "learning_rate": 1e-12, "weight_decay": 0.0, "measures": ("weight_norm",)}
-    norms = [line["measures"]["weight_norm"]["value"] for line in begin(tmp_path / "run", images, tasks=2, **settings)]
+    settings = {
+        "shrink": 0.5,
+        "learning_rate": 1e-12,
+        "weight_decay": 0.0,
+        "measures": ("weight_norm",),
+    }
+    norms = [
+        line["measures"]["weight_norm"]["value"]
+        for line in begin(tmp_path / "run", images, tasks=2, **settings)
+    ]
     assert norms == pytest.approx([norms[0], norms[0], norms[0] / 2], rel=1e-6)
 
 
 def test_towards_init_is_the_penalty_in_the_loss(task, images):
-    learner = trainer(l2_init=0.3, flip=False, optimiser="sgd", weight_decay=0.0, batch_size=22, norm_batch=0, epochs=1)
+    learner = trainer(
+        l2_init=0.3,
+        flip=False,
+        optimiser="sgd",
+        weight_decay=0.0,
+        batch_size=22,
+        norm_batch=0,
+        epochs=1,
+    )
     initial = {name: value + 0.1 for name, value in learner.model.state_dict().items()}
     learner.started_at(initial, ImageStore.open(images))
     model = copy.deepcopy(learner.model)
@@ -223,7 +268,10 @@ def test_layer_norm_in_place_of_batch_norm(tmp_path, images):
 )
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, images, settings, epoch):
     settings = {"optimiser": "sgd", "learning_rate": 1e30, "measures": ("weight_norm",), **settings}
-    with pytest.raises(NonFiniteError, match=f"task 0: the loss is not finite in epoch {epoch}; lower learning_rate"):
+    with pytest.raises(
+        NonFiniteError,
+        match=f"task 0: the loss is not finite in epoch {epoch}; lower learning_rate",
+    ):
         begin(tmp_path / "run", images, **settings)
     assert len(lines(tmp_path / "run")) == 1 and checkpoint(tmp_path / "run")["position"] == 0
 
@@ -232,8 +280,13 @@ def test_or_the_task_is_skipped(tmp_path, images):
     settings = {"optimiser": "sgd", "momentum": 0.9, "learning_rate": 1e30, "on_nan": "skip"}
     records = begin(tmp_path / "run", images, measures=("distance_from_init",), **settings)[1:]
     for line in records:
-        assert line["skipped"] == "nan loss" and line["measures"]["distance_from_init"]["value"] == 0
+        assert (
+            line["skipped"] == "nan loss" and line["measures"]["distance_from_init"]["value"] == 0
+        )
         assert line["accuracy"] is line["previous_accuracy"] is line["train_loss"] is None
-    state, initial = checkpoint(tmp_path / "run"), torch.load(tmp_path / "run/checkpoints/initial.pt")
+    state, initial = (
+        checkpoint(tmp_path / "run"),
+        torch.load(tmp_path / "run/checkpoints/initial.pt"),
+    )
     assert_same(dict(state["model"]), dict(initial))
     assert len(records) == 3 and not state["optimiser"]["state"]

@@ -10,7 +10,13 @@ from continual_runs import read_lines, write_lines, write_run
 from scipy import stats
 
 from fastlr.experiments.continual import correlations, read_run
-from fastlr.experiments.continual.findings import course, describe, findings, rank_correlation, verdicts
+from fastlr.experiments.continual.findings import (
+    course,
+    describe,
+    findings,
+    rank_correlation,
+    verdicts,
+)
 from fastlr.experiments.continual.report import write_report
 
 
@@ -33,9 +39,13 @@ def test_rank_correlations_are_scipys_with_the_same_and_the_next_task(tmp_path):
     run = run_of(tmp_path / "run", accuracy, redundancy)
     same, following = rank_correlation([run], 0), rank_correlation([run], 1)
     assert same.value == pytest.approx(stats.spearmanr(redundancy, accuracy).statistic)
-    assert following.value == pytest.approx(stats.spearmanr(redundancy[:-1], accuracy[1:]).statistic)
+    assert following.value == pytest.approx(
+        stats.spearmanr(redundancy[:-1], accuracy[1:]).statistic
+    )
     assert (same.n, following.n) == (300, 299) and 0.9 < same.low < same.value < same.high
-    assert describe(same).endswith("300 tasks)") and describe(following).endswith("which cannot be told from 0")
+    assert describe(same).endswith("300 tasks)") and describe(following).endswith(
+        "which cannot be told from 0"
+    )
     assert rank_correlation([run], 0) == same
 
 
@@ -50,7 +60,8 @@ def test_two_runs_are_averaged_by_their_tasks(tmp_path):
 def test_few_or_constant_tasks_tell_nothing(tmp_path):
     short = run_of(tmp_path / "short", np.linspace(0.5, 0.9, 20), np.linspace(1, 2, 20))
     assert (
-        describe(rank_correlation([short], 0)) == "Spearman's rho 1.00, which 20 tasks are too few to tell from chance"
+        describe(rank_correlation([short], 0))
+        == "Spearman's rho 1.00, which 20 tasks are too few to tell from chance"
     )
     constant = run_of(tmp_path / "constant", np.full(120, 0.5), np.linspace(1, 2, 120))
     assert "no correlation to tell" in describe(rank_correlation([constant], 0))
@@ -71,7 +82,10 @@ def test_the_course_is_of_the_first_and_the_last_fifth(tmp_path):
 def test_sentences_come_first_and_tables_are_folded_away_under_names_of_their_own(tmp_path):
     report = write_report([write_run(tmp_path / "run", 120)], resamples=100)
     page, titles = report.page.read_text(), [sheet.title for sheet in report.sheets]
-    assert len(titles) == len(set(titles)) and sum(title.startswith("Table 1:") for title in titles) == 1
+    assert (
+        len(titles) == len(set(titles))
+        and sum(title.startswith("Table 1:") for title in titles) == 1
+    )
     first_table = page.index("<details")
     assert page.index("<img") < first_table and len(report.findings) == 4
     for sentence in report.findings:
@@ -99,14 +113,22 @@ def test_the_last_sentences_say_what_each_run_has_lost(tmp_path):
     )
     end["local_redundancy"] |= {"value": 70.0}
     write_lines(folder, lines)
-    assert "fallen by 30 %" in verdicts([read_run(folder)])[0] and "Where such" not in verdicts([read_run(folder)])[0]
+    assert (
+        "fallen by 30 %" in verdicts([read_run(folder)])[0]
+        and "Where such" not in verdicts([read_run(folder)])[0]
+    )
     end["local_redundancy"] |= {"value": 95.0, "stderr": 2.0}
     del end["dormant_ratio"]
     write_lines(folder, lines)
     (told,) = verdicts([read_run(folder)])
     assert "95.0 ± 2.0, after 100.0 ± 2.0 at the start: a change cannot be told" in told
     assert told.endswith("Which blocks lost most cannot be told; dormant units were not measured.")
-    others = [read_run(write_run(tmp_path / str(i), 40, leave_out=("local_redundancy",) * (i == 4))) for i in range(6)]
-    assert verdicts(others)[0].startswith("Local redundancy has fallen beyond its error since the start in ")
+    others = [
+        read_run(write_run(tmp_path / str(i), 40, leave_out=("local_redundancy",) * (i == 4)))
+        for i in range(6)
+    ]
+    assert verdicts(others)[0].startswith(
+        "Local redundancy has fallen beyond its error since the start in "
+    )
     assert verdicts(others)[0].endswith(" of 5 runs.") and verdicts(others[4:5]) == []
     assert verdicts(others[:2])[1].startswith("1: Local redundancy ")

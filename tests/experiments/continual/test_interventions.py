@@ -8,7 +8,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from continual_cases import EVERY_INTERVENTION, Watching, assert_same, begin, checkpoint, comparable, net, trainer
+from continual_cases import (
+    EVERY_INTERVENTION,
+    Watching,
+    assert_same,
+    begin,
+    checkpoint,
+    comparable,
+    net,
+    trainer,
+)
 from torch import nn
 from untouched import untouched
 
@@ -18,7 +27,15 @@ from fastlr.experiments.continual import experiment as continual
 from fastlr.experiments.continual.interventions import diagonal_fisher
 from fastlr.experiments.continual.interventions import replay as replay_module
 from fastlr.experiments.continual.options import PRESETS, ContinualOptions
-from fastlr.experiments.data import ClassPairs, ImageStore, Task, load_task, normalise, pairs, synthetic_store
+from fastlr.experiments.data import (
+    ClassPairs,
+    ImageStore,
+    Task,
+    load_task,
+    normalise,
+    pairs,
+    synthetic_store,
+)
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.runs.options import resolve
 from fastlr.experiments.training.optim import mixed_order, spans
@@ -38,7 +55,9 @@ def store(images) -> ImageStore:
 
 def started(store, network=None, **settings):
     learner = trainer(*([network] if network else []), **settings)
-    learner.started_at(copy.deepcopy(learner.model.state_dict()), ClassPairs(store, learner.options.seed))
+    learner.started_at(
+        copy.deepcopy(learner.model.state_dict()), ClassPairs(store, learner.options.seed)
+    )
     return learner
 
 
@@ -49,9 +68,20 @@ def started(store, network=None, **settings):
     "settings",
     [
         EVERY_INTERVENTION,
-        {"cbp_rate": 0.1, "cbp_maturity": 2, "optimiser": "sgd", "momentum": 0.9, "optimiser_state": "reset"},
+        {
+            "cbp_rate": 0.1,
+            "cbp_maturity": 2,
+            "optimiser": "sgd",
+            "momentum": 0.9,
+            "optimiser_state": "reset",
+        },
         {"reset_every": 1, "reset_layers": 0, "optimiser_state": "reset"},
-        {"replay_images": 9, "ewc": 3.0, "head_reset": True, "measures": ("local_redundancy_next_task",)},
+        {
+            "replay_images": 9,
+            "ewc": 3.0,
+            "head_reset": True,
+            "measures": ("local_redundancy_next_task",),
+        },
         {"redundancy_floor": 1e6, "floor_images": 3},
         {"redundancy_floor": 1e6, "floor_images": 3, "dtype": "bf16-weights"},
     ],
@@ -65,7 +95,13 @@ def test_a_resumed_run_is_an_uninterrupted_one(tmp_path, images, settings):
     assert comparable(tmp_path / "short") == comparable(tmp_path / "long")
     assert_same(checkpoint(tmp_path / "short"), checkpoint(tmp_path / "long"))
     for line in records[1:]:
-        assert set(line["interventions"]) <= {"continual_backprop", "replay", "ewc", "reset", "redundancy_floor"}
+        assert set(line["interventions"]) <= {
+            "continual_backprop",
+            "replay",
+            "ewc",
+            "reset",
+            "redundancy_floor",
+        }
         assert all(line["interventions"].values())
 
 
@@ -75,7 +111,9 @@ def test_a_skipped_task_leaves_no_trace_in_them(store):
     assert learner.learn(first, 0) is not None
     before, image = copy.deepcopy(learner.state()), learner.replay.images.clone()
     broken = second._replace(train_y=second.train_y.clone())
-    learner.model.register_forward_hook(lambda module, args, z: z * math.nan if module.training else z)
+    learner.model.register_forward_hook(
+        lambda module, args, z: z * math.nan if module.training else z
+    )
     assert learner.learn(broken, 1) is None
     assert_same(before, learner.state())
     assert torch.equal(image, learner.replay.images)
@@ -83,20 +121,35 @@ def test_a_skipped_task_leaves_no_trace_in_them(store):
 
 @pytest.mark.parametrize("on_nan", ["skip", "stop"])
 def test_a_floor_that_sees_first_that_a_network_is_ruined_skips_its_task_or_names_it(store, on_nan):
-    learner = started(store, redundancy_floor=1.0, floor_images=4, learning_rate=1e25, optimiser="sgd", on_nan=on_nan)
+    learner = started(
+        store,
+        redundancy_floor=1.0,
+        floor_images=4,
+        learning_rate=1e25,
+        optimiser="sgd",
+        on_nan=on_nan,
+    )
     before, task = copy.deepcopy(learner.state()), load_task(store, pairs(4, 1)[0])
     if on_nan == "skip":
         assert learner.learn(task, 0) is None
         assert_same(before, learner.state())
     else:
-        with pytest.raises(NonFiniteError, match="task 0: .*lower learning_rate, or choose on_nan=skip"):
+        with pytest.raises(
+            NonFiniteError, match="task 0: .*lower learning_rate, or choose on_nan=skip"
+        ):
             learner.learn(task, 0)
 
 
 def test_off_by_default(store):
     for preset in PRESETS:
         options = resolve(ContinualOptions, PRESETS, preset, {})
-        assert not (options.cbp_rate or options.replay_images or options.ewc or options.l2_init or options.perturb)
+        assert not (
+            options.cbp_rate
+            or options.replay_images
+            or options.ewc
+            or options.l2_init
+            or options.perturb
+        )
         assert not options.reset_every
     learner = started(store)
     assert learner.interventions == [] and type(learner.optimiser) is torch.optim.AdamW
@@ -116,8 +169,12 @@ def test_below_the_floor_the_penalty_has_its_gradient(store, floor):
         for p in parameters:
             p.grad = torch.zeros_like(p)
         intervention.add_gradients()
-        x = fastlr.ShapeImages(size=(3, 8, 8)).batch(4 * step, 4 * step + 4, seed=stream_seed(3, "redundancy_floor"))
-        value = fastlr.redundancy_loss(learner.model, x, seed=stream_seed(3, "redundancy_floor") + step)
+        x = fastlr.ShapeImages(size=(3, 8, 8)).batch(
+            4 * step, 4 * step + 4, seed=stream_seed(3, "redundancy_floor")
+        )
+        value = fastlr.redundancy_loss(
+            learner.model, x, seed=stream_seed(3, "redundancy_floor") + step
+        )
         values.append(float(value.detach()))
         weights = [0.99 ** (step - k) for k in range(step + 1)]
         running = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
@@ -125,7 +182,9 @@ def test_below_the_floor_the_penalty_has_its_gradient(store, floor):
         wanted = torch.autograd.grad(-0.5 * value / running, parameters, allow_unused=True)
         for p, want in zip(parameters, wanted, strict=True):
             want = torch.zeros_like(p) if want is None or floor < 1 else want
-            torch.testing.assert_close(p.grad, want, rtol=1e-4, atol=1e-6 * (1 + float(want.abs().max())))
+            torch.testing.assert_close(
+                p.grad, want, rtol=1e-4, atol=1e-6 * (1 + float(want.abs().max()))
+            )
     assert intervention.record() == {"running": intervention.running, "below": float(floor > 1)}
     assert intervention.record()["below"] == 0
 
@@ -162,7 +221,10 @@ def test_resets_are_periodic_and_of_the_last_layers(store):
     learner = started(store, reset_every=2, reset_layers=1, dtype="fp32")
     (reset,) = learner.interventions
     assert reset.about() == {"layers": ["4"], "every": 2}
-    initial, tasks = copy.deepcopy(learner.model.state_dict()), [load_task(store, pair) for pair in pairs(4, 3)]
+    initial, tasks = (
+        copy.deepcopy(learner.model.state_dict()),
+        [load_task(store, pair) for pair in pairs(4, 3)],
+    )
     for number, task in enumerate(tasks[:2]):
         learner.learn(task, number)
         assert reset.record() == {}
@@ -173,7 +235,9 @@ def test_resets_are_periodic_and_of_the_last_layers(store):
     for name, value in after.items():
         if name.startswith("4."):
             assert not torch.equal(value, before[name])
-            assert name == "4.bias" or not torch.equal(value, initial[name]), "not the same network again"
+            assert name == "4.bias" or not torch.equal(value, initial[name]), (
+                "not the same network again"
+            )
             assert torch.isin(value, initial[name]).all(), "drawn from the values at initialisation"
         else:
             assert torch.equal(value, before[name]), "what comes before goes on"
@@ -182,7 +246,9 @@ def test_resets_are_periodic_and_of_the_last_layers(store):
         assert all(zeros) == name.startswith("4.") and (all(zeros) or not any(zeros))
     again = started(store, reset_every=2, reset_layers=1, dtype="fp32")
     again.interventions[0].before_task(tasks[2], 2)
-    assert torch.equal(again.model.state_dict()["4.weight"], after["4.weight"]), "a pure function of seed and task"
+    assert torch.equal(again.model.state_dict()["4.weight"], after["4.weight"]), (
+        "a pure function of seed and task"
+    )
 
 
 def test_a_reset_of_the_whole_network_takes_its_statistics_back(store):
@@ -192,8 +258,12 @@ def test_a_reset_of_the_whole_network_takes_its_statistics_back(store):
     learner.learn(load_task(store, (0, 1)), 0)
     reset.before_task(load_task(store, (2, 3)), 1)
     norm = learner.model[1]
-    assert not norm.running_mean.any() and (norm.running_var == 1).all() and (norm.weight == 1).all()
-    with pytest.raises(InputError, match="reset_layers=3: the model has 2 layers; 0 resets them all"):
+    assert (
+        not norm.running_mean.any() and (norm.running_var == 1).all() and (norm.weight == 1).all()
+    )
+    with pytest.raises(
+        InputError, match="reset_layers=3: the model has 2 layers; 0 resets them all"
+    ):
         started(store, reset_every=1, reset_layers=3)
 
 
@@ -213,11 +283,18 @@ def test_the_memory_is_a_uniform_sample_of_all_earlier_images(store):
         for number, task in enumerate(tasks):
             memory.after_task(task, number)
             assert memory.record() == {"images": 12, "tasks": len(memory.origin[:, 0].unique())}
-        for image, label, (number, row) in zip(memory.images, memory.labels, memory.origin.tolist()):
+        for image, label, (number, row) in zip(
+            memory.images, memory.labels, memory.origin.tolist()
+        ):
             counts[number, row] += 1
-            assert torch.equal(image, tasks[number].train_x[row]) and label == tasks[number].train_y[row]
+            assert (
+                torch.equal(image, tasks[number].train_x[row])
+                and label == tasks[number].train_y[row]
+            )
     wanted = 300 * 12 / 66
-    assert ((counts - wanted).square() / (wanted * (1 - 12 / 66))).sum() < 66 + 4 * (2 * 66) ** 0.5  # chi-squared
+    assert ((counts - wanted).square() / (wanted * (1 - 12 / 66))).sum() < 66 + 4 * (
+        2 * 66
+    ) ** 0.5  # chi-squared
     assert abs(counts.sum(1) - 1200).max() < 4 * (300 * 12 / 3 * 2 / 3) ** 0.5
 
 
@@ -231,11 +308,15 @@ def test_the_memory_takes_all_while_there_is_room(store):
 
 
 def test_a_resumed_memory_is_loaded_again(store):
-    (memory,), (resumed,) = (started(store, replay_images=9, seed=3).interventions for _ in range(2))
+    (memory,), (resumed,) = (
+        started(store, replay_images=9, seed=3).interventions for _ in range(2)
+    )
     for number, pair in enumerate(pairs(4, 4, seed=3)):
         memory.after_task(load_task(store, pair), number)
     state = memory.state()
-    assert not any(value.dtype == torch.uint8 for value in state.values()), "checkpoints hold no images"
+    assert not any(value.dtype == torch.uint8 for value in state.values()), (
+        "checkpoints hold no images"
+    )
     resumed.load(state)
     for name in ("images", "labels", "draws", "origin"):
         assert torch.equal(getattr(memory, name), getattr(resumed, name))
@@ -245,14 +326,25 @@ def test_a_resumed_memory_is_loaded_again(store):
 @pytest.mark.parametrize(("share", "counts"), [(0.5, (6, 6)), (0.25, (9, 3)), (0.9, (1, 11))])
 def test_every_batch_has_its_share_of_the_memory(store, share, counts):
     learner = started(
-        store, lambda: Watching(), replay_images=30, replay_share=share, norm_batch=0, flip=False, epochs=2
+        store,
+        lambda: Watching(),
+        replay_images=30,
+        replay_share=share,
+        norm_batch=0,
+        flip=False,
+        epochs=2,
     )
     tasks = [load_task(store, pair) for pair in ((0, 1), (2, 3))]
     learner.learn(tasks[0], 0)
-    assert [len(x) for x in learner.model.seen] == [12, 10] * 2, "nothing to replay in the first task"
+    assert [len(x) for x in learner.model.seen] == [12, 10] * 2, (
+        "nothing to replay in the first task"
+    )
     learner.model.seen.clear()
     learner.learn(tasks[1], 1)
-    own, memory = normalise(tasks[1].train_x), normalise(tasks[0].train_x)  # all of it is in the memory
+    own, memory = (
+        normalise(tasks[1].train_x),
+        normalise(tasks[0].train_x),
+    )  # all of it is in the memory
 
     def matches(x, of):
         return (x[:, None] == of).flatten(2).all(2)
@@ -283,7 +375,9 @@ def test_mixed_order():
 
 def test_a_memory_that_does_not_fit_is_refused(store, monkeypatch):
     monkeypatch.setattr(replay_module, "free_bytes", lambda device: 1 << 20)
-    with pytest.raises(InputError, match=r"replay_images=100000: .* GiB do not fit on cpu; choose fewer"):
+    with pytest.raises(
+        InputError, match=r"replay_images=100000: .* GiB do not fit on cpu; choose fewer"
+    ):
         started(store, replay_images=100_000)
 
 
@@ -332,7 +426,8 @@ def test_the_penalty_is_what_autograd_says(store):
         for p in learner.model.parameters():
             p += 0.1 * torch.randn_like(p)
     penalty = 1.5 * sum(
-        (f * (p - a).square()).sum() for f, p, a in zip(ewc.fisher, learner.model.parameters(), anchors)
+        (f * (p - a).square()).sum()
+        for f, p, a in zip(ewc.fisher, learner.model.parameters(), anchors)
     )
     wanted = torch.autograd.grad(penalty, list(learner.model.parameters()))
     for p in learner.model.parameters():
@@ -340,7 +435,10 @@ def test_the_penalty_is_what_autograd_says(store):
     ewc.add_gradients()
     for p, g in zip(learner.model.parameters(), wanted):
         torch.testing.assert_close(p.grad, 1 + g)
-    assert ewc.penalty() == pytest.approx(penalty.item(), rel=1e-5) and ewc.record()["penalty"] < ewc.penalty()
+    assert (
+        ewc.penalty() == pytest.approx(penalty.item(), rel=1e-5)
+        and ewc.record()["penalty"] < ewc.penalty()
+    )
 
 
 def test_a_head_that_is_reset_is_not_held(store):
@@ -371,7 +469,9 @@ def conflicting() -> list[Task]:
         parts: list[torch.Tensor] = []
         for n in (300, 200):
             y = torch.arange(n) % 2
-            values = 128 + 8 * (2 * y - 1)[:, None, None, None] * pattern + 40 * torch.randn(n, 3, 8, 8)
+            values = (
+                128 + 8 * (2 * y - 1)[:, None, None, None] * pattern + 40 * torch.randn(n, 3, 8, 8)
+            )
             parts += [values.clamp(0, 255).byte().contiguous(memory_format=torch.channels_last), y]
         tasks.append(Task(*parts))
     return tasks
@@ -384,9 +484,20 @@ def small(num_classes: int = 2) -> nn.Module:
 def test_replay_and_ewc_keep_an_earlier_task(store):
     """Replay and EWC keep accuracy on the first of two conflicting tasks, and learn the second."""
     accuracy = {}
-    for name, settings in (("plain", {}), ("replay", {"replay_images": 100}), ("ewc", {"ewc": 150.0})):
+    for name, settings in (
+        ("plain", {}),
+        ("replay", {"replay_images": 100}),
+        ("ewc", {"ewc": 150.0}),
+    ):
         learner = started(
-            store, small, batch_size=20, norm_batch=0, learning_rate=1e-3, epochs=10, flip=False, **settings
+            store,
+            small,
+            batch_size=20,
+            norm_batch=0,
+            learning_rate=1e-3,
+            epochs=10,
+            flip=False,
+            **settings,
         )
         torch.manual_seed(0)
         tasks = conflicting()

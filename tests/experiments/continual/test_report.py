@@ -51,12 +51,19 @@ def test_the_page_is_whole_and_needs_nothing_else(report):
     assert embedded == {file.read_bytes() for file, _ in report.figures}
     for sheet in report.sheets:
         assert f'id="{sheet.slug}"' in page
-    assert "fastlr continual" in page and "commit: abc" in page  # what made the figures stands beside them
+    assert (
+        "fastlr continual" in page and "commit: abc" in page
+    )  # what made the figures stands beside them
 
 
 def test_all_files_are_there_and_agree(report):
     names = {path.name for path in report.folder.iterdir()}
-    assert {f"{name}.png" for name in FIGURES} | {"index.html", "report.md", "report.json", "correlations.csv"} <= names
+    assert {f"{name}.png" for name in FIGURES} | {
+        "index.html",
+        "report.md",
+        "report.json",
+        "correlations.csv",
+    } <= names
     numbers = json.loads((report.folder / "report.json").read_text())
     with (report.folder / "correlations.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -65,7 +72,9 @@ def test_all_files_are_there_and_agree(report):
     assert float(rows[0]["value"]) == first["value"] and rows[0]["kind"] == "semi-partial"
     table = report.sheets[1]
     assert table.title.startswith("Table 1") and "semi-partial, raw" in table.title
-    assert table.rows[0][0] == "local redundancy" and table.rows[0][2].startswith(f"{100 * first['value']:.1f} ±")
+    assert table.rows[0][0] == "local redundancy" and table.rows[0][2].startswith(
+        f"{100 * first['value']:.1f} ±"
+    )
     with (report.folder / f"{table.slug}.csv").open() as file:
         assert tuple(map(tuple, csv.reader(file))) == (table.columns, *table.rows)
     assert numbers["setting"] == list(table.notes[-2:])
@@ -85,11 +94,19 @@ def test_tables_fit_80_columns(report, capsys):
 def test_the_tables_say_what_they_rest_on(report):
     by = {sheet.slug: sheet for sheet in report.sheets}
     notes = " ".join(by["future-accuracy-semi-partial-raw"].notes)
-    for phrase in ("accuracy of the next 10 tasks", "semi-partial, as in the paper", "bootstrap", "80 %", "2 runs"):
+    for phrase in (
+        "accuracy of the next 10 tasks",
+        "semi-partial, as in the paper",
+        "bootstrap",
+        "80 %",
+        "2 runs",
+    ):
         assert phrase in notes
     assert "blocks the errors themselves are rough" in notes  # 110 + 120 tasks are 8 blocks
     partial = by["future-accuracy-partial-log"]
-    assert "both (partial)" in " ".join(partial.notes) and "dormant ratio: no logarithm" in " ".join(partial.notes)
+    assert "both (partial)" in " ".join(
+        partial.notes
+    ) and "dormant ratio: no logarithm" in " ".join(partial.notes)
     assert "dormant ratio" not in [row[0] for row in partial.rows]
     lead = by["future-accuracy-lead"]
     assert lead.rows[0][0] == "LR on noise" and "same resamples" in lead.notes[0]
@@ -101,7 +118,12 @@ def test_the_tables_say_what_they_rest_on(report):
 def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, cli):
     folder = write_run(tmp_path / "run", 12)
     config = json.loads((folder / "config.json").read_text())
-    options = {"dtype": "fp32", "reset_every": 5, "redundancy_probe": "sampled", "model_kwargs": {"width": 2}}
+    options = {
+        "dtype": "fp32",
+        "reset_every": 5,
+        "redundancy_probe": "sampled",
+        "model_kwargs": {"width": 2},
+    }
     config["options"] |= options
     (folder / "config.json").write_text(json.dumps(config))
     told = (
@@ -109,13 +131,21 @@ def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, cli):
         "3000; reset_every 5 for 0; classes 12 for 1000; size 32 for 224; resize crop for squash."
     )
     report = write_report([folder], resamples=100, figures="none")
-    assert {sheet.title[:7] for sheet in report.sheets if told in sheet.notes} == {f"Table {i}" for i in (1, 2, 4, 5)}
+    assert {sheet.title[:7] for sheet in report.sheets if told in sheet.notes} == {
+        f"Table {i}" for i in (1, 2, 4, 5)
+    }
     assert told in report.page.read_text() and told in (report.folder / "report.md").read_text()
     for command in ("cost", "ablate"):
         assert told in " ".join(cli(f"{command} {folder}").out.split())
     for changes, message in (
         ({"data": {"size": 224, "classes": 1000, "resize": "squash"}}, "resize"),
-        ({"data": {"size": 32, "classes": 8, "resize": None}, "options": {**options, "data": "synthetic"}}, "resize"),
+        (
+            {
+                "data": {"size": 32, "classes": 8, "resize": None},
+                "options": {**options, "data": "synthetic"},
+            },
+            "resize",
+        ),
         ({"options": {}}, "tasks"),
     ):
         (folder / "config.json").write_text(json.dumps(config | changes))
@@ -133,14 +163,19 @@ def test_a_short_run_says_so_and_gives_the_rest(tmp_path):
     report = write_report([write_run(tmp_path / "run", 35)], resamples=100)
     text = "\n".join(note for sheet in report.screen for note in sheet.notes)
     assert "run has 25 usable tasks" in text and "run has 34 usable tasks" in text
-    assert not (report.folder / "correlations.csv").exists() and "nan" not in report.page.read_text().lower().split()
+    assert (
+        not (report.folder / "correlations.csv").exists()
+        and "nan" not in report.page.read_text().lower().split()
+    )
     drawn = {file.stem for file, _ in report.figures}
     assert drawn == set(FIGURES) - {"correlations", "forgetting-correlations"}
 
 
 def test_missing_measures_leave_out_their_tables_and_figures(tmp_path):
     missing = ("local_redundancy", "local_redundancy_noise", "local_redundancy_next_task")
-    report = write_report([write_run(tmp_path / "run", 110, leave_out=missing)], tmp_path / "out", resamples=100)
+    report = write_report(
+        [write_run(tmp_path / "run", 110, leave_out=missing)], tmp_path / "out", resamples=100
+    )
     assert [file.stem for file, _ in report.figures] == FIGURES[:4]
     ablation = next(sheet for sheet in report.sheets if sheet.slug == "ablation")
     assert ablation.rows == () and "local_redundancy_next_task" in ablation.notes[0]
@@ -207,7 +242,9 @@ def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_accuracy_has_a_chance_line_and_a_band_and_the_figure_says_of_how_many(tmp_path, monkeypatch):
+def test_accuracy_has_a_chance_line_and_a_band_and_the_figure_says_of_how_many(
+    tmp_path, monkeypatch
+):
     folder = write_run(tmp_path / "run", 160)
     figure = drawn(monkeypatch, curves.redundancy_and_accuracy, [read_run(folder)], "x.png")
     top, bottom = figure.axes
@@ -220,7 +257,9 @@ def test_accuracy_has_a_chance_line_and_a_band_and_the_figure_says_of_how_many(t
     half = 2 * (accuracy * (100 - accuracy) / 100) ** 0.5
     assert (min(edges), max(edges)) == pytest.approx((accuracy - half, accuracy + half))
     config = json.loads((folder / "config.json").read_text())
-    config["options"]["data"] = "random-labels"  # accuracy is of all the task's images: nothing to be uncertain of
+    config["options"]["data"] = (
+        "random-labels"  # accuracy is of all the task's images: nothing to be uncertain of
+    )
     (folder / "config.json").write_text(json.dumps({**config, "data": {"classes": 10}}))
     figure = drawn(monkeypatch, curves.redundancy_and_accuracy, [read_run(folder)], "x.png")
     assert legend(figure) == ["run", "chance, 10 %"] and not figure.axes[1].collections
@@ -245,7 +284,9 @@ def test_checkpoints_stand_on_the_axis_by_their_names(tmp_path, monkeypatch):
     figure = drawn(monkeypatch, curves.ablation_curves, [run], "x.png", "checkpoint", names)
     (axes,) = figure.axes
     assert axes.get_xlabel() == "checkpoint" and axes.get_xticks().tolist() == [0, 1, 2, 3]
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == names and "shapes, n = 5000" in legend(figure)
+    assert [
+        tick.get_text() for tick in axes.get_xticklabels()
+    ] == names and "shapes, n = 5000" in legend(figure)
     figure = drawn(monkeypatch, curves.ablation_curves, [run], "x.png")
     assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
 

@@ -98,20 +98,27 @@ CASES = {
 def test_units_are_those_of_the_definition(name):
     """A unit has influence through its outgoing weights alone, and every such unit is found."""
     model, shape, wanted = CASES[name]
-    model, x = randomise(model, 3), torch.randn(shape, generator=torch.Generator().manual_seed(1)).double()
+    model, x = (
+        randomise(model, 3),
+        torch.randn(shape, generator=torch.Generator().manual_seed(1)).double(),
+    )
     before = {key: value.clone() for key, value in model.state_dict().items()}
     found, left = find_units(model, x)
     assert {units.name: list(units.layers) for units in found} == wanted
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     layers = {name for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
-    assert set(left) | {layer for units in found for layer in units.layers} == layers and all(left.values())
+    assert set(left) | {layer for units in found for layer in units.layers} == layers and all(
+        left.values()
+    )
     for units in found:
         moved = 0.0
         for i in range(units.count):
             for cut in (True, False):
                 model.load_state_dict(before)
                 for reader in units.readers if cut else ():
-                    view, index = reader.columns(reader.layer.weight.data, reader.features(torch.tensor([i])))
+                    view, index = reader.columns(
+                        reader.layer.weight.data, reader.features(torch.tensor([i]))
+                    )
                     view[index] = 0
                 at = model(x)
                 for module in (*units.layers.values(), *units.norms.values()):
@@ -119,7 +126,9 @@ def test_units_are_those_of_the_definition(name):
                         if t.ndim:
                             t.data[i] = t.data[i] * 1.7 + 0.3
                 change = (model(x) - at).abs().max().item()
-                assert change == 0 or not cut, f"unit {i} of {units.name} has influence without outgoing weights"
+                assert change == 0 or not cut, (
+                    f"unit {i} of {units.name} has influence without outgoing weights"
+                )
                 moved = max(moved, change)
         assert moved > 1e-3
     model.load_state_dict(before)
@@ -136,7 +145,11 @@ def test_units_are_those_of_the_definition(name):
         ("one weight in two layers", "b", "has weights of b, which is used more than once"),
         ("leaky", "a", "has an influence beside its outgoing weights"),
         ("frozen", "a", "is frozen"),
-        ("several filters a channel", "0", "a depthwise convolution with several filters a channel"),
+        (
+            "several filters a channel",
+            "0",
+            "a depthwise convolution with several filters a channel",
+        ),
         ("a depthwise convolution of what is read elsewhere", "a", "residual sum"),
     ],
 )
@@ -154,7 +167,10 @@ def test_the_network_of_dohare():
         ("fc1", 128),
         ("fc2", 128),
     ]
-    assert [(r.name, r.repeat) for u in found for r in u.readers][2] == ("fc1", 4)  # 2 x 2 positions of a channel
+    assert [(r.name, r.repeat) for u in found for r in u.readers][2] == (
+        "fc1",
+        4,
+    )  # 2 x 2 positions of a channel
     assert left == {"fc3": "makes the model's output"}
 
 
@@ -172,14 +188,27 @@ def test_mobilenet_v3_large():
         block = model.features[i].block
         first, second = f"features.{i}.block.0.0", f"features.{i}.block.1.0"
         gates = [j for j, part in enumerate(block) if type(part).__name__ == "SqueezeExcitation"]
-        readers = [f"features.{i}.block.{j}.fc1" for j in gates] + [f"features.{i}.block.{len(block) - 1}.0"]
+        readers = [f"features.{i}.block.{j}.fc1" for j in gates] + [
+            f"features.{i}.block.{len(block) - 1}.0"
+        ]
         units = names.pop(first)
-        layers = {first, *([second] if i > 1 else []), *(f"features.{i}.block.{j}.fc2" for j in gates)}
+        layers = {
+            first,
+            *([second] if i > 1 else []),
+            *(f"features.{i}.block.{j}.fc2" for j in gates),
+        }
         assert set(units.layers) == layers and len(units.norms) == (2 if i > 1 else 1)
-        assert units.count == block[0][0].out_channels and [r.name for r in units.readers] == readers
+        assert (
+            units.count == block[0][0].out_channels and [r.name for r in units.readers] == readers
+        )
         assert units.readers[-1].norm is block[-1][1]
         if gates:
             gate = names.pop(f"features.{i}.block.{gates[0]}.fc1")
             assert [r.name for r in gate.readers] == [f"features.{i}.block.{gates[0]}.fc2"]
-        assert left.pop(f"features.{i}.block.{len(block) - 1}.0") == "is a channel of a residual sum"
-    assert set(names) == {"features.16.0", "classifier.0"} and set(left) == {"features.0.0", "classifier.3"}
+        assert (
+            left.pop(f"features.{i}.block.{len(block) - 1}.0") == "is a channel of a residual sum"
+        )
+    assert set(names) == {"features.16.0", "classifier.0"} and set(left) == {
+        "features.0.0",
+        "classifier.3",
+    }

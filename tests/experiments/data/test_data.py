@@ -30,16 +30,24 @@ def test_imagenet_tree(tmp_path, archive):
     assert store.classes == ["n0", "n1", "n2"] and store.index["plan"]["kind"] == "imagenet"
     assert store.images.shape == (18, SIZE, SIZE, 3)
     for c in range(3):
-        assert np.array_equal(rows(store, c, "train"), np.stack([pixels(1000 * c + i) for i in range(4)]))
-        assert np.array_equal(rows(store, f"n{c}", "test"), np.stack([pixels(1000 * c + 100 + i) for i in range(2)]))
+        assert np.array_equal(
+            rows(store, c, "train"), np.stack([pixels(1000 * c + i) for i in range(4)])
+        )
+        assert np.array_equal(
+            rows(store, f"n{c}", "test"), np.stack([pixels(1000 * c + 100 + i) for i in range(2)])
+        )
     images, labels = store.load(["n2", 0], "train")
-    assert images.shape == (8, 3, SIZE, SIZE) and images.is_contiguous(memory_format=torch.channels_last)
+    assert images.shape == (8, 3, SIZE, SIZE) and images.is_contiguous(
+        memory_format=torch.channels_last
+    )
     assert images.dtype == torch.uint8 and labels.tolist() == [0] * 4 + [1] * 4
     assert np.array_equal(images[5].permute(1, 2, 0).numpy(), pixels(1))
 
 
 def test_imagenet_without_val_holds_out(tmp_path):
-    store = prepare(imagenet(tmp_path / "source", train=10, val=0), tmp_path / "store", size=SIZE, workers=1)
+    store = prepare(
+        imagenet(tmp_path / "source", train=10, val=0), tmp_path / "store", size=SIZE, workers=1
+    )
     assert store.index["images"] == {"train": 24, "test": 6, "left_out": 0}
     assert store.index["plan"]["test_fraction"] == 0.2
 
@@ -53,13 +61,29 @@ def test_folder_holds_out_by_seed(tmp_path):
         assert len(train) == 7 and len(test) == 3
         whole = {pixels(1000 * c + i).tobytes() for i in range(10)}
         assert {image.tobytes() for image in (*train, *test)} == whole
-    held_out = [i for i in range(10) if pixels(i).tobytes() in {image.tobytes() for image in rows(one, 0, "test")}]
+    held_out = [
+        i
+        for i in range(10)
+        if pixels(i).tobytes() in {image.tobytes() for image in rows(one, 0, "test")}
+    ]
     assert held_out == [5, 6, 9]  # on every machine
     assert one.index["plan"]["seed"] == 0 and sum(one.index["plan"]["ignored"].values()) == 1
-    limited = prepare(source, tmp_path / "two", size=SIZE, workers=1, test_fraction=0.3, limit_classes=["c2", "c1"])
+    limited = prepare(
+        source,
+        tmp_path / "two",
+        size=SIZE,
+        workers=1,
+        test_fraction=0.3,
+        limit_classes=["c2", "c1"],
+    )
     assert limited.classes == ["c1", "c2"]
-    assert np.array_equal(rows(limited, "c2", "test"), rows(one, "c2", "test"))  # whatever other classes are there
-    others = [prepare(source, tmp_path / f"s{s}", size=SIZE, workers=1, test_fraction=0.3, seed=s) for s in (1, 2)]
+    assert np.array_equal(
+        rows(limited, "c2", "test"), rows(one, "c2", "test")
+    )  # whatever other classes are there
+    others = [
+        prepare(source, tmp_path / f"s{s}", size=SIZE, workers=1, test_fraction=0.3, seed=s)
+        for s in (1, 2)
+    ]
     assert any(not np.array_equal(rows(other, 0, "test"), rows(one, 0, "test")) for other in others)
     assert not np.array_equal(rows(one, 0, "test")[0], rows(one, 0, "test")[1])
 
@@ -68,16 +92,23 @@ def test_folder_holds_out_by_seed(tmp_path):
 def test_npy_files(tmp_path, archive):
     source = tmp_path / "source"
     source.mkdir()
-    arrays = {name: np.random.default_rng(name).integers(0, 256, (7, 3, 6, 6), dtype=np.uint8) for name in (0, 2, 10)}
+    arrays = {
+        name: np.random.default_rng(name).integers(0, 256, (7, 3, 6, 6), dtype=np.uint8)
+        for name in (0, 2, 10)
+    }
     for name, array in arrays.items():
         np.save(source / f"{name}.npy", array if name else np.asfortranarray(array))
-    store = prepare(zipped(source) if archive else source, tmp_path / "store", npy_train=5, workers=1)
+    store = prepare(
+        zipped(source) if archive else source, tmp_path / "store", npy_train=5, workers=1
+    )
     assert store.classes == ["0", "2", "10"] and store.size == 6  # by number; the arrays' own size
     for name, array in arrays.items():
         assert np.array_equal(rows(store, str(name), "train").transpose(0, 3, 1, 2), array[:5])
         assert np.array_equal(store.load([str(name)], "test")[0].numpy(), array[5:])
     resized = prepare(source, tmp_path / "resized", npy_train=5, size=4, workers=1)
-    wanted = Image.fromarray(arrays[2][0].transpose(1, 2, 0).copy()).resize((4, 4), Image.Resampling.BILINEAR)
+    wanted = Image.fromarray(arrays[2][0].transpose(1, 2, 0).copy()).resize(
+        (4, 4), Image.Resampling.BILINEAR
+    )
     assert np.array_equal(rows(resized, "2", "train")[0], np.asarray(wanted))
 
 
@@ -93,7 +124,9 @@ def test_resize_is_torchvisions(tmp_path, resize):
     save(tmp_path / "source/val/b/0.png", pixels(0))
     store = prepare(tmp_path / "source", tmp_path / "store", size=SIZE, workers=1, resize=resize)
     for i, (height, width) in enumerate(shapes):
-        assert np.array_equal(rows(store, 0, "train")[i], np.asarray(rule(Image.fromarray(pixels(i, height, width)))))
+        assert np.array_equal(
+            rows(store, 0, "train")[i], np.asarray(rule(Image.fromarray(pixels(i, height, width))))
+        )
         with Image.open(tmp_path / "source/val/a" / f"{i}.jpg") as image:
             assert np.array_equal(rows(store, 0, "test")[i], np.asarray(rule(image)))
     assert np.array_equal(rows(store, 0, "train")[0], pixels(0))  # it had the size
@@ -103,8 +136,14 @@ def test_colour_modes(tmp_path):
     grey = pixels(1)[..., 0]
     images = {
         "0.png": (Image.fromarray(grey), np.repeat(grey[..., None], 3, 2)),
-        "1.png": (Image.fromarray(grey.astype(np.uint16) * 256 + 17), np.repeat(grey[..., None], 3, 2)),  # 16 bits
-        "2.png": (Image.fromarray(np.dstack([pixels(2), grey])), pixels(2)),  # RGBA: alpha is dropped
+        "1.png": (
+            Image.fromarray(grey.astype(np.uint16) * 256 + 17),
+            np.repeat(grey[..., None], 3, 2),
+        ),  # 16 bits
+        "2.png": (
+            Image.fromarray(np.dstack([pixels(2), grey])),
+            pixels(2),
+        ),  # RGBA: alpha is dropped
         "3.gif": (Image.fromarray(grey), np.repeat(grey[..., None], 3, 2)),  # palette
     }
     for name, (image, _) in images.items():
@@ -112,7 +151,9 @@ def test_colour_modes(tmp_path):
     for path in ("train/b/0.png", "val/a/0.png", "val/b/0.png"):
         save(tmp_path / "source" / path, pixels(0))
     store = prepare(tmp_path / "source", tmp_path / "store", size=SIZE, workers=1)
-    assert np.array_equal(rows(store, "a", "train"), np.stack([wanted for _, wanted in images.values()]))
+    assert np.array_equal(
+        rows(store, "a", "train"), np.stack([wanted for _, wanted in images.values()])
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -134,7 +175,9 @@ def test_corrupt_images_are_left_out(tmp_path, archive, workers, cli):
     shown = cli(f"data prepare {source} {tmp_path / 'store'} --size 8 --workers {workers}").out
     store = ImageStore.open(tmp_path / "store")
     assert f"left out: {4 if archive else 3} corrupt images" in shown
-    left_out = {item["file"]: item for entry in store.index["classes"] for item in entry["left_out"]}
+    left_out = {
+        item["file"]: item for entry in store.index["classes"] for item in entry["left_out"]
+    }
     wanted = {f"train/n1/{name}" for name in bad} | ({"val/n2/0.png"} if archive else set())
     assert set(left_out) == wanted and all(name in shown for name in wanted)
     assert all(item["reason"] for item in left_out.values())
@@ -254,7 +297,9 @@ def test_an_archive_that_declares_too_little_takes_no_memory(tmp_path, cli):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     (left_out,) = [item for entry in store.index["classes"] for item in entry["left_out"]]
-    assert left_out["file"] == "val/n1/0.png" and "damaged" in left_out["reason"] and peak < 10_000_000
+    assert (
+        left_out["file"] == "val/n1/0.png" and "damaged" in left_out["reason"] and peak < 10_000_000
+    )
     cli(f"data info {tmp_path / 'store'}", says="left out: 1 corrupt image\n")
 
 
@@ -284,7 +329,16 @@ def test_info_and_its_picture(tmp_path, cli):
 
 def test_tiny_imagenet(fastlr_data, tmp_path):
     source = fastlr_data / "tiny-imagenet-60.zip"
-    command = ["data", "prepare", str(source), str(tmp_path / "store"), "--limit-classes", "3", "--workers", "1"]
+    command = [
+        "data",
+        "prepare",
+        str(source),
+        str(tmp_path / "store"),
+        "--limit-classes",
+        "3",
+        "--workers",
+        "1",
+    ]
     assert main(command) == 0
     store = ImageStore.open(tmp_path / "store")
     assert store.index["images"] == {"train": 600, "test": 150, "left_out": 0} and store.size == 64
@@ -297,20 +351,30 @@ def test_tiny_imagenet(fastlr_data, tmp_path):
 def test_images_are_squashed_or_cropped_and_a_store_keeps_its_own(tmp_path, cli):
     source = imagenet(tmp_path / "source")
     save(source / "train/n0/0.png", pixels(7, 16, 40))
-    stores = {how: prepare(source, tmp_path / str(how), size=SIZE, workers=1, resize=how) for how in (None, "crop")}
+    stores = {
+        how: prepare(source, tmp_path / str(how), size=SIZE, workers=1, resize=how)
+        for how in (None, "crop")
+    }
     squashed = Image.fromarray(pixels(7, 16, 40)).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
-    assert np.array_equal(rows(stores[None], "n0", "train")[0], np.asarray(squashed)), "as in the paper"
+    assert np.array_equal(rows(stores[None], "n0", "train")[0], np.asarray(squashed)), (
+        "as in the paper"
+    )
     assert [store.resize for store in stores.values()] == ["squash", "crop"]
     whole, path = content(tmp_path / "crop"), tmp_path / "crop" / "index.json"
     assert "centre crop" in stores["crop"].index["plan"]["rule"]
     index = json.loads(path.read_text())
-    for plan in (index["plan"], {key: value for key, value in index["plan"].items() if key != "resize"}):
+    for plan in (
+        index["plan"],
+        {key: value for key, value in index["plan"].items() if key != "resize"},
+    ):
         path.write_text(
             json.dumps({**index, "plan": plan})
         )  # the second: as fastlr wrote them before there was a choice
         again = prepare(source, tmp_path / "crop", size=SIZE, workers=1)
         assert again.resize == "crop" and (again.path / "images.u8").read_bytes() == whole[0]
-        with pytest.raises(InputError, match="made with resize crop, not squash: choose another folder"):
+        with pytest.raises(
+            InputError, match="made with resize crop, not squash: choose another folder"
+        ):
             prepare(source, tmp_path / "crop", size=SIZE, workers=1, resize="squash")
     with pytest.raises(InputError, match="resize stretch: choose one of squash, crop"):
         prepare(source, tmp_path / "new", size=SIZE, workers=1, resize="stretch")

@@ -47,20 +47,42 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
         return journal.read_text().count("\n") if journal.exists() else -1
 
     for wanted, workers in ((0, 2), (3, 1)):
-        command = [sys.executable, "-m", "fastlr", "data", "prepare", source, out, "--size", "16", "--workers", workers]
+        command = [
+            sys.executable,
+            "-m",
+            "fastlr",
+            "data",
+            "prepare",
+            source,
+            out,
+            "--size",
+            "16",
+            "--workers",
+            workers,
+        ]
         process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
         while lines() < wanted and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it had ended before it was killed: make the source larger"
+        assert process.wait() == -signal.SIGKILL, (
+            "it had ended before it was killed: make the source larger"
+        )
         assert not (out / "index.json").exists()
     kept = lines()
     assert 3 <= kept < 16
     with open(journal, "a") as file:
         file.write('{"name": "n1')  # half a line
     seen = []
-    prepare(source, out, size=16, workers=1, progress=lambda what, done, total: seen.append((what, done)))
-    assert next(done for what, done in seen if what == "decoding") == 24 * kept  # nothing is done twice
+    prepare(
+        source,
+        out,
+        size=16,
+        workers=1,
+        progress=lambda what, done, total: seen.append((what, done)),
+    )
+    assert (
+        next(done for what, done in seen if what == "decoding") == 24 * kept
+    )  # nothing is done twice
     assert content(out) == content(tmp_path / "whole")
     assert sorted(path.name for path in out.iterdir()) == [".lock", "images.u8", "index.json"]
 
@@ -79,7 +101,10 @@ def test_damage_is_found_and_mended(tmp_path, harm, cli):
         store = ImageStore.open(out)
         assert store.damaged() == ["n1"]
         store.load(["n0"])
-        with pytest.raises(InputError, match="the images of class n1 in .* are damaged: run fastlr data prepare again"):
+        with pytest.raises(
+            InputError,
+            match="the images of class n1 in .* are damaged: run fastlr data prepare again",
+        ):
             store.load(["n0", "n1"], "test")
     elif harm == "cut":
         os.truncate(path, path.stat().st_size - 1)
@@ -123,7 +148,9 @@ def test_second_process_is_refused_and_a_kill_frees_the_lock(tmp_path):
     source, out = imagenet(tmp_path / "source"), tmp_path / "store"
     out.mkdir()
     hold = "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); f.write('77'); f.flush(); print(flush=True); time.sleep(60)"  # noqa: E501
-    process = subprocess.Popen([sys.executable, "-c", hold, str(out / ".lock")], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", hold, str(out / ".lock")], stdout=subprocess.PIPE
+    )
     try:
         process.stdout.readline()
         with pytest.raises(InputError, match="is being written by 77"):
@@ -156,7 +183,9 @@ def test_full_disk(tmp_path, monkeypatch, cli):
         patch.setattr(workers_module.decode, "write_class", full)
         cli(f"data prepare {source} {out} --size 8 --workers 1", code=1, says="make room")
     with monkeypatch.context() as patch:  # a file system that cannot reserve
-        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "no")))
+        patch.setattr(
+            os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.EOPNOTSUPP, "no"))
+        )
         assert prepare(source, out, size=SIZE, workers=1).damaged() == []
 
 
@@ -187,7 +216,14 @@ def test_open_checks(tmp_path):
         ImageStore.open(tmp_path / "nowhere")
     (out / "index.json").write_text(text)
     store = ImageStore.open(out)
-    wrong = (["n9"], "train"), ([3], "train"), ([-1], "test"), ([0], "val"), ([], "train"), ("n0", "train")
+    wrong = (
+        (["n9"], "train"),
+        ([3], "train"),
+        ([-1], "test"),
+        ([0], "val"),
+        ([], "train"),
+        ("n0", "train"),
+    )
     for classes, split in wrong:
         with pytest.raises(InputError):
             store.load(classes, split)

@@ -53,7 +53,9 @@ def test_pairs_rounds():
     rounds = [drawn[i : i + 66] for i in range(0, 200, 66)]
     for turn, part in enumerate(rounds):
         assert len(set(unordered(part))) == len(part) and {pair.round for pair in part} == {turn}
-        assert all(pair.first != pair.second and 0 <= min(pair[:2]) and max(pair[:2]) < 12 for pair in part)
+        assert all(
+            pair.first != pair.second and 0 <= min(pair[:2]) and max(pair[:2]) < 12 for pair in part
+        )
     assert set(unordered(rounds[0])) == set(unordered(rounds[1])) and len(rounds[0]) == 66
     assert unordered(rounds[0]) != unordered(rounds[1])
 
@@ -66,7 +68,9 @@ def test_pairs_are_a_function_of_seed_and_position():
     names = [f"n{i}" for i in range(12)]
     assert pairs(names, 5, seed=3) == [(names[a], names[b], turn) for a, b, turn in drawn[:5]]
     # These bytes hold on every machine.
-    digest = hashlib.sha256(repr([tuple(pair) for pair in pairs(1000, 3000, seed=0)]).encode()).hexdigest()
+    digest = hashlib.sha256(
+        repr([tuple(pair) for pair in pairs(1000, 3000, seed=0)]).encode()
+    ).hexdigest()
     assert digest == "9a12743a3fa5701910de0df7b0d64602d1bd9f8bf58aad8c7c24123a1b63f0f5"
 
 
@@ -86,7 +90,9 @@ def test_pairs_are_uniform():
     assert abs(chi_square(np.array([counts[c] for c in range(1000)]))) < 4
 
 
-@pytest.mark.parametrize("arguments", [(1, 5), (0, 1), (5, -1), (5, 1, -1), (5, 1, 0, -1), (["a"], 1), (1 << 20, 1)])
+@pytest.mark.parametrize(
+    "arguments", [(1, 5), (0, 1), (5, -1), (5, 1, -1), (5, 1, 0, -1), (["a"], 1), (1 << 20, 1)]
+)
 def test_pairs_refuse(arguments):
     with pytest.raises(InputError):
         pairs(*arguments)
@@ -105,7 +111,9 @@ def test_load_task(store):
 def test_take(store):
     images, index = load_task(store, (0, 1)).train_x, torch.tensor([7, 0, 0, 11])
     taken = take(images, index)
-    assert torch.equal(taken, images[index]) and taken.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(taken, images[index]) and taken.is_contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -116,7 +124,9 @@ def test_normalise(store, dtype, channels_last):
     wanted = transforms.Normalize(mean, std)(images.double() / 255)
     for layout in (torch.contiguous_format, torch.channels_last):
         got = normalise(images.contiguous(memory_format=layout), dtype, channels_last=channels_last)
-        torch.testing.assert_close(got.double(), wanted, rtol=max(torch.finfo(dtype).eps, 1e-14), atol=1e-6)
+        torch.testing.assert_close(
+            got.double(), wanted, rtol=max(torch.finfo(dtype).eps, 1e-14), atol=1e-6
+        )
         assert got.dtype == dtype and got.is_contiguous(
             memory_format=torch.channels_last if channels_last else torch.contiguous_format
         )
@@ -186,7 +196,9 @@ def test_prefetcher_order_and_depth(store):
             time.sleep(0.005)
             assert len(watched.loaded) == ahead
     assert k == 13 and watched.loaded == [pair[:2] for pair in drawn]
-    assert threading.main_thread() not in watched.threads and not any(thread.is_alive() for thread in watched.threads)
+    assert threading.main_thread() not in watched.threads and not any(
+        thread.is_alive() for thread in watched.threads
+    )
 
 
 def test_prefetcher_counts_the_time_waited(store):
@@ -238,9 +250,14 @@ def test_prefetcher_on_a_gpu(store):
     with Prefetcher(partial(load_task, store), drawn, device="cuda") as tasks:
         for task, pair in zip(tasks, drawn, strict=True):
             wanted = load_task(store, pair)
-            assert task.train_x.is_cuda and task.train_x.is_contiguous(memory_format=torch.channels_last)
+            assert task.train_x.is_cuda and task.train_x.is_contiguous(
+                memory_format=torch.channels_last
+            )
             assert all(torch.equal(a.cpu(), b) for a, b in zip(task, wanted, strict=True))
-            assert torch.equal(normalise(task.test_x, torch.bfloat16).cpu(), normalise(wanted.test_x, torch.bfloat16))
+            assert torch.equal(
+                normalise(task.test_x, torch.bfloat16).cpu(),
+                normalise(wanted.test_x, torch.bfloat16),
+            )
 
 
 def test_synthetic_store_is_the_same_everywhere(store, tmp_path):
@@ -253,7 +270,9 @@ def test_synthetic_store_is_the_same_everywhere(store, tmp_path):
     written = synthetic_store(tmp_path / "store", classes=5, size=16, train=6, test=3)
     assert written.digest == store.digest and written.damaged() == store.damaged() == []
     assert np.array_equal(written.images, store.images)
-    assert torch.equal(ImageStore.open(tmp_path / "store").load([4, 1], "test")[0], store.load([4, 1], "test")[0])
+    assert torch.equal(
+        ImageStore.open(tmp_path / "store").load([4, 1], "test")[0], store.load([4, 1], "test")[0]
+    )
     with pytest.raises(InputError, match="is there already"):
         synthetic_store(tmp_path / "store")
     with pytest.raises(InputError, match="size must lie in"):
@@ -265,7 +284,10 @@ def test_synthetic_classes_are_for_networks_not_for_a_linear_map():
 
     def accuracy(net: nn.Module, pair, epochs: int) -> float:
         task = load_task(store, pair)
-        optimizer, x = torch.optim.AdamW(net.parameters(), 3e-3), normalise(task.train_x, channels_last=False)
+        optimizer, x = (
+            torch.optim.AdamW(net.parameters(), 3e-3),
+            normalise(task.train_x, channels_last=False),
+        )
         for _ in range(epochs):
             for index in torch.randperm(len(x)).split(50):
                 optimizer.zero_grad()
@@ -278,7 +300,9 @@ def test_synthetic_classes_are_for_networks_not_for_a_linear_map():
     for pair in ((0, 1), (2, 3)):
         convolutions = [nn.Conv2d(3, 16, 5, 2, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()]
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2)]
-        networks.append(accuracy(nn.Sequential(*convolutions, nn.Conv2d(32, 32, 3), nn.ReLU(), *head), pair, 12))
+        networks.append(
+            accuracy(nn.Sequential(*convolutions, nn.Conv2d(32, 32, 3), nn.ReLU(), *head), pair, 12)
+        )
         linear.append(accuracy(nn.Sequential(nn.Flatten(), nn.Linear(3072, 2)), pair, 12))
     assert np.mean(networks) > 0.85 and np.mean(linear) < 0.65, (networks, linear)
 
@@ -290,23 +314,43 @@ def test_tasks_of_a_store_by_number(store):
         pair, task = drawn[number], tasks.load(number)
         assert all(torch.equal(a, b) for a, b in zip(task, load_task(store, pair), strict=True))
         names = [f"texture-00{pair.first}", f"texture-00{pair.second}"]
-        assert tasks.facts(number) == {"round": pair.round, "classes": [pair.first, pair.second], "names": names}
+        assert tasks.facts(number) == {
+            "round": pair.round,
+            "classes": [pair.first, pair.second],
+            "names": names,
+        }
 
 
 def test_random_labels_are_all_that_changes_from_task_to_task():
     tasks = RandomLabels(images=5000, classes=10, seed=3)
     first, again, second = tasks.load(7), tasks.load(7), tasks.load(8)
     assert torch.equal(first.train_x, second.train_x) and torch.equal(first.train_y, again.train_y)
-    assert first.train_x.shape == (5000, 3, 8, 8) and first.train_x.is_contiguous(memory_format=torch.channels_last)
+    assert first.train_x.shape == (5000, 3, 8, 8) and first.train_x.is_contiguous(
+        memory_format=torch.channels_last
+    )
     assert first.test_x is first.train_x and first.test_y is first.train_y
     counts = torch.bincount(first.train_y, minlength=10).double()
-    assert len(counts) == 10 and ((counts - 500).square() / 500).sum() < 28  # chi-squared of 9: 0.1 %
+    assert (
+        len(counts) == 10 and ((counts - 500).square() / 500).sum() < 28
+    )  # chi-squared of 9: 0.1 %
     assert abs((first.train_y == second.train_y).double().mean() - 0.1) < 0.02
     values = torch.bincount(first.train_x.flatten().long(), minlength=256).double()
     assert ((values - values.mean()).square() / values.mean()).sum() < 330  # of 255
     fewer = RandomLabels(images=9, classes=10, seed=3)
-    assert torch.equal(fewer.images, tasks.images[:9]) and torch.equal(fewer.labels(7), tasks.labels(7)[:9])
-    assert len({tasks.digest, fewer.digest, RandomLabels(9, 3, 3).digest, RandomLabels(9, 10, 4).digest}) == 4
+    assert torch.equal(fewer.images, tasks.images[:9]) and torch.equal(
+        fewer.labels(7), tasks.labels(7)[:9]
+    )
+    assert (
+        len(
+            {
+                tasks.digest,
+                fewer.digest,
+                RandomLabels(9, 3, 3).digest,
+                RandomLabels(9, 10, 4).digest,
+            }
+        )
+        == 4
+    )
     for images, classes in ((1, 10), (10, 1)):
         with pytest.raises(InputError, match="at least two"):
             RandomLabels(images, classes)
@@ -316,24 +360,41 @@ def test_digits_have_random_labels_or_pixels_in_another_order():
     pytest.importorskip("sklearn")
     tasks = PermutedDigits(images=1000, seed=3)
     first, again, second = tasks.load(0), tasks.load(0), tasks.load(1)
-    assert all(torch.equal(a, b) for a, b in zip(first, again)) and torch.equal(first.test_y, second.test_y)
+    assert all(torch.equal(a, b) for a, b in zip(first, again)) and torch.equal(
+        first.test_y, second.test_y
+    )
     assert first.train_x.shape == (1000, 3, 8, 8) and first.test_x.shape == (797, 3, 8, 8)
-    assert first.train_x.is_contiguous(memory_format=torch.channels_last) and first.train_x.dtype == torch.uint8
+    assert (
+        first.train_x.is_contiguous(memory_format=torch.channels_last)
+        and first.train_x.dtype == torch.uint8
+    )
     digits = tasks.x.flatten(2)
     for task in (first, second):
         order = torch.cat([task.train_x, task.test_x]).flatten(2)
-        assert not torch.equal(order, digits) and torch.equal(order.sort(2).values, digits.sort(2).values)
+        assert not torch.equal(order, digits) and torch.equal(
+            order.sort(2).values, digits.sort(2).values
+        )
         columns = [set(map(tuple, x[:, 0].T.tolist())) for x in (order, digits)]
         assert columns[0] == columns[1], "the same order for all digits"
-    assert not torch.equal(first.train_x, second.train_x) and tasks.facts(1)["classes"] == list(range(10))
+    assert not torch.equal(first.train_x, second.train_x) and tasks.facts(1)["classes"] == list(
+        range(10)
+    )
     assert not torch.equal(first.train_x, PermutedDigits(1000, 4).load(0).train_x)
-    nearest = torch.cdist(first.test_x[:, 0].flatten(1).float(), first.train_x[:, 0].flatten(1).float()).argmin(1)
-    assert (first.train_y[nearest] == first.test_y).float().mean() > 0.9, "labels belong to their digits"
+    nearest = torch.cdist(
+        first.test_x[:, 0].flatten(1).float(), first.train_x[:, 0].flatten(1).float()
+    ).argmin(1)
+    assert (first.train_y[nearest] == first.test_y).float().mean() > 0.9, (
+        "labels belong to their digits"
+    )
     labelled = RandomLabels(50, 10, 3, digits=True)
     assert torch.equal(labelled.images, tasks.x[:50]) and torch.equal(
         labelled.labels(2), RandomLabels(50, 10, 3).labels(2)
     )
-    assert labelled.digest == RandomLabels(50, 10, 4, digits=True).digest != RandomLabels(50, 10, 3).digest
+    assert (
+        labelled.digest
+        == RandomLabels(50, 10, 4, digits=True).digest
+        != RandomLabels(50, 10, 3).digest
+    )
     for wrong in (1, 1797):
         with pytest.raises(InputError, match="there are 1797 digits"):
             PermutedDigits(wrong - (wrong == 1))

@@ -13,7 +13,9 @@ from fastlr.experiments.data import open_series, split_series
 from fastlr.experiments.data.series import generated_series, read_series
 
 
-def write(path, rows: int = 40, change=lambda lines: None, step: timedelta = timedelta(hours=1)) -> str:
+def write(
+    path, rows: int = 40, change=lambda lines: None, step: timedelta = timedelta(hours=1)
+) -> str:
     """Write a file of two features, a = its row and b = -2 x its row; return its path.
 
     ``change`` mends the lines in place.
@@ -27,16 +29,32 @@ def write(path, rows: int = 40, change=lambda lines: None, step: timedelta = tim
 
 def test_a_file_is_read_as_it_stands(tmp_path):
     table = read_series(write(tmp_path / "s.csv"))
-    assert (table.name, table.columns, table.step, table.values.shape) == ("s", ("a", "b"), 3600.0, (40, 2))
-    np.testing.assert_array_equal(table.values, np.stack([np.arange(40.0), -2 * np.arange(40.0)], 1))
+    assert (table.name, table.columns, table.step, table.values.shape) == (
+        "s",
+        ("a", "b"),
+        3600.0,
+        (40, 2),
+    )
+    np.testing.assert_array_equal(
+        table.values, np.stack([np.arange(40.0), -2 * np.arange(40.0)], 1)
+    )
 
-    def elsewhere(lines):  # a byte order mark, blanks, another place and form of the date, an empty line
-        lines[:] = [f"{b}, {a} , 2016/7/{1 + i} 0:00" for i, (_, a, b) in enumerate(x.split(",") for x in lines[1:9])]
+    def elsewhere(
+        lines,
+    ):  # a byte order mark, blanks, another place and form of the date, an empty line
+        lines[:] = [
+            f"{b}, {a} , 2016/7/{1 + i} 0:00"
+            for i, (_, a, b) in enumerate(x.split(",") for x in lines[1:9])
+        ]
         lines.insert(0, "\ufeffb,a,Timestamp")
         lines.insert(3, "")
 
     other = read_series(write(tmp_path / "t.csv", change=elsewhere))
-    assert other.columns == ("b", "a") and other.step == 86400 and other.values[7].tolist() == [-14.0, 7.0]
+    assert (
+        other.columns == ("b", "a")
+        and other.step == 86400
+        and other.values[7].tolist() == [-14.0, 7.0]
+    )
     assert other.digest != table.digest == read_series(write(tmp_path / "u.csv")).digest
 
 
@@ -48,8 +66,16 @@ def test_a_file_is_read_as_it_stands(tmp_path):
         (5, "2016-07-01 04:00:00,1,nan", r"line 6, column b: 'nan' is no finite number"),
         (5, "2016-07-01 04:00:00,1", r"line 6: 2 cells, but the header has 3"),
         (5, "yesterday,1,1", r"line 6, column date: 'yesterday' is no date"),
-        (5, "2016-07-01 03:00:00,1,1", r"line 6, column date: .* is not later than 2016-07-01 03:00:00 of line 5"),
-        (6, "", r"line 8, column date: 2016-07-01 06:00:00 leaves a gap after 2016-07-01 04:00:00 of line 6 .*3600 s"),
+        (
+            5,
+            "2016-07-01 03:00:00,1,1",
+            r"line 6, column date: .* is not later than 2016-07-01 03:00:00 of line 5",
+        ),
+        (
+            6,
+            "",
+            r"line 8, column date: 2016-07-01 06:00:00 leaves a gap after 2016-07-01 04:00:00 of line 6 .*3600 s",
+        ),
         (0, "day,a,b", r"no date column among day, a, b"),
         (0, "date,time,b", r"2 columns that could be the date column"),
         (0, "date,a,a", r"two columns called a"),
@@ -63,8 +89,16 @@ def test_what_is_wrong_is_named(tmp_path, line, text, message):
 
 @pytest.mark.filterwarnings("error")
 def test_a_cell_that_flattens_its_column_is_named(tmp_path):
-    with pytest.warns(FastlrWarning, match=r"s.csv, line 6, column a: 1e\+300 is more than 10000 times as far from"):
-        read_series(write(tmp_path / "s.csv", change=lambda lines: lines.__setitem__(5, "2016-07-01 04:00:00,1e300,1")))
+    with pytest.warns(
+        FastlrWarning,
+        match=r"s.csv, line 6, column a: 1e\+300 is more than 10000 times as far from",
+    ):
+        read_series(
+            write(
+                tmp_path / "s.csv",
+                change=lambda lines: lines.__setitem__(5, "2016-07-01 04:00:00,1e300,1"),
+            )
+        )
     rare = lambda lines: lines.__setitem__(slice(1, None), [f"{x.rpartition(',')[0]},{i == 7:d}" for i, x in enumerate(lines[1:])])  # fmt: skip # noqa: E731, E501
     assert read_series(write(tmp_path / "t.csv", change=rare)).values[:, 1].sum() == 1
 
@@ -94,11 +128,15 @@ def test_months_are_even_steps(tmp_path):
 def test_a_series_is_found_by_name(tmp_path, monkeypatch):
     write(tmp_path / "here.csv")
     monkeypatch.delenv("FASTLR_DATA", raising=False)
-    with pytest.raises(InputError, match="no series here: .* FASTLR_DATA is not set; give the path"):
+    with pytest.raises(
+        InputError, match="no series here: .* FASTLR_DATA is not set; give the path"
+    ):
         open_series("here")
     monkeypatch.setenv("FASTLR_DATA", str(tmp_path))
     assert (
-        open_series("here").digest == open_series("here.csv").digest == open_series(str(tmp_path / "here.csv")).digest
+        open_series("here").digest
+        == open_series("here.csv").digest
+        == open_series(str(tmp_path / "here.csv")).digest
     )
     with pytest.raises(InputError, match="no series ETTm1: .* holds no ETTm1.csv"):
         open_series("ETTm1")
@@ -144,7 +182,8 @@ def test_windows_are_rows_of_their_part(tmp_path):
 def test_too_short_and_constant_series_are_named(tmp_path):
     table = read_series(write(tmp_path / "s.csv", rows=100))
     with pytest.raises(
-        InputError, match="100 rows, 80 for training and 20 for validation: .* need 21 in each, 105 in all"
+        InputError,
+        match="100 rows, 80 for training and 20 for validation: .* need 21 in each, 105 in all",
     ):
         split_series(table, context=15, horizon=6)
     split_series(table, context=15, horizon=5)
@@ -153,7 +192,9 @@ def test_too_short_and_constant_series_are_named(tmp_path):
         lines[1:81] = [line.rpartition(",")[0] + ",7" for line in lines[1:81]]
 
     with pytest.raises(InputError, match="column b: constant in the first 80 rows"):
-        split_series(read_series(write(tmp_path / "c.csv", rows=100, change=constant)), context=6, horizon=3)
+        split_series(
+            read_series(write(tmp_path / "c.csv", rows=100, change=constant)), context=6, horizon=3
+        )
 
 
 def test_the_hourly_series_of_the_benchmark(fastlr_data):

@@ -15,7 +15,12 @@ from recorders import DEVICES, Tape
 
 import fastlr
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.experiments.data.memorization import GaussianPairs, LabelledShapes, digest, random_labels
+from fastlr.experiments.data.memorization import (
+    GaussianPairs,
+    LabelledShapes,
+    digest,
+    random_labels,
+)
 from fastlr.experiments.memorization import experiment as memorize
 from fastlr.experiments.memorization.experiment import Memorizer
 from fastlr.experiments.memorization.options import PRESETS, MemorizeOptions
@@ -49,8 +54,14 @@ def test_labels_are_a_function_of_seed_and_index():
     assert torch.equal(labels[1:3], random_labels(index[1:3], 1000, seed=3))
     many = torch.arange(20_000)
     counts = random_labels(many, 10).bincount(minlength=10).double()
-    assert ((counts - 2000).square() / 2000).sum() < 27.9  # chi-squared with 9 degrees of freedom: probability .001
-    joint = (10 * random_labels(many, 10) + random_labels(many, 10, seed=1)).bincount(minlength=100).double()
+    assert (
+        (counts - 2000).square() / 2000
+    ).sum() < 27.9  # chi-squared with 9 degrees of freedom: probability .001
+    joint = (
+        (10 * random_labels(many, 10) + random_labels(many, 10, seed=1))
+        .bincount(minlength=100)
+        .double()
+    )
     assert ((joint - 200).square() / 200).sum() < 148.2  # 99 degrees of freedom
     with pytest.raises(InputError, match="index"):
         random_labels(torch.tensor([0.5]), 10)
@@ -79,8 +90,17 @@ def test_gaussian_pairs_are_windows_and_independent_targets():
 
 
 def test_digests_tell_data_apart():
-    kinds = [LabelledShapes(9, 5, 8), LabelledShapes(9, 5, 8, seed=1), LabelledShapes(9, 6, 8), LabelledShapes(9, 5, 9)]
-    kinds += [LabelledShapes(10, 5, 8), GaussianPairs(9, 24, 6, 2), GaussianPairs(9, 24, 6, 2, seed=1)]
+    kinds = [
+        LabelledShapes(9, 5, 8),
+        LabelledShapes(9, 5, 8, seed=1),
+        LabelledShapes(9, 6, 8),
+        LabelledShapes(9, 5, 9),
+    ]
+    kinds += [
+        LabelledShapes(10, 5, 8),
+        GaussianPairs(9, 24, 6, 2),
+        GaussianPairs(9, 24, 6, 2, seed=1),
+    ]
     assert len({digest(data) for data in kinds}) == len(kinds)
     used = GaussianPairs(9, 24, 6, 2)
     used.batch(torch.tensor([1]))
@@ -109,9 +129,13 @@ def test_bits_of_regression():
     data = GaussianPairs(n=2000, context=8, horizon=6, features=2)
     _, y = data.batch(torch.arange(2000))
     m = 12
-    assert abs(data.bits(data.losses(torch.zeros_like(y), y).mean().item())) < 4 * (2000 * m / 2) ** 0.5 / math.log(2)
+    assert abs(data.bits(data.losses(torch.zeros_like(y), y).mean().item())) < 4 * (
+        2000 * m / 2
+    ) ** 0.5 / math.log(2)
     noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
-    known = data.losses(0.75 * y + 0.75**0.5 * 0.5 * noise, y)  # the channel of rate one bit an element: D = 1/4
+    known = data.losses(
+        0.75 * y + 0.75**0.5 * 0.5 * noise, y
+    )  # the channel of rate one bit an element: D = 1/4
     assert known.shape == (2000,)
     assert data.bits(known.mean().item()) == pytest.approx(2000 * m, rel=0.02)
     assert data.ceiling is None and data.right(y, y) is None
@@ -149,7 +173,9 @@ def test_epochs_are_those_of_plain_torch(kind, runs):
     losses = []
     for epoch in range(1, 6):
         torch.manual_seed(stream_seed(3, "epoch", epoch))  # dropout
-        order = torch.randperm(data.n, generator=torch.Generator().manual_seed(stream_seed(3, "order", epoch)))
+        order = torch.randperm(
+            data.n, generator=torch.Generator().manual_seed(stream_seed(3, "order", epoch))
+        )
         assert order.bincount().tolist() == [1] * data.n
         total = 0.0
         for rows in order.split(12):
@@ -164,9 +190,15 @@ def test_epochs_are_those_of_plain_torch(kind, runs):
         losses.append(total / data.n)
     records = [line for line in lines(runs / kind) if line["kind"] == "epoch"]
     assert [record["epoch"] for record in records] == [2, 4, 5]
-    assert sum((record["train_losses"] for record in records), []) == pytest.approx(losses, rel=1e-4)
-    assert [record["train_loss"] for record in records] == [record["train_losses"][-1] for record in records]
-    torch.testing.assert_close(dict(model.state_dict()), dict(checkpoint(runs / kind)["model"]), rtol=1e-3, atol=1e-5)
+    assert sum((record["train_losses"] for record in records), []) == pytest.approx(
+        losses, rel=1e-4
+    )
+    assert [record["train_loss"] for record in records] == [
+        record["train_losses"][-1] for record in records
+    ]
+    torch.testing.assert_close(
+        dict(model.state_dict()), dict(checkpoint(runs / kind)["model"]), rtol=1e-3, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["vision", "series"])
@@ -177,7 +209,9 @@ def test_records_say_what_the_checkpoint_holds(kind, runs):
     model.load_state_dict(checkpoint(runs / kind)["model"])
     model = model.double().eval()
     with torch.no_grad():
-        samples = [data.batch(torch.tensor([i])) for i in range(data.n)]  # one sample at a time, float64
+        samples = [
+            data.batch(torch.tensor([i])) for i in range(data.n)
+        ]  # one sample at a time, float64
         outputs = [(model(x.double()), y) for x, y in samples]
     if kind == "vision":
         loss = sum(F.cross_entropy(z, y).item() for z, y in outputs) / 40
@@ -205,19 +239,30 @@ def test_local_redundancy_is_that_of_unseen_inputs(kind, runs, tmp_path):
     state = checkpoint(tmp_path / "run")
     model = network(kind)
     model.load_state_dict(state["model"])
-    inputs = fastlr.ShapeImages(size=(3, 8, 8)) if kind == "vision" else fastlr.GaussianSeries(24, 2)
+    inputs = (
+        fastlr.ShapeImages(size=(3, 8, 8)) if kind == "vision" else fastlr.GaussianSeries(24, 2)
+    )
     predictive = fastlr.Categorical() if kind == "vision" else fastlr.Gaussian()
     wanted = fastlr.estimate(
-        model, inputs, n=12, predictive=predictive, seed=stream_seed(3, "redundancy"), probe="sampled"
+        model,
+        inputs,
+        n=12,
+        predictive=predictive,
+        seed=stream_seed(3, "redundancy"),
+        probe="sampled",
     )
     assert measured[4]["local_redundancy"]["value"] == pytest.approx(wanted.value, rel=1e-4)
     assert measured[4]["local_redundancy"]["stderr"] == pytest.approx(wanted.stderr, rel=1e-3)
     # measuring changes nothing
-    assert [line["loss"] for line in lines(tmp_path / "run")] == [line["loss"] for line in lines(runs / kind)][:3]
+    assert [line["loss"] for line in lines(tmp_path / "run")] == [
+        line["loss"] for line in lines(runs / kind)
+    ][:3]
 
 
 def test_a_network_memorises_its_samples_and_no_others():
-    options = resolve(MemorizeOptions, PRESETS, "vision-small", {"n": 48, "classes": 16, "learning_rate": 5e-3})
+    options = resolve(
+        MemorizeOptions, PRESETS, "vision-small", {"n": 48, "classes": 16, "learning_rate": 5e-3}
+    )
     data, _ = memorize.DRIVER.open_data(options)
     memorizer = Memorizer(data, options, torch.device("cpu"))
     for epoch in range(1, 61):
@@ -232,7 +277,11 @@ def test_a_network_memorises_its_samples_and_no_others():
 
 def test_no_sample_is_written(runs):
     for kind in ("vision", "series"):
-        files = {str(path.relative_to(runs / kind)) for path in (runs / kind).rglob("*") if path.is_file()}
+        files = {
+            str(path.relative_to(runs / kind))
+            for path in (runs / kind).rglob("*")
+            if path.is_file()
+        }
         assert files == {"config.json", "records.jsonl", "run.lock", "checkpoints/last.pt"}
         assert set(checkpoint(runs / kind)) == {"position", "model", "optimiser", "chunk"}
 
@@ -245,8 +294,12 @@ def test_replayed_steps_are_the_same(kind, device):
     options = MemorizeOptions(**{**settings_of(kind), "device": device.type, "step": "eager"})
     data, _ = memorize.DRIVER.open_data(options)
     plain, replayed = Memorizer(data, options, device), Memorizer(data, options, device)
-    for mine in (plain, replayed) if device.type == "cpu" else ():  # the kind of optimiser that they have on a GPU
-        mine.optimiser = torch.optim.AdamW(mine.model.parameters(), lr=1e-2, weight_decay=0.01, fused=True)
+    for mine in (
+        (plain, replayed) if device.type == "cpu" else ()
+    ):  # the kind of optimiser that they have on a GPU
+        mine.optimiser = torch.optim.AdamW(
+            mine.model.parameters(), lr=1e-2, weight_decay=0.01, fused=True
+        )
     if device.type == "cuda":
         replayed = Memorizer(data, dataclasses.replace(options, step="graph"), device)
     else:
@@ -256,7 +309,10 @@ def test_replayed_steps_are_the_same(kind, device):
     for epoch in range(1, 5):
         assert plain.epoch(epoch) == pytest.approx(replayed.epoch(epoch), rel=1e-4)
         replayed.evaluate("then"), replayed.measure()  # what happens between epochs does not matter
-    assert (plain.step_mode, replayed.step_mode) == ("eager", "graph") and replayed.steps.captures == 2
+    assert (plain.step_mode, replayed.step_mode) == (
+        "eager",
+        "graph",
+    ) and replayed.steps.captures == 2
     if device.type == "cpu":
         assert_same(plain.state()["model"], replayed.state()["model"])
 
@@ -273,7 +329,12 @@ def test_replayed_steps_are_the_same(kind, device):
     ],
 )
 def test_killed_it_ends_as_the_uninterrupted_run(kind, kills, epochs, every, tmp_path):
-    settings = {**settings_of(kind), "epochs": epochs, "evaluate_every": every, "measure_every": 2 * every}
+    settings = {
+        **settings_of(kind),
+        "epochs": epochs,
+        "evaluate_every": every,
+        "measure_every": 2 * every,
+    }
     records = check_kills(tmp_path, memorize.__name__, settings, kills, seed=kills)
     assert [line["epoch"] for line in records] == [*range(0, epochs, every), epochs]
 
@@ -302,10 +363,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
 
 def test_presets_are_the_papers():
     vision = resolve(MemorizeOptions, PRESETS, "vision", {})
-    assert (vision.n, vision.classes, vision.epochs, vision.learning_rate) == (819_200, 1000, 1000, 1e-3)
+    assert (vision.n, vision.classes, vision.epochs, vision.learning_rate) == (
+        819_200,
+        1000,
+        1000,
+        1e-3,
+    )
     assert (vision.batch_size, vision.norm_batch, vision.dtype) == (1024, 256, "bf16")
     data, config = memorize.DRIVER.open_data(vision)
-    assert config["ceiling_bits"] / 5_483_032 == pytest.approx(1.489, abs=1e-3)  # bits a parameter of MobileNetV3-Large
+    assert config["ceiling_bits"] / 5_483_032 == pytest.approx(
+        1.489, abs=1e-3
+    )  # bits a parameter of MobileNetV3-Large
     series = resolve(MemorizeOptions, PRESETS, "series", {})
     assert series.n * series.horizon * series.channels == 1_376_256
     assert memorize._arguments(series)["kwargs"] == {"channels": 7, "context": 512, "horizon": 96}
@@ -320,7 +388,10 @@ def test_presets_are_the_papers():
         ({"n": 1}, "n=1: give at least 2"),
         ({"learning_rate": 0.0}, "learning_rate=0.0: give a positive number"),
         ({"measure_every": 3}, "measure_every=3: give a multiple of evaluate_every=2"),
-        ({"model": "continual_cases:plain", "classes": 5, "size": 8, "kind": "series"}, "the call failed"),
+        (
+            {"model": "continual_cases:plain", "classes": 5, "size": 8, "kind": "series"},
+            "the call failed",
+        ),
         ({"model": "memorize_nets:none"}, "importing memorize_nets failed"),
         ({"model": "continual_cases:no_classes"}, "no such function"),
     ],
@@ -349,14 +420,26 @@ def test_the_command(tmp_path, cli):
     cli(f"memorize --out {out} --resume --epochs 6")
     assert [line.get("epoch") for line in comparable(out)] == [0, 2, 4, 5, 6]
     config = json.loads((out / "config.json").read_text())
-    assert config["driver"] == "memorize" and config["data"]["samples"] == 30 and config["options"]["epochs"] == 6
-    cli(f"continual --out {out} --resume", code=2, says="is a run of fastlr memorize, not of fastlr continual")
+    assert (
+        config["driver"] == "memorize"
+        and config["data"]["samples"] == 30
+        and config["options"]["epochs"] == 6
+    )
+    cli(
+        f"continual --out {out} --resume",
+        code=2,
+        says="is a run of fastlr memorize, not of fastlr continual",
+    )
 
 
 def test_the_command_prints_the_capacity_of_a_model_of_ones_own(cli):
     small = as_arguments({"n": 8, "size": 8, "epochs": 60, "classes": 2, "learning_rate": 0.01})
     first, second = cli("memorize continual_cases:net --inputs noise", *small).out.splitlines()
-    assert " bits a parameter: 8 bits, " in first and "% of the labels'" in first and "8 noise, seed 0" in second
+    assert (
+        " bits a parameter: 8 bits, " in first
+        and "% of the labels'" in first
+        and "8 noise, seed 0" in second
+    )
     for arguments, words in (
         ("--inputs noise", "--inputs wants a model"),
         ("continual_cases:net --inputs fog", "choose shapes, noise, series"),

@@ -11,7 +11,12 @@ import pytest
 
 from fastlr.errors import FastlrWarning, InputError
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
-from fastlr.experiments.memorization.report import bits_sheet, findings, training_sheet, write_memorization_report
+from fastlr.experiments.memorization.report import (
+    bits_sheet,
+    findings,
+    training_sheet,
+    write_memorization_report,
+)
 
 PARAMETERS, N, CLASSES = 500, 100, 16
 
@@ -21,27 +26,48 @@ def bits_of(epoch: int, seed: int) -> float:
     return (400 - seed) * (1 - math.exp(-epoch / 10))
 
 
-def write_run(folder: Path, seed: int = 0, kind: str = "vision", epochs: int = 40, lr: bool = True) -> Path:
+def write_run(
+    folder: Path, seed: int = 0, kind: str = "vision", epochs: int = 40, lr: bool = True
+) -> Path:
     lines = []
     for epoch in range(0, epochs + 1, 2):
         bits = bits_of(epoch, seed)
-        record = {"epoch": epoch, "bits": bits, "bits_per_parameter": bits / PARAMETERS, "seconds": {"evaluate": 0.5}}
+        record = {
+            "epoch": epoch,
+            "bits": bits,
+            "bits_per_parameter": bits / PARAMETERS,
+            "seconds": {"evaluate": 0.5},
+        }
         if kind == "vision":
             loss = (math.log2(CLASSES) - bits / N) * math.log(2)
-            record |= {"loss": loss, "accuracy": epoch / 100, "share_of_ceiling": bits / (N * math.log2(CLASSES))}
+            record |= {
+                "loss": loss,
+                "accuracy": epoch / 100,
+                "share_of_ceiling": bits / (N * math.log2(CLASSES)),
+            }
         else:
-            record |= {"loss": 2.0 ** (-2 * bits / 1200), "accuracy": None, "share_of_ceiling": None}
+            record |= {
+                "loss": 2.0 ** (-2 * bits / 1200),
+                "accuracy": None,
+                "share_of_ceiling": None,
+            }
         if epoch:
             record |= {"kind": "epoch", "train_losses": [3.0 - epoch / 50, 2.9 - epoch / 50]}
             record["train_loss"] = record["train_losses"][-1]
             record["seconds"]["train"] = 4.0
         else:
-            record |= {"kind": "start", "parameters": PARAMETERS, "substitutions": ["n 100 for 819200"]}
+            record |= {
+                "kind": "start",
+                "parameters": PARAMETERS,
+                "substitutions": ["n 100 for 819200"],
+            }
         found = {"value": 10.0 + epoch, "stderr": 0.5, "definition": "what it is"}
         record["measures"] = {"local_redundancy": found} if lr and epoch % 8 == 0 else {}
         lines.append(json.dumps(record) + "\n")
         if epoch == 10:
-            lines.append(json.dumps({"kind": "resume", "epoch": 10, "date": "2026-11-21T00:00:00Z"}) + "\n")
+            lines.append(
+                json.dumps({"kind": "resume", "epoch": 10, "date": "2026-11-21T00:00:00Z"}) + "\n"
+            )
     folder.mkdir(parents=True)
     (folder / "records.jsonl").write_text("".join(lines))
     ceiling = N * math.log2(CLASSES) if kind == "vision" else None
@@ -65,9 +91,17 @@ def test_numbers_of_a_run(tmp_path):
     epochs, values, errors = run.redundancy()
     assert epochs.tolist() == [0, 8, 16, 24, 32, 40] and values.tolist() == [10, 18, 26, 34, 42, 50]
     assert (errors == 0.5).all()
-    assert (run.seconds("train"), run.seconds("evaluate"), run.seconds("local_redundancy")) == (80.0, 10.5, 0.0)
+    assert (run.seconds("train"), run.seconds("evaluate"), run.seconds("local_redundancy")) == (
+        80.0,
+        10.5,
+        0.0,
+    )
     series = MemorizationRun.read(write_run(tmp_path / "series", kind="series", lr=False))
-    assert math.isnan(series.ceiling) and len(series.redundancy()[0]) == 0 and np.isnan(series.series("accuracy")).all()
+    assert (
+        math.isnan(series.ceiling)
+        and len(series.redundancy()[0]) == 0
+        and np.isnan(series.series("accuracy")).all()
+    )
     short = MemorizationRun.read(write_run(tmp_path / "short", epochs=2))
     assert math.isnan(short.late_gain())
 
@@ -79,7 +113,12 @@ def test_the_table_over_epochs_has_those_that_were_measured(tmp_path):
                             f"{bits_of(40, 0):,.0f}", f"{bits_of(40, 0) / PARAMETERS:.4f}", f"{bits_of(40, 0) / 4:.1f} %",
                             "50.00 ± 0.50")  # fmt: skip
     rows = training_sheet(MemorizationRun.read(write_run(tmp_path / "none", lr=False)), "t").rows
-    assert len(rows) == 13 and rows[0][0] == "0" and rows[-1][0] == "40" and {row[-1] for row in rows} == {"–"}
+    assert (
+        len(rows) == 13
+        and rows[0][0] == "0"
+        and rows[-1][0] == "40"
+        and {row[-1] for row in rows} == {"–"}
+    )
 
 
 def test_seeds_are_averaged_and_other_runs_are_not(tmp_path):
@@ -91,11 +130,15 @@ def test_seeds_are_averaged_and_other_runs_are_not(tmp_path):
     notes, sentences = bits_sheet(runs).notes, findings(runs)
     each = np.array([bits_of(40, seed) / PARAMETERS for seed in range(3)])
     spread = each.std(ddof=1) / 3**0.5
-    assert sentences[0].startswith(f"seeds/seed-0: {each.mean():.3f} ± {spread:.3f} over 3 seeds bits a parameter")
+    assert sentences[0].startswith(
+        f"seeds/seed-0: {each.mean():.3f} ± {spread:.3f} over 3 seeds bits a parameter"
+    )
     assert "one seed, so without an error" in sentences[1]
     assert "Not as in the paper, longer: epochs 60 for 1000; n 100 for 819200." in notes[-1]
     write_run(tmp_path / "again", seed=1)
-    with pytest.raises(InputError, match=r"again and .*seed-1 have the same seed \(1\) .* no further evidence"):
+    with pytest.raises(
+        InputError, match=r"again and .*seed-1 have the same seed \(1\) .* no further evidence"
+    ):
         read_memorization_runs([tmp_path / "again", tmp_path / "seeds"])
 
 
@@ -103,10 +146,22 @@ def test_the_report_on_the_command_line(tmp_path, cli):
     write_run(tmp_path / "runs" / "a")
     write_run(tmp_path / "runs" / "b", kind="series")
     out = cli(f"report {tmp_path / 'runs'}").out
-    assert max(map(len, out.splitlines()[:-1])) <= 80 and "Bits memorised" in out and "Over training: b" in out
+    assert (
+        max(map(len, out.splitlines()[:-1])) <= 80
+        and "Bits memorised" in out
+        and "Over training: b" in out
+    )
     folder = tmp_path / "runs" / "report"
     names = {path.name for path in folder.iterdir()}
-    assert {"index.html", "report.md", "report.json", "bits.csv", "bits.png", "losses.png", "redundancy.png"} <= names
+    assert {
+        "index.html",
+        "report.md",
+        "report.json",
+        "bits.csv",
+        "bits.png",
+        "losses.png",
+        "redundancy.png",
+    } <= names
     numbers = json.loads((folder / "report.json").read_text())
     assert [run["kind"] for run in numbers["runs"]] == ["series", "vision"]
     assert numbers["runs"][1]["records"][-1]["bits"] == pytest.approx(bits_of(40, 0))
@@ -120,7 +175,9 @@ def test_only_images_have_a_ceiling_in_the_figure(tmp_path):
     captions = {}
     for kind in ("series", "vision"):
         report = write_memorization_report([write_run(tmp_path / kind, kind=kind)])
-        captions[kind] = next(caption for path, caption in report.figures if path.name == "bits.png")
+        captions[kind] = next(
+            caption for path, caption in report.figures if path.name == "bits.png"
+        )
     assert "ceiling" in captions["vision"] and "ceiling" not in captions["series"]
 
 
@@ -137,13 +194,21 @@ def test_what_is_no_run_is_named(tmp_path):
     (folder / "records.jsonl").write_text("".join(text[1:]))
     with pytest.raises(InputError, match="holds no records of a memorization run"):
         MemorizationRun.read(folder)
-    (folder / "records.jsonl").write_text("".join([*text, '{"kind": "epoch", "epoch": 42}\n', text[-1][:30]]))
+    (folder / "records.jsonl").write_text(
+        "".join([*text, '{"kind": "epoch", "epoch": 42}\n', text[-1][:30]])
+    )
     with pytest.warns(FastlrWarning) as seen:
         assert max(MemorizationRun.read(folder).records) == 40
     said = [str(warning.message) for warning in seen]
     for accuracy in ("NaN", '"0.4"'):
         odd = text[-1].replace('"accuracy": 0.4', f'"accuracy": {accuracy}')
         (folder / "records.jsonl").write_text("".join([*text[:-1], odd, text[0]]))
-        with pytest.warns(FastlrWarning, match=rf"line {len(text)} is damaged .ValueError: accuracy"):
+        with pytest.warns(
+            FastlrWarning, match=rf"line {len(text)} is damaged .ValueError: accuracy"
+        ):
             assert max(MemorizationRun.read(folder).records) == 38
-    assert len(said) == 2 and "line 23 is damaged" in said[0] and "the last line is incomplete" in said[1]
+    assert (
+        len(said) == 2
+        and "line 23 is damaged" in said[0]
+        and "the last line is incomplete" in said[1]
+    )

@@ -33,7 +33,10 @@ def test_a_run_opens_with_its_records_and_its_checkpoint(earlier):
 
 
 def test_a_report_is_made_of_it(earlier, cli):
-    assert "report: " in cli(f"report {earlier} --figures none").out and (earlier / "report/index.html").exists()
+    assert (
+        "report: " in cli(f"report {earlier} --figures none").out
+        and (earlier / "report/index.html").exists()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*the last bits of its numbers may differ")
@@ -42,9 +45,15 @@ def test_it_goes_on(earlier):
     before = lines(earlier)
     more = {"continual": {"tasks": 3}, "memorize": {"epochs": 3}, "transfer": {}}[earlier.name]
     find_driver(earlier.name).resume(earlier, more)
-    assert read_config(earlier)["options"]["batch_norm_updates"] == "every-part", "as it was before there was a choice"
+    assert read_config(earlier)["options"]["batch_norm_updates"] == "every-part", (
+        "as it was before there was a choice"
+    )
     torch.set_num_threads(threads)
-    kinds = {"continual": ["resume", "task"], "memorize": ["resume", "epoch"], "transfer": ["resume"]}
+    kinds = {
+        "continual": ["resume", "task"],
+        "memorize": ["resume", "epoch"],
+        "transfer": ["resume"],
+    }
     assert lines(earlier)[: len(before)] == before
     assert [line["kind"] for line in lines(earlier)[len(before) :]] == kinds[earlier.name]
 

@@ -52,7 +52,9 @@ def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
         job(tmp_path, "mute", work + "1 / 0"),
         job(tmp_path, "last", work + "send({'n': 2})"),
     ]
-    failed = run_jobs(jobs, [{"SLOT": "a"}, {"SLOT": "b"}], lambda name, message: heard.append((name, message)))
+    failed = run_jobs(
+        jobs, [{"SLOT": "a"}, {"SLOT": "b"}], lambda name, message: heard.append((name, message))
+    )
     assert failed == {
         "says": "no such thing",
         "dies": "ended by signal 9 (SIGKILL), often for lack of memory",
@@ -62,7 +64,12 @@ def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
     for name, code in codes.items():
         started, sent, *_, ended = [message for of_job, message in heard if of_job == name]
         assert started == {"event": "started"}
-        assert ended == {"event": "ended", "error": failed.get(name), "code": code, "killed": name == "dies"}
+        assert ended == {
+            "event": "ended",
+            "error": failed.get(name),
+            "code": code,
+            "killed": name == "dies",
+        }
         assert sent["n"] == 1 and sent["stdin"] == 0 and sent["slot"] in "ab"
         log = (tmp_path / f"{name}.txt").read_text()
         assert "hello" in log and log.startswith("--- ")
@@ -93,7 +100,9 @@ from fastlr.experiments.runs.processes import Job, run_jobs
 job = Job("one", {[sys.executable, "-c", ATTACH + work + "time.sleep(600)"]!r}, Path({str(tmp_path / "log")!r}))
 run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*message["pids"], flush=True))
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2 and all(map(alive, pids))
         parent.send_signal(how)
@@ -109,27 +118,48 @@ run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*messa
 
 def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    settings = {**SMALL, "data": images, "tasks": 2, "measures": ("weight_norm", "local_redundancy")}
+    settings = {
+        **SMALL,
+        "data": images,
+        "tasks": 2,
+        "measures": ("weight_norm", "local_redundancy"),
+    }
     given = as_arguments(settings)
     out = tmp_path / "out"
     captured = cli(f"continual paper --out {out} --seed 4 --seeds 2 --tensorboard", *given)
-    assert captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard") and not captured.err
+    assert (
+        captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard")
+        and not captured.err
+    )
     assert any((out / "seed-5/tensorboard").iterdir())
     for seed in (4, 5):
         continual.begin(tmp_path / f"{seed}", "paper", {**settings, "seed": seed, "threads": 1})
         assert comparable(out / f"seed-{seed}") == comparable(tmp_path / f"{seed}")
         assert_same(checkpoint(out / f"seed-{seed}"), checkpoint(tmp_path / f"{seed}"))
     config = json.loads((out / "seed-5/config.json").read_text())
-    assert config["options"]["seed"] == 5 and config["options"]["threads"] == 1 and config["command"] == sys.argv
+    assert (
+        config["options"]["seed"] == 5
+        and config["options"]["threads"] == 1
+        and config["command"] == sys.argv
+    )
     (out / "seed-6").mkdir()
     (out / "seed-6/config.json").touch()
     with pytest.warns(FastlrWarning, match="no records yet .seed-6"):
-        assert [run.path.name for run in read_runs([out])] == ["seed-4", "seed-5"], "a report pools them"
+        assert [run.path.name for run in read_runs([out])] == ["seed-4", "seed-5"], (
+            "a report pools them"
+        )
     (out / "seed-6/config.json").unlink()
-    cli(f"continual paper --out {out} --seeds 2", *given, code=2, says="holds runs: --resume goes on with them")
+    cli(
+        f"continual paper --out {out} --seeds 2",
+        *given,
+        code=2,
+        says="holds runs: --resume goes on with them",
+    )
 
     # one more task and one more seed, which fails
-    cli(f"continual --resume --out {out} --tasks 3 --seeds 3 --data nowhere", code=2, says="nowhere")
+    cli(
+        f"continual --resume --out {out} --tasks 3 --seeds 3 --data nowhere", code=2, says="nowhere"
+    )
     (out / "seed-6/mine.txt").write_text("not a run")
     captured = cli(f"continual --resume --out {out} --tasks 3 --seeds 3 --at-once 3", code=1)
     assert captured.out == f"runs: {out} (2 finished, 1 failed: --resume tries again)\n"
@@ -137,7 +167,13 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
         f"seed-6 failed: {out}/seed-6 is not empty (mine.txt): choose a new folder (log: {out}/logs/seed-6.txt)\n"
     )
     assert "Traceback" in (out / "logs/seed-6.txt").read_text()
-    assert [line["kind"] for line in lines(out / "seed-4")] == ["start", "task", "task", "resume", "task"]
+    assert [line["kind"] for line in lines(out / "seed-4")] == [
+        "start",
+        "task",
+        "task",
+        "resume",
+        "task",
+    ]
 
 
 class Asked:
@@ -167,7 +203,10 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     assert again.finished == ("seed-0", "seed-1", "seed-2")
     queue.resume({"tasks": 2}, count=4)
     assert names[-1] == ("seed-0", "seed-1", "seed-2", "seed-3")
-    assert asked.work["seed-1"]["changed"] == {"tasks": 2} and asked.work["seed-3"]["settings"]["tasks"] == 2
+    assert (
+        asked.work["seed-1"]["changed"] == {"tasks": 2}
+        and asked.work["seed-3"]["settings"]["tasks"] == 2
+    )
     queue.resume({"tasks": 1})
     assert names[-1] == ("seed-0", "seed-2", "seed-3")
     for wrong, changed, count, message in (
@@ -178,16 +217,24 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     ):
         with pytest.raises(InputError, match=message):
             dataclasses.replace(queue, **wrong).resume(changed, count)
-    with many._folder(tmp_path / "out", make=False), pytest.raises(InputError, match="is being written by process"):
+    with (
+        many._folder(tmp_path / "out", make=False),
+        pytest.raises(InputError, match="is being written by process"),
+    ):
         queue.resume({})
 
 
 def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monkeypatch):
     asked = Asked(monkeypatch)
     runs = {"a": {**SMALL, "data": images}}
-    for change, message in (({"epochs": 0}, "epochs=0"), ({"data": str(tmp_path / "none")}, "none")):
+    for change, message in (
+        ({"epochs": 0}, "epochs=0"),
+        ({"data": str(tmp_path / "none")}, "none"),
+    ):
         with pytest.raises(InputError, match=message):
-            many.Queue(continual.DRIVER, tmp_path / "out", None, print).begin({"a": {**runs["a"], **change}})
+            many.Queue(continual.DRIVER, tmp_path / "out", None, print).begin(
+                {"a": {**runs["a"], **change}}
+            )
     assert not (tmp_path / "out").exists() and not hasattr(asked, "jobs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
@@ -198,7 +245,9 @@ def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monke
 
 
 def test_the_command_says_what_does_not_go_together(tmp_path, images, cli):
-    continual.begin(tmp_path / "run", "paper", {**SMALL, "data": images, "tasks": 1, "measures": ()})
+    continual.begin(
+        tmp_path / "run", "paper", {**SMALL, "data": images, "tasks": 1, "measures": ()}
+    )
     for arguments, message in (
         (["--at-once", "2"], "--at-once goes with --seeds"),
         (["--resume", "--seeds", "2"], "does not hold runs of several seeds"),
@@ -212,7 +261,9 @@ def test_places(tmp_path, images, monkeypatch):
 
     def places(at_once: int | None = None, **settings) -> tuple[list, int]:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
-        many.Queue(continual.DRIVER, out, None, lambda names: print, at_once).begin({"a": {**runs["a"], **settings}})
+        many.Queue(continual.DRIVER, out, None, lambda names: print, at_once).begin(
+            {"a": {**runs["a"], **settings}}
+        )
         return asked.slots, asked.work["a"]["settings"]["threads"]
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
@@ -230,7 +281,10 @@ def test_places(tmp_path, images, monkeypatch):
     assert places(3, device="cuda") == ([of[0], of[1], of[0]], 0)
     assert places(device="cuda:1") == ([{}] * 4, 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-x")
-    assert places(2, device="auto")[0] == [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "GPU-x"}]
+    assert places(2, device="auto")[0] == [
+        {"CUDA_VISIBLE_DEVICES": "5"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-x"},
+    ]
 
 
 # -- the display -------------------------------------------------------------------------------------------------------
@@ -250,17 +304,26 @@ def test_a_line_for_each_run_under_way(tmp_path):
         assert all(len(line) <= 80 for line in rows)
         return rows
 
-    shown = {"accuracy": "93.3 %", "LR": "1.234e+05", "a very long name of something": "with a very long value too"}
+    shown = {
+        "accuracy": "93.3 %",
+        "LR": "1.234e+05",
+        "a very long name of something": "with a very long value too",
+    }
     for name in ("seed-0", "seed-10"):
         hear(name, {"event": "started"})
         hear(name, {"done": 1200, "total": 3000, "part": 0.5, "shown": shown})
     _, row, _ = rows = seen()
     assert [line.split()[0] for line in rows] == ["all", "seed-0", "seed-10"]
-    assert "1200/3000" in row and "accuracy 93.3 %, LR 1.234e+05" in row and row.rstrip().endswith("…")
+    assert (
+        "1200/3000" in row and "accuracy 93.3 %, LR 1.234e+05" in row and row.rstrip().endswith("…")
+    )
     hear("seed-0", {"done": 3000, "total": 3000, "part": 0.0, "shown": {"accuracy": "", "LR": ""}})
     hear("seed-0", {"event": "ended", "error": None, "killed": False})
     hear("seed-10", {"event": "ended", "error": "a reason", "killed": False})
-    assert f"seed-10 failed: a reason (log: {tmp_path}/logs/seed-10.txt)" in board.console.file.getvalue()
+    assert (
+        f"seed-10 failed: a reason (log: {tmp_path}/logs/seed-10.txt)"
+        in board.console.file.getvalue()
+    )
     assert len(seen()) == 1 and "2/3" in seen()[0] and "1 failed" in seen()[0]
 
 
@@ -274,7 +337,9 @@ def test_without_a_terminal_a_line_a_minute(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().err == "", "short runs say nothing"
         now[0] = 200.0
         for done in (5, 6):
-            hear("seed-0", {"done": done, "total": 10, "part": 0.0, "shown": {"accuracy": "93.3 %"}})
+            hear(
+                "seed-0", {"done": done, "total": 10, "part": 0.0, "shown": {"accuracy": "93.3 %"}}
+            )
     assert capsys.readouterr().err == "0/2 runs ended, 25% done, 5 min 0 s left\n"
 
 

@@ -30,7 +30,10 @@ class Step:
 
 
 def step(run: Run, t: int) -> None:
-    run.commit({"kind": "task", "task": t, "value": t / 3}, {"position": t + 1, "weight": torch.full((3,), float(t))})
+    run.commit(
+        {"kind": "task", "task": t, "value": t / 3},
+        {"position": t + 1, "weight": torch.full((3,), float(t))},
+    )
 
 
 def begin(path, steps: int = 3) -> bytes:
@@ -42,7 +45,9 @@ def begin(path, steps: int = 3) -> bytes:
 
 def script(text: str, *arguments: object, **options) -> subprocess.Popen:
     command = [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
 
 
 def test_what_was_committed_is_there_again(tmp_path):
@@ -64,7 +69,11 @@ def test_every_cut_of_the_last_line_is_mended(tmp_path):
         copy = tmp_path / f"cut{cut}"
         shutil.copytree(tmp_path / "run", copy)
         (copy / "records.jsonl").write_bytes(whole[:-cut])
-        with pytest.warns(FastlrWarning, match="incomplete last line") if cut < last else nullcontext():
+        with (
+            pytest.warns(FastlrWarning, match="incomplete last line")
+            if cut < last
+            else nullcontext()
+        ):
             Run.resume(copy).close()
         assert (copy / "records.jsonl").read_bytes() == whole
 
@@ -94,7 +103,8 @@ def test_damage_elsewhere_is_named(tmp_path):
         Run.resume(tmp_path / "run")
     torch.save({"steps": 3, "state": Step()}, checkpoint)  # code that a file must not run
     with pytest.raises(
-        InputError, match="last.pt is damaged .it is no file of plain tensors, numbers and texts.: begin"
+        InputError,
+        match="last.pt is damaged .it is no file of plain tensors, numbers and texts.: begin",
     ) as told:
         Run.resume(tmp_path / "run")
     assert "weights_only" not in str(told.value) and "can still be loaded" not in str(told.value)
@@ -114,7 +124,8 @@ def test_folders_that_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "left", [["run.lock"], ["run.lock", "checkpoints/"], ["run.lock", "checkpoints/", "config.json.part"]]
+    "left",
+    [["run.lock"], ["run.lock", "checkpoints/"], ["run.lock", "checkpoints/", "config.json.part"]],
 )
 def test_killed_before_there_was_a_configuration_it_can_begin_again(tmp_path, left):
     path = tmp_path / "run"
@@ -143,7 +154,9 @@ def test_a_second_process_is_refused_by_name(tmp_path):
     try:
         assert process.stdout.readline() == "held\n"
         for attempt in (Run.resume, lambda path: Run.create(path, {})):
-            with pytest.raises(InputError, match=f"is being written by process {process.pid} on .* since"):
+            with pytest.raises(
+                InputError, match=f"is being written by process {process.pid} on .* since"
+            ):
                 attempt(tmp_path / "run")
     finally:
         process.kill()
@@ -174,7 +187,10 @@ def test_a_full_disk_leaves_everything_before_intact(tmp_path):
     for where in ("checkpoint", "records"):
         path = tmp_path / where
         out, err = script(fill, path, where).communicate(timeout=100)
-        assert "File too large; what was written before is intact: make room, then go on with --resume" in out, err
+        assert (
+            "File too large; what was written before is intact: make room, then go on with --resume"
+            in out
+        ), err
         assert [p.name for p in (path / "checkpoints").iterdir()] == ["last.pt"]
         with Run.resume(path) as run:
             assert [r["task"] for r in run.records] == [0] and run.state["x"].tolist() == [0.0] * 10
@@ -238,5 +254,10 @@ def test_random_states_go_through_a_checkpoint(tmp_path):
 
 
 def test_streams_of_seeds_do_not_meet():
-    seeds = {stream_seed(seed, use, task) for seed in range(3) for use in ("model", "task") for task in range(50)}
+    seeds = {
+        stream_seed(seed, use, task)
+        for seed in range(3)
+        for use in ("model", "task")
+        for task in range(50)
+    }
     assert len(seeds) == 300 and all(0 <= seed < 1 << 63 for seed in seeds)

@@ -24,7 +24,11 @@ DRIVER = continual.DRIVER
 
 
 def test_grids_are_values_of_the_options_types():
-    texts = ["epochs=1,2", 'model_kwargs={"a": 1, "b": "x,{"},{}', "measures=[srank,weight_norm],srank,[]"]
+    texts = [
+        "epochs=1,2",
+        'model_kwargs={"a": 1, "b": "x,{"},{}',
+        "measures=[srank,weight_norm],srank,[]",
+    ]
     assert sweep.parse_grids(ContinualOptions, texts) == {
         "epochs": (1, 2),
         "model_kwargs": ({"a": 1, "b": "x,{"}, {}),
@@ -63,15 +67,27 @@ def test_every_combination_has_a_name_and_its_settings():
 
 
 def test_names_are_short_safe_and_different():
-    paths = tuple(f"/data/{'long/' * 30}{end}" for end in ("a b", "a_b", "A_b", "../..", "", "ä", "A"))
+    paths = tuple(
+        f"/data/{'long/' * 30}{end}" for end in ("a b", "a_b", "A_b", "../..", "", "ä", "A")
+    )
     kwargs = ({"width": 2}, {"width": "2"}, {"Width": 2}, {})
     models = ("Net", "net", "a/b", "a b", "b" * 32, "b" * 33)
-    runs = sweep.product(DRIVER, "demo", {}, {"data": paths, "model_kwargs": kwargs, "model": models}, 2)
-    assert len(runs) == len(paths) * len(kwargs) * len(models) * 2 == len({name.casefold() for name in runs})
+    runs = sweep.product(
+        DRIVER, "demo", {}, {"data": paths, "model_kwargs": kwargs, "model": models}, 2
+    )
+    assert (
+        len(runs)
+        == len(paths) * len(kwargs) * len(models) * 2
+        == len({name.casefold() for name in runs})
+    )
     for name, settings in runs.items():
-        assert re.fullmatch(r"[A-Za-z0-9._+=,-]{1,120}", name) and name.endswith(f",seed-{settings['seed']}")
+        assert re.fullmatch(r"[A-Za-z0-9._+=,-]{1,120}", name) and name.endswith(
+            f",seed-{settings['seed']}"
+        )
         assert not name.startswith((".", "-"))
-    fewer = sweep.product(DRIVER, "demo", {}, {"data": paths[1:2], "model_kwargs": kwargs, "model": models[2:]}, 1)
+    fewer = sweep.product(
+        DRIVER, "demo", {}, {"data": paths[1:2], "model_kwargs": kwargs, "model": models[2:]}, 1
+    )
     assert fewer.keys() <= runs.keys(), "a name does not depend on the other values"
 
 
@@ -82,7 +98,10 @@ def test_what_does_not_go_together_is_said(tmp_path, cli, monkeypatch):
     out = ["--out", str(tmp_path / "out")]
     monkeypatch.setitem(sys.modules, "ray", None)
     for arguments, message in (
-        (["continual", *out, "--ray"], "Ray is not installed: pip install --no-build-isolation '.[ray]'"),
+        (
+            ["continual", *out, "--ray"],
+            "Ray is not installed: pip install --no-build-isolation '.[ray]'",
+        ),
         (["continul", *out], "did you mean continual?"),
         (["continual"], "give --out"),
         (["continual", *out, "--gpus-per-run", "0.5"], "--gpus-per-run goes with --ray"),
@@ -102,9 +121,17 @@ def test_resuming_a_sweep(tmp_path, images, monkeypatch, capsys):
     del settings["learning_rate"]
     same = [f"--set={key}={value}" for key, value in settings.items()]
 
-    def do(*arguments: str, grid: str = "learning_rate=0.1,0.01", settings: list[str] = same) -> tuple[int, list[str]]:
+    def do(
+        *arguments: str, grid: str = "learning_rate=0.1,0.01", settings: list[str] = same
+    ) -> tuple[int, list[str]]:
         asked.work = {}
-        given = ["--out", str(tmp_path / "out"), *arguments, *settings, *([f"--grid={grid}"] if grid else [])]
+        given = [
+            "--out",
+            str(tmp_path / "out"),
+            *arguments,
+            *settings,
+            *([f"--grid={grid}"] if grid else []),
+        ]
         return main(["sweep", "continual", "paper", *given]), list(asked.work)
 
     names = [f"learning_rate={rate},seed-{seed}" for rate in (0.1, 0.01) for seed in (0, 1)]
@@ -118,7 +145,10 @@ def test_resuming_a_sweep(tmp_path, images, monkeypatch, capsys):
     more = "learning_rate=0.1,0.01,0.5"
     added = [f"learning_rate=0.5,seed-{seed}" for seed in (0, 1)]
     assert do("--seeds", "2", "--resume", grid=more, settings=[]) == (0, [*left, *added])
-    assert asked.work["learning_rate=0.5,seed-1"]["settings"] == {**known[names[1]], "learning_rate": 0.5}
+    assert asked.work["learning_rate=0.5,seed-1"]["settings"] == {
+        **known[names[1]],
+        "learning_rate": 0.5,
+    }
     capsys.readouterr()
     for arguments, grid, settings, message in (
         (["--seeds", "1"], more, [], "has learning_rate=0.1,seed-1, which is not among these"),
@@ -139,7 +169,9 @@ def test_configurations_are_not_pooled(tmp_path, cli):
             (folder / "config.json").write_text(json.dumps(config))
     for command in ("report", "cost", "ablate"):
         message = cli(f"{command} {tmp_path}", code=2).err
-        assert "runs of 2 configurations, which are not pooled" in message and message.count("\n") == 1
+        assert (
+            "runs of 2 configurations, which are not pooled" in message and message.count("\n") == 1
+        )
         for rate in (0.1, 0.2):
             of_it = f"{tmp_path}/learning_rate={rate},seed"
             assert f"learning_rate={rate}: {of_it}-0 {of_it}-1" in message

@@ -82,14 +82,22 @@ def job(folder: Path, name: str, code: str) -> Job:
     The command has the form of `fastlr.experiments.runs.worker.command`: Python, -c, program, its
     path, its work.
     """
-    command = ["/another/python", "-c", "import sys; exec(sys.argv[2])", json.dumps(["/not/here"]), ATTACH + code]
+    command = [
+        "/another/python",
+        "-c",
+        "import sys; exec(sys.argv[2])",
+        json.dumps(["/not/here"]),
+        ATTACH + code,
+    ]
     return Job(name, command, folder / f"{name}.txt")
 
 
 def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
     shared = tmp_path / "many.json"
     shared.write_text("{}")
-    node = on_ray.Node(shared, on_ray._checksum(shared), versions(), {"SLOT": "a"}, str(tmp_path), 0.0)
+    node = on_ray.Node(
+        shared, on_ray._checksum(shared), versions(), {"SLOT": "a"}, str(tmp_path), 0.0
+    )
     one = job(tmp_path, "one", "import os; send({'slot': os.environ['SLOT'], 'cwd': os.getcwd()})")
     monkeypatch.chdir(tmp_path.parent)
     heard = list(on_ray.run_on_node(one, node, False))
@@ -129,7 +137,9 @@ assert sys.path[0] == sys.argv[1] and "/not/here" not in sys.path
     (tmp_path / "function").write_bytes(cloudpickle.dumps(on_ray._sent_whole()))
     (tmp_path / "fastlr").mkdir()
     (tmp_path / "fastlr/__init__.py").write_text("raise ImportError('broken')")
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
     assert re.match(r"node .* cannot import fastlr \(broken\): install the same there", done.stdout)
 
 
@@ -177,14 +187,20 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
         "always": "import os; os.kill(os.getpid(), 9)",
         "node": "import os, time; send({'node': os.getppid()}); time.sleep(0 if again else 600)",
     }
-    jobs = [job(tmp_path, name, count.replace("NAME", repr(name)) + code) for name, code in work.items()]
+    jobs = [
+        job(tmp_path, name, count.replace("NAME", repr(name)) + code) for name, code in work.items()
+    ]
     heard: dict[str, list[dict]] = {name: [] for name in work}
 
     def listen(name: str, message: dict) -> None:
         heard[name].append(message)
         if "node" in message and len(heard[name]) == 2:  # the first time
             raylet = parent(message["node"])
-            lost = next(node for node in both if raylet in [p.process.pid for p in node.all_processes["raylet"]])
+            lost = next(
+                node
+                for node in both
+                if raylet in [p.process.pid for p in node.all_processes["raylet"]]
+            )
             cluster.remove_node(lost, allow_graceful=False)
 
     with on_ray.connect(cluster.address, cpus=1, retries=1) as here:
@@ -203,7 +219,10 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
         assert "Ray worker or node was lost" in lost["why"] and "(1 of 1 retries)" in lost["next"]
         monkeypatch.setattr(on_ray, "_checksum", lambda path: "of another folder")
         monkeypatch.setattr(on_ray, "_PATIENCE", 0.0)
-        with pytest.raises(InputError, match=f"sees other files in {tmp_path}: --out must be a folder that all nodes"):
+        with pytest.raises(
+            InputError,
+            match=f"sees other files in {tmp_path}: --out must be a folder that all nodes",
+        ):
             here.run(jobs[:1], shared, share, None, listen)
 
 
@@ -218,15 +237,23 @@ def test_an_address_where_nothing_answers_is_said_at_once(monkeypatch):
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address)
         for given in (address, "auto"):
-            with pytest.raises(InputError, match=f"{address}: no Ray cluster can be reached"), on_ray.connect(given):
+            with (
+                pytest.raises(InputError, match=f"{address}: no Ray cluster can be reached"),
+                on_ray.connect(given),
+            ):
                 pass
     for wrong in ("ray://127.0.0.1:1", "somewhere", "host:x"):
-        with pytest.raises(InputError, match=f"--address {wrong}: give HOST:PORT"), on_ray.connect(wrong):
+        with (
+            pytest.raises(InputError, match=f"--address {wrong}: give HOST:PORT"),
+            on_ray.connect(wrong),
+        ):
             pass
 
 
 @pytest.mark.long
-def test_a_sweep_on_ray_loses_a_worker_and_equals_single_runs(tmp_path, images, monkeypatch, capsys):
+def test_a_sweep_on_ray_loses_a_worker_and_equals_single_runs(
+    tmp_path, images, monkeypatch, capsys
+):
     pytest.importorskip("ray")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(Path(images).parent)
@@ -242,15 +269,29 @@ def test_a_sweep_on_ray_loses_a_worker_and_equals_single_runs(tmp_path, images, 
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    grid = ["--grid", "learning_rate=0.01,0.1", "--seeds", "2", "--ray", "--at-once", "2", "--cpus-per-run", "1"]
+    grid = [
+        "--grid",
+        "learning_rate=0.01,0.1",
+        "--seeds",
+        "2",
+        "--ray",
+        "--at-once",
+        "2",
+        "--cpus-per-run",
+        "1",
+    ]
     assert main(["sweep", "continual", "paper", "--out", str(out), *given, *grid]) == 0
     killer.join()
     captured = capsys.readouterr()
     assert captured.out == f"runs: {out} (4 finished)\n"
     assert re.search(
-        rf"^{hit}: its Ray worker or node was lost \(\w+\); going on .* \(1 of 3 retries\)$", captured.err, re.M
+        rf"^{hit}: its Ray worker or node was lost \(\w+\); going on .* \(1 of 3 retries\)$",
+        captured.err,
+        re.M,
     )
-    for name, chosen in sweep.product(DRIVER, "paper", settings, {"learning_rate": (0.01, 0.1)}, 2).items():
+    for name, chosen in sweep.product(
+        DRIVER, "paper", settings, {"learning_rate": (0.01, 0.1)}, 2
+    ).items():
         continual.begin(tmp_path / name, "paper", {**chosen, "threads": 1})
         assert comparable(out / name) == comparable(tmp_path / name)
         assert_same(checkpoint(out / name), checkpoint(tmp_path / name))
@@ -276,7 +317,9 @@ for task in range(done, 3):
 
 
 @pytest.mark.long
-def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(tmp_path, nodes, monkeypatch, capsys):
+def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
+    tmp_path, nodes, monkeypatch, capsys
+):
     """Every record is there once, though a worker is killed and a node drained.
 
     Only the run of the killed worker began twice, and none on the node that was drained.
@@ -291,36 +334,55 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(tmp_path, n
         work = {"seed": settings["seed"], "path": str(path), "waits": victim}
         return [sys.executable, "-c", "import sys\n" + ATTACH + QUICK, "[]", json.dumps(work)]
 
-    def runs() -> list[list[int]]:  # seed, process of its Ray worker and of its node, in the order in which they began
+    def runs() -> list[
+        list[int]
+    ]:  # seed, process of its Ray worker and of its node, in the order in which they began
         return [[int(word) for word in line.split()] for line in begun.read_text().splitlines()]
 
     monkeypatch.setattr(many.worker, "command", command)
     drained: list[int] = []
 
     def disturb() -> None:
-        _, worker, raylet = wait_for(lambda: begun.exists() and next((run for run in runs() if run[0] == victim), None))
+        _, worker, raylet = wait_for(
+            lambda: begun.exists() and next((run for run in runs() if run[0] == victim), None)
+        )
         record = out / f"seed-{victim}/records.jsonl"
         wait_for(lambda: record.exists() and record.read_text().endswith("\n"))
         os.kill(worker, signal.SIGKILL)
         wait_for(lambda: len(runs()) >= 60)
-        (other,) = [node for node in both if raylet not in [p.process.pid for p in node.all_processes["raylet"]]]
-        reason, soon = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"), int(1000 * time.time()) + 600_000
-        accepted, why = GcsClient(address=cluster.address).drain_node(other.node_id, reason, "repairs", soon)
+        (other,) = [
+            node
+            for node in both
+            if raylet not in [p.process.pid for p in node.all_processes["raylet"]]
+        ]
+        reason, soon = (
+            DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+            int(1000 * time.time()) + 600_000,
+        )
+        accepted, why = GcsClient(address=cluster.address).drain_node(
+            other.node_id, reason, "repairs", soon
+        )
         assert accepted, why
         drained.extend((len(runs()), raylet))
 
     disturber = threading.Thread(target=disturb, daemon=True)
     disturber.start()
     on_cluster = ["--ray", "--address", cluster.address, "--cpus-per-run", "0.5"]
-    assert main(["sweep", "continual", "demo", "--out", str(out), "--seeds", "200", *on_cluster]) == 0
+    assert (
+        main(["sweep", "continual", "demo", "--out", str(out), "--seeds", "200", *on_cluster]) == 0
+    )
     disturber.join()
     captured = capsys.readouterr()
     assert captured.out == f"runs: {out} (200 finished)\n"
-    assert re.findall(r"^(\S+): its Ray worker or node was lost", captured.err, re.M) == [f"seed-{victim}"]
+    assert re.findall(r"^(\S+): its Ray worker or node was lost", captured.err, re.M) == [
+        f"seed-{victim}"
+    ]
     for seed in range(200):
         assert [line["task"] for line in lines(out / f"seed-{seed}")] == [0, 1, 2]
     seeds = [seed for seed, *_ in runs()]
     assert sorted(seeds) == sorted([*range(200), victim])
     at, left = drained
     assert len(seeds) - at > 100
-    assert {raylet for *_, raylet in runs()[at + 20 :]} == {left}, "the few that it had been given when it was drained"
+    assert {raylet for *_, raylet in runs()[at + 20 :]} == {left}, (
+        "the few that it had been given when it was drained"
+    )

@@ -14,7 +14,15 @@ import pytest
 import rank_runs as work
 import torch
 from command_line import as_torchrun
-from continual_cases import EVERY_INTERVENTION, SMALL, as_arguments, assert_same, checkpoint, comparable, lines
+from continual_cases import (
+    EVERY_INTERVENTION,
+    SMALL,
+    as_arguments,
+    assert_same,
+    checkpoint,
+    comparable,
+    lines,
+)
 from rank_reductions import left_behind
 from ranks import Ended, good, run_ranks
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
@@ -25,11 +33,19 @@ FINAL = "checkpoints/last.pt"
 
 
 def small(images: str, **settings: Any) -> dict[str, Any]:
-    fixed = {"data": images, "model": "rank_runs:without_dropout", "threads": 1, "norm_batch": 4, "redundancy_batch": 5}
+    fixed = {
+        "data": images,
+        "model": "rank_runs:without_dropout",
+        "threads": 1,
+        "norm_batch": 4,
+        "redundancy_batch": 5,
+    }
     return {**SMALL, **fixed, **settings}
 
 
-def errors_of(ranks: int, module: str, path: Path, settings: dict[str, Any], **changed: Any) -> list[str]:
+def errors_of(
+    ranks: int, module: str, path: Path, settings: dict[str, Any], **changed: Any
+) -> list[str]:
     return good(run_ranks(ranks, work.run, module, str(path), settings, changed))
 
 
@@ -38,9 +54,13 @@ def done(ranks: int, module: str, path: Path, settings: dict[str, Any], **change
     return path
 
 
-def alone_and_shared(module: str, folder: Path, settings: dict[str, Any], ranks: int = 2) -> tuple[Path, Path]:
+def alone_and_shared(
+    module: str, folder: Path, settings: dict[str, Any], ranks: int = 2
+) -> tuple[Path, Path]:
     """The same run by one process, and by several."""
-    return done(1, module, folder / "one", settings), done(ranks, module, folder / "several", settings)
+    return done(1, module, folder / "one", settings), done(
+        ranks, module, folder / "several", settings
+    )
 
 
 def assert_close(a: Any, b: Any, rel: float = 2e-4) -> None:
@@ -50,11 +70,15 @@ def assert_close(a: Any, b: Any, rel: float = 2e-4) -> None:
     assert structure == other_structure
     for (path, x), y in zip(named, others, strict=True):
         if isinstance(x, torch.Tensor) and x.is_floating_point():
-            torch.testing.assert_close(x, y, rtol=rel, atol=1e-4, msg=lambda text, path=path: f"{keystr(path)}: {text}")
+            torch.testing.assert_close(
+                x, y, rtol=rel, atol=1e-4, msg=lambda text, path=path: f"{keystr(path)}: {text}"
+            )
         elif isinstance(x, torch.Tensor):
             assert torch.equal(x, y), keystr(path)
         else:
-            assert y == (pytest.approx(x, rel=rel, abs=1e-5) if isinstance(x, float) else x), keystr(path)
+            assert y == (pytest.approx(x, rel=rel, abs=1e-5) if isinstance(x, float) else x), (
+                keystr(path)
+            )
 
 
 def training(path: Path) -> dict[str, Any]:
@@ -87,9 +111,9 @@ def test_steps_are_those_of_one_process(ranks, kind, captured, updates):
     for name, values in want["state"].items():
         assert_close(torch.tensor(values), torch.tensor(state[name]), 1e-6)
     if kind == "usual":
-        assert state["unused.num_batches_tracked"] == 0 and want["state"]["1.num_batches_tracked"] == (
-            20 if updates == "every-part" else 6
-        )
+        assert state["unused.num_batches_tracked"] == 0 and want["state"][
+            "1.num_batches_tracked"
+        ] == (20 if updates == "every-part" else 6)
         assert state["unused.running_var"] == [1.0] * 4
     assert (max(result["captures"] for result in results) > 0) == captured
 
@@ -152,12 +176,16 @@ def test_without_batch_norm_the_bits_are_those_of_one_process(tmp_path, images):
 
 @pytest.mark.parametrize("optimiser", ["adamw", pytest.param("sgd", marks=pytest.mark.long)])
 def test_interventions_act_on_all_samples(tmp_path, images, optimiser):
-    settings = small(images, optimiser=optimiser, momentum=0.5 * (optimiser == "sgd"), **EVERY_INTERVENTION)
+    settings = small(
+        images, optimiser=optimiser, momentum=0.5 * (optimiser == "sgd"), **EVERY_INTERVENTION
+    )
     want, got = alone_and_shared(CONTINUAL, tmp_path, settings)
     acted, wanted = ([line["interventions"] for line in comparable(path)] for path in (got, want))
     assert_close(acted, wanted)
     assert_close(training(got), training(want))
-    assert any(act["continual_backprop"]["replaced"] for act in acted[1:]), "units were replaced, the same ones"
+    assert any(act["continual_backprop"]["replaced"] for act in acted[1:]), (
+        "units were replaced, the same ones"
+    )
 
 
 def test_transfer_is_that_of_one_process(tmp_path):
@@ -169,13 +197,32 @@ def test_transfer_is_that_of_one_process(tmp_path):
 
 @pytest.mark.parametrize("kind", ["vision", pytest.param("series", marks=pytest.mark.long)])
 def test_memorization_is_that_of_one_process(tmp_path, kind):
-    settings: dict[str, Any] = {"n": 50, "batch_size": 16, "norm_batch": 8, "epochs": 3, "evaluate_every": 1, "seed": 5}
-    settings |= {"device": "cpu", "threads": 1, "dtype": "fp32", "measure_every": 3, "redundancy_n": 10}
+    settings: dict[str, Any] = {
+        "n": 50,
+        "batch_size": 16,
+        "norm_batch": 8,
+        "epochs": 3,
+        "evaluate_every": 1,
+        "seed": 5,
+    }
+    settings |= {
+        "device": "cpu",
+        "threads": 1,
+        "dtype": "fp32",
+        "measure_every": 3,
+        "redundancy_n": 10,
+    }
     if kind == "vision":
         settings |= {"model": "rank_runs:without_dropout", "size": 8, "classes": 3}
     else:
         model = {"model_kwargs": {**TINY["model_kwargs"], "dropout": 0.0}, "kind": "series"}
-        settings |= {**model, "model": "fastlr.models.patchtst:PatchTST", "context": 32, "horizon": 6, "channels": 2}
+        settings |= {
+            **model,
+            "model": "fastlr.models.patchtst:PatchTST",
+            "context": 32,
+            "horizon": 6,
+            "channels": 2,
+        }
     want, got = alone_and_shared(MEMORIZE, tmp_path, settings)
     assert_close(comparable(got), comparable(want), rel=0.01)
     assert_close(training(got)["model"], training(want)["model"], rel=0.05)
@@ -225,10 +272,22 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path, images, module):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"norm_batch": 0}, "InputError: .*2 processes share a batch of 12, and 1 takes .* run with norm_batch=6"),
-        ({"norm_batch": 12}, "InputError: .*2 processes share a batch of 12 in parts of 12, which is 1: start 1, or"),
-        ({"model": "rank_runs:averaging"}, r"ModelError: .*1 averages over all batches \(momentum=None\)"),
-        ({"model": "rank_runs:Strange"}, "ModelError: .*training changes the buffer seen, which processes cannot"),
+        (
+            {"norm_batch": 0},
+            "InputError: .*2 processes share a batch of 12, and 1 takes .* run with norm_batch=6",
+        ),
+        (
+            {"norm_batch": 12},
+            "InputError: .*2 processes share a batch of 12 in parts of 12, which is 1: start 1, or",
+        ),
+        (
+            {"model": "rank_runs:averaging"},
+            r"ModelError: .*1 averages over all batches \(momentum=None\)",
+        ),
+        (
+            {"model": "rank_runs:Strange"},
+            "ModelError: .*training changes the buffer seen, which processes cannot",
+        ),
         ({"device": "cuda:1"}, "InputError: .*cuda:1"),
         ({"learning_rate": 1e30}, "NonFiniteError: .*the loss is not finite"),
         ({"step": "graph"}, "InputError: .*cpu has no CUDA graphs"),
@@ -238,7 +297,9 @@ def test_errors_are_those_of_all(tmp_path, images, settings, says):
     for error in errors_of(2, CONTINUAL, tmp_path / "run", small(images, **settings)):
         assert re.match(says, error), error
     left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert left <= {"run.lock"} or "records.jsonl" in left, "before the first record: the folder can be used again"
+    assert left <= {"run.lock"} or "records.jsonl" in left, (
+        "before the first record: the folder can be used again"
+    )
 
 
 @pytest.mark.long
@@ -291,13 +352,27 @@ def test_commands_under_torchrun(tmp_path, images):
 def test_torchrun_itself(tmp_path, images):
     """A rank is killed: torchrun ends the other, and the run goes on with one process."""
     fastlr = ["-m", "fastlr", *command_for(images, tasks=40)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "helpers"), *sys.path])}
-    process = subprocess.Popen([*launch, *fastlr], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "helpers"), *sys.path]),
+    }
+    process = subprocess.Popen(
+        [*launch, *fastlr], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+    )
     records = tmp_path / "run/records.jsonl"
     while process.poll() is None and not (records.exists() and records.read_text().count("\n") > 2):
         pass
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    workers = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
     os.kill(int(workers[-1]), 9)
     assert process.wait(60) != 0
     alive = [pid for pid in workers if Path(f"/proc/{pid}").exists()]

@@ -11,7 +11,15 @@ import functools
 
 import pytest
 import torch
-from continual_cases import EVERY_INTERVENTION, SMALL, assert_same, begin, checkpoint, comparable, net
+from continual_cases import (
+    EVERY_INTERVENTION,
+    SMALL,
+    assert_same,
+    begin,
+    checkpoint,
+    comparable,
+    net,
+)
 from recorders import DEVICES, Tape
 from torch import Tensor, nn
 
@@ -46,16 +54,25 @@ def trainer(device: torch.device, graph: bool, recorder=Tape, strict=True, **set
     torch.manual_seed(0)
     options = resolve(ContinualOptions, PRESETS, "paper", {**SMALL, "step": "eager", **settings})
     if graph and device.type == "cuda":
-        return Trainer(net(), resolve(ContinualOptions, PRESETS, "paper", {**vars(options), "step": "graph"}), device)
+        return Trainer(
+            net(),
+            resolve(ContinualOptions, PRESETS, "paper", {**vars(options), "step": "graph"}),
+            device,
+        )
     made = Fused(net(), options, device)
-    made.steps = TrainingSteps(made.work, made.model, made.changed_tensors, device, graph, strict, recorder)
+    made.steps = TrainingSteps(
+        made.work, made.model, made.changed_tensors, device, graph, strict, recorder
+    )
     return made
 
 
 def learn(learner: Trainer, images: str, numbers=range(3)) -> list[float | None]:
     store = ImageStore.open(images)
     pairs = [(0, 1), (1, 2), (0, 2)]
-    return [learner.learn(load_task(store, pairs[number % 3], learner.device), number) for number in numbers]
+    return [
+        learner.learn(load_task(store, pairs[number % 3], learner.device), number)
+        for number in numbers
+    ]
 
 
 def same(a: Trainer, b: Trainer) -> None:
@@ -71,7 +88,16 @@ def same(a: Trainer, b: Trainer) -> None:
     [
         ({"l2_init": 0.1}, 2),
         ({"optimiser": "sgd", "momentum": 0.9, "optimiser_state": "reset"}, 2),
-        ({"optimiser_state": "reset", "head_reset": True, "shrink": 0.8, "perturb": 0.01, "flip": False}, 2),
+        (
+            {
+                "optimiser_state": "reset",
+                "head_reset": True,
+                "shrink": 0.8,
+                "perturb": 0.01,
+                "flip": False,
+            },
+            2,
+        ),
         (EVERY_INTERVENTION, 3),
     ],
     ids=["adamw", "sgd", "resets", "interventions"],
@@ -84,8 +110,12 @@ def test_replayed_steps_train_as_launched_ones(device, images, settings, capture
     """
     graph, eager = trainer(device, True, **settings), trainer(device, False, **settings)
     for learner in (graph, eager):
-        learner.started_at({k: v.clone() for k, v in learner.model.state_dict().items()}, ImageStore.open(images))
-    assert learn(graph, images) == pytest.approx(learn(eager, images), rel=0 if device.type == "cpu" else 1e-4)
+        learner.started_at(
+            {k: v.clone() for k, v in learner.model.state_dict().items()}, ImageStore.open(images)
+        )
+    assert learn(graph, images) == pytest.approx(
+        learn(eager, images), rel=0 if device.type == "cpu" else 1e-4
+    )
     same(graph, eager)
     assert_same(random_states(), random_states())
     assert graph.steps.captures == captures and eager.steps.captures == 0
@@ -97,12 +127,17 @@ def test_capturing_changes_nothing(device, images):
     learn(learner, images, [0])
     before = copy.deepcopy((learner.state(), random_states()))
     task = load_task(ImageStore.open(images), (0, 1), device)
-    assert learner.steps._capture((len(task.train_x), task.train_x, task.train_y, task.train_y > 0)) is not None
+    assert (
+        learner.steps._capture((len(task.train_x), task.train_x, task.train_y, task.train_y > 0))
+        is not None
+    )
     assert_same((learner.state(), random_states()), before)
     with steps.unchanged(learner.changed_tensors):  # also before there is a state of the optimiser
         learner.optimiser.state.clear()
         learner.work(len(task.train_x), task.train_x, task.train_y)
-    assert all(not value.any() for state in learner.optimiser.state.values() for value in state.values())
+    assert all(
+        not value.any() for state in learner.optimiser.state.values() for value in state.values()
+    )
 
 
 def test_captures_are_dropped_when_the_state_is_another(device, images):
@@ -113,7 +148,9 @@ def test_captures_are_dropped_when_the_state_is_another(device, images):
         learn(learner, images, [1])
         learner.load(state)  # as after a loss that is not finite
         learn(learner, images, [2])
-        learner.model[0].weight.data = learner.model[0].weight.data.clone()  # the same numbers elsewhere
+        learner.model[0].weight.data = learner.model[
+            0
+        ].weight.data.clone()  # the same numbers elsewhere
         learn(learner, images, [3])
         learner.optimiser = learner.new_optimiser()
         learn(learner, images, [4])
@@ -156,7 +193,9 @@ def test_a_capture_that_fails(images):
     same(learner, eager)
     assert learner.step_mode == "eager"
     learn(learner, images, [1])
-    with pytest.raises(ModelError, match="step=graph: a step cannot be captured .operation not permitted.; choose"):
+    with pytest.raises(
+        ModelError, match="step=graph: a step cannot be captured .operation not permitted.; choose"
+    ):
         learn(trainer(cpu, True, Broken), images, [0])
 
 
@@ -167,11 +206,15 @@ def test_one_capture_for_each_shape_and_not_too_many():
         state.add_(1)
         return (x * y).sum()
 
-    made = TrainingSteps(work, nn.Identity(), lambda: [state], torch.device("cpu"), True, True, Tape)
+    made = TrainingSteps(
+        work, nn.Identity(), lambda: [state], torch.device("cpu"), True, True, Tape
+    )
     sizes = [n % (HELD + 2) + 1 for n in range(HELD + 2)] * 3
     for count, n in enumerate(sizes, 1):
         assert made(torch.ones(n), torch.full((n,), count)) == count * n and state == count
-    assert made.captures == 2 * (HELD + 2), "the least recently used is dropped: here always the next"
+    assert made.captures == 2 * (HELD + 2), (
+        "the least recently used is dropped: here always the next"
+    )
     for count in range(5):
         assert made(torch.ones(sizes[-1]), torch.full((sizes[-1],), count)) == count * sizes[-1]
     assert made.captures == 2 * (HELD + 2) and len(made._captures) == HELD
@@ -181,14 +224,20 @@ def test_modes(tmp_path, images):
     cpu, gpu = torch.device("cpu"), torch.device("cuda:1")
     assert (resolve_mode("auto", cpu), resolve_mode("auto", gpu)) == ("eager", "graph")
     assert resolve_mode("compile", cpu) == "compile" and resolve_mode("eager", gpu) == "eager"
-    with pytest.raises(InputError, match="step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"):
+    with pytest.raises(
+        InputError, match="step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"
+    ):
         begin(tmp_path / "run", images, step="graph")
-    assert begin(tmp_path / "run", images, step="eager", tasks=1)[-1]["step"] == "eager", "the folder is free"
+    assert begin(tmp_path / "run", images, step="eager", tasks=1)[-1]["step"] == "eager", (
+        "the folder is free"
+    )
 
 
 def test_only_the_usual_sizes_are_compiled(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or (lambda x: -model(x)))
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **how: asked.append(how) or (lambda x: -model(x))
+    )
     model = Compiled(nn.Identity(), part_sizes(1024, 300))
     assert asked == [{"dynamic": False}] and model.sizes == {256}
     assert model(torch.ones(256)).sum() == -256 and model(torch.ones(255)).sum() == 255
@@ -196,7 +245,13 @@ def test_only_the_usual_sizes_are_compiled(monkeypatch):
 
 @pytest.mark.long
 def test_compiled_steps(tmp_path, images):
-    settings = {"measures": ("weight_norm",), "batch_size": 11, "norm_batch": 0, "flip": False, "optimiser": "sgd"}
+    settings = {
+        "measures": ("weight_norm",),
+        "batch_size": 11,
+        "norm_batch": 0,
+        "flip": False,
+        "optimiser": "sgd",
+    }
     settings |= {"model": "continual_cases:plain", "learning_rate": 1e-3}
     begin(tmp_path / "eager", images, **settings)
     compiled = begin(tmp_path / "compiled", images, **settings, step="compile")
@@ -209,6 +264,8 @@ def test_compiled_steps(tmp_path, images):
     continual.resume(tmp_path / "parts", {"tasks": 2})
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
     torch._dynamo.reset()
-    missing = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})  # monkeypatch would leave it broken
+    missing = torch._inductor.config.patch(
+        {"cpp.cxx": (None, "no-such-compiler")}
+    )  # monkeypatch would leave it broken
     with missing, pytest.raises(ModelError, match="step=compile: .*; choose step=eager"):
         begin(tmp_path / "none", images, **settings, tasks=1, step="compile", dtype="bf16")

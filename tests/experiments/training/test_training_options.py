@@ -54,14 +54,20 @@ def stopped(folder: Path, driver: str, settings: dict[str, Any], after: int) -> 
 @pytest.mark.parametrize("driver", ["continual", "memorize", "transfer"])
 def test_weights_in_bfloat16(tmp_path, images, driver):
     """A run trains and measures in bfloat16, and gives the same bits when it is resumed."""
-    settings = {**settings_of(driver, images), "dtype": "bf16-weights", "batch_norm_updates": "every-part"}
+    settings = {
+        **settings_of(driver, images),
+        "dtype": "bf16-weights",
+        "batch_norm_updates": "every-part",
+    }
     whole = find_driver(driver).begin(tmp_path / "whole", None, settings)
     again = stopped(tmp_path / "again", driver, settings, after=2)
     assert comparable(again) == comparable(whole)
     assert_same(checkpoint(again), checkpoint(whole))
-    first = lines(find_driver(driver).begin(tmp_path / "fp32", None, {**settings, "epochs": 1, "dtype": "fp32"}))[0][
-        "measures"
-    ]
+    first = lines(
+        find_driver(driver).begin(
+            tmp_path / "fp32", None, {**settings, "epochs": 1, "dtype": "fp32"}
+        )
+    )[0]["measures"]
     found = lines(whole)[0]["measures"]
     value, wanted = (measures["local_redundancy"]["value"] for measures in (found, first))
     assert value == pytest.approx(wanted, rel=0.1) and value != wanted
@@ -81,10 +87,15 @@ def test_it_is_what_plain_torch_does_with_a_bfloat16_model(images):
     torch.manual_seed(0)
     model = copy.deepcopy(plain().to(memory_format=torch.channels_last)).bfloat16()
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
-    x, order = normalise(task.train_x).bfloat16(), torch.Generator().manual_seed(stream_seed(0, "order", 5))
+    x, order = (
+        normalise(task.train_x).bfloat16(),
+        torch.Generator().manual_seed(stream_seed(0, "order", 5)),
+    )
     for rows in torch.randperm(22, generator=order).split(12):
         optimiser.zero_grad()
-        (F.cross_entropy(model(x[rows]).float(), task.train_y[rows], reduction="sum") / len(rows)).backward()
+        (
+            F.cross_entropy(model(x[rows]).float(), task.train_y[rows], reduction="sum") / len(rows)
+        ).backward()
         optimiser.step()
     learner.learn(task, 5)
     assert_same(learner.model.state_dict(), model.state_dict())
@@ -92,7 +103,9 @@ def test_it_is_what_plain_torch_does_with_a_bfloat16_model(images):
 
 @pytest.mark.parametrize("name", ["ewc", "cbp_rate"])
 def test_what_keeps_running_means_needs_float32(name):
-    with pytest.raises(InputError, match=f"{name} keeps running means .*: choose dtype=bf16, or {name}=0"):
+    with pytest.raises(
+        InputError, match=f"{name} keeps running means .*: choose dtype=bf16, or {name}=0"
+    ):
         ContinualOptions(dtype="bf16-weights", **{name: 0.5})
 
 
@@ -105,11 +118,18 @@ def test_a_run_whose_gradients_are_reduced_in_bfloat16(tmp_path, images):
 
     One process has nothing to reduce.
     """
-    settings = {**settings_of("continual", images), "model": "rank_runs:without_dropout", "measures": ("weight_norm",)}
+    settings = {
+        **settings_of("continual", images),
+        "model": "rank_runs:without_dropout",
+        "measures": ("weight_norm",),
+    }
     low = {**settings, "reduce_dtype": "bf16"}
 
     def done(name: str, ranks: int, settings: dict[str, Any], **changed: Any) -> Path:
-        assert good(run_ranks(ranks, work.run, "continual", str(tmp_path / name), settings, changed)) == [""] * ranks
+        assert (
+            good(run_ranks(ranks, work.run, "continual", str(tmp_path / name), settings, changed))
+            == [""] * ranks
+        )
         return tmp_path / name
 
     whole, full = done("whole", 2, low), done("full", 2, settings)
@@ -139,29 +159,51 @@ def test_the_first_part_updates_running_statistics(tmp_path, images, driver):
         file = "last.pt" if driver == "memorize" else "epoch-01.pt"
         state = torch.load(path / "checkpoints" / file, weights_only=True)
         state = state["state"]["model"] if driver == "memorize" else state
-        counts[updates] = next(int(t) for name, t in state.items() if name.endswith("num_batches_tracked"))
+        counts[updates] = next(
+            int(t) for name, t in state.items() if name.endswith("num_batches_tracked")
+        )
         losses[updates] = lines(path)[1]["train_loss"]
     assert (
         counts
-        == {"memorize": {"first-part": 3, "every-part": 5}, "transfer": {"first-part": 6, "every-part": 12}}[driver]
+        == {
+            "memorize": {"first-part": 3, "every-part": 5},
+            "transfer": {"first-part": 6, "every-part": 12},
+        }[driver]
     )
-    assert losses["first-part"] == losses["every-part"], "training takes the statistics of the part at hand"
+    assert losses["first-part"] == losses["every-part"], (
+        "training takes the statistics of the part at hand"
+    )
 
 
 def test_the_presets_of_the_paper_keep_one_devices_update():
-    for options in (resolve(ContinualOptions, PRESETS, "paper", {}), TransferOptions(), MemorizeOptions()):
-        assert (options.dtype, options.batch_norm_updates, options.reduce_dtype) == ("bf16", "first-part", "fp32")
-    actual = {"source": "ETTm1", "target": "ETTh2", "steps_per_epoch": 54, "finetune_steps_per_epoch": 14}
-    assert substitutions(TransferOptions(batch_norm_updates="every-part", reduce_dtype="bf16"), **actual) == [
-        "batch_norm_updates every-part for first-part"
-    ]
+    for options in (
+        resolve(ContinualOptions, PRESETS, "paper", {}),
+        TransferOptions(),
+        MemorizeOptions(),
+    ):
+        assert (options.dtype, options.batch_norm_updates, options.reduce_dtype) == (
+            "bf16",
+            "first-part",
+            "fp32",
+        )
+    actual = {
+        "source": "ETTm1",
+        "target": "ETTh2",
+        "steps_per_epoch": 54,
+        "finetune_steps_per_epoch": 14,
+    }
+    assert substitutions(
+        TransferOptions(batch_norm_updates="every-part", reduce_dtype="bf16"), **actual
+    ) == ["batch_norm_updates every-part for first-part"]
 
 
 @pytest.mark.parametrize("driver", ["continual", "memorize", "transfer"])
 def test_reports_say_how_a_run_was_trained(tmp_path, images, driver, cli):
     settings = {**settings_of(driver, images), "dtype": "bf16-weights", "tasks": 1, "epochs": 1}
     names = find_driver(driver).options.__dataclass_fields__
-    path = find_driver(driver).begin(tmp_path / "run", None, {k: v for k, v in settings.items() if k in names})
+    path = find_driver(driver).begin(
+        tmp_path / "run", None, {k: v for k, v in settings.items() if k in names}
+    )
     size, part = settings["batch_size"], settings["norm_batch"]
     text = f"Trained in bfloat16, with weights and optimiser state in it too; batches of {size} in parts of {part}: "
 
@@ -169,11 +211,12 @@ def test_reports_say_how_a_run_was_trained(tmp_path, images, driver, cli):
         assert text in " ".join(cli(f"report {path} --figures none").out.split())
         return (path / "report" / "report.md").read_text()
 
-    assert f"{text}only the first updates the running statistics of batch norms, as of one device of several." in said()
+    assert (
+        f"{text}only the first updates the running statistics of batch norms, as of one device of several."
+        in said()
+    )
     config = json.loads((path / "config.json").read_text())
     del config["options"]["batch_norm_updates"], config["options"]["reduce_dtype"]
     (path / "config.json").write_text(json.dumps({**config, "processes": 4}))
-    wanted = (
-        f"{text}each updates the running statistics of batch norms; 4 processes added up their gradients in float32."
-    )
+    wanted = f"{text}each updates the running statistics of batch norms; 4 processes added up their gradients in float32."
     assert wanted in said(), "a run of an earlier version"

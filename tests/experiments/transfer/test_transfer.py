@@ -40,13 +40,17 @@ def run(tmp_path_factory):
 
 
 def series(which: str):
-    return split_series(open_series(TINY[which], TINY["generated_rows"]), TINY["context"], TINY["horizon"])
+    return split_series(
+        open_series(TINY[which], TINY["generated_rows"]), TINY["context"], TINY["horizon"]
+    )
 
 
 def network(run, epoch: int | None = None) -> PatchTST:
     model = PatchTST(**SIZES, **TINY["model_kwargs"] | {"dropout": 0.0})
     if epoch is not None:
-        model.load_state_dict(torch.load(run / "checkpoints" / transfer.checkpoint_name(epoch), weights_only=True))
+        model.load_state_dict(
+            torch.load(run / "checkpoints" / transfer.checkpoint_name(epoch), weights_only=True)
+        )
     return model
 
 
@@ -55,7 +59,10 @@ def error(model: nn.Module, windows) -> float:
     """Mean squared error one window at a time, in float64."""
     model = copy.deepcopy(model).double().eval()
     windows = windows.to("cpu", torch.float64)
-    each = [F.mse_loss(model(x), y) for x, y in (windows.batch(torch.tensor([i])) for i in range(len(windows)))]
+    each = [
+        F.mse_loss(model(x), y)
+        for x, y in (windows.batch(torch.tensor([i])) for i in range(len(windows)))
+    ]
     return float(torch.stack(each).mean())
 
 
@@ -78,7 +85,9 @@ def of_kind(run, kind: str) -> list[dict]:
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_killed_it_ends_as_the_uninterrupted_run(tmp_path, kills):
-    records = check_kills(tmp_path, transfer.__name__, {**TINY, "steps_per_epoch": 30}, kills, seed=kills)
+    records = check_kills(
+        tmp_path, transfer.__name__, {**TINY, "steps_per_epoch": 30}, kills, seed=kills
+    )
     kinds = [line["kind"] for line in records]
     assert kinds[:5] == ["start", "pretrain", "pretrain", "pretrain", "selection"]
     picks = {pick["epoch"] for pick in records[4]["picks"].values()}
@@ -113,7 +122,9 @@ def test_pretraining_is_that_of_plain_torch(run):
         assert record["train_loss"] == pytest.approx(sum(losses) / 6, rel=1e-5)
         states = (dict(made.state_dict()) for made in (model, network(run, epoch)))
         torch.testing.assert_close(*states, rtol=1e-3, atol=1e-5)
-        assert record["validation_loss"] == pytest.approx(error(network(run, epoch), source.validation), rel=1e-5)
+        assert record["validation_loss"] == pytest.approx(
+            error(network(run, epoch), source.validation), rel=1e-5
+        )
 
 
 def test_measures_are_those_of_the_checkpoints(run):
@@ -124,18 +135,24 @@ def test_measures_are_those_of_the_checkpoints(run):
     for record in (*of_kind(run, "start"), *of_kind(run, "pretrain")):
         model, measures = network(run, record.get("epoch", 0)), record["measures"]
         found = measures["local_redundancy"]
-        estimate = fastlr.estimate(model, inputs, n=12, predictive=predictive, seed=3, probe="sampled")
+        estimate = fastlr.estimate(
+            model, inputs, n=12, predictive=predictive, seed=3, probe="sampled"
+        )
         last = found["points"][-1]
         assert last["value"] == pytest.approx(estimate.value, rel=1e-5)
         assert last["stderr"] == pytest.approx(estimate.stderr, rel=1e-4)
         values = [point["value"] for point in found["points"]]
         assert found["value"] == pytest.approx(sum(values) / len(values)) and found["n"] == 12
         steps = [point["step"] for point in found["points"]]
-        assert steps == ([6 * record["epoch"] - 3, 6 * record["epoch"]] if "epoch" in record else [0])
+        assert steps == (
+            [6 * record["epoch"] - 3, 6 * record["epoch"]] if "epoch" in record else [0]
+        )
         flat = torch.cat([p.detach().double().flatten() for p in model.parameters()])
         assert measures["weight_norm"]["value"] == pytest.approx(float(flat.norm()), rel=1e-9)
         units = []
-        model.layers[0].expand.register_forward_hook(lambda module, args, z, units=units: units.append(F.gelu(z)))
+        model.layers[0].expand.register_forward_hook(
+            lambda module, args, z, units=units: units.append(F.gelu(z))
+        )
         model.eval()(source.batch(index)[0])
         dormant = (units[0].mean(0) < 0.05).double().mean()  # the paper's, signed
         assert measures["dormant_ratio"]["value"] == float(dormant)
@@ -155,9 +172,17 @@ def test_a_linear_probe_trains_a_new_head_on_the_frozen_network(run):
         order = batches(len(target.train), 16, 4, stream_seed(3, "probe order"))
         losses = [step(model, target.train, index, optimiser) for index in order]
         assert found["training"] == pytest.approx(sum(losses) / 4, rel=1e-5)
-        assert found["validation"] == found["value"] == pytest.approx(error(model, target.validation), rel=1e-5)
+        assert (
+            found["validation"]
+            == found["value"]
+            == pytest.approx(error(model, target.validation), rel=1e-5)
+        )
         values.append(found["value"])
-        assert all(torch.equal(before[k], v) for k, v in model.state_dict().items() if not k.startswith("head"))
+        assert all(
+            torch.equal(before[k], v)
+            for k, v in model.state_dict().items()
+            if not k.startswith("head")
+        )
     assert len(set(values)) == 3
 
 
@@ -169,35 +194,55 @@ def test_every_pick_can_be_audited(run):
         by, rule = STRATEGIES[name]
         assert (found["by"] or "", found["rule"] or "") == (by, rule)
         if by:
-            numbers = [r[by] if by == "validation_loss" else r["measures"][by]["value"] for r in records]
+            numbers = [
+                r[by] if by == "validation_loss" else r["measures"][by]["value"] for r in records
+            ]
             assert found["candidates"] == {str(i): value for i, value in enumerate(numbers, 1)}
             best = (min if rule == "least" else max)(numbers)
-            assert found["value"] == best and found["epoch"] == 1 + numbers.index(best), "the first of equal ones"
+            assert found["value"] == best and found["epoch"] == 1 + numbers.index(best), (
+                "the first of equal ones"
+            )
     assert selection["picks"]["no_pretraining"]["epoch"] == 0
     chosen = {found["epoch"] for found in selection["picks"].values()}
     tuned = [(r["epoch"], r["run"]) for r in of_kind(run, "finetune")]
     assert len(tuned) == len(set(tuned)) == 2 * len(chosen) and {e for e, _ in tuned} == chosen
     for record in of_kind(run, "finetune"):
-        assert record["strategies"] == [n for n, f in selection["picks"].items() if f["epoch"] == record["epoch"]]
+        assert record["strategies"] == [
+            n for n, f in selection["picks"].items() if f["epoch"] == record["epoch"]
+        ]
 
 
 def test_of_equal_values_the_earliest_is_picked():
-    records = [{"epoch": e, "measures": {"dormant_ratio": {"value": v}}} for e, v in ((1, 0.5), (2, 0.25), (3, 0.25))]
+    records = [
+        {"epoch": e, "measures": {"dormant_ratio": {"value": v}}}
+        for e, v in ((1, 0.5), (2, 0.25), (3, 0.25))
+    ]
     assert transfer.pick("dormant_ratio", records)["epoch"] == 2
-    records = [{"epoch": e, "measures": {"local_redundancy": {"value": v}}} for e, v in ((1, 1.0), (2, 3.0), (3, 3.0))]
+    records = [
+        {"epoch": e, "measures": {"local_redundancy": {"value": v}}}
+        for e, v in ((1, 1.0), (2, 3.0), (3, 3.0))
+    ]
     assert transfer.pick("local_redundancy", records)["epoch"] == 2
 
 
 def test_a_checkpoint_can_be_picked_by_its_own_local_redundancy():
     records = [
-        {"epoch": e, "measures": {"local_redundancy": {"value": (a + b) / 2, "points": [{"value": a}, {"value": b}]}}}
+        {
+            "epoch": e,
+            "measures": {
+                "local_redundancy": {"value": (a + b) / 2, "points": [{"value": a}, {"value": b}]}
+            },
+        }
         for e, (a, b) in enumerate([(1.0, 2.0), (1.0, 9.0), (8.0, 4.0)], 1)
     ]
     assert transfer.pick("local_redundancy", records)["epoch"] == 3
     picked = transfer.pick("local_redundancy_at_end", records)
     assert (picked["epoch"], picked["value"], picked["rule"]) == (2, 9.0, "greatest")
     assert picked["candidates"] == {"1": 2.0, "2": 9.0, "3": 4.0}
-    assert "local_redundancy_at_end" in TransferOptions(strategies=("local_redundancy_at_end",)).strategies
+    assert (
+        "local_redundancy_at_end"
+        in TransferOptions(strategies=("local_redundancy_at_end",)).strategies
+    )
 
 
 def test_fine_tuning_is_that_of_plain_torch_and_pairs_checkpoints(run):
@@ -208,7 +253,9 @@ def test_fine_tuning_is_that_of_plain_torch_and_pairs_checkpoints(run):
         assert record["validation"][0] == pytest.approx(error(model, target.validation), rel=1e-5)
         optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
         for k in range(2):
-            for index in batches(len(target.train), 16, 4, stream_seed(3, "finetune order", record["run"], k)):
+            for index in batches(
+                len(target.train), 16, 4, stream_seed(3, "finetune order", record["run"], k)
+            ):
                 step(model.train(), target.train, index, optimiser)
         assert record["steps"] == [0, 3, 5, 8] and len(record["validation"]) == 4
         assert record["validation_loss"] == record["validation"][-1]
@@ -218,7 +265,12 @@ def test_fine_tuning_is_that_of_plain_torch_and_pairs_checkpoints(run):
 
 
 def test_fine_tuning_may_end_when_it_has_saturated(tmp_path):
-    settings = {**TINY, "strategies": ("validation_loss",), "finetune_runs": 1, "finetune_epochs": 8}
+    settings = {
+        **TINY,
+        "strategies": ("validation_loss",),
+        "finetune_runs": 1,
+        "finetune_epochs": 8,
+    }
     settings |= {"finetune_learning_rate": 0.3, "finetune_evaluations": 16, "finetune_patience": 2}
     transfer.begin(tmp_path / "run", None, settings)
     (record,) = of_kind(tmp_path / "run", "finetune")
@@ -226,7 +278,10 @@ def test_fine_tuning_may_end_when_it_has_saturated(tmp_path):
     assert len(losses) < 17 and len(losses) - 1 - losses.index(min(losses)) == 2
     assert record["validation_loss"] == losses[-1] and record["ended_by"] == "saturation"
     ends = " ".join(tables.setting([TransferRun.read(tmp_path / "run")]))
-    assert "section 4.2 (2 validations without a fall by 0 %), or its epochs; 1 of 1 runs saturated." in ends
+    assert (
+        "section 4.2 (2 validations without a fall by 0 %), or its epochs; 1 of 1 runs saturated."
+        in ends
+    )
     assert "finetune_patience 2 for 0" in ends
 
 
@@ -235,7 +290,9 @@ def test_a_small_fall_is_none_with_a_tolerance(tmp_path):
     ended = {}
     for tolerance in (0.0, 0.5):
         out, patience = tmp_path / str(tolerance), int(tolerance > 0)
-        transfer.begin(out, None, {**settings, "finetune_patience": patience, "finetune_tolerance": tolerance})
+        transfer.begin(
+            out, None, {**settings, "finetune_patience": patience, "finetune_tolerance": tolerance}
+        )
         (record,) = of_kind(out, "finetune")
         ended[record["ended_by"]] = len(record["validation"])
     assert ended == {"epochs": 4, "saturation": 2}
@@ -249,19 +306,31 @@ def test_a_small_fall_is_none_with_a_tolerance(tmp_path):
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_hugging_faces_model_in_bfloat16(tmp_path):
     kwargs = {**TINY["model_kwargs"], "width": 32}
-    settings = {**TINY, "model": "fastlr.models.patchtst:hugging_face", "model_kwargs": kwargs, "dtype": "bf16"}
+    settings = {
+        **TINY,
+        "model": "fastlr.models.patchtst:hugging_face",
+        "model_kwargs": kwargs,
+        "dtype": "bf16",
+    }
     transfer.begin(tmp_path / "run", None, {**settings, "epochs": 1, "finetune_runs": 1})
     start, first = lines(tmp_path / "run")[:2]
-    assert 0 < first["measures"]["local_redundancy"]["value"] and first["measures"]["linear_probe"]["value"] < 10
+    assert (
+        0 < first["measures"]["local_redundancy"]["value"]
+        and first["measures"]["linear_probe"]["value"] < 10
+    )
     assert start["parameters"] == sum(p.numel() for p in PatchTST(**SIZES, **kwargs).parameters())
 
 
 @pytest.mark.long
 def test_compiled_training_is_the_same(tmp_path, run):
     kwargs = {**TINY["model_kwargs"], "dropout": 0.0}
-    transfer.begin(tmp_path / "run", None, {**TINY, "model_kwargs": kwargs, "seed": 3, "compile": True})
+    transfer.begin(
+        tmp_path / "run", None, {**TINY, "model_kwargs": kwargs, "seed": 3, "compile": True}
+    )
     for a, b in zip(of_kind(tmp_path / "run", "finetune"), of_kind(run, "finetune")):
-        assert a["epoch"] == b["epoch"] and a["validation_loss"] == pytest.approx(b["validation_loss"], rel=1e-3)
+        assert a["epoch"] == b["epoch"] and a["validation_loss"] == pytest.approx(
+            b["validation_loss"], rel=1e-3
+        )
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -269,7 +338,9 @@ def test_compiled_training_is_the_same(tmp_path, run):
 
 def test_an_epoch_is_one_pass_or_a_number_of_steps():
     one = batches(50, 16, 0, seed=1)
-    assert [len(b) for b in one] == [16, 16, 16, 2] and sorted(torch.cat(one).tolist()) == list(range(50))
+    assert [len(b) for b in one] == [16, 16, 16, 2] and sorted(torch.cat(one).tolist()) == list(
+        range(50)
+    )
     many = torch.cat(batches(50, 16, 7, seed=1)).tolist()
     assert len(many) == 112 and sorted(many[:50]) == sorted(many[50:100]) == list(range(50))
     assert torch.equal(torch.cat(batches(50, 16, 2, seed=1)), torch.tensor(many[:32]))
@@ -279,9 +350,13 @@ def test_an_epoch_is_one_pass_or_a_number_of_steps():
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():
-    net = Forecaster(network(None), torch.device("cpu"), TrainingOptions(dtype="fp32", batch_size=16))
+    net = Forecaster(
+        network(None), torch.device("cpu"), TrainingOptions(dtype="fp32", batch_size=16)
+    )
     net.optimiser = torch.optim.SGD(net.model.parameters(), lr=1e30)
-    with pytest.raises(NonFiniteError, match="training loss is not finite: lower the learning rate"):
+    with pytest.raises(
+        NonFiniteError, match="training loss is not finite: lower the learning rate"
+    ):
         net.train(series("source").train, [torch.arange(8)] * 5)
     with pytest.raises(NonFiniteError, match="validation loss is not finite"):
         net.validate(series("source").validation, 1)
@@ -293,16 +368,24 @@ def wrong_shape(channels, context, horizon) -> nn.Module:
 
 def test_what_does_not_fit_is_named(tmp_path, monkeypatch):
     narrow = tmp_path / "two.csv"
-    rows = [f"2020-01-{1 + i // 24:02d} {i % 24:02d}:00:00,{math.sin(i)},{i % 7}" for i in range(400)]
+    rows = [
+        f"2020-01-{1 + i // 24:02d} {i % 24:02d}:00:00,{math.sin(i)},{i % 7}" for i in range(400)
+    ]
     narrow.write_text("date,a,b\n" + "\n".join(rows) + "\n")
     monkeypatch.delenv("FASTLR_DATA", raising=False)
     for settings, message in (
         ({"target": str(narrow)}, "generated:1 has 7 features, .*two.csv 2: one network"),
         ({"source": "ETTm1"}, "no series ETTm1"),
         ({"context": 400}, "smaller context or horizon"),
-        ({"head": "top"}, "head=top: the model has no such part .it has embedding, dropout, layers, head.: name"),
+        (
+            {"head": "top"},
+            "head=top: the model has no such part .it has embedding, dropout, layers, head.: name",
+        ),
         ({"head": "dropout"}, "head=dropout has no parameters"),
-        ({"model": "test_transfer:wrong_shape", "model_kwargs": {}, "head": ""}, r"forecasts \(\d+, 32, 7\) .*not"),
+        (
+            {"model": "test_transfer:wrong_shape", "model_kwargs": {}, "head": ""},
+            r"forecasts \(\d+, 32, 7\) .*not",
+        ),
         ({"strategies": ("linear_prob",)}, "did you mean linear_probe"),
         ({"strategies": ()}, "name at least one"),
         ({"sigma": 0.0}, "sigma=0.0: give a positive"),
@@ -311,15 +394,33 @@ def test_what_does_not_fit_is_named(tmp_path, monkeypatch):
     ):
         with pytest.raises(InputError, match=message):
             transfer.begin(tmp_path / "run", None, {**TINY, **settings})
-        for file in ("config.json", "checkpoints/initial.pt"):  # of runs that failed once they had begun
+        for file in (
+            "config.json",
+            "checkpoints/initial.pt",
+        ):  # of runs that failed once they had begun
             (tmp_path / "run" / file).unlink(missing_ok=True)
 
 
 def test_the_presets():
     paper = resolve(TransferOptions, PRESETS, "paper", {})
-    assert (paper.source, paper.target, paper.context, paper.horizon, paper.epochs) == ("ETTm1", "ETTh2", 512, 96, 12)
-    assert (paper.learning_rate, paper.batch_size, paper.dtype, paper.redundancy_n) == (2e-3, 1024, "bf16", 1024)
-    assert (paper.finetune_learning_rate, paper.finetune_epochs, paper.finetune_runs) == (2e-4, 2, 6)
+    assert (paper.source, paper.target, paper.context, paper.horizon, paper.epochs) == (
+        "ETTm1",
+        "ETTh2",
+        512,
+        96,
+        12,
+    )
+    assert (paper.learning_rate, paper.batch_size, paper.dtype, paper.redundancy_n) == (
+        2e-3,
+        1024,
+        "bf16",
+        1024,
+    )
+    assert (paper.finetune_learning_rate, paper.finetune_epochs, paper.finetune_runs) == (
+        2e-4,
+        2,
+        6,
+    )
     assert (
         paper.redundancy_per_epoch == 4
         and paper.dormant_threshold == 0.05
@@ -337,21 +438,36 @@ def test_the_command(tmp_path, cli):
     captured = cli(f"transfer demo --out {out} --source generated:4 --seed 9", *as_arguments(few))
     assert captured.out.split() == ["run:", str(out)] and not captured.err
     config = json.loads((out / "config.json").read_text())
-    assert (config["driver"], config["preset"], config["options"]["seed"]) == ("transfer", "demo", 9)
+    assert (config["driver"], config["preset"], config["options"]["seed"]) == (
+        "transfer",
+        "demo",
+        9,
+    )
     assert config["data"]["source"] == {
         "name": "generated:4", "path": None, "rows": 400, "features": [f"F{i}" for i in range(7)],
         "step_seconds": 3600.0, "train_windows": 283, "validation_windows": 43,
     }  # fmt: skip
-    assert [line["kind"] for line in lines(out)] == ["start", "pretrain", "selection"] + 4 * ["finetune"]
+    assert [line["kind"] for line in lines(out)] == ["start", "pretrain", "selection"] + 4 * [
+        "finetune"
+    ]
     before = (out / "records.jsonl").read_text()
     cli(f"transfer --resume --out {out}")
-    assert [line["kind"] for line in lines(out)][-1] == "resume" and before in (out / "records.jsonl").read_text()
+    assert [line["kind"] for line in lines(out)][-1] == "resume" and before in (
+        out / "records.jsonl"
+    ).read_text()
     cli("transfer --options", says="redundancy_per_epoch=4\n")
 
 
 def test_a_run_from_before_norm_batch_goes_on_as_it_was(tmp_path):
     """Whole batches, though the option's default is another now."""
-    settings = {**TINY, "batch_size": 300, "norm_batch": 0, "epochs": 2, "steps_per_epoch": 2, "finetune_runs": 1}
+    settings = {
+        **TINY,
+        "batch_size": 300,
+        "norm_batch": 0,
+        "epochs": 2,
+        "steps_per_epoch": 2,
+        "finetune_runs": 1,
+    }
     transfer.begin(tmp_path / "whole", None, settings)
     transfer.begin(tmp_path / "old", None, {**settings, "epochs": 2})
     config = json.loads((tmp_path / "old/config.json").read_text())

@@ -29,33 +29,80 @@ def final(seed: int, epoch: int, number: int) -> float:
 
 
 def write_run(folder: Path, seed: int, *, runs: int = 2, until: int | None = None, **given) -> Path:
-    measures = {"weight_norm": {"value": 3.0}, "dormant_ratio": {"value": 0.1}, "linear_probe": {"value": 0.4}}
-    redundancy = [{"value": 100.0 * (e + 1), "points": [{"step": 5 * e, "value": 100.0 * (e + 1)}]} for e in range(4)]
-    start = {"kind": "start", "parameters": 1234, "steps_per_epoch": 5, "finetune_steps_per_epoch": 4}
+    measures = {
+        "weight_norm": {"value": 3.0},
+        "dormant_ratio": {"value": 0.1},
+        "linear_probe": {"value": 0.4},
+    }
+    redundancy = [
+        {"value": 100.0 * (e + 1), "points": [{"step": 5 * e, "value": 100.0 * (e + 1)}]}
+        for e in range(4)
+    ]
+    start = {
+        "kind": "start",
+        "parameters": 1234,
+        "steps_per_epoch": 5,
+        "finetune_steps_per_epoch": 4,
+    }
     lines = [{**start, "validation_loss": 1.0, "measures": {"local_redundancy": redundancy[0]}}]
     for epoch in (1, 2, 3):
-        found = {"train_loss": 1 - 0.1 * epoch, "validation_loss": 1 - 0.2 * epoch, "seconds": {"train": 30.0}}
+        found = {
+            "train_loss": 1 - 0.1 * epoch,
+            "validation_loss": 1 - 0.2 * epoch,
+            "seconds": {"train": 30.0},
+        }
         found["measures"] = {**measures, "local_redundancy": redundancy[epoch]}
         lines.append({"kind": "pretrain", "epoch": epoch, **found})
     picks = {}
     for name, epoch in zip(STRATEGIES, PICKS[seed]):
         by, rule = STRATEGIES[name]
         candidates = {str(e): float(abs(e - epoch)) for e in (1, 2, 3)} if by else {}
-        picks[name] = {"epoch": epoch, "by": by or None, "rule": rule or None, "value": 0.0, "candidates": candidates}
+        picks[name] = {
+            "epoch": epoch,
+            "by": by or None,
+            "rule": rule or None,
+            "value": 0.0,
+            "candidates": candidates,
+        }
     lines.append({"kind": "selection", "picks": picks})
     for number in range(runs):
         for epoch in dict.fromkeys(PICKS[seed]):
             end = final(seed, epoch, number)
-            curve = {"steps": [0, 4, 8], "validation": [end + 0.1, end + 0.05, end], "validation_loss": end}
-            lines.append({"kind": "finetune", "epoch": epoch, "run": number, **curve, "seconds": {"finetune": 6.0}})
+            curve = {
+                "steps": [0, 4, 8],
+                "validation": [end + 0.1, end + 0.05, end],
+                "validation_loss": end,
+            }
+            lines.append(
+                {
+                    "kind": "finetune",
+                    "epoch": epoch,
+                    "run": number,
+                    **curve,
+                    "seconds": {"finetune": 6.0},
+                }
+            )
     folder.mkdir(parents=True)
     write_lines(folder, lines[:until])
     names = {"source": {"name": "a"}, "target": {"name": "b"}}
     as_in_the_paper = {key: getattr(TransferOptions(), key) for key in BEFORE}
-    options = as_in_the_paper | {"seed": seed, "epochs": 3, "finetune_runs": 2, "finetune_epochs": 2, "redundancy_n": 8}
+    options = as_in_the_paper | {
+        "seed": seed,
+        "epochs": 3,
+        "finetune_runs": 2,
+        "finetune_epochs": 2,
+        "redundancy_n": 8,
+    }
     options |= given
-    config = {"driver": "transfer", "preset": "small", "options": options, "data": {"digest": "d", **names}}
-    (folder / "config.json").write_text(json.dumps({**config, "command": ["fastlr", "transfer"], "commit": "abc"}))
+    config = {
+        "driver": "transfer",
+        "preset": "small",
+        "options": options,
+        "data": {"digest": "d", **names},
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**config, "command": ["fastlr", "transfer"], "commit": "abc"})
+    )
     return folder
 
 
@@ -70,7 +117,9 @@ def test_losses_and_differences_are_those_of_the_records(study):
     runs = read_transfer_runs([study])
     assert [run.seed for run in runs] == [0, 1, 2, 3] and all(run.complete for run in runs)
     by_seed = {
-        name: [np.mean([final(seed, PICKS[seed][i], number) for number in (0, 1)]) for seed in PICKS]
+        name: [
+            np.mean([final(seed, PICKS[seed][i], number) for number in (0, 1)]) for seed in PICKS
+        ]
         for i, name in enumerate(STRATEGIES)
     }
     for name, mean in losses(runs).items():
@@ -84,7 +133,9 @@ def test_losses_and_differences_are_those_of_the_records(study):
     assert pair.mean.value == pytest.approx(delta.mean())
     assert pair.mean.stderr == pytest.approx(delta.std(ddof=1) / 2)
     assert (pair.same, pair.lower) == (1, 0)
-    assert pair.mean.stderr < losses(runs)["validation_loss"].stderr, "pairing takes out what seeds share"
+    assert pair.mean.stderr < losses(runs)["validation_loss"].stderr, (
+        "pairing takes out what seeds share"
+    )
     assert found["linear_probe", "no_pretraining"].lower == 4
     assert runs[0].seconds("train") == 90 and runs[0].seconds() == 90 + 6 * len(runs[0].tunings)
 
@@ -97,12 +148,19 @@ def test_findings_say_what_can_be_told_of_local_redundancy(study):
     pairs = [pair for pair in differences(runs) if "local_redundancy" in (pair.first, pair.second)]
     for pair in pairs:
         sign = 1 if pair.first == "local_redundancy" else -1
-        (sentence,) = [text for text in told if f"({sign * pair.mean.value:+.4f} ± {pair.mean.stderr:.4f})" in text]
+        (sentence,) = [
+            text
+            for text in told
+            if f"({sign * pair.mean.value:+.4f} ± {pair.mean.stderr:.4f})" in text
+        ]
         if pair.mean.low <= 0 <= pair.mean.high:
             assert sentence.startswith("It cannot be told")
         else:
             assert ("lower" if sign * pair.mean.value < 0 else "higher") in sentence
-    assert "cannot be told from chance" in findings(runs[:1])[0] and "No run has finished" in findings([])[0]
+    assert (
+        "cannot be told from chance" in findings(runs[:1])[0]
+        and "No run has finished" in findings([])[0]
+    )
 
 
 def test_the_report(study, cli):
@@ -123,26 +181,43 @@ def test_the_report(study, cli):
     assert "With 4 seeds the standard errors themselves are rough." in text
     folder = study / "report"
     names = {path.name for path in folder.iterdir()}
-    assert {"index.html", "report.md", "strategies.csv", "differences.csv", "picks.csv", "pretraining.png"} <= names
+    assert {
+        "index.html",
+        "report.md",
+        "strategies.csv",
+        "differences.csv",
+        "picks.csv",
+        "pretraining.png",
+    } <= names
     page = (folder / "index.html").read_text()
     assert page.count("data:image/png;base64") == 2 and page.count("Not as in the paper") == 6
     markdown = (folder / "report.md").read_text()
-    assert markdown.count("Not as in the paper") == 5 and "| 2 | max local redundancy | 3 | greatest" in markdown
+    assert (
+        markdown.count("Not as in the paper") == 5
+        and "| 2 | max local redundancy | 3 | greatest" in markdown
+    )
     numbers = json.loads((folder / "report.json").read_text())
     assert numbers["losses"]["validation_loss"]["value"] == best.value
     loss = np.mean([final(3, 1, i) for i in (0, 1)])
     assert numbers["losses_by_seed"]["3"]["local_redundancy"] == pytest.approx(loss)
-    assert numbers["picks"]["1"]["dormant_ratio"]["epoch"] == 2 and len(numbers["differences"]) == 15
+    assert (
+        numbers["picks"]["1"]["dormant_ratio"]["epoch"] == 2 and len(numbers["differences"]) == 15
+    )
 
 
 def test_the_files_own_local_redundancy_stands_beside_that_of_the_epoch(tmp_path):
     run = write_run(tmp_path / "run", 0)
     lines = read_lines(run)
-    lines[1]["measures"]["local_redundancy"]["points"][-1]["value"] = 999.0  # epoch 1: a mean of 200
+    lines[1]["measures"]["local_redundancy"]["points"][-1]["value"] = (
+        999.0  # epoch 1: a mean of 200
+    )
     write_lines(run, lines)
     by_slug = {sheet.slug: sheet for sheet in write_transfer_report([run], figures="none").sheets}
     columns = by_slug["pretraining"].columns
-    assert columns[3:5] == ("LR", "LR, file") and by_slug["pretraining"].rows[1][3:5] == ("200", "999")
+    assert columns[3:5] == ("LR", "LR, file") and by_slug["pretraining"].rows[1][3:5] == (
+        "200",
+        "999",
+    )
     picks = by_slug["picks"]
     assert picks.columns[-2:] == ("LR", "LR, file")
     assert {row[1]: row[-2:] for row in picks.rows}["min dormant ratio"] == ("200", "999")
@@ -160,7 +235,9 @@ def test_unfinished_runs_are_left_out_and_named(study):
     assert "Left out, as they are not finished: study/seed-0." in text and "3 seeds for 120" in text
     numbers = json.loads((report.folder / "report.json").read_text())
     assert list(numbers["losses_by_seed"]) == ["1", "2", "3"] and report.figures == ()
-    assert [row[0] for row in report.sheets[2].rows] == ["0", "1", "2", "3"], "the curves are of the finished ones"
+    assert [row[0] for row in report.sheets[2].rows] == ["0", "1", "2", "3"], (
+        "the curves are of the finished ones"
+    )
     write_run(study / "almost", 0, until=-1)  # all but the last fine-tuning
     assert not TransferRun.read(study / "almost").complete
 
@@ -168,8 +245,13 @@ def test_unfinished_runs_are_left_out_and_named(study):
 def test_what_there_is_of_a_run_is_shown(tmp_path, cli):
     run = write_run(tmp_path / "run", 1, until=3)
     out = cli(f"report {run}").out
-    assert "No run has finished its fine-tuning yet." in out and "Differences need two finished seeds." in out
-    assert (run / "report" / "pretraining.png").exists() and not (run / "report" / "finetuning.png").exists()
+    assert (
+        "No run has finished its fine-tuning yet." in out
+        and "Differences need two finished seeds." in out
+    )
+    assert (run / "report" / "pretraining.png").exists() and not (
+        run / "report" / "finetuning.png"
+    ).exists()
     one = write_transfer_report([write_run(tmp_path / "whole", 1)], figures="png")
     assert "One seed has no standard error" in one.sheets[0].markdown() and len(one.figures) == 2
     assert one.sheets[2].notes[1] == "One seed."
@@ -216,7 +298,9 @@ def test_a_run_that_ended_early_keeps_its_last_loss(tmp_path):
     steps, curve = TransferRun.read(run).curve("validation_loss")
     end = final(0, 3, 0)
     assert steps.tolist() == [0, 4, 8]
-    np.testing.assert_allclose(curve, [(end + 0.1 + 0.5) / 2, (end + 0.05 + 0.25) / 2, (end + 0.25) / 2])
+    np.testing.assert_allclose(
+        curve, [(end + 0.1 + 0.5) / 2, (end + 0.05 + 0.25) / 2, (end + 0.25) / 2]
+    )
 
 
 def test_the_drivers_records_are_understood(tmp_path):
@@ -227,7 +311,9 @@ def test_the_drivers_records_are_understood(tmp_path):
     (run, _) = read_transfer_runs([tmp_path])
     x, y = run.redundancy_points()
     assert x.tolist() == [0, 0.5, 1, 1.5, 2] and (y > 0).all()
-    assert np.isfinite(run.numbers("linear_probe")[1:]).all() and math.isnan(run.numbers("linear_probe")[0])
+    assert np.isfinite(run.numbers("linear_probe")[1:]).all() and math.isnan(
+        run.numbers("linear_probe")[0]
+    )
     assert 0 < run.seconds("train") < run.seconds()
     assert report.sheets[-1].rows[0][:4] == (run.name, "2/2", str(len(run.tunings)), "yes")
     assert "generated:1 for ETTm1" in report.sheets[0].markdown()

@@ -59,7 +59,9 @@ __all__ = [
 ]
 
 
-def make_interventions(trainer: Learner, initial: Mapping[str, Tensor], tasks: TaskSequence) -> list[Intervention]:
+def make_interventions(
+    trainer: Learner, initial: Mapping[str, Tensor], tasks: TaskSequence
+) -> list[Intervention]:
     """Make the interventions that a trainer's options ask for, in the order in which they act.
 
     Args:

@@ -126,7 +126,9 @@ class ContinualBackprop(Intervention):
     def watching(self) -> Iterator[None]:
         """Watch the inputs of the layers that read units."""
         handles = [
-            sums.reader.layer.register_forward_pre_hook(sums.hook) for layer in self.layers for sums in layer.inputs
+            sums.reader.layer.register_forward_pre_hook(sums.hook)
+            for layer in self.layers
+            for sums in layer.inputs
         ]
         try:
             yield
@@ -147,7 +149,11 @@ class ContinualBackprop(Intervention):
             contribution = torch.zeros_like(layer.utility)
             for sums, mean in zip(layer.inputs, layer.means, strict=True):
                 reader, count = sums.reader, sums.count.clamp(min=1)
-                by_feature = sums.absolute / count * reader.by_feature(reader.layer.weight.abs()).sum(1).flatten()
+                by_feature = (
+                    sums.absolute
+                    / count
+                    * reader.by_feature(reader.layer.weight.abs()).sum(1).flatten()
+                )
                 contribution += by_feature.view(-1, reader.repeat).sum(1)
                 mean.lerp_(sums.plain / count, 1 - options.cbp_decay)
             layer.utility.lerp_(contribution, 1 - options.cbp_decay)
@@ -157,7 +163,9 @@ class ContinualBackprop(Intervention):
             due = min(int(layer.owed), len(mature))
             if due:
                 layer.owed -= due
-                utility = layer.utility.cpu()[mature] / (1 - options.cbp_decay ** layer.ages[mature])
+                utility = layer.utility.cpu()[mature] / (
+                    1 - options.cbp_decay ** layer.ages[mature]
+                )
                 worst = utility.sort(stable=True).indices[:due]
                 self.replace(layer, mature[worst].sort().values)
         self._clear()
@@ -171,7 +179,9 @@ class ContinualBackprop(Intervention):
             features = reader.features(index)
             if self.trainer.options.cbp_transfer:
                 ages = layer.ages[units].to(mean).repeat_interleave(reader.repeat)
-                self._transfer(reader, features, mean[features] / (1 - self.trainer.options.cbp_decay**ages))
+                self._transfer(
+                    reader, features, mean[features] / (1 - self.trainer.options.cbp_decay**ages)
+                )
             mean[features] = 0
             for t in self._with_optimiser_state(reader.layer.weight):
                 view, columns = reader.columns(t, features)
@@ -225,7 +235,9 @@ class ContinualBackprop(Intervention):
     def state(self) -> dict[str, Any]:
         """Return utilities, means, ages and what is owed, by layer."""
         keys = ("utility", "means", "ages", "owed")
-        return {layer.units.name: {key: getattr(layer, key) for key in keys} for layer in self.layers}
+        return {
+            layer.units.name: {key: getattr(layer, key) for key in keys} for layer in self.layers
+        }
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -241,7 +253,10 @@ class ContinualBackprop(Intervention):
 
     def about(self) -> dict[str, Any]:
         """Return the number of units of each layer, and the layers left alone with the reasons."""
-        return {"units": {layer.units.name: layer.units.count for layer in self.layers}, "left_alone": self.left_alone}
+        return {
+            "units": {layer.units.name: layer.units.count for layer in self.layers},
+            "left_alone": self.left_alone,
+        }
 
     def record(self) -> dict[str, Any]:
         """Return the numbers of units replaced, by layer."""

@@ -16,7 +16,9 @@ from fastlr.experiments.runs.folder import stream_seed
 from fastlr.ghost.runtime import as_it_was
 
 
-def diagonal_fisher(model: nn.Module, parameters: Sequence[nn.Parameter], x: Tensor) -> list[Tensor]:
+def diagonal_fisher(
+    model: nn.Module, parameters: Sequence[nn.Parameter], x: Tensor
+) -> list[Tensor]:
     """Return the diagonal of a classifier's Fisher information.
 
     ``F_i = mean over x of E_{y ~ P(.|x)} (d log P(y|x) / d theta_i)^2``.
@@ -44,7 +46,9 @@ def diagonal_fisher(model: nn.Module, parameters: Sequence[nn.Parameter], x: Ten
         for i in range(len(x)):
             z = model(x[i : i + 1])
             if not isinstance(z, Tensor) or z.ndim != 2 or z.shape[1] < 2:
-                raise ModelError("EWC wants a model that returns logits [B, C] with at least two classes")
+                raise ModelError(
+                    "EWC wants a model that returns logits [B, C] with at least two classes"
+                )
             v = Categorical().cotangent(z, "rademacher", range(i, i + 1), 0)
             assert isinstance(v, Tensor)  # an iterator for the probe "exact" only
             gradients = torch.autograd.grad(z, parameters, v.to(z.dtype), allow_unused=True)
@@ -80,9 +84,13 @@ class EWC(Intervention):
     def __init__(self, trainer: Learner) -> None:
         super().__init__(trainer)
         head = {id(p) for p in trainer.head().parameters()} if trainer.options.head_reset else set()
-        self.parameters = [p for p in trainer.model.parameters() if p.requires_grad and id(p) not in head]
+        self.parameters = [
+            p for p in trainer.model.parameters() if p.requires_grad and id(p) not in head
+        ]
         if not self.parameters:
-            raise ModelError("ewc: the model has no trainable parameters but those of its head: leave it out")
+            raise ModelError(
+                "ewc: the model has no trainable parameters but those of its head: leave it out"
+            )
         self.fisher = [torch.zeros_like(p) for p in self.parameters]
         self.anchor = [p.detach().clone() for p in self.parameters]
 
@@ -100,7 +108,9 @@ class EWC(Intervention):
     def penalty(self) -> float:
         """Return ``strength / 2 * sum_i F_i (theta_i - theta*_i)^2``."""
         terms = zip(self.parameters, self.fisher, self.anchor, strict=True)
-        sums = [(fisher * (p - anchor).square()).sum(dtype=torch.float64) for p, fisher, anchor in terms]
+        sums = [
+            (fisher * (p - anchor).square()).sum(dtype=torch.float64) for p, fisher, anchor in terms
+        ]
         return self.trainer.options.ewc / 2 * torch.stack(sums).sum().item()
 
     def after_task(self, task: Task, number: int) -> None:
@@ -108,10 +118,14 @@ class EWC(Intervention):
         options = self.trainer.options
         self.last_penalty = self.penalty()
         generator = torch.Generator().manual_seed(stream_seed(options.seed, self.name, number))
-        rows = torch.randperm(len(task.train_y), generator=generator)[: options.ewc_images].to(task.train_y.device)
+        rows = torch.randperm(len(task.train_y), generator=generator)[: options.ewc_images].to(
+            task.train_y.device
+        )
         fisher_of_task = self._fisher(self.trainer.normalised(take(task.train_x, rows)))
         with torch.no_grad():
-            for p, fisher, anchor, new in zip(self.parameters, self.fisher, self.anchor, fisher_of_task, strict=True):
+            for p, fisher, anchor, new in zip(
+                self.parameters, self.fisher, self.anchor, fisher_of_task, strict=True
+            ):
                 fisher.mul_(options.ewc_decay).add_(new)
                 anchor.copy_(p)
 
@@ -121,7 +135,10 @@ class EWC(Intervention):
         share = x[parallel.ranks.rank :: parallel.ranks.size]
         fisher = [torch.zeros_like(p) for p in self.parameters]
         if len(share):
-            fisher = [t * (len(share) / len(x)) for t in diagonal_fisher(self.trainer.model, self.parameters, share)]
+            fisher = [
+                t * (len(share) / len(x))
+                for t in diagonal_fisher(self.trainer.model, self.parameters, share)
+            ]
         parallel.sum_all(fisher)
         return fisher
 
@@ -142,5 +159,7 @@ class EWC(Intervention):
 
     def record(self) -> dict[str, Any]:
         """The penalty at the end of the task, and the sum of the Fisher information after it."""
-        total = torch.stack([fisher.sum(dtype=torch.float64) for fisher in self.fisher]).sum().item()
+        total = (
+            torch.stack([fisher.sum(dtype=torch.float64) for fisher in self.fisher]).sum().item()
+        )
         return {"penalty": self.last_penalty, "fisher_sum": total}

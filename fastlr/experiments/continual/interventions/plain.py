@@ -35,7 +35,9 @@ def shrink_and_perturb(model: nn.Module, shrink: float, perturb: float, seed: in
         if p.requires_grad:
             p.mul_(shrink)
             if perturb:
-                p.add_(torch.randn(p.shape, generator=generator).to(p.device, p.dtype), alpha=perturb)
+                p.add_(
+                    torch.randn(p.shape, generator=generator).to(p.device, p.dtype), alpha=perturb
+                )
 
 
 class ShrinkAndPerturb(Intervention):
@@ -76,9 +78,15 @@ class PeriodicReset(Intervention):
         super().__init__(trainer)
         self.initial, wanted = initial, trainer.options.reset_layers
         modules = list(trainer.model.named_modules())
-        layers = [i for i, (_, m) in enumerate(modules) if any(p.ndim > 1 for p in m.parameters(recurse=False))]
+        layers = [
+            i
+            for i, (_, m) in enumerate(modules)
+            if any(p.ndim > 1 for p in m.parameters(recurse=False))
+        ]
         if wanted > len(layers):
-            raise InputError(f"reset_layers={wanted}: the model has {len(layers)} layers; 0 resets them all")
+            raise InputError(
+                f"reset_layers={wanted}: the model has {len(layers)} layers; 0 resets them all"
+            )
         self.modules = dict(modules[layers[-wanted] :] if wanted else modules)
         self.layers = [modules[i][0] for i in (layers[-wanted:] if wanted else layers)]
         self.was_due = False
@@ -97,7 +105,11 @@ class PeriodicReset(Intervention):
                 if not p.requires_grad:
                     continue
                 values = self.initial[prefix + key].flatten()
-                p.copy_(values[torch.randint(len(values), p.shape, generator=generator).to(values.device)])
+                p.copy_(
+                    values[
+                        torch.randint(len(values), p.shape, generator=generator).to(values.device)
+                    ]
+                )
                 for value in optimiser.state.get(p, {}).values():
                     if isinstance(value, Tensor):
                         value.zero_()
@@ -156,6 +168,10 @@ def layer_norm_for_batch_norm(model: nn.Module) -> int:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, _BATCH_NORMS):
-                setattr(module, name, nn.GroupNorm(1, child.num_features, eps=child.eps, affine=child.affine))
+                setattr(
+                    module,
+                    name,
+                    nn.GroupNorm(1, child.num_features, eps=child.eps, affine=child.affine),
+                )
                 count += 1
     return count

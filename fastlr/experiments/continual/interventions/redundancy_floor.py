@@ -54,9 +54,13 @@ class RedundancyFloor(Intervention):
         """
         options, n = self.trainer.options, self.trainer.options.floor_images
         seed = stream_seed(options.seed, self.name)
-        x = self.images.batch(self.steps * n, (self.steps + 1) * n, seed=seed, device=self.trainer.device)
+        x = self.images.batch(
+            self.steps * n, (self.steps + 1) * n, seed=seed, device=self.trainer.device
+        )
         with torch.enable_grad(), self.trainer.autocast():
-            value = fastlr.redundancy_loss(self.trainer.model, self.trainer.as_input(x), seed=seed + self.steps)
+            value = fastlr.redundancy_loss(
+                self.trainer.model, self.trainer.as_input(x), seed=seed + self.steps
+            )
         self.steps += 1
         self.total = DECAY * self.total + float(value.detach())
         self.weight = DECAY * self.weight + 1

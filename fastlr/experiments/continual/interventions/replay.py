@@ -47,12 +47,16 @@ class ExperienceReplay(Intervention):
         super().__init__(trainer)
         self.tasks = tasks
         images = trainer.options.replay_images
-        needed = 2 * images * 3 * tasks.size**2  # once more where a task's images are joined to them
+        needed = (
+            2 * images * 3 * tasks.size**2
+        )  # once more where a task's images are joined to them
         if needed > free_bytes(trainer.device):
             raise InputError(
                 f"replay_images={images}: {needed / 2**30:.1f} GiB do not fit on {trainer.device}; choose fewer"
             )
-        self.images = torch.empty(0, 3, tasks.size, tasks.size, dtype=torch.uint8, device=trainer.device)
+        self.images = torch.empty(
+            0, 3, tasks.size, tasks.size, dtype=torch.uint8, device=trainer.device
+        )
         self.labels = torch.empty(0, dtype=torch.int64, device=trainer.device)
         self.draws = torch.empty(0, dtype=torch.float64)
         self.origin = torch.empty(0, 2, dtype=torch.int64)  # task, row among its training images
@@ -61,14 +65,19 @@ class ExperienceReplay(Intervention):
         """Return the task with the memory's images after its own training images."""
         if not len(self.labels):
             return task
-        train_x, train_y = torch.cat([task.train_x, self.images]), torch.cat([task.train_y, self.labels])
+        train_x, train_y = (
+            torch.cat([task.train_x, self.images]),
+            torch.cat([task.train_y, self.labels]),
+        )
         return task._replace(train_x=train_x, train_y=train_y)
 
     def order(self, n: int, generator: torch.Generator) -> tuple[Tensor, list[tuple[int, int]]]:
         """Draw an epoch's batches of a `joined` task with n images of its own, as `mixed_order`."""
         options = self.trainer.options
         fresh = max(1, options.batch_size - round(options.batch_size * options.replay_share))
-        return mixed_order(list(spans(n, fresh)), len(self.labels), (options.batch_size - fresh) / fresh, generator)
+        return mixed_order(
+            list(spans(n, fresh)), len(self.labels), (options.batch_size - fresh) / fresh, generator
+        )
 
     def after_task(self, task: Task, number: int) -> None:
         """Let the task's training images into the memory."""
@@ -78,7 +87,10 @@ class ExperienceReplay(Intervention):
         new = torch.stack([torch.full((n,), number), torch.arange(n)], dim=1)
         kept = draws.sort(stable=True).indices[: options.replay_images].sort().values
         rows = kept.to(self.labels.device)
-        images, labels = torch.cat([self.images, task.train_x]), torch.cat([self.labels, task.train_y])
+        images, labels = (
+            torch.cat([self.images, task.train_x]),
+            torch.cat([self.labels, task.train_y]),
+        )
         self.images, self.labels = take(images, rows), labels.index_select(0, rows)
         self.draws, self.origin = draws[kept], torch.cat([self.origin, new])[kept]
 
@@ -97,7 +109,10 @@ class ExperienceReplay(Intervention):
             rows = self.origin[self.origin[:, 0] == number, 1]
             images.append(take(task.train_x, rows).to(self.labels.device))
             labels.append(task.train_y[rows].to(self.labels.device))
-        self.images, self.labels = torch.cat(images).contiguous(memory_format=torch.channels_last), torch.cat(labels)
+        self.images, self.labels = (
+            torch.cat(images).contiguous(memory_format=torch.channels_last),
+            torch.cat(labels),
+        )
 
     def record(self) -> dict[str, Any]:
         """How many images the memory holds, of how many tasks."""

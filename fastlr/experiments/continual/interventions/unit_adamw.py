@@ -42,7 +42,9 @@ class UnitAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -57,10 +59,13 @@ class UnitAdamW(torch.optim.Optimizer):
                 continue
             for p in parameters:
                 if not self.state[p]:
-                    self.state[p] = {key: torch.zeros_like(p) for key in ("steps", "exp_avg", "exp_avg_sq")}
+                    self.state[p] = {
+                        key: torch.zeros_like(p) for key in ("steps", "exp_avg", "exp_avg_sq")
+                    }
             gradients = [p.grad for p in parameters if p.grad is not None]
             steps, means, squares = (
-                [self.state[p][key] for p in parameters] for key in ("steps", "exp_avg", "exp_avg_sq")
+                [self.state[p][key] for p in parameters]
+                for key in ("steps", "exp_avg", "exp_avg_sq")
             )
             beta1, beta2 = group["betas"]
             torch._foreach_add_(steps, 1)

@@ -35,7 +35,12 @@ from fastlr.ops.torch_private import BatchNorm, Convolution, tree_leaves
 def _named(names: str) -> set[Any]:
     """Functions of these names, in place or not, wherever torch has them."""
     ends = [name + end for name in names.split() for end in ("", "_")]
-    return {getattr(owner, name) for name in ends for owner in (F, torch, Tensor) if hasattr(owner, name)}
+    return {
+        getattr(owner, name)
+        for name in ends
+        for owner in (F, torch, Tensor)
+        if hasattr(owner, name)
+    }
 
 
 _ELEMENTWISE = set(FUNCTIONS) | _named(
@@ -44,11 +49,17 @@ _ELEMENTWISE = set(FUNCTIONS) | _named(
     "feature_dropout feature_alpha_dropout"
 )
 _POOLS = _named(
-    " ".join(f"{kind}_pool{n}d" for kind in ("max", "avg", "lp", "adaptive_max", "adaptive_avg") for n in (1, 2, 3))
+    " ".join(
+        f"{kind}_pool{n}d"
+        for kind in ("max", "avg", "lp", "adaptive_max", "adaptive_avg")
+        for n in (1, 2, 3)
+    )
 ) | {F.pad}
 _SHAPES = _named("flatten view reshape squeeze unsqueeze")
 _MEANS = _named("mean amax sum")
-_PRODUCTS = _named("mul multiply div divide true_divide __mul__ __rmul__ __imul__ __truediv__ __itruediv__")
+_PRODUCTS = _named(
+    "mul multiply div divide true_divide __mul__ __rmul__ __imul__ __truediv__ __itruediv__"
+)
 _SUMS = _named("add sub subtract rsub __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__")
 
 
@@ -92,7 +103,9 @@ class ReadingLayer:
 
     def features(self, units: Tensor) -> Tensor:
         """Return the features of some units."""
-        return (units[:, None] * self.repeat + torch.arange(self.repeat, device=units.device)).flatten()
+        return (
+            units[:, None] * self.repeat + torch.arange(self.repeat, device=units.device)
+        ).flatten()
 
 
 @dataclasses.dataclass(eq=False)
@@ -153,18 +166,26 @@ class _Trace(Watch):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.modules = dict(model.named_modules())
-        self.holders = Counter(id(p) for module in self.modules.values() for p in module._parameters.values())
+        self.holders = Counter(
+            id(p) for module in self.modules.values() for p in module._parameters.values()
+        )
         self.tags = WeakTensorKeyDictionary()
         self.made: dict[str, Units] = {}  # by the name of the layer
-        self.called: dict[str, list[Units]] = {}  # units whose weights a layer holds, those it reads included
+        self.called: dict[
+            str, list[Units]
+        ] = {}  # units whose weights a layer holds, those it reads included
         self.depthwise: list[tuple[Units, Units, str]] = []  # (read, made, layer)
         self.norm_of: dict[str, Any] = {}
-        self.seen_raw: set[str] = set()  # layers whose output something other than a batch norm has read
+        self.seen_raw: set[str] = (
+            set()
+        )  # layers whose output something other than a batch norm has read
 
     def _add(self, kind: str, a: Tensor) -> None:
         """Do nothing: activations are not measured here."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run a function of torch and follow the units."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -182,7 +203,9 @@ class _Trace(Watch):
             new = self._passed(func, args, kwargs, operands, tags, results[0])
             if new is None:
                 for tag in tags:
-                    tag.units.exclude(f"goes through {_name(func)}, behind which its weights are not known")
+                    tag.units.exclude(
+                        f"goes through {_name(func)}, behind which its weights are not known"
+                    )
         if new is not None:
             self.tags[results[0]] = new
         else:
@@ -200,7 +223,9 @@ class _Trace(Watch):
         expected = isinstance(layer, nn.Linear if func is F.linear else Convolution)
         if not expected or layer.weight is not weight or not isinstance(weight, nn.Parameter):
             if tag is not None:
-                tag.units.exclude(f"goes through {_name(func)} in {name or 'the model'}, whose weights are not its own")
+                tag.units.exclude(
+                    f"goes through {_name(func)} in {name or 'the model'}, whose weights are not its own"
+                )
             return None
         axis = x.ndim - 1 if func is F.linear else 1
         made = Units(name, len(weight), {name: layer})
@@ -219,7 +244,9 @@ class _Trace(Watch):
             elif depthwise:
                 self.depthwise.append((units, made, name))
             elif groups > 1 and weight.shape[1] == 1:
-                units.exclude(f"goes into {name}, a depthwise convolution with several filters a channel")
+                units.exclude(
+                    f"goes into {name}, a depthwise convolution with several filters a channel"
+                )
             else:
                 units.readers.append(ReadingLayer(name, layer, tag.repeat))
         if name in self.called or self.holders[id(weight)] > 1:
@@ -230,7 +257,13 @@ class _Trace(Watch):
         return _Tag(made, axis, raw=name)
 
     def _passed(
-        self, func: Any, args: tuple, kwargs: dict, operands: list[Tensor], tags: list[_Tag], result: Tensor
+        self,
+        func: Any,
+        args: tuple,
+        kwargs: dict,
+        operands: list[Tensor],
+        tags: list[_Tag],
+        result: Tensor,
     ) -> _Tag | None:
         """Where units are in the result of any other function; None if that is not known."""
         tag, source = tags[0], next(t for t in operands if t in self.tags)
@@ -242,7 +275,9 @@ class _Trace(Watch):
         if len({t.units.root() for t in tags}) > 1 or isinstance(source, nn.Parameter):
             return None
         if func in _ELEMENTWISE | _POOLS:
-            keeps_axis = result.ndim == source.ndim and result.shape[tag.axis] == source.shape[tag.axis]
+            keeps_axis = (
+                result.ndim == source.ndim and result.shape[tag.axis] == source.shape[tag.axis]
+            )
             return plain if keeps_axis else None
         if func in MOVES:
             axis = moved(func, args, kwargs, source, tag.axis)
@@ -255,7 +290,9 @@ class _Trace(Watch):
         name = self.path[-1] if self.path else ""
         norm, units = self.modules.get(name), tag.units.root()
         if not isinstance(norm, BatchNorm) or tag.axis != 1 or tag.repeat > 1:
-            units.exclude(f"goes through a batch norm in {name or 'the model'} that is not a module of its own")
+            units.exclude(
+                f"goes through a batch norm in {name or 'the model'} that is not a module of its own"
+            )
         elif name in self.called:
             for user in (*self.called[name], units):
                 user.exclude(f"goes through {name}, which is used more than once")
@@ -265,14 +302,19 @@ class _Trace(Watch):
         self.called.setdefault(name, []).append(units)
         return plain
 
-    def _combined(self, func: Any, operands: list[Tensor], tags: list[_Tag], plain: _Tag) -> _Tag | None:
+    def _combined(
+        self, func: Any, operands: list[Tensor], tags: list[_Tag], plain: _Tag
+    ) -> _Tag | None:
         """Return the tag of an elementwise product or sum, or leave its units alone.
 
         Units are followed through an operation with a number, with themselves, or with factors of
         their own.
         """
         groups = {tag.units.root() for tag in tags}
-        alike = len({(t.ndim, tag.axis, tag.repeat) for t, tag in zip(operands, tags, strict=False)}) == 1
+        alike = (
+            len({(t.ndim, tag.axis, tag.repeat) for t, tag in zip(operands, tags, strict=False)})
+            == 1
+        )
         if len(operands) == 1 or (len(groups) == 1 and len(operands) == len(tags) and alike):
             return plain
         if func in _PRODUCTS and len(tags) == len(operands) == 2 and alike:
@@ -282,7 +324,9 @@ class _Trace(Watch):
                 return plain
         for units in groups:
             units.exclude(
-                "is a channel of a residual sum" if func in _SUMS else f"meets other features in {_name(func)}"
+                "is a channel of a residual sum"
+                if func in _SUMS
+                else f"meets other features in {_name(func)}"
             )
         return plain
 
@@ -302,7 +346,9 @@ class _Trace(Watch):
             if not units.readers:
                 units.exclude("goes into no layer")
             for reader in units.readers:
-                reader.norm = None if reader.name in self.seen_raw else self.norm_of.get(reader.name)
+                reader.norm = (
+                    None if reader.name in self.seen_raw else self.norm_of.get(reader.name)
+                )
         return list(roots.values())
 
 
@@ -319,7 +365,11 @@ def _reduced(args: tuple, kwargs: dict, source: Tensor, tag: _Tag) -> _Tag | Non
     if tag.axis in reduced:
         return None
     keepdim = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
-    return tag if keepdim else dataclasses.replace(tag, axis=tag.axis - sum(d < tag.axis for d in reduced))
+    return (
+        tag
+        if keepdim
+        else dataclasses.replace(tag, axis=tag.axis - sum(d < tag.axis for d in reduced))
+    )
 
 
 def _reshaped(source: Tensor, tag: _Tag, result: Tensor) -> _Tag | None:
@@ -327,7 +377,11 @@ def _reshaped(source: Tensor, tag: _Tag, result: Tensor) -> _Tag | None:
 
     They can where the change leaves their axis as it is, or flattens all axes behind it into it.
     """
-    ahead, size, behind = source.shape[: tag.axis].numel(), source.shape[tag.axis], source.shape[tag.axis + 1 :].numel()
+    ahead, size, behind = (
+        source.shape[: tag.axis].numel(),
+        source.shape[tag.axis],
+        source.shape[tag.axis + 1 :].numel(),
+    )
     before = 1
     for axis, length in enumerate(result.shape):
         if before == ahead and length in (size, size * behind):
@@ -364,7 +418,9 @@ def find_units(model: nn.Module, example: Tensor) -> tuple[list[Units], dict[str
         if isinstance(module, (nn.Linear, Convolution))
     }
     layers |= {name: made.root().reason for name, made in trace.made.items()}
-    return [u for u in units if not u.reason], {name: reason for name, reason in layers.items() if reason}
+    return [u for u in units if not u.reason], {
+        name: reason for name, reason in layers.items() if reason
+    }
 
 
 def _isolated(model: nn.Module, units: Sequence[Units], example: Tensor) -> bool:
