@@ -1,9 +1,10 @@
 """Build fastlr: the Python packages always, the C++/CUDA extension (csrc/) where a compiler is found.
 
-Everything else is in pyproject.toml. The extension is optional: without a compiler, or when it does not compile, fastlr
-installs without it, and its first use and ``fastlr doctor`` say so; without nvcc, or without torch at build time (build
-isolation), it has no GPU part. Build it with ``pip install --no-build-isolation .``, or in place with ``python setup.py
-build_ext --inplace``. TORCH_CUDA_ARCH_LIST chooses the GPUs (default "8.0 9.0 10.0+PTX"); FASTLR_NO_EXT=1 skips it all.
+Everything else is in pyproject.toml. The extension is optional: without a compiler, or when it does
+not compile, fastlr installs without it, and its first use and ``fastlr doctor`` say so; without
+nvcc, or without torch at build time (build isolation), it has no GPU part. Build it with ``pip
+install --no-build-isolation .``, or in place with ``python setup.py build_ext --inplace``.
+TORCH_CUDA_ARCH_LIST chooses the GPUs (default "8.0 9.0 10.0+PTX"); FASTLR_NO_EXT=1 skips it all.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from setuptools.command.build_ext import build_ext
 
 if int(setuptools.__version__.split(".")[0]) < 77:  # PEP 639
     sys.exit(
-        f"fastlr: setuptools {setuptools.__version__} is too old, 77 is needed: pip install -U setuptools wheel"
+        f"fastlr: setuptools {setuptools.__version__} is too old, 77 is needed: pip install -U "
+        "setuptools wheel"
     )
 
 HERE = Path(__file__).parent.resolve()

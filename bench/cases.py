@@ -1,7 +1,8 @@
 """The networks that are timed, and the truth that everything is held to; tests share both.
 
-The truth of a case is one backward pass per sample in float64: sample j is cut out of every batched input, run alone,
-and every parameter's gradient of ``(output * cotangent[j]).sum()`` is squared and summed.
+The truth of a case is one backward pass per sample in float64: sample j is cut out of every batched
+input, run alone, and every parameter's gradient of ``(output * cotangent[j]).sum()`` is squared and
+summed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Case:
     Attributes:
         model: the module, used as it is (its train/eval flags included).
         x: a tensor, a tuple (positional arguments) or a dict (keyword arguments).
-        kwargs: ``output`` (a function of what the model returns), ``in_dim`` and ``out_dim``, unless the default.
+        kwargs: ``output`` (a function of what the model returns), ``in_dim`` and ``out_dim``,
+            unless the default.
         shared: names (or positions) of the inputs that have no sample axis.
         name: of the network.
     """
@@ -154,7 +156,8 @@ def loop_norms(
         v = cotangent.narrow(case.out_dim, j, 1).to(z.dtype)
         if z.shape != v.shape:
             raise ValueError(
-                f"{case.name!r}: one sample's output is {tuple(z.shape)}, its cotangent {tuple(v.shape)}"
+                f"{case.name!r}: one sample's output is {tuple(z.shape)}, its cotangent "
+                f"{tuple(v.shape)}"
             )
         grads = torch.autograd.grad(z, list(params.values()), v, materialize_grads=True)
         rows.append(torch.stack([g.to_dense().double().square().sum() for g in grads]))
@@ -168,7 +171,8 @@ def as_double(case: Case) -> Case:
     )
 
 
-# ------------------------------------------------------------------------------------------------------- the networks
+# --------------------------------------------------------------------------------------------------
+# the networks
 MAIN = "mobilenet_v3_large"
 CLASSES = {MAIN: 2}  # the paper's image network has two; the others keep their thousand
 
@@ -176,7 +180,8 @@ CLASSES = {MAIN: 2}  # the paper's image network has two; the others keep their 
 def calibrate(model: nn.Module, x: Any) -> nn.Module:
     """Give every batch norm the statistics of this batch, and leave the model in eval mode.
 
-    At initialisation they are 0 and 1, so that in eval mode features shrink to nothing: gradients had no realistic size.
+    At initialisation they are 0 and 1, so that in eval mode features shrink to nothing: gradients
+    had no realistic size.
     """
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     momenta = [m.momentum for m in norms]
@@ -196,8 +201,9 @@ def image_network(name: str, size: int = 224) -> nn.Module:
 
     It has two classes for the paper's and a thousand for others.
 
-    At initialisation the head's outputs are nearly 0, so that rounding is most of them, and the head of vit_b_16 is 0, and
-    with it all gradients before it: biases are drawn from a normal distribution, weights that are zero from a narrow one.
+    At initialisation the head's outputs are nearly 0, so that rounding is most of them, and the
+    head of vit_b_16 is 0, and with it all gradients before it: biases are drawn from a normal
+    distribution, weights that are zero from a narrow one.
     """
     kwargs = {"image_size": size} if name.startswith("vit") else {}
     model = load_model(name, num_classes=CLASSES.get(name), kwargs=kwargs)

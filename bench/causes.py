@@ -2,10 +2,11 @@
 
 Usage: ``python -m bench.causes OUT``.
 
-Problems of an MLP on scikit-learn's digits with every intervention, then those of a transformer and, with an image store, of
-a ConvNet with four; ``values`` is about what a value is like by itself. Each seed has all of them before the next; those that
-take second derivatives come later. What is there is gone on with or left alone, so it may be interrupted, and several
-processes may share OUT. Then `fastlr report OUT/PROBLEM`, also before the last run has ended.
+Problems of an MLP on scikit-learn's digits with every intervention, then those of a transformer
+and, with an image store, of a ConvNet with four; ``values`` is about what a value is like by
+itself. Each seed has all of them before the next; those that take second derivatives come later.
+What is there is gone on with or left alone, so it may be interrupted, and several processes may
+share OUT. Then `fastlr report OUT/PROBLEM`, also before the last run has ended.
 """
 
 from __future__ import annotations

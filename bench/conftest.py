@@ -1,7 +1,8 @@
 """Options, the paired rounds and the record of ``pytest bench/``.
 
-Every contender is held to the truth before it is timed. A benchmark's ``extra_info`` holds what the tables read: quantiles of
-the ratio to plain, peak memory, deviations; pytest-benchmark's own columns are absolute seconds of a round.
+Every contender is held to the truth before it is timed. A benchmark's ``extra_info`` holds what the
+tables read: quantiles of the ratio to plain, peak memory, deviations; pytest-benchmark's own
+columns are absolute seconds of a round.
 """
 
 from __future__ import annotations
@@ -128,8 +129,9 @@ def beside_plain(
 
     The contender has a process of its own.
 
-    Called as ``beside_plain(factory, *args, group=, name=, rival=False)``: see `paired.Work`. A rival that is not right or
-    cannot run is an expected failure with the reason; fastlr's own are failures.
+    Called as ``beside_plain(factory, *args, group=, name=, rival=False)``: see `paired.Work`. A
+    rival that is not right or cannot run is an expected failure with the reason; fastlr's own are
+    failures.
     """
 
     def measure(

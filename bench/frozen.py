@@ -2,13 +2,15 @@
 
 ``python -m bench.frozen make FOLDER`` computes all of it with the code at hand:
 
-- ``estimates.json``: the bench networks in float32, float64 and under bfloat16 autocast, every float in hexadecimal.
+- ``estimates.json``: the bench networks in float32, float64 and under bfloat16 autocast, every
+  float in hexadecimal.
 - ``runs/``: a short run of every driver, and of the study of causes (2 seeds, 40 tasks).
 - ``reports/``: the report of each of these runs, and of the committed records of continual_tiny.
 
-``python -m bench.frozen make NEW --reports-of OLD`` reports the runs of OLD instead of its own, so that times, which no two
-runs share, are the same in both. ``python -m bench.frozen compare OLD NEW`` lists every difference and ends with 1 if there
-is one. Bits depend on the processor and on torch: both folders are to be made on one machine.
+``python -m bench.frozen make NEW --reports-of OLD`` reports the runs of OLD instead of its own, so
+that times, which no two runs share, are the same in both. ``python -m bench.frozen compare OLD
+NEW`` lists every difference and ends with 1 if there is one. Bits depend on the processor and on
+torch: both folders are to be made on one machine.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def main() -> None:
     sys.exit(bool(differences))
 
 
-# ------------------------------------------------------------------------------------------------------------- making
+# --------------------------------------------------------------------------------------------------
+# making
 def make_estimates(folder: Path, _reported: Path) -> None:
     """Write the estimates of all networks in all precisions, and the machine that made them."""
     torch.set_num_threads(1)
@@ -191,7 +194,8 @@ def run(command: list[str]) -> None:
 PARTS = {"estimates": make_estimates, "runs": make_runs, "reports": make_reports}
 
 
-# ---------------------------------------------------------------------------------------------------------- comparing
+# --------------------------------------------------------------------------------------------------
+# comparing
 def compared(old: Path, new: Path) -> Iterator[str]:
     """List what differs between two folders."""
     estimates = [json.loads((folder / "estimates.json").read_text()) for folder in (old, new)]

@@ -2,11 +2,13 @@
 
     python -m bench.gpu [--quick] [--budget 480] [--device cuda]
 
-Kernels are compiled ahead, in parallel; then the doctor, the headline (the whole estimate of MobileNetV3-Large, n = 5000),
-every op (after the small calls of ``fastlr doctor --kernels``: an op that is wrong there is not timed), the GPU tests,
-training steps, other tools, other networks, and a roofline of the ops. A part that does not fit in the budget any more is
-left out, and said to be; the headline always runs. Writes a record of each part, report.txt and roofline.png to $OUT (default
-bench/results/<name of the GPU>/). Exits with 1 if anything is wrong or failed, 2 where there is no GPU.
+Kernels are compiled ahead, in parallel; then the doctor, the headline (the whole estimate of
+MobileNetV3-Large, n = 5000), every op (after the small calls of ``fastlr doctor --kernels``: an op
+that is wrong there is not timed), the GPU tests, training steps, other tools, other networks, and a
+roofline of the ops. A part that does not fit in the budget any more is left out, and said to be;
+the headline always runs. Writes a record of each part, report.txt and roofline.png to $OUT (default
+bench/results/<name of the GPU>/). Exits with 1 if anything is wrong or failed, 2 where there is no
+GPU.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ def compile_ahead(networks: Sequence[str], limit: float) -> None:
 
     Processes launch the kernels at the same time.
 
-    They leave what they compiled in Triton's cache on disk: one after the other, most of the budget would go into compiling.
-    What is not done after ``limit`` seconds is compiled later.
+    They leave what they compiled in Triton's cache on disk: one after the other, most of the budget
+    would go into compiling. What is not done after ``limit`` seconds is compiled later.
     """
     estimate = [sys.executable, "-m", "fastlr", "estimate", "-n", "64", "--batch-size", "32"]
     commands = []

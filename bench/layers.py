@@ -2,9 +2,9 @@
 
 These are the large layers of the first and a few of the others.
 
-``CASES``: op -> its cases by label; every op of fastlr.ops.TABLE that has a kernel is in it. A case draws the op's arguments
-and counts floating-point operations (of the cheaper of the known forms); the bytes that must move are those of all tensors
-given and returned, once each.
+``CASES``: op -> its cases by label; every op of fastlr.ops.TABLE that has a kernel is in it. A case
+draws the op's arguments and counts floating-point operations (of the cheaper of the known forms);
+the bytes that must move are those of all tensors given and returned, once each.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ Cases = dict[
 ]  # the label of a layer to what makes an op's arguments on it
 
 
-# --------------------------------------------------------------------------------------------------------- convolutions
+# --------------------------------------------------------------------------------------------------
+# convolutions
 class Layer:
     """A convolution and what follows it, by label: ``1x1 16>64 @112 relu``, ``dw 3x3/2 64 @112``.
 
@@ -143,7 +144,8 @@ def _fold_weights(outputs: int, inputs: int, draw: Draw) -> Call:
     )
 
 
-# ------------------------------------------------------------------------------------- products, small sums, cotangents
+# ------------------------------------------------------------------------------------- products,
+# small sums, cotangents
 def _linear_sq_norms(rows: int, inputs: int, outputs: int, draw: Draw) -> Call:
     rows = draw.side(rows)
     a, g = draw.normal(draw.batch, 1, rows, inputs), draw.normal(draw.batch, 1, rows, outputs)
@@ -198,7 +200,8 @@ def _shape_images(op: str, dtype: torch.dtype | None, draw: Draw) -> Call:
     return Call((index[:1], draw.batch) if op == "shape_images_from" else (index,), 0, options)
 
 
-# ------------------------------------------------------------------------------------------------------------ the table
+# --------------------------------------------------------------------------------------------------
+# the table
 MOBILE = (  # MobileNetV3-Large, pointwise and depthwise in turn, largest first
     "1x1 16>64 @112 relu",
     "dw 3x3/2 64 @112 relu",

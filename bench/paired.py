@@ -1,7 +1,8 @@
 """A contender beside plain rounds, in its own process: the ratio within each round counts.
 
-Plain rounds vary by two within minutes on a shared machine, and what one contender leaves of its memory (pieces, pages
-given back) is another's page faults. So every contender has a process, in which plain and it take turns.
+Plain rounds vary by two within minutes on a shared machine, and what one contender leaves of its
+memory (pieces, pages given back) is another's page faults. So every contender has a process, in
+which plain and it take turns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Work:
     Attributes:
         plain: the unit of the ratios: one forward and backward pass over the same samples.
         run: the contender.
-        check: hold the contender to the truth; raises `Wrong` where it is not right, else returns what the record says of it.
+        check: hold the contender to the truth; raises `Wrong` where it is not right, else returns
+            what the record says of it.
         device: where both run.
     """
 
@@ -68,7 +70,8 @@ class Child:
     Args:
         factory: a function of a module, called there with ``args``; returns the `Work`.
         args: for the factory, hashable.
-        watch_memory: large blocks are mapped one by one, so that what is freed is gone and the peak is of live memory.
+        watch_memory: large blocks are mapped one by one, so that what is freed is gone and the peak
+            is of live memory.
     """
 
     def __init__(
@@ -88,7 +91,8 @@ class Child:
         The parts are "plain" or "run" (seconds), "peaks" (bytes of both) or "check" (facts).
 
         Raises:
-            Wrong: the contender is not right. CannotRun: it failed, was killed, or took longer than LIMIT.
+            Wrong: the contender is not right. CannotRun: it failed, was killed, or took longer than
+                LIMIT.
         """
         with mock.patch.dict(os.environ, self._environment):
             answer = self._pool.submit(_answer, part, *self._made_by)
@@ -145,7 +149,8 @@ def _done(work: Work, part: str) -> Any:
     return seconds
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------
+# memory
 def resident(name: str = "VmRSS") -> int:
     """Return the bytes of this process in memory: now ("VmRSS") or at most ("VmHWM").
 

@@ -2,15 +2,17 @@
 
 Usage: ``python -m bench.reading [FOLDER ...] [--worst N]``.
 
-Without folders, those of `LIMITS` are counted, and the command fails where a count is over its limit: ``make lint`` does.
-Limits are lowered as the code gets plainer, never raised.
+Without folders, those of `LIMITS` are counted, and the command fails where a count is over its
+limit: ``make lint`` does. Limits are lowered as the code gets plainer, never raised.
 
-- A *statement* is every ast statement that is not a docstring. Its own expressions are those of the statement itself or of
-  its header (the test of an if, the iterable of a for), not those of statements inside it.
-- A statement is *packed* where its own expressions hold two or more of: comprehensions, conditional expressions, lambdas;
-  *very packed* where three or more. Headers of functions and classes are not counted.
-- The *branches* of a function are its if, for, while, except, conditional expressions, groups of and/or, and each for of a
-  comprehension, without those of functions and classes defined inside it.
+- A *statement* is every ast statement that is not a docstring. Its own expressions are those of the
+  statement itself or of its header (the test of an if, the iterable of a for), not those of
+  statements inside it.
+- A statement is *packed* where its own expressions hold two or more of: comprehensions, conditional
+  expressions, lambdas; *very packed* where three or more. Headers of functions and classes are not
+  counted.
+- The *branches* of a function are its if, for, while, except, conditional expressions, groups of
+  and/or, and each for of a comprehension, without those of functions and classes defined inside it.
 - *Tokens* leave out comments, strings and layout.
 - A class name has *two meanings* where two modules define a public class of that name.
 """
@@ -43,7 +45,8 @@ LAYOUT = {
     tokenize.DEDENT,
 }
 
-# The most that a folder may have of each count; those of READING.md are 0, 5.0, 0.3, 5, 0 for fastlr.
+# The most that a folder may have of each count; those of READING.md are 0, 5.0, 0.3, 5, 0 for
+# fastlr.
 LIMITS: dict[str, dict[str, float]] = {
     "fastlr": {
         "wide": 3912,
@@ -72,7 +75,8 @@ class Counts:
         very_packed_statements: those that hold three or more.
         comprehensions: in all statements.
         conditionals: conditional expressions in all statements.
-        branchy_functions: number of branches and place of each function of more than `MOST_BRANCHES`.
+        branchy_functions: number of branches and place of each function of more than
+            `MOST_BRANCHES`.
         packed_by_file: number of packed statements and path of each file.
         classes: public class names, and the modules that define one.
     """

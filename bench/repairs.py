@@ -1,7 +1,8 @@
 """Exact rewrites of a model that other tools need; each keeps the function and its gradients.
 
-A rewrite may split a parameter (the stacked projection of an attention) or move it to another module, so every new
-parameter remembers the name of the one it came from; squared norms of the parts add up to that of the whole.
+A rewrite may split a parameter (the stacked projection of an attention) or move it to another
+module, so every new parameter remembers the name of the one it came from; squared norms of the
+parts add up to that of the whole.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def replace(
     return [f"{len(found)} {what}"] if found else []
 
 
-# -------------------------------------------------------------------------------------------------- in-place operations
+# --------------------------------------------------------------------------------------------------
+# in-place operations
 def out_of_place(model: nn.Module) -> list[str]:
     """Do in-place activations and residual sums out of place.
 
@@ -79,13 +81,15 @@ def _inverted_residual(self: nn.Module, x: Tensor) -> Tensor:
     return self.block(x) + x if self.use_res_connect else self.block(x)
 
 
-# -------------------------------------------------------------------------------------------------------- normalisation
+# --------------------------------------------------------------------------------------------------
+# normalisation
 class FrozenNorm(nn.Module):
     """An eval-mode batch norm as it is: gamma (x - mean) / sqrt(var + eps) + beta.
 
     Its statistics are constants.
 
-    They are attributes, not buffers, since Opacus refuses every module with a buffer. ``axis`` counts from the end.
+    They are attributes, not buffers, since Opacus refuses every module with a buffer. ``axis``
+    counts from the end.
     """
 
     def __init__(self, norm: _BatchNorm):
@@ -137,7 +141,8 @@ layer_norm_as_batch_norm = partial(
 )
 
 
-# --------------------------------------------------------------------------------------------- attention and raw tables
+# ---------------------------------------------------------------------------------------------
+# attention and raw tables
 class SplitAttention(nn.Module):
     """nn.MultiheadAttention (batch first, self-attention) with four separate linear layers."""
 
@@ -215,7 +220,8 @@ def tables_as_embeddings(model: nn.Module) -> list[str]:
     return ["class token and position table as embeddings"]
 
 
-# ------------------------------------------------------------------------------------------------ channels in the batch
+# ------------------------------------------------------------------------------------------------
+# channels in the batch
 class Unfolded(nn.Module):
     """A layer that gets [B * channels, ...], and is given back the sample axis.
 
@@ -253,7 +259,8 @@ def _second(norm: nn.BatchNorm1d) -> nn.BatchNorm2d:
 def unfold_channels(model: nn.Module) -> list[str]:
     """Give layers of PatchTST's encoder, which run on batch times channels rows, the sample axis.
 
-    Without this the tools give one norm per (sample, channel), and those do not add up to the norm of a sample.
+    Without this the tools give one norm per (sample, channel), and those do not add up to the norm
+    of a sample.
     """
     layers = getattr(getattr(getattr(model, "model", None), "encoder", None), "layers", None)
     channels = getattr(getattr(model, "config", None), "num_input_channels", None)

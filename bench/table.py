@@ -4,9 +4,10 @@ The record is written by ``--benchmark-json FILE``.
 
     python -m bench.table FILE [OTHER] [--figure PICTURE.png]
 
-With one file: the table of the peers in Markdown, and those of the benchmarks that have rows of their own (probes, sums).
-With two: every benchmark of both by its ratio to plain (ops and plain passes without one: by seconds), and whether it moved
-by more than the spread of the rounds.
+With one file: the table of the peers in Markdown, and those of the benchmarks that have rows of
+    their own (probes, sums).
+With two: every benchmark of both by its ratio to plain (ops and plain passes without one: by
+seconds), and whether it moved by more than the spread of the rounds.
 """
 
 from __future__ import annotations
@@ -177,8 +178,14 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
         panel.set_yticks(
             range(len(contenders)), [TITLES[name] for name in contenders], color=INK, fontsize=9
         )
-    text = "Time of the squared gradient norms of every sample, all parameters: ratio to one plain forward and backward pass"
-    about = f"batch of 16, float32, eval mode, {record['machine_info'].get('gpu') or record['machine_info']['cpu']}"
+    text = (
+        "Time of the squared gradient norms of every sample, all parameters: ratio to one plain "
+        "forward and backward pass"
+    )
+    about = (
+        "batch of 16, float32, eval mode, "
+        f"{record['machine_info'].get('gpu') or record['machine_info']['cpu']}"
+    )
     figure.supxlabel(f"{text} (dashed)\n{about}", fontsize=8, color=MUTED)
     save_figure(figure, path)
 
@@ -205,7 +212,10 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         )
         verdict = "slower" if new_low > high else "faster" if new_high < low else "same"
         unit = "of plain" if "ratio" in by_name[0][name]["extra_info"] else "s"
-        yield f"{name}: {middle:.3g} -> {new_middle:.3g} {unit} ({new_middle / middle:.2f}): {verdict}"
+        yield (
+            f"{name}: {middle:.3g} -> {new_middle:.3g} {unit} ({new_middle / middle:.2f}): "
+            f"{verdict}"
+        )
 
 
 def _spread(row: Row) -> tuple[float, float, float]:

@@ -2,9 +2,11 @@
 
 The processes are of this machine, and the pass is plain.
 
-Time: an estimate that the ranks share, its proof made before, over a plain pass of as many inputs under the same sharding; they
-take turns. Memory: the most that a rank holds, beyond what it held before there was a model, in a training step with AdamW,
-in the first measurement, which proves the model in float64, and in a later one, with whole parameters and on demand.
+Time: an estimate that the ranks share, its proof made before, over a plain pass of as many inputs
+    under the same sharding; they
+take turns. Memory: the most that a rank holds, beyond what it held before there was a model, in a
+training step with AdamW, in the first measurement, which proves the model in float64, and in a
+later one, with whole parameters and on demand.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def timed(rank: int, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
 def held(rank: int, sizes: Sizes, whole: bool) -> dict[str, int]:
     """Return this rank's bytes: at rest, at most in each work, of gradients, of whole parameters.
 
-    Pages of a file count where they are mapped into the process, as those of parameters on demand are while they are used.
+    Pages of a file count where they are mapped into the process, as those of parameters on demand
+    are while they are used.
     """
     before = in_use(CPU)
     model, plain, estimator = made(rank, *sizes)

@@ -1,8 +1,9 @@
 """What a user would pick for per-sample gradient norms, on one model, its inputs and cotangent.
 
-Model in eval mode, float32, one fixed cotangent at the output. Plain is one forward and backward pass of the batch with all
-weight gradients, and has no norms: the unit of the ratios. The truth: one backward pass a sample in float64, for a few
-samples spread over the batch; every parameter is held to it, relative to its sample's total and to itself.
+Model in eval mode, float32, one fixed cotangent at the output. Plain is one forward and backward
+pass of the batch with all weight gradients, and has no norms: the unit of the ratios. The truth:
+one backward pass a sample in float64, for a few samples spread over the batch; every parameter is
+held to it, relative to its sample's total and to itself.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ PEERS: dict[str, Callable[[Case, Tensor], Contender]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- the truth
+# --------------------------------------------------------------------------------------------------
+# the truth
 def checked_samples(batch: int) -> list[int]:
     """The samples that are held to the truth: CHECKED of them, the first and the last included.
 

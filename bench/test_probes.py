@@ -2,14 +2,16 @@
 
 It is measured before and after training.
 
-Networks are trained on a sequence of two-class tasks (pairs of scikit-learn's digits, 16x16), weights carried over, and
-measured on synthetic shapes. "Relative variance" is Var(value of one image) / mean^2: over images and over draws. The
-standard error of an estimate from n images is value * sqrt(relative variance / n).
+Networks are trained on a sequence of two-class tasks (pairs of scikit-learn's digits, 16x16),
+weights carried over, and measured on synthetic shapes. "Relative variance" is Var(value of one
+image) / mean^2: over images and over draws. The standard error of an estimate from n images is
+value * sqrt(relative variance / n).
 
-For two classes the rademacher value r of an image is its label expectation, p0 p1 g with g = ||J^T (1, -1)||^2, and a
-sampled label gives p1^2 g with probability p0 and p0^2 g with probability p1. So the variance of the sampled probe is
-known: E s^2 = mean of r^2 (p0^3 + p1^3) / (p0 p1). That is the column "sampled"; "drawn" is the same measured from
-draws, which misses what the draws miss in confident networks: labels so rare that none was drawn.
+For two classes the rademacher value r of an image is its label expectation, p0 p1 g with g = ||J^T
+(1, -1)||^2, and a sampled label gives p1^2 g with probability p0 and p0^2 g with probability p1. So
+the variance of the sampled probe is known: E s^2 = mean of r^2 (p0^3 + p1^3) / (p0 p1). That is the
+column "sampled"; "drawn" is the same measured from draws, which misses what the draws miss in
+confident networks: labels so rare that none was drawn.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 The tensors are bfloat16; the ranks are processes of this machine.
 
-Every contender is first held to the definition (fastlr) or compared with float64 (the library's own sum, which rounds at
-every step). Then the gradients of a training that processes share, in float32 and in bfloat16. Seconds are those of the
-slowest rank, medians over rounds in which all contenders take turns. "bus" bandwidth is the traffic of the best all-reduce,
-2 (W - 1) / W of the bytes, over the time, as nccl-tests count it. With more ranks than cores, or on a busy machine, times
-say little.
+Every contender is first held to the definition (fastlr) or compared with float64 (the library's own
+sum, which rounds at every step). Then the gradients of a training that processes share, in float32
+and in bfloat16. Seconds are those of the slowest rank, medians over rounds in which all contenders
+take turns. "bus" bandwidth is the traffic of the best all-reduce, 2 (W - 1) / W of the bytes, over
+the time, as nccl-tests count it. With more ranks than cores, or on a busy machine, times say
+little.
 """
 
 from __future__ import annotations
@@ -160,7 +161,8 @@ def test_reductions(
     gpu = device.type == "cuda"
     if not gpu and ranks > (os.cpu_count() or 1):
         pytest.skip(
-            "more ranks than cores: times would say nothing, and the sums themselves are tested in tests/distributed"
+            "more ranks than cores: times would say nothing, and the sums themselves are tested "
+            "in tests/distributed"
         )
     backend = "cpu:gloo,cuda:nccl" if gpu and ranks <= torch.cuda.device_count() else "gloo"
     largest = 1 << 13 if quick else 1 << 30 if gpu else 1 << 26

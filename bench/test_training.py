@@ -43,7 +43,8 @@ class Preset(NamedTuple):
     aim: float | None = None
 
 
-# 2600 images x 100 epochs in the paper's 9.7 s; 2000 tasks of 1200 images x 250 epochs in half an hour
+# 2600 images x 100 epochs in the paper's 9.7 s; 2000 tasks of 1200 images x 250 epochs in half an
+# hour
 ON_GPU = (
     Preset("paper", 224, 2600, 2, 2600 * 100 / 9.7),
     Preset("dohare32", 32, 1200, 20, 2000 * 1200 * 250 / 1800),

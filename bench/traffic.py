@@ -1,9 +1,10 @@
 """Launches, memory traffic and predicted time of one planned chunk on a GPU, counted without one.
 
-``python -m bench.traffic mobilenet_v3_large --batch 8`` plans the network on the CPU, then makes one more chunk with every
-op on its Triton kernel, where launches are noted instead of made. Counted are Triton's launches and every operation of ATen
-that would be one (not views, not allocations); of each launch the bytes of all tensors that it touches, each taken once.
-The prediction is ``bytes / (fraction * bandwidth) + launches * gap``; it knows neither caches nor latency.
+``python -m bench.traffic mobilenet_v3_large --batch 8`` plans the network on the CPU, then makes
+one more chunk with every op on its Triton kernel, where launches are noted instead of made. Counted
+are Triton's launches and every operation of ATen that would be one (not views, not allocations); of
+each launch the bytes of all tensors that it touches, each taken once. The prediction is ``bytes /
+(fraction * bandwidth) + launches * gap``; it knows neither caches nor latency.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def chunk_traffic(
     plan = passes.engine.plan(batch)
     if plan is None:
         raise SystemExit(
-            "this model has no plan that needs no look at the batch: it is not captured on a GPU either"
+            "this model has no plan that needs no look at the batch: it is not captured on a GPU "
+            "either"
         )
     first = torch.zeros(1, dtype=torch.int64)
     made = getattr(inputs, "_options", None)
@@ -219,8 +221,9 @@ def main() -> None:
         + launches * -(-given.images // given.chunk) * given.gap * 1e-6
     )
     console.print(
-        f"predicted, not measured: {1e3 * seconds:.0f} ms for {given.images} images in chunks of {given.chunk} on one "
-        f"{given.gpu.upper()} ({bandwidth / 1e12:.2f} TB/s reached, {given.gap} us a launch)"
+        f"predicted, not measured: {1e3 * seconds:.0f} ms for {given.images} images in chunks of "
+        f"{given.chunk} on one {given.gpu.upper()} ({bandwidth / 1e12:.2f} TB/s reached, "
+        f"{given.gap} us a launch)"
     )
 
 

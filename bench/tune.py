@@ -1,9 +1,10 @@
 """Block sizes of kernels by measurement on this GPU: ``python -m bench.tune [NETWORK ...]``.
 
-One planned chunk of each network (bf16, channels_last) gives the shapes that its kernels' rules are asked for (some 35). For
-each of them the rule's block sizes and those around it, eight in all, are compiled in parallel by processes that leave them
-in Triton's cache, and timed one after the other. Those that are right (against the rule's own) and faster by `GAIN` go into
-``fastlr/ops/tuned.json`` under this architecture, which the kernels read: commit it. Exits with 2 where there is no GPU.
+One planned chunk of each network (bf16, channels_last) gives the shapes that its kernels' rules are
+asked for (some 35). For each of them the rule's block sizes and those around it, eight in all, are
+compiled in parallel by processes that leave them in Triton's cache, and timed one after the other.
+Those that are right (against the rule's own) and faster by `GAIN` go into ``fastlr/ops/tuned.json``
+under this architecture, which the kernels read: commit it. Exits with 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def choose(
 
     Args:
         asked: the rules' answers.
-        clock: of a shape and its changed fields: seconds, or None where they do not compile or give other results.
+        clock: of a shape and its changed fields: seconds, or None where they do not compile or give
+            other results.
     """
     table = {}
     for key in track(sorted(asked), "shapes"):
@@ -166,7 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(
-            "bench.tune times kernels on a GPU, and torch finds none here: run it on the machine to be tuned"
+            "bench.tune times kernels on a GPU, and torch finds none here: run it on the machine "
+            "to be tuned"
         )
         return 2
     if given.part is None:
@@ -194,7 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
         json.dumps(dict(sorted(table.items())), indent=1) + "\n", encoding="utf-8"
     )
     print(
-        f"{len(found)} of {len(asked)} shapes have faster block sizes than the rules': {tuning.TABLE}"
+        f"{len(found)} of {len(asked)} shapes have faster block sizes than the rules': "
+        f"{tuning.TABLE}"
     )
     return 0
 

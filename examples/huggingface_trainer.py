@@ -70,7 +70,8 @@ def main() -> None:
     for row in trainer.state.log_history:
         if "local_redundancy" in row:
             print(
-                f"step {row['step']}: {row['local_redundancy']:.4g} +- {row['local_redundancy_stderr']:.2g}"
+                f"step {row['step']}: {row['local_redundancy']:.4g} +- "
+                f"{row['local_redundancy_stderr']:.2g}"
             )
     print(f"most plastic: {trainer.state.best_metric:.4g}, {trainer.state.best_model_checkpoint}")
 

@@ -4,7 +4,8 @@ The sentences are your own, padded.
 
 Install ``'.[huggingface]'`` and run ``python examples/language_model.py``.
 
-A tiny GPT-2, made here, and characters as tokens; with a pretrained model only ``model`` and ``sentences`` change.
+A tiny GPT-2, made here, and characters as tokens; with a pretrained model only ``model`` and
+``sentences`` change.
 """
 
 import torch
@@ -71,7 +72,8 @@ def main() -> None:
         if all([uniform.step(), own.step()]):
             a, b = uniform.last.estimate, own.last.estimate
             print(
-                f"{step:4d} {loss:6.2f} {a.value:9.0f} +- {a.stderr:4.0f} {b.value:9.0f} +- {b.stderr:4.0f}"
+                f"{step:4d} {loss:6.2f} {a.value:9.0f} +- {a.stderr:4.0f} {b.value:9.0f} +- "
+                f"{b.stderr:4.0f}"
             )
     print(own.last.estimate)
 

@@ -1,8 +1,10 @@
 """Train a language model sharded by fully_shard (FSDP2); all of its processes watch it together.
 
-Run ``torchrun --nproc-per-node 2 examples/sharded_language_model.py``: two processes of the CPU, or one for each of two GPUs.
+Run ``torchrun --nproc-per-node 2 examples/sharded_language_model.py``: two processes of the CPU, or
+one for each of two GPUs.
 
-The two lines that a loop of yours needs are marked: nothing in them is about shards. Characters are tokens.
+The two lines that a loop of yours needs are marked: nothing in them is about shards. Characters are
+    tokens.
 """
 
 import os
@@ -17,8 +19,8 @@ import fastlr
 from fastlr.integrations import Monitor
 
 TEXT = (
-    "the cat sat on the mat and the dog ran home as rain fell on the roof and the sun rose over the hill "
-    * 20
+    "the cat sat on the mat and the dog ran home as rain fell on the roof and the sun rose over "
+    "the hill " * 20
 )
 LETTERS = sorted(set(TEXT))
 LENGTH, WIDTH = 16, 32

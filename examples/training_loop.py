@@ -4,7 +4,8 @@ They are written into a CSV file every 20 steps.
 
 Run ``python examples/training_loop.py``.
 
-The two lines that a loop of yours needs are marked. The training is bit for bit the same without them.
+The two lines that a loop of yours needs are marked. The training is bit for bit the same without
+them.
 """
 
 from pathlib import Path
@@ -61,7 +62,8 @@ def main() -> None:
     print((folder / "plasticity.csv").read_text())
     best = monitor.best
     print(
-        f"most plastic at step {best.step}: {best.value:.4g} +- {best.estimate.stderr:.2g}, kept in {folder}"
+        f"most plastic at step {best.step}: {best.value:.4g} +- {best.estimate.stderr:.2g}, kept "
+        f"in {folder}"
     )
     change, error = fastlr.paired_difference(monitor.last.estimate, best.estimate)
     print(f"the last less the best, on the same images: {change:.4g} +- {error:.2g}")

@@ -1,7 +1,8 @@
 """fastlr: measure the plasticity of a neural network by its local redundancy.
 
-See README.md for six lines of use; the definitions are in the docstring of `estimate`. The public names are in
-``__init__.pyi``; each is imported when it is first used, so that ``fastlr --help`` need not wait for torch.
+See README.md for six lines of use; the definitions are in the docstring of `estimate`. The public
+names are in ``__init__.pyi``; each is imported when it is first used, so that ``fastlr --help``
+need not wait for torch.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise FastlrError(
-                    f"{path}: {error.strerror}; what was written before is intact: make room, then go on with --resume"
+                    f"{path}: {error.strerror}; what was written before is intact: make room, then "
+                    "go on with --resume"
                 ) from error
             raise
 
@@ -116,12 +117,13 @@ def read_tensors(path: Path) -> Any:
 
     Code that the file may contain is not run.
 
-    torch.load does not look at the checksums of its zip files, so they are looked at here: one byte that has changed is an
-    error. Where there are none (``set_crc32_options(False)``, torch's old format, safetensors) nobody can tell, and for
-    torch's files a warning says so.
+    torch.load does not look at the checksums of its zip files, so they are looked at here: one byte
+    that has changed is an error. Where there are none (``set_crc32_options(False)``, torch's old
+    format, safetensors) nobody can tell, and for torch's files a warning says so.
 
     Raises:
-        InputError: A checksum fails. Anything else is as torch, pickle, zip and safetensors raise it.
+        InputError: A checksum fails. Anything else is as torch, pickle, zip and safetensors raise
+            it.
     """
     import torch
 
@@ -136,7 +138,8 @@ def read_tensors(path: Path) -> Any:
             failing = [name for name in names if not _is_whole(file, name)]
         if failing and len(failing) < len(names):
             raise InputError(
-                f"{path} is damaged: the checksum of {failing[0]} in it fails; copy or save it again"
+                f"{path} is damaged: the checksum of {failing[0]} in it fails; copy or save it "
+                "again"
             )
         verified = not failing
     content = torch.load(path, map_location="cpu", weights_only=True)

@@ -2,8 +2,8 @@
 
 Kernels call them.
 
-ACT is a key of ``fastlr.ops.reference.folded.ACTIVATIONS``, as a string constexpr. NaN stays NaN in the forward direction.
-Nothing is launched from here: no traffic of its own.
+ACT is a key of ``fastlr.ops.reference.folded.ACTIVATIONS``, as a string constexpr. NaN stays NaN in
+the forward direction. Nothing is launched from here: no traffic of its own.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 The definition is ``fastlr.ops.reference.norms.broadcast_sums``.
 
-The limit is reading g once (in bf16 2 bytes an element), and the other factor once where there is one; 4 bytes for each
-element of the parameter and sample are written. Sums over more than two axes that do not lie one inside the other in
-memory, and parameters with more than two such axes, are left to plain torch, as is the case with nothing to sum.
+The limit is reading g once (in bf16 2 bytes an element), and the other factor once where there is
+one; 4 bytes for each element of the parameter and sample are written. Sums over more than two axes
+that do not lie one inside the other in memory, and parameters with more than two such axes, are
+left to plain torch, as is the case with nothing to sum.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The definition is ``fastlr.ops.reference.norms.channel_sums``.
 
-The limit is reading x and g once (in bf16 4 bytes a position and channel); 8 bytes a channel are written.
+The limit is reading x and g once (in bf16 4 bytes a position and channel); 8 bytes a channel are
+written.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 These are conv_sq_norms, and folded_conv_sq_norms on the same tiles.
 
-An implicit matrix product (product_norms): a tile of the weight gradient M[o, (c, tap)] = sum over the sample's images and
-output positions of g[o, t] x[c, t stride + tap dilation - padding] is added up in registers; patches are never written.
-Convolutions in one or two dimensions, transposed or not, grouped; others are left to plain torch. Depthwise ones have a
-kernel of their own (depthwise).
+An implicit matrix product (product_norms): a tile of the weight gradient M[o, (c, tap)] = sum over
+the sample's images and output positions of g[o, t] x[c, t stride + tap dilation - padding] is added
+up in registers; patches are never written. Convolutions in one or two dimensions, transposed or
+not, grouped; others are left to plain torch. Depthwise ones have a kernel of their own (depthwise).
 
-The limit is reading x and g once. A window makes x be read again for each tap, and a wide side makes the other one be
-read again for each tile, by programs of the same sample at about the same time: from L2. Written: one number a tile, and
-4 O bytes a sample and tile of inputs in the folded form.
+The limit is reading x and g once. A window makes x be read again for each tap, and a wide side
+makes the other one be read again for each tile, by programs of the same sample at about the same
+time: from L2. Written: one number a tile, and 4 O bytes a sample and tile of inputs in the folded
+form.
 """
 
 from __future__ import annotations

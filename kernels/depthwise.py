@@ -1,14 +1,17 @@
 """Depthwise convolutions by channel: weight gradients, their norms, input gradient in one pass.
 
-A program takes one sample, a block of channels and a strip of columns, and walks down the rows of the output's gradient.
-In registers it holds a window of input rows, the same window of the input gradient, and the sums of the k x k taps. At
-each row it forms g = act'(kept) grad once for each column of the kernel, adds g x to the taps and w g to the window of
-the input gradient, stores the rows that are complete and moves the windows on.
+A program takes one sample, a block of channels and a strip of columns, and walks down the rows of
+the output's gradient. In registers it holds a window of input rows, the same window of the input
+gradient, and the sums of the k x k taps. At each row it forms g = act'(kept) grad once for each
+column of the kernel, adds g x to the taps and w g to the window of the input gradient, stores the
+rows that are complete and moves the windows on.
 
-The limit is traffic: x, grad and kept are read once and the input gradient is written once (the k shifted reads of a row
-of gradients meet in the cache): with n elements in and m out, 2 n + 2 m elements; n + 2 m without the input gradient, one
-m less without an activation. Taps are summed over a program's threads once, at its end. Where rows or columns are shared
-between programs their parts (k k + 1 floats a channel) go through a workspace, in a fixed order.
+The limit is traffic: x, grad and kept are read once and the input gradient is written once (the k
+    shifted reads of a row
+of gradients meet in the cache): with n elements in and m out, 2 n + 2 m elements; n + 2 m without
+the input gradient, one m less without an activation. Taps are summed over a program's threads once,
+at its end. Where rows or columns are shared between programs their parts (k k + 1 floats a channel)
+go through a workspace, in a fixed order.
 """
 
 from __future__ import annotations
@@ -152,9 +155,10 @@ def depthwise_backward_kernel(
 ):  # fmt: skip
     """``steps`` rows of the output for one strip of columns and one block of channels of a sample.
 
-    A place of a strip is STRIDE_W input columns, and the output column that follows when STRIDE_W are stepped over. The
-    input row q = p STRIDE - PADDING + r DILATION meets the output row p at tap r; columns likewise. A program owns the
-    input rows that are complete, and stored, at its steps; gradients of a few rows before are gone through for them.
+    A place of a strip is STRIDE_W input columns, and the output column that follows when STRIDE_W
+    are stepped over. The input row q = p STRIDE - PADDING + r DILATION meets the output row p at
+    tap r; columns likewise. A program owns the input rows that are complete, and stored, at its
+    steps; gradients of a few rows before are gone through for them.
     """
     if ALIGN > 1:
         if LAST:
@@ -223,8 +227,8 @@ def depthwise_backward_kernel(
         )  # fmt: skip
         total += tl.where(p >= first, g, 0.0)
         for s in tl.static_range(KERNEL_W):
-            # This tap meets input column b = (s DILATION - PADDING) % STRIDE of each place and, so much away from the
-            # place, the gradient.
+            # This tap meets input column b = (s DILATION - PADDING) % STRIDE of each place and, so
+            # much away from the place, the gradient.
             away = (
                 (s * DILATION_W - PADDING_W) % STRIDE_W + PADDING_W - s * DILATION_W
             ) // STRIDE_W
@@ -316,7 +320,8 @@ def backward_tile(
 ) -> Tile | None:  # fmt: skip
     """Return block sizes of the backward kernel; None if windows and taps overfill the registers.
 
-    ``bent``: a smooth activation is applied as ``x`` is loaded, and columns are stepped over or the gradient of a mean added.
+    ``bent``: a smooth activation is applied as ``x`` is loaded, and columns are stepped over or the
+        gradient of a mean added.
     """
     tiles = prod(kernel) + window_rows(kernel, geometry) * geometry.stride[1] * (2 if want else 1)
     if tiles > STATE:

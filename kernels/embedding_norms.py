@@ -2,11 +2,13 @@
 
 The definition is ``fastlr.ops.reference.norms.embedding_sq_norms``.
 
-With g_t the gradient of row t, the squared norm is the sum of <g_t, g_s> over all t, s of one id. One program takes one
-sample and a tile of rows t, and goes through the tiles of rows s up to its own: those without an equal id are left out, so
-that distinct ids cost a pass over the ids and the tiles on the diagonal. No table, no sort, no atomics.
+With g_t the gradient of row t, the squared norm is the sum of <g_t, g_s> over all t, s of one id.
+One program takes one sample and a tile of rows t, and goes through the tiles of rows s up to its
+own: those without an equal id are left out, so that distinct ids cost a pass over the ids and the
+tiles on the diagonal. No table, no sort, no atomics.
 
-The limit is reading g once for each tile of rows s that shares an id with a tile of rows t: at least once, bytes of g.
+The limit is reading g once for each tile of rows s that shares an id with a tile of rows t: at
+least once, bytes of g.
 """
 
 from __future__ import annotations

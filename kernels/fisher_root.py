@@ -2,11 +2,13 @@
 
 The definition is ``fastlr.ops.reference.fisher.categorical_root_cotangent``.
 
-One launch from the logits: log-softmax, the signs (Philox, the same bits as the reference) and the Householder root of the
-outputs' Fisher matrix. One program takes the classes of one position; all arithmetic on values is in float64, as a logit
-gap of 100 must lose nothing and the tensor is small. The words of the signs are drawn again for each of their 32 bits.
+One launch from the logits: log-softmax, the signs (Philox, the same bits as the reference) and the
+Householder root of the outputs' Fisher matrix. One program takes the classes of one position; all
+arithmetic on values is in float64, as a logit gap of 100 must lose nothing and the tensor is small.
+The words of the signs are drawn again for each of their 32 bits.
 
-The limit is reading the logits once and writing the cotangent once (bf16 to float64: 10 bytes an element).
+The limit is reading the logits once and writing the cotangent once (bf16 to float64: 10 bytes an
+element).
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 The kernel is Triton's.
 
-See fastlr.ops.reference.folded.fold_weights. A program makes one output channel of one convolution, which it finds in a
-table of addresses. It reads the weight once and writes it once in the activations' dtype (MobileNetV3-Large: 12 MB in, 6
-MB out); what counts is that it is one launch for all of them, not eight for each.
+See fastlr.ops.reference.folded.fold_weights. A program makes one output channel of one convolution,
+which it finds in a table of addresses. It reads the weight once and writes it once in the
+activations' dtype (MobileNetV3-Large: 12 MB in, 6 MB out); what counts is that it is one launch for
+all of them, not eight for each.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def fold_weights_kernel(
 ):  # fmt: skip
     """Write one output channel to ``folded``, and bias, scale, rstd and shift to ``numbers``.
 
-    ``table`` [14, convolutions], COUNT of them at most: the first program, six addresses, outputs, places in ``folded``
-    and how far apart there are output channels and the inner and outer elements of a channel, the number of inner ones, eps.
+    ``table`` [14, convolutions], COUNT of them at most: the first program, six addresses, outputs,
+    places in ``folded`` and how far apart there are output channels and the inner and outer
+    elements of a channel, the number of inner ones, eps.
     """
     program, which = tl.program_id(0), tl.arange(0, COUNT)
     first = tl.load(table + which, which < convolutions, program + 1)

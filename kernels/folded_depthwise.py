@@ -1,9 +1,10 @@
 """Depthwise folded convolutions: the forward pass; the backward pass is depthwise.py's.
 
-A program makes ROWS rows of the output for a strip of columns and a block of channels. Each input row is loaded once for
-each column of the kernel and added to every output row that it meets, held in registers. Traffic: the input is read once
-and the output written once, and where the derivative needs it the activation's input too; the rows and columns that
-neighbouring programs share are read again, from the cache.
+A program makes ROWS rows of the output for a strip of columns and a block of channels. Each input
+row is loaded once for each column of the kernel and added to every output row that it meets, held
+in registers. Traffic: the input is read once and the output written once, and where the derivative
+needs it the activation's input too; the rows and columns that neighbouring programs share are read
+again, from the cache.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def folded_depthwise_kernel(
 ):  # fmt: skip
     """ROWS x COLUMNS of the output of one block of channels of one sample; ``weight``: [taps, C].
 
-    MEAN: ``out`` is the activation's input, ``means`` the program's part of the mean of the activation.
+    MEAN: ``out`` is the activation's input, ``means`` the program's part of the mean of the
+        activation.
     """
     if ALIGN > 1:
         if LAST:

@@ -1,14 +1,17 @@
 """Pointwise (1x1) folded convolutions: forward with bias and activation, backward in one pass.
 
-Forward: a program makes one tile of positions x outputs. Traffic: x is read once and the output written once, and where
-the derivative needs it the activation's input too; outputs wider than a tile read x again, from L2.
+Forward: a program makes one tile of positions x outputs. Traffic: x is read once and the output
+written once, and where the derivative needs it the activation's input too; outputs wider than a
+tile read x again, from L2.
 
-Backward: a program takes one sample (or a part of its positions) and walks its positions tile by tile: it loads the
-gradient, what was kept and x, forms g = act'(kept) grad in registers, adds g^T x to M and writes g W, the tile of the
-input gradient. M is squared at the end and never written, unless the sample was split. Traffic: 2 I + 2 O elements a
-position (I + 2 O without the input gradient; one O less without activation), the least possible. Inputs that
-do not fit one tile are done by several programs, each with all outputs: gradients are then read again, from L2.
-With few positions, and more weights than a program holds, it walks the outputs instead: x and its gradient stay.
+Backward: a program takes one sample (or a part of its positions) and walks its positions tile by
+tile: it loads the gradient, what was kept and x, forms g = act'(kept) grad in registers, adds g^T x
+to M and writes g W, the tile of the input gradient. M is squared at the end and never written,
+unless the sample was split. Traffic: 2 I + 2 O elements a position (I + 2 O without the input
+gradient; one O less without activation), the least possible. Inputs that do not fit one tile are
+done by several programs, each with all outputs: gradients are then read again, from L2. With few
+positions, and more weights than a program holds, it walks the outputs instead: x and its gradient
+stay.
 """
 
 from __future__ import annotations
@@ -185,8 +188,10 @@ def folded_pointwise_backward_kernel(
     SPLIT: ``steps`` tiles of the positions only.
 
     FEW: all positions are one tile, and the outputs several; else the other way about.
-    PLAIN: position t is t columns further in every tensor. X_LAST: x and gx are channels_last; G_LAST: grad and kept.
-    M is first of ``before(x)`` without the gate: with the folded weight it gives the gate's gradient too.
+    PLAIN: position t is t columns further in every tensor. X_LAST: x and gx are channels_last;
+        G_LAST: grad and kept.
+    M is first of ``before(x)`` without the gate: with the folded weight it gives the gate's
+        gradient too.
     """
     if ALIGN > 1:
         if X_LAST:
@@ -318,8 +323,8 @@ def folded_pointwise_backward_kernel(
             POSITIONS,
         )
         for start in tl.range(begin, end, POSITIONS):
-            # Gradients are loaded a tile ahead: Triton would not do that by itself for what is changed before a product,
-            # and would form g anew for each of the products.
+            # Gradients are loaded a tile ahead: Triton would not do that by itself for what is
+            # changed before a product, and would form g anew for each of the products.
             g = g_next
             after = start + POSITIONS
             g_next = _load_tile(
@@ -416,9 +421,10 @@ def backward_tile(
 
     Plain torch serves there.
 
-    ``last``: everything is channels_last. ``more``: the input is changed as it is loaded, or its gradient added to another.
-    ``gated``: it is multiplied by factors. A stage only: Triton's own pipeline fails on three products in one loop for
-    compute capability 10.0 (3.6).
+    ``last``: everything is channels_last. ``more``: the input is changed as it is loaded, or its
+        gradient added to another.
+    ``gated``: it is multiplied by factors. A stage only: Triton's own pipeline fails on three
+    products in one loop for compute capability 10.0 (3.6).
     """
     across, cheap = block(outputs), act in CHEAP
     if dtype == torch.float32 or align == 1:

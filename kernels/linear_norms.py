@@ -2,12 +2,15 @@
 
 The op is ``fastlr.ops.reference.norms.linear_sq_norms``.
 
-Three forms, by shape alone. One row: the product of two squared lengths. Otherwise the weight gradient's tiles
-(product_norms) or, where rows are few, Gram matrices: <A A^T, G G^T> = ||G^T A||^2, one program for a pair of blocks of
-rows, which adds up both blocks of inner products in fp32 registers and writes the sum of their products.
+Three forms, by shape alone. One row: the product of two squared lengths. Otherwise the weight
+    gradient's tiles
+(product_norms) or, where rows are few, Gram matrices: <A A^T, G G^T> = ||G^T A||^2, one program for
+a pair of blocks of rows, which adds up both blocks of inner products in fp32 registers and writes
+the sum of their products.
 
-The limit is reading a and g once, T (I + O) elements a sample. The Gram form reads them once for each block of 64 or 128
-rows, by programs of the same sample next to each other, so all but once from L2.
+The limit is reading a and g once, T (I + O) elements a sample. The Gram form reads them once for
+each block of 64 or 128 rows, by programs of the same sample next to each other, so all but once
+from L2.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ def gram_norms_kernel(
 
     The pairs above the diagonal count twice, those below write zero.
 
-    CENTRED: both sides less their means over rows. With s = sum_t g_t, M = sum_t g'_t a'_t^T + s mean(a)^T, so that
+    CENTRED: both sides less their means over rows. With s = sum_t g_t, M = sum_t g'_t a'_t^T + s
+        mean(a)^T, so that
     ||M||^2 = <A'A'^T, G'G'^T> + 2 sum_t (g'_t . s)(a'_t . mean a) + |s|^2 |mean a|^2; the launcher adds the last term.
     """
     first, second = tl.program_id(0) % blocks, tl.program_id(0) // blocks % blocks
@@ -128,10 +132,11 @@ def gram_pays(dtype: torch.dtype, rows: int, inputs: int, outputs: int, align: i
 
     Both are filled up to whole tiles.
 
-    Activations after a ReLU have a large common part that the weight gradient hardly sees and that Gram matrices square.
-    In float32 both sides are centred. bf16 inputs are not: with a ratio r of the common part's square to the rest's, the
-    rounding of the inputs themselves contributes 2^-16 r / 3, more than the sums in fp32 lose. fp16 inputs are finer than
-    that: they take the direct form.
+    Activations after a ReLU have a large common part that the weight gradient hardly sees and that
+    Gram matrices square. In float32 both sides are centred. bf16 inputs are not: with a ratio r of
+    the common part's square to the rest's, the rounding of the inputs themselves contributes 2^-16
+    r / 3, more than the sums in fp32 lose. fp16 inputs are finer than that: they take the direct
+    form.
     """
     if dtype not in CENTRED:
         return False
@@ -155,7 +160,8 @@ def linear_sq_norms(
     outputs = g.shape[-1]
     if rows == 1:
         return row_norms(a[:, :, 0], g[:, :, 0])
-    # An operand's columns are positions, its channels the inputs or outputs: what convolutions need.
+    # An operand's columns are positions, its channels the inputs or outputs: what convolutions
+    # need.
     x, y = (Operand(t, *t.stride()[:2], t.stride(3), 0, 0, t.stride(2)) for t in (a, g))
     sizes = Sizes(count, groups, rows, inputs, outputs)
     align = alignment(x, y, sizes, window=False, g_plain=True)

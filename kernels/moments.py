@@ -1,9 +1,10 @@
 """Shared by the folded path's kernels: checks, memory formats, ends of split sums, norms.
 
-Where a sample's weight gradient M is added up by several programs, each writes its part to a workspace [B, S, K, O]
-(fp32; K weights an output channel); ``finish_moments_kernel`` adds the parts in order and squares. Traffic: the parts are
-written and read once, 8 S K O bytes a sample; the launchers split only where that is small against the activations.
-``finish_norms_kernel`` makes the squared norms of all parameters from the moments, in float64: one launch a convolution.
+Where a sample's weight gradient M is added up by several programs, each writes its part to a
+workspace [B, S, K, O] (fp32; K weights an output channel); ``finish_moments_kernel`` adds the parts
+in order and squares. Traffic: the parts are written and read once, 8 S K O bytes a sample; the
+launchers split only where that is small against the activations. ``finish_norms_kernel`` makes the
+squared norms of all parameters from the moments, in float64: one launch a convolution.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def finish_norms(
         squares: parts of the weight's squared norms, [B, tiles].
         inner: parts of <W, M>, [B, tiles, O].
         sums: of g, [B, O]; where samples were split its parts, [B, S, O].
-        parts: of M, [B, S, K, O], where samples were split: the first two are not looked at then. Else the sums.
+        parts: of M, [B, S, K, O], where samples were split: the first two are not looked at then.
+            Else the sums.
         weight: contiguous; looked at where samples were split.
         statistics: contiguous [3, O].
     """

@@ -1,12 +1,14 @@
 """Per-sample squared norms of weight gradients by tile: what linear_norms and conv_norms launch.
 
-One program takes one sample, one group and one tile of the weight: it adds up M = sum_t g_t x_t^T over the sample's rows
-(positions) in fp32 registers and writes one number, the tile's squared norm. The folded form weighs the squares by s_c^2
-and adds <W_c, M_c> for each channel and tile of inputs and S_c = sum_t g_ct for each channel; M itself is never written.
+One program takes one sample, one group and one tile of the weight: it adds up M = sum_t g_t x_t^T
+over the sample's rows (positions) in fp32 registers and writes one number, the tile's squared norm.
+The folded form weighs the squares by s_c^2 and adds <W_c, M_c> for each channel and tile of inputs
+and S_c = sum_t g_ct for each channel; M itself is never written.
 
-The limit is reading x and g once: rows (inputs + outputs) elements a sample, and nothing of that size is written. A side
-wider than a tile makes the other side be read again for each of its tiles, by programs next to each other, so from L2.
-Partial sums go to a workspace, every element of which is written, and are added up in a fixed order (torch, finish_norms).
+The limit is reading x and g once: rows (inputs + outputs) elements a sample, and nothing of that
+size is written. A side wider than a tile makes the other side be read again for each of its tiles,
+by programs next to each other, so from L2. Partial sums go to a workspace, every element of which
+is written, and are added up in a fixed order (torch, finish_norms).
 """
 
 from __future__ import annotations
@@ -93,9 +95,10 @@ def product_norms_kernel(
 ):  # fmt: skip
     """One tile of one sample's weight gradient.
 
-    PLAIN: row t is t columns further, no window. LAST: channels are next to each other in memory. PACKED: a tile's
-    columns run over taps and inputs; otherwise over the inputs of one tap, which keeps the window out of the inner axis.
-    ALIGN divides what vector loads need it to divide (see `alignment`): Triton alone takes note of 16 only.
+    PLAIN: row t is t columns further, no window. LAST: channels are next to each other in memory.
+    PACKED: a tile's columns run over taps and inputs; otherwise over the inputs of one tap, which
+    keeps the window out of the inner axis. ALIGN divides what vector loads need it to divide (see
+    `alignment`): Triton alone takes note of 16 only.
     """
     if ALIGN > 1:
         if X_LAST and not PACKED:
@@ -193,8 +196,9 @@ def choose_tile(
 ) -> Tile:
     """Block sizes for a weight gradient of this shape: a side that fits one tile is read once only.
 
-    Tiles are smaller where registers are short: float32 products run on the ordinary units, whose operands take them;
-    loads of single elements cannot be sent past them; the folded form holds a tile of the weight at the end.
+    Tiles are smaller where registers are short: float32 products run on the ordinary units, whose
+    operands take them; loads of single elements cannot be sent past them; the folded form holds a
+    tile of the weight at the end.
     """
     across, along = (32 if n <= 32 else 64 if n <= 64 else 128 for n in (outputs, columns))
     if packed or dtype == torch.float32:
@@ -212,7 +216,8 @@ def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_pl
 
     Without x: x is loaded one by one anyway.
 
-    Where a contiguous run starts and how long it is must be multiples of it: along channels or along positions.
+    Where a contiguous run starts and how long it is must be multiples of it: along channels or
+    along positions.
     """
     itemsize = g.tensor.element_size()
     numbers = [0]
@@ -243,7 +248,8 @@ def product_norms(
 
     Parts of <W, M> [B, tiles, O] are of the folded form (weight, scale) alone.
 
-    Without a window, row t of both operands is ``t * column``; positions that form one axis in memory are best given so.
+    Without a window, row t of both operands is ``t * column``; positions that form one axis in
+    memory are best given so.
     """
     g_plain, taps, packed = True, 1, False
     shape = (1, sizes.rows, sizes.rows, sizes.rows, 1, 1, 1, 1, 0, 0, 1, 1)

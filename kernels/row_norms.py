@@ -2,9 +2,9 @@
 
 Otherwise these take three launches or six.
 
-``dense_sq_norms`` and the case of one row of ``linear_sq_norms`` (fastlr.ops.reference.norms). A program takes one sample
-and adds in float64, always in the same order; samples too long for that are left to plain torch. The limit is reading the
-inputs once.
+``dense_sq_norms`` and the case of one row of ``linear_sq_norms`` (fastlr.ops.reference.norms). A
+program takes one sample and adds in float64, always in the same order; samples too long for that
+are left to plain torch. The limit is reading the inputs once.
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 
 The norms' sums are layer_norm_sums and rms_norm_sums.
 
-For each sample and each *kept* index the sums run over the *summed* indices, wherever the strides of the tensors put them:
-NCHW, channels_last, rows, broadcast factors (stride 0), without a copy. Adjacent axes are merged; up to two kept and two
-summed axes may be left. One program takes one sample, a tile of kept indices and up to STEPS tiles of summed ones, adds
-in fp32 registers in a fixed order, and writes one number for each kept index; torch adds the parts of long sums. How the
-work is divided depends on the sample's shape alone, so a sample's sums have the same bits in every batch.
+For each sample and each *kept* index the sums run over the *summed* indices, wherever the strides
+of the tensors put them: NCHW, channels_last, rows, broadcast factors (stride 0), without a copy.
+Adjacent axes are merged; up to two kept and two summed axes may be left. One program takes one
+sample, a tile of kept indices and up to STEPS tiles of summed ones, adds in fp32 registers in a
+fixed order, and writes one number for each kept index; torch adds the parts of long sums. How the
+work is divided depends on the sample's shape alone, so a sample's sums have the same bits in every
+batch.
 
-The limit is reading every input once: (bytes of g + bytes of x) a sample, and 4 bytes for each kept index written. Row
-statistics are read once for each tile of kept indices (64 where these are contiguous in memory: 8 bytes to 256 of g and x
-in bf16).
+The limit is reading every input once: (bytes of g + bytes of x) a sample, and 4 bytes for each kept
+index written. Row statistics are read once for each tile of kept indices (64 where these are
+contiguous in memory: 8 bytes to 256 of g and x in bf16).
 """
 
 from __future__ import annotations
@@ -161,7 +163,8 @@ def strided_sums(
         x: of the shape of g, likewise; strides of 0 are welcome. May have another dtype than g.
         axes: the summed axes, without 0.
         centre: of the shape of the result, contiguous.
-        shift: of the shape of g, constant along the kept axes; ``factor`` has its shape and strides.
+        shift: of the shape of g, constant along the kept axes; ``factor`` has its shape and
+            strides.
         factor: see ``shift``.
         plain: return the sum of g too.
 

@@ -93,7 +93,8 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
     The function takes a line and further arguments.
 
-    It holds the exit code to ``code``, and requires ``says`` in what was printed: of an error, on stderr.
+    It holds the exit code to ``code``, and requires ``says`` in what was printed: of an error, on
+    stderr.
     """
     from fastlr.cli.main import main
 

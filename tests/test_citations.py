@@ -1,6 +1,7 @@
 """What the sources and pages cite of the paper is there, under that number, and about that.
 
-``paper_labels.csv`` lists the paper's numbered parts, with words of which one must stand near a citation.
+``paper_labels.csv`` lists the paper's numbered parts, with words of which one must stand near a
+citation.
 """
 
 from __future__ import annotations

@@ -14,7 +14,10 @@ from fastlr.cli.main import main
 from fastlr.experiments.data.series import generated_series
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "reproduce.md"
-CONVNET = "model=fastlr.models.convnet:ConvNet model_kwargs={size} device=cpu threads=1 batch_size=16 norm_batch=8"
+CONVNET = (
+    "model=fastlr.models.convnet:ConvNet model_kwargs={size} device=cpu threads=1 batch_size=16 "
+    "norm_batch=8"
+)
 PATCHTST = (
     'model_kwargs={"patch":8,"stride":8,"layers":1,"width":8,"heads":2,"ffn":12} context=32 horizon=6 device=cpu threads=1 '
     "batch_size=32 norm_batch=16 redundancy_n=8"

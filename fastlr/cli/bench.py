@@ -117,7 +117,8 @@ def run(
         pair: two records to compare instead.
 
     Raises:
-        InputError: an argument is wrong. ModelError: fastlr's numbers are not right on this machine.
+        InputError: an argument is wrong. ModelError: fastlr's numbers are not right on this
+            machine.
     """
     console = Console()
     if pair is not None:

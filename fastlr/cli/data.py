@@ -108,8 +108,8 @@ def info(
         if damaged:
             names = ", ".join(damaged[:_SHOWN]) + (" ..." if len(damaged) > _SHOWN else "")
             raise FastlrError(
-                f"{store}: the checksum fails for {len(damaged)} of {len(opened.classes)} classes ({names}): run "
-                "fastlr data prepare again with the same source, which mends them"
+                f"{store}: the checksum fails for {len(damaged)} of {len(opened.classes)} classes "
+                f"({names}): run fastlr data prepare again with the same source, which mends them"
             )
         print(f"checksums: all {len(opened.classes)} classes are intact")
 

@@ -2,8 +2,9 @@
 
 It is trained on a sequence of tasks of random labels.
 
-``make demo`` and ``fastlr demo`` carry it out: two runs of the preset ``demo`` of ``fastlr continual`` side by side, their
-curves growing in the terminal, then what they show in three sentences, one chart and one page.
+``make demo`` and ``fastlr demo`` carry it out: two runs of the preset ``demo`` of ``fastlr
+continual`` side by side, their curves growing in the terminal, then what they show in three
+sentences, one chart and one page.
 """
 
 from __future__ import annotations
@@ -88,10 +89,13 @@ def run(
     drawing = Drawing(
         "redundancy-accuracy.png",
         partial(redundancy_and_accuracy, runs),
-        "Local redundancy after each task, and how much of each task's random labels was learned. Thin: each task; thick, in "
-        "long runs: running mean over 30.",
+        "Local redundancy after each task, and how much of each task's random labels was learned. "
+        "Thin: each task; thick, in long runs: running mean over 30.",
     )
-    lead = "Two runs of fastlr continual demo that differ in shrink and perturb; all their numbers: runs/*/records.jsonl."
+    lead = (
+        "Two runs of fastlr continual demo that differ in shrink and perturb; all their numbers: "
+        "runs/*/records.jsonl."
+    )
     sheets = [_course_sheet(runs), definitions_sheet(runs)]
     numbers = {"findings": sentences, "runs": [str(run.path) for run in runs]}
     title = "A network loses its plasticity, and keeps it"
@@ -112,7 +116,8 @@ def run(
     for sentence in sentences:
         say.print(sentence + "\n", highlight=False)
     say.print(
-        f"[bold]{time.perf_counter() - began:.0f} s in all.[/] The chart, and the page to open in a browser:"
+        f"[bold]{time.perf_counter() - began:.0f} s in all.[/] The chart, and the page to open in "
+        "a browser:"
     )
     say.print(f"   {report.figures[0][0]}", soft_wrap=True)
     say.print(f"   {report.page}", soft_wrap=True)
@@ -132,24 +137,27 @@ def findings(plain: ContinualRun, helped: ContinualRun) -> list[str]:
     )
     lost = last.mean() < first.mean() - 0.05
     return [
-        f"As it is, the network learns {percent(first)} of the random labels in the first fifth of {len(plain)} tasks and "
-        f"{percent(last)} in the last (guessing: {percent(np.array([1 / plain.options.get('random_classes', 10)]))}): "
+        f"As it is, the network learns {percent(first)} of the random labels in the first fifth of "
+        f"{len(plain)} tasks and {percent(last)} in the last (guessing: "
+        f"{percent(np.array([1 / plain.options.get('random_classes', 10)]))}): "
         + (
             "it has lost its plasticity."
             if lost
             else "that it loses its plasticity cannot be told from so few tasks."
         ),
-        f"Local redundancy, measured on synthetic images without any label of the tasks, goes from {brief(begin)} to "
-        f"{brief(end)} (medians); against the accuracy of the task that comes next it has "
-        f"{describe(rank_correlation([plain], 1))}.",
-        f"With shrink-and-perturb (before each task every parameter times {HELPED['shrink']}, plus noise of "
-        f"{HELPED['perturb']}) the last fifth still has {percent(kept)}, and a local redundancy of {brief(kept_end)}.",
+        "Local redundancy, measured on synthetic images without any label of the tasks, goes from "
+        f"{brief(begin)} to {brief(end)} (medians); against the accuracy of the task that comes "
+        f"next it has {describe(rank_correlation([plain], 1))}.",
+        f"With shrink-and-perturb (before each task every parameter times {HELPED['shrink']}, plus "
+        f"noise of {HELPED['perturb']}) the last fifth still has {percent(kept)}, and a local "
+        f"redundancy of {brief(kept_end)}.",
     ]
 
 
 def _introduce(say: Console, path: Path, options: Mapping[str, Any]) -> None:
     say.print(
-        "[bold]Can a network still learn? Task after task it gets the same images with new random labels."
+        "[bold]Can a network still learn? Task after task it gets the same images with new random "
+        "labels."
     )
     say.print("Accuracy says how many it learned; local redundancy is measured without them.")
     if queue.is_many(path):

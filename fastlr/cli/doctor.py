@@ -184,7 +184,10 @@ def _nvcc() -> Finding:
 def _extension() -> Finding:
     from fastlr.distributed.connection import BUILD
 
-    cost = "sums across processes go through torch.distributed, with the same results; estimates do not need it"
+    cost = (
+        "sums across processes go through torch.distributed, with the same results; estimates do "
+        "not need it"
+    )
     remedy = f"with a C++ compiler (and nvcc, for GPUs): {BUILD}"
     try:
         import torch
@@ -215,9 +218,9 @@ def _described(error: BaseException) -> str:
 def repair_interpreter() -> None:
     """Repair the interpreter of Triton 3.3 to 3.9 before kernels run in it.
 
-    ``range()`` over a run-time value makes a Python integer of an array of one element, which NumPy 2.4 no longer allows.
-    Kernels need such loops: Triton pipelines the loads of ``range``, not of ``while``. And Triton 3.9 refuses its own masks
-    where they have come out as integers.
+    ``range()`` over a run-time value makes a Python integer of an array of one element, which NumPy
+    2.4 no longer allows. Kernels need such loops: Triton pipelines the loads of ``range``, not of
+    ``while``. And Triton 3.9 refuses its own masks where they have come out as integers.
     """
     from triton.runtime import interpreter
 
@@ -250,8 +253,8 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
 
     The calls are the small ones of `fastlr.ops.kernel_cases`.
 
-    On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 and on one call in ten, as it
-    takes seconds for each. Otherwise the one finding says how.
+    On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 and on
+    one call in ten, as it takes seconds for each. Otherwise the one finding says how.
 
     Args:
         only: these ops; default: all.
@@ -283,7 +286,8 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
     calls = [
         (name, device, dtype, "triton", 1 if gpu else 10) for name in names for dtype in dtypes
     ]
-    # Triton compiles outside of Python's lock: most of a first call. The interpreter works in one thread alone.
+    # Triton compiles outside of Python's lock: most of a first call. The interpreter works in one
+    # thread alone.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1) if gpu else 1) as threads:
         return list(threads.map(lambda call: small_calls(*call), calls))
 

@@ -39,7 +39,8 @@ def experiment_command(
         name: Of the command and of its driver.
         summary: The line of its help.
         presets: The help of its preset.
-        extra: The type and the help of each setting that has an option here, beside the options that all commands have.
+        extra: The type and the help of each setting that has an option here, beside the options
+            that all commands have.
     """
 
     def run(
@@ -62,7 +63,9 @@ def experiment_command(
         at_once: Annotated[
             int | None,
             typer.Option(
-                help="With --seeds: how many at a time; else 4 a GPU, or one a core with one thread."
+                help=(
+                    "With --seeds: how many at a time; else 4 a GPU, or one a core with one thread."
+                )
             ),
         ] = None,
         resume: Resume = False,
@@ -89,7 +92,8 @@ def experiment_command(
                 or options
             ):
                 raise InputError(
-                    "--inputs measures a model and prints the result: it goes with --set and --seed alone"
+                    "--inputs measures a model and prints the result: it goes with --set and "
+                    "--seed alone"
                 )
             return _print_capacity(
                 preset, inputs, given_settings(driver.options, settings, seed=seed, **named)
@@ -122,27 +126,31 @@ def experiment_command(
 
 continual = experiment_command(
     "continual",
-    "Train on a sequence of binary tasks and measure plasticity at every boundary; PRESET names a set of options.",
+    "Train on a sequence of binary tasks and measure plasticity at every boundary; PRESET names a "
+    "set of options.",
     "paper, table5, dohare32, tiny or demo; without it, paper.",
     data=(str, "Folder of an image store, or synthetic."),
     tasks=(int, "How many, in all: --set tasks=."),
 )
 transfer = experiment_command(
     "transfer",
-    "Pretrain a forecaster, select checkpoints by several strategies, fine-tune them; PRESET names a set of options.",
+    "Pretrain a forecaster, select checkpoints by several strategies, fine-tune them; PRESET "
+    "names a set of options.",
     "paper, small or demo; without it, paper.",
     source=(str, "Series to pretrain on: a CSV file, its name in FASTLR_DATA, generated:SEED."),
     target=(str, "Series to fine-tune on, likewise."),
 )
 memorize = experiment_command(
     "memorize",
-    "Train on random targets and say how many bits a parameter takes up; PRESET names a set of options.",
+    "Train on random targets and say how many bits a parameter takes up; PRESET names a set of "
+    "options.",
     "vision, series, vision-small or series-small; without it, vision. With --inputs, a model.",
     epochs=(int, "How many, in all: --set epochs=."),
     inputs=(
         str,
-        "Print the capacity of a model on shapes, noise, series or package.module:function (all in one batch); with --set n, "
-        "classes, size, context, channels, epochs, learning_rate, model_kwargs, device, threads.",
+        "Print the capacity of a model on shapes, noise, series or package.module:function (all "
+        "in one batch); with --set n, classes, size, context, channels, epochs, learning_rate, "
+        "model_kwargs, device, threads.",
     ),
 )
 
@@ -186,7 +194,8 @@ def _print_capacity(model: str | None, inputs: str, given: dict[str, Any]) -> No
     share = "" if about["share"] is None else f", {100 * about['share']:.1f} % of the labels'"
     value = pm(float(found), about["stderr"])
     print(
-        f"{value} bits a parameter: {about['bits']:,.0f} bits{share}, {about['parameters']:,} parameters"
+        f"{value} bits a parameter: {about['bits']:,.0f} bits{share}, {about['parameters']:,} "
+        "parameters"
     )
     print(f"{found.definition}; {options.n} {inputs}, seed {options.seed}")
 

@@ -1,8 +1,8 @@
 """The command line: ``fastlr estimate``, ``fastlr bench``, ``fastlr doctor``, ``fastlr demo``.
 
-Exit codes: 0 done; 1 the model cannot be measured (or failed while running); 2 wrong arguments, names or files; 130 ended by
-Ctrl-C; 143 by SIGTERM.
-An error is one line on stderr; ``--traceback`` shows where it came from.
+Exit codes: 0 done; 1 the model cannot be measured (or failed while running); 2 wrong arguments,
+names or files; 130 ended by Ctrl-C; 143 by SIGTERM. An error is one line on stderr; ``--traceback``
+shows where it came from.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ from fastlr.errors import FastlrWarning, InputError, Interrupted, one_line
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Local redundancy of a PyTorch model: the mean squared per-sample gradient norm, with a standard error.",
+    help=(
+        "Local redundancy of a PyTorch model: the mean squared per-sample gradient norm, with a "
+        "standard error."
+    ),
 )
 INTERRUPTED = 130  # typer's exit code for Ctrl-C
 _show_traceback = False
@@ -132,7 +135,8 @@ def estimate(
 ) -> None:
     """Measure the local redundancy of MODEL on synthetic inputs.
 
-    Started by torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all processes share the inputs.
+    Started by torchrun (torchrun --nproc-per-node 8 -m fastlr estimate ...), all processes share
+    the inputs.
     """
     global _show_traceback
     _show_traceback |= show_traceback
@@ -189,7 +193,10 @@ def estimate(
         if members.rank > 0:
             return
         parameters = sum(p.numel() for p in net.parameters() if p.requires_grad)
-        title = f"{model}: {parameters:,} parameters, {checkpoint or weights or f'initialised with seed {seed}'}"
+        title = (
+            f"{model}: {parameters:,} parameters, "
+            f"{checkpoint or weights or f'initialised with seed {seed}'}"
+        )
         out.print(summary(result, title=title))
         if per_layer is not None:
             from fastlr.display.plots import per_layer_chart
@@ -308,7 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
             ended_by.append(signal.Signals(number))
             raise KeyboardInterrupt
 
-        # Ranks keep the default: one that waits for others within torch would not end by an exception of Python's.
+        # Ranks keep the default: one that waits for others within torch would not end by an
+        # exception of Python's.
         takes_term = (
             term is signal.SIG_DFL
             and "RANK" not in os.environ

@@ -87,14 +87,16 @@ def inputs_of(name: str, size: int, length: int, features: int) -> Any:
         return fastlr.GaussianSeries(length=length, features=features)
     if ":" not in name:
         raise InputError(
-            f"--inputs {name}: choose shapes, noise, series, or package.module:function for your own"
+            f"--inputs {name}: choose shapes, noise, series, or package.module:function for your "
+            "own"
         )
     from fastlr.models.loading import call_factory
 
     source = call_factory(name)
     if not hasattr(source, "batch"):
         raise InputError(
-            f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, stop, ...)"
+            f"--inputs {name}: it returned {type(source).__name__}, which has no batch(start, "
+            "stop, ...)"
         )
     return source
 

@@ -49,7 +49,8 @@ class RunBoard:
 
     Failures are said at once either way.
 
-    Use it in a ``with`` block; `begin` returns what `fastlr.experiments.runs.processes.run_jobs` calls.
+    Use it in a ``with`` block; `begin` returns what `fastlr.experiments.runs.processes.run_jobs`
+    calls.
 
     Args:
         driver: Of the runs.

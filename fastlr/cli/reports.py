@@ -167,12 +167,14 @@ def ablate(
         ):
             if value is not None:
                 raise InputError(
-                    f"--{option} goes with --model MODEL --real DATA, which measure checkpoints: leave it out for RUNS"
+                    f"--{option} goes with --model MODEL --real DATA, which measure checkpoints: "
+                    "leave it out for RUNS"
                 )
         for path in sources:
             if path.is_file():
                 raise InputError(
-                    f"{path} is no run folder; a checkpoint is measured by --model MODEL --real DATA"
+                    f"{path} is no run folder; a checkpoint is measured by --model MODEL --real "
+                    "DATA"
                 )
         runs = read_runs(sources, pool=pool)
         agreements = agreement(runs, resamples=bootstrap, seed=seed)
@@ -366,8 +368,9 @@ def rank(
     )
     precision = f", autocast {any_estimate.dtype}" if any_estimate.dtype else ""
     note = (
-        f"{model}; {any_estimate.inputs}, {any_estimate.predictive}, probe {any_estimate.probe}, seed "
-        f"{any_estimate.seed}; {seconds:.0f} s on {any_estimate.device}{precision}. Checkpoints in {folder}."
+        f"{model}; {any_estimate.inputs}, {any_estimate.predictive}, probe {any_estimate.probe}, "
+        f"seed {any_estimate.seed}; {seconds:.0f} s on {any_estimate.device}{precision}. "
+        f"Checkpoints in {folder}."
     )
     with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
         print_sheets(

@@ -101,7 +101,10 @@ class RunRequest:
         if not (self.out / CONFIG).exists():
             return "interrupted before the run began: begin it anew"
         if last is not None and last.done:
-            return f"interrupted after {self.driver.step} {last.done} of {last.total}: --resume goes on with it"
+            return (
+                f"interrupted after {self.driver.step} {last.done} of {last.total}: --resume goes "
+                "on with it"
+            )
         if last is None and (self.out / RECORDS).exists():
             return "interrupted: --resume goes on with the run"
         return f"interrupted before the first {self.driver.step} was done: --resume goes on with it"
@@ -121,7 +124,8 @@ class RunRequest:
 
         if by_torchrun():
             raise InputError(
-                "several runs are spread over the GPUs without torchrun, which is for one run on several GPUs: leave it out"
+                "several runs are spread over the GPUs without torchrun, which is for one run on "
+                "several GPUs: leave it out"
             )
         if self.tensorboard:
             require_tensorboard()

@@ -18,7 +18,8 @@ def contact_sheet(
     """Save images side by side as a PNG file, row by row.
 
     Args:
-        images: ``[n, C, H, W]``, C = 1 (grey) or 3 (RGB); uint8, or floating-point in [0, 1] (not normalised).
+        images: ``[n, C, H, W]``, C = 1 (grey) or 3 (RGB); uint8, or floating-point in [0, 1] (not
+            normalised).
         path: the file to write; missing folders are made.
         columns: images a row, at most.
         gap: pixels between images and around them.
@@ -28,7 +29,8 @@ def contact_sheet(
         The path. The same images give the same bytes (for one version of Pillow).
 
     Raises:
-        InputError: wrong shape, no images, values outside [0, 1], an argument out of range, or an unwritable file.
+        InputError: wrong shape, no images, values outside [0, 1], an argument out of range, or an
+            unwritable file.
     """
     if images.ndim != 4 or images.shape[1] not in (1, 3) or images.numel() == 0:
         raise InputError(
@@ -36,7 +38,8 @@ def contact_sheet(
         )
     if columns < 1 or gap < 0 or not 0 <= background <= 255:
         raise InputError(
-            f"need columns >= 1, gap >= 0 and background in 0..255, got {columns}, {gap} and {background}"
+            f"need columns >= 1, gap >= 0 and background in 0..255, got {columns}, {gap} and "
+            f"{background}"
         )
     images = images.detach().cpu()
     if images.is_floating_point():

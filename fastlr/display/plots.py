@@ -15,12 +15,14 @@ def per_layer_figure(
 ) -> Any:
     """Draw each module's share of the mean squared gradient norm, top to bottom in network order.
 
-    The shares of the parameters of a module are added up; where that gives more than ``most`` bars, modules are joined
-    into the blocks that hold them. The axis is linear: bars can be compared and add up to 100 %.
+    The shares of the parameters of a module are added up; where that gives more than ``most`` bars,
+    modules are joined into the blocks that hold them. The axis is linear: bars can be compared and
+    add up to 100 %.
 
     Args:
-        estimates: A :class:`fastlr.Estimate`, whose shares are ``per_parameter`` over their sum; or a dict from names
-            to estimates of the same parameters, which are drawn side by side, each on its own axis.
+        estimates: A :class:`fastlr.Estimate`, whose shares are ``per_parameter`` over their sum; or
+            a dict from names to estimates of the same parameters, which are drawn side by side,
+            each on its own axis.
         title: The line above the chart.
         most: The largest number of bars.
 

@@ -80,8 +80,9 @@ def save_images(path: str | Path, inputs: Any, *, seed: int = 0, count: int = 32
 
     Args:
         path: The file.
-        inputs: An object whose ``batch(start, stop, *, seed, device, dtype)`` returns [n, C, H, W], C = 1 or 3;
-            :class:`fastlr.ShapeImages` are shown before normalisation, others from their least to largest value.
+        inputs: An object whose ``batch(start, stop, *, seed, device, dtype)`` returns [n, C, H, W],
+            C = 1 or 3; :class:`fastlr.ShapeImages` are shown before normalisation, others from
+            their least to largest value.
         seed: As for the estimate.
         count: How many.
 

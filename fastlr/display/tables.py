@@ -84,8 +84,10 @@ def headlines(estimate: Any) -> list[str]:
     milliseconds = 1000 * estimate.seconds / max(1, used)
     precision = f", autocast {estimate.dtype}" if estimate.dtype else ""
     return [
-        f"local redundancy  {pm(value, stderr) + relative if estimate.n > 1 else f'{value:.7g} (n = 1: no standard error)'}",
-        f"n = {used}, probe {estimate.probe}, seed {estimate.seed}, {estimate.seconds:.1f} s ({milliseconds:.1f} ms each)",
+        "local redundancy  "
+        f"{pm(value, stderr) + relative if estimate.n > 1 else f'{value:.7g} (n = 1: no standard error)'}",
+        f"n = {used}, probe {estimate.probe}, seed {estimate.seed}, {estimate.seconds:.1f} s "
+        f"({milliseconds:.1f} ms each)",
         f"on {estimate.device}{precision}, {estimate.predictive}",
         estimate.inputs,
         f"redundancy of {used} inputs: at least eps x {used * value:.4g} nats + O(eps^2)",

@@ -8,11 +8,13 @@ from typing import Any
 
 from fastlr.display.tables import group_to_fit, pm
 
-# Of bench/results/cpu/causes, random labels and pairs of classes; "suits": a transformer was ruined by the MLP's.
+# Of bench/results/cpu/causes, random labels and pairs of classes; "suits": a transformer was ruined
+# by the MLP's.
 _HELPED = (
-    "Where such a fall meant that small networks had stopped learning, L2 to init, continual backprop and shrink-and-perturb "
-    "at a strength that suits the network kept others learning; whether it means that here, trainability or the value on your "
-    "own inputs tells (docs/interpreting.md)."
+    "Where such a fall meant that small networks had stopped learning, L2 to init, continual "
+    "backprop and shrink-and-perturb at a strength that suits the network kept others learning; "
+    "whether it means that here, trainability or the value on your own inputs tells "
+    "(docs/interpreting.md)."
 )
 _BLOCKS, _NAMED, _BEYOND = (
     12,
@@ -47,7 +49,8 @@ def verdict(
     Where less than half is left, say also what kept other networks learning.
 
     Args:
-        first: "value", "stderr" and "per_parameter" of an estimate, as of `fastlr.Estimate.to_dict`; empty: not measured.
+        first: "value", "stderr" and "per_parameter" of an estimate, as of
+            `fastlr.Estimate.to_dict`; empty: not measured.
         last: of a later one, on the same inputs. The two errors are taken for independent.
         dormant: "value", and "units" and "dormant" if known, of `fastlr.metrics.dormant_ratio`.
         since: when the first was taken.
@@ -63,9 +66,15 @@ blocks lost most cannot be told; dormant units were not measured.'
     )
     error, change, beyond = _error(first, last), b - a, moved(first, last) != 0
     if not (math.isfinite(change) and a > 0):
-        told = f"How local redundancy has changed since {since} cannot be told: it was not measured, or was zero"
+        told = (
+            f"How local redundancy has changed since {since} cannot be told: it was not measured, "
+            "or was zero"
+        )
     elif not math.isfinite(error):
-        told = f"Local redundancy is {b:.3g}, after {a:.3g} at {since}: without standard errors a change cannot be told"
+        told = (
+            f"Local redundancy is {b:.3g}, after {a:.3g} at {since}: without standard errors a "
+            "change cannot be told"
+        )
     elif not beyond:
         values = f"{pm(b, error_b)}, after {pm(a, error_a)} at {since}"
         told = f"Local redundancy is {values}: a change cannot be told from its error"
@@ -75,7 +84,10 @@ blocks lost most cannot be told; dormant units were not measured.'
             if change < 0
             else f"risen to {b / a:.3g} times its value"
         )
-        told = f"Local redundancy has {share} since {since}, from {pm(a, error_a)} to {pm(b, error_b)}: beyond its error (95 %)"
+        told = (
+            f"Local redundancy has {share} since {since}, from {pm(a, error_a)} to "
+            f"{pm(b, error_b)}: beyond its error (95 %)"
+        )
     blocks = "which blocks lost most cannot be told"
     parts, later = first.get("per_parameter") or {}, last.get("per_parameter") or {}
     if beyond and a > 0 > change and parts and parts.keys() == later.keys():

@@ -2,7 +2,8 @@
 
 They give the same bits.
 
-A route works on one flat, contiguous tensor at a time; `fastlr.distributed.reductions` brings tensors into that form.
+A route works on one flat, contiguous tensor at a time; `fastlr.distributed.reductions` brings
+tensors into that form.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ class DeviceRoute(Route):
 class TorchRoute(Route):
     """Exchanges by torch.distributed (NCCL, gloo), sums by torch in the order of the ranks.
 
-    A sum is scattered, added up and gathered, so each rank sends and receives ``2 (W - 1) / W`` of the tensor, as the
-    best all-reduce does; what NCCL's own all-reduce does not give is the order of additions and the single rounding.
+    A sum is scattered, added up and gathered, so each rank sends and receives ``2 (W - 1) / W`` of
+    the tensor, as the best all-reduce does; what NCCL's own all-reduce does not give is the order
+    of additions and the single rounding.
     """
 
     name = "torch.distributed"

@@ -53,22 +53,24 @@ def connect(
 
     Its ``name`` and ``why`` say which it is and for what reason.
 
-    `all_reduce` and `reduce_sq_norm` do this by themselves at their first call; call it before them to set the options.
-    Every rank of the group must call it. The extension is taken where all ranks have it, run on one machine, can reach
-    each other's memory, and a trial sum comes out right; otherwise torch.distributed, with the same results. Rank 0
-    says so once: a `FastlrWarning` where the extension was not taken, else a line in the log "fastlr".
+    `all_reduce` and `reduce_sq_norm` do this by themselves at their first call; call it before them
+    to set the options. Every rank of the group must call it. The extension is taken where all ranks
+    have it, run on one machine, can reach each other's memory, and a trial sum comes out right;
+    otherwise torch.distributed, with the same results. Rank 0 says so once: a `FastlrWarning` where
+    the extension was not taken, else a line in the log "fastlr".
 
     Args:
         device: that of the tensors; for GPUs, this rank's.
         group: default: all ranks.
-        timeout: seconds for which a rank waits for the others, now and in each reduction of the extension; those of
-            torch.distributed have the process group's own limit.
-        buffer_bytes: staging memory of each rank; larger tensors go through it in parts. Default: 4 MiB of shared
-            memory on the CPU, 128 MiB on a GPU.
+        timeout: seconds for which a rank waits for the others, now and in each reduction of the
+            extension; those of torch.distributed have the process group's own limit.
+        buffer_bytes: staging memory of each rank; larger tensors go through it in parts. Default: 4
+            MiB of shared memory on the CPU, 128 MiB on a GPU.
         prefer: "extension", or "torch.distributed" to do without it.
 
     Raises:
-        InputError: torch.distributed is not initialised, or arguments are wrong or differ between ranks.
+        InputError: torch.distributed is not initialised, or arguments are wrong or differ between
+            ranks.
         DistributedError: a rank failed or did not come in time.
     """
     group, device = checked_group(group), torch.device(device)

@@ -1,6 +1,7 @@
 """Gradients of DistributedDataParallel, averaged in a fixed order."""
 
-# No "from __future__ import annotations": DistributedDataParallel compares the hook's annotations with the types.
+# No "from __future__ import annotations": DistributedDataParallel compares the hook's annotations
+# with the types.
 from functools import cache
 from typing import Any
 
@@ -14,16 +15,18 @@ from fastlr.distributed.reductions import all_reduce
 def ddp_comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over ranks by `all_reduce`, for DistributedDataParallel.
 
-    ``model.register_comm_hook(None, fastlr.distributed.ddp_comm_hook)``. Gradients are reduced in their own dtype: those
-    of a bfloat16 model are added in float32, divided, and rounded once. To send those of a float32 model as bfloat16, wrap
-    it: ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_wrapper(ddp_comm_hook)``.
+    ``model.register_comm_hook(None, fastlr.distributed.ddp_comm_hook)``. Gradients are reduced in
+    their own dtype: those of a bfloat16 model are added in float32, divided, and rounded once. To
+    send those of a float32 model as bfloat16, wrap it:
+    ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_wrapper(ddp_comm_hook)``.
 
     Args:
         state: the process group; None for all ranks.
         bucket: the gradients.
 
     Returns:
-        The averaged bucket. On a GPU the reduction runs beside the backward pass, on a stream of its own.
+        The averaged bucket. On a GPU the reduction runs beside the backward pass, on a stream of
+        its own.
     """
     buffer = bucket.buffer()
     if not buffer.is_cuda:

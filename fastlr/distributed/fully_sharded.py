@@ -2,10 +2,11 @@
 
 Afterwards they are as they were.
 
-In: a model that is sharded, on every rank. Out: the same module, plain, with the parameters gathered, in each rank's memory or
-in a file that the ranks of a host share (fastlr.distributed.on_demand): forward passes of it exchange nothing, so ranks may run
-as many as they like, and none hangs. Neither the shards nor what fully_shard keeps about
-them is touched: a training goes on with the bits that it would have had.
+In: a model that is sharded, on every rank. Out: the same module, plain, with the parameters
+gathered, in each rank's memory or in a file that the ranks of a host share
+(fastlr.distributed.on_demand): forward passes of it exchange nothing, so ranks may run as many as
+they like, and none hangs. Neither the shards nor what fully_shard keeps about them is touched: a
+training goes on with the bits that it would have had.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from fastlr.ops.torch_private import (
 )
 
 _REMEDY = (
-    "fastlr does not gather that: measure an unsharded model with its full state dict loaded (get_model_state_dict of "
-    "torch.distributed.checkpoint.state_dict, with full_state_dict=True)"
+    "fastlr does not gather that: measure an unsharded model with its full state dict loaded "
+    "(get_model_state_dict of torch.distributed.checkpoint.state_dict, with full_state_dict=True)"
 )
 
 PROOF = 28  # bytes for each parameter that a proof in float64 takes, as measured
@@ -54,30 +55,36 @@ def full_params(
 
     It has them on each of its ranks.
 
-    ``fastlr.estimate``, `fastlr.LocalRedundancy`, ``fastlr.per_sample_grad_sq_norms``, ``fastlr.support_report`` and
-    `fastlr.integrations.Monitor` enter it by themselves; enter it to take several measures with one exchange. Every rank
-    enters. Inside, the model is an ordinary module under the names that the user knows: each rank measures what it likes
-    by itself, and ``fastlr.estimate`` is shared by the ranks, as by `sharded`. The parameters are in the policy's
-    ``param_dtype``, which modules compute in as they do when sharded, without gradients or optimizer state. Each rank
-    receives the bytes of all parameters but its own once, however much is measured.
+    ``fastlr.estimate``, `fastlr.LocalRedundancy`, ``fastlr.per_sample_grad_sq_norms``,
+    ``fastlr.support_report`` and `fastlr.integrations.Monitor` enter it by themselves; enter it to
+    take several measures with one exchange. Every rank enters. Inside, the model is an ordinary
+    module under the names that the user knows: each rank measures what it likes by itself, and
+    ``fastlr.estimate`` is shared by the ranks, as by `sharded`. The parameters are in the policy's
+    ``param_dtype``, which modules compute in as they do when sharded, without gradients or
+    optimizer state. Each rank receives the bytes of all parameters but its own once, however much
+    is measured.
 
-    Either each rank holds all of them, or they are on demand: in a file without a name in the folder for temporary files, one
-    for the ranks of a host, from which a rank has a parameter in memory only while something uses it, and its float64 for the
-    proof likewise. The values are the same to rounding, and it takes longer.
+    Either each rank holds all of them, or they are on demand: in a file without a name in the
+    folder for temporary files, one for the ranks of a host, from which a rank has a parameter in
+    memory only while something uses it, and its float64 for the proof likewise. The values are the
+    same to rounding, and it takes longer.
 
-    Afterwards the model is as before: shards, gradients, hooks, classes. What is written into the whole parameters is lost;
-    do not train inside. A model that is not sharded is left alone.
+    Afterwards the model is as before: shards, gradients, hooks, classes. What is written into the
+    whole parameters is lost; do not train inside. A model that is not sharded is left alone.
 
     Args:
         model: the whole model, sharded in any nesting.
-        whole: True for all parameters in each rank's memory, False for parameters on demand. None: the former where they and
-            the float64 of the proof fit in the free memory of every rank.
+        whole: True for all parameters in each rank's memory, False for parameters on demand. None:
+            the former where they and the float64 of the proof fit in the free memory of every rank.
         timeout: seconds for which a rank waits for the others.
 
     Raises:
-        ModelError: a sharding that cannot be gathered, named; or the parameters do not fit in a rank's memory.
-        InputError: within `sharded` of other ranks than the model's; ``whole=False`` on a system other than Linux.
-        DistributedError: no room for the file; or a rank failed, ended, left, or did not come in time.
+        ModelError: a sharding that cannot be gathered, named; or the parameters do not fit in a
+            rank's memory.
+        InputError: within `sharded` of other ranks than the model's; ``whole=False`` on a system
+            other than Linux.
+        DistributedError: no room for the file; or a rank failed, ended, left, or did not come in
+            time.
 
     Example::
 
@@ -96,7 +103,8 @@ def full_params(
             members = stack.enter_context(sharded(group, timeout=timeout))
         elif members.group is None or _ranks(members.group) != _ranks(group):
             raise InputError(
-                "the ranks that share this estimate are not those of the sharded model: enter sharded(its group)"
+                "the ranks that share this estimate are not those of the sharded model: enter "
+                "sharded(its group)"
             )
         plain = stack.enter_context(ExitStack())
         with locked(model):
@@ -131,7 +139,8 @@ def _units(model: nn.Module) -> list[Unit]:
             unit.foreign = f"its class is {type(module).__name__}, changed after fully_shard"
         if unit.foreign is not None:
             raise ModelError(
-                f"module {name or '(the model)'} is under fully_shard, but {unit.foreign}; {_REMEDY}"
+                f"module {name or '(the model)'} is under fully_shard, but {unit.foreign}; "
+                f"{_REMEDY}"
             )
     held = {
         id(module._parameters.get(at))
@@ -142,8 +151,9 @@ def _units(model: nn.Module) -> list[Unit]:
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "placements") and id(parameter) not in held:
             raise ModelError(
-                f"parameter {name} is a DTensor, but none of a module of this model under fully_shard (tensor parallelism, or "
-                f"a part of a larger sharded model: give the whole); {_REMEDY}"
+                f"parameter {name} is a DTensor, but none of a module of this model under "
+                "fully_shard (tensor parallelism, or a part of a larger sharded model: give the "
+                f"whole); {_REMEDY}"
             )
     return list(units.values())
 
@@ -153,7 +163,8 @@ def _group(model: nn.Module, units: list[Unit]) -> dist.ProcessGroup:
     meshes = [unit.mesh for unit in units if unit.mesh is not None]
     if not meshes:
         raise ModelError(
-            f"{type(model).__name__} is under fully_shard, but has no sharded parameter: measure it unsharded"
+            f"{type(model).__name__} is under fully_shard, but has no sharded parameter: measure "
+            "it unsharded"
         )
     if all(mesh == meshes[0] for mesh in meshes):
         if meshes[0].ndim == 1:
@@ -161,7 +172,8 @@ def _group(model: nn.Module, units: list[Unit]) -> dist.ProcessGroup:
         if meshes[0].size() == dist.get_world_size():
             return dist.group.WORLD  # type: ignore[return-value]
     raise ModelError(
-        f"the model is sharded on several meshes, or on one of several axes that is not all processes; {_REMEDY}"
+        "the model is sharded on several meshes, or on one of several axes that is not all "
+        f"processes; {_REMEDY}"
     )
 
 
@@ -169,7 +181,8 @@ def _ranks(group: Any) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-# -- gathering ---------------------------------------------------------------------------------------------------------
+# -- gathering
+# --------------------------------------------------------------------------------------------------
 
 
 def _gathered(
@@ -252,7 +265,10 @@ def _in_memory(shards: list[tuple[Any, torch.dtype]], members: Team) -> list[nn.
     failures = members.share(failure)
     if any(failures):
         rank = next(rank for rank, text in enumerate(failures) if text)
-        text = f"the whole parameters of the sharded model do not fit in the memory of rank {rank} ({failures[rank]})"
+        text = (
+            f"the whole parameters of the sharded model do not fit in the memory of rank {rank} "
+            f"({failures[rank]})"
+        )
         raise members.everybodys(
             ModelError(f"{text}: free memory, or measure with full_params(model, whole=False)")
         )
@@ -267,7 +283,8 @@ def _parameter(tensor: Tensor, shard: Any) -> nn.Parameter:
 
     A frozen one is the object of last time, if the values are those of last time.
 
-    A forward pass may branch on what is frozen: the model would have to be proven anew for another object.
+    A forward pass may branch on what is frozen: the model would have to be proven anew for another
+        object.
     """
     if shard.requires_grad:
         return nn.Parameter(tensor)
@@ -309,14 +326,15 @@ def _release(whole: list[nn.Parameter]) -> None:
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-# -- the model as a plain one ------------------------------------------------------------------------------------------
+# -- the model as a plain one
+# ------------------------------------------------------------------------------------------
 
 
 class _Casts:
     """The casts of a unit's mixed-precision policy around the forward passes of its modules.
 
-    Of several modules in one unit, the first to run has its inputs cast, the last its output. Where the parameters are
-    float64, as on the copy of a proof, all is.
+    Of several modules in one unit, the first to run has its inputs cast, the last its output. Where
+    the parameters are float64, as on the copy of a proof, all is.
     """
 
     def __init__(self, unit: Unit, places: list[tuple[nn.Module, str]]) -> None:

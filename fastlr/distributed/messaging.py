@@ -2,8 +2,9 @@
 
 Every wait has a time limit, and all ranks share errors.
 
-The store is that of torch.distributed (a small key-value server), so this needs no GPU, no NCCL and no collective that
-could hang. It is for control and for small results: every rank reads what every other rank has written.
+The store is that of torch.distributed (a small key-value server), so this needs no GPU, no NCCL and
+no collective that could hang. It is for control and for small results: every rank reads what every
+other rank has written.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ class Board:
         except FastlrError as error:
             raise self.fail(error) from None
         except RuntimeError as error:
-            lost = f"the store of the group was lost ({one_line(error)}): the process that holds it has ended"
+            lost = (
+                f"the store of the group was lost ({one_line(error)}): the process that holds it "
+                "has ended"
+            )
             raise self.fail(DistributedError(lost)) from error
         return messages
 
@@ -97,7 +101,10 @@ class Board:
                     )
                 if missing and waited > PATIENCE and not warned:
                     warned = True
-                    text = f"waiting for {_ranks(missing)}, for {self.timeout:g} s at most: {self.what}"
+                    text = (
+                        f"waiting for {_ranks(missing)}, for {self.timeout:g} s at most: "
+                        f"{self.what}"
+                    )
                     warnings.warn(text, FastlrWarning, stacklevel=5)
             time.sleep(pause)
             pause = min(pause * 1.5, _POLLS[1])

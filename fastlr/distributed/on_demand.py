@@ -1,11 +1,13 @@
 """Parameters whose values are in memory only while something uses them.
 
-In: the whole parameters of a model, one after another. Out: parameters of the same names, shapes and graph whose values lie in
-a file that the ranks of a host share, and which each rank reads by itself: no rank waits for another.
+In: the whole parameters of a model, one after another. Out: parameters of the same names, shapes
+and graph whose values lie in a file that the ranks of a host share, and which each rank reads by
+itself: no rank waits for another.
 
-Between uses a parameter is one NaN, expanded: what should read that would not be silently wrong. A call of torch that is given
-one has its values (`OnDemand`, a mode that sees every call), and what autograd saves of them is kept as its place in the
-file (`OnDemand.pack`), so that a graph holds no parameter either.
+Between uses a parameter is one NaN, expanded: what should read that would not be silently wrong. A
+call of torch that is given one has its values (`OnDemand`, a mode that sees every call), and what
+autograd saves of them is kept as its place in the file (`OnDemand.pack`), so that a graph holds no
+parameter either.
 """
 
 from __future__ import annotations
@@ -33,10 +35,13 @@ RECENT = 1 << 24  # bytes of values that stay for their next use
 FREED = (
     1 << 25
 )  # bytes of values after which malloc gives back: what it kept would be more than all parameters
-_METHODS = "dim ndimension size numel nelement is_floating_point is_complex element_size register_hook requires_grad_ __len__"
+_METHODS = (
+    "dim ndimension size numel nelement is_floating_point is_complex element_size register_hook "
+    "requires_grad_ __len__"
+)
 _PROPERTIES = (
-    "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta requires_grad is_leaf grad grad_fn nbytes itemsize "
-    "_version _backward_hooks output_nr"
+    "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta requires_grad is_leaf "
+    "grad grad_fn nbytes itemsize _version _backward_hooks output_nr"
 )
 _get: Any = lambda name: getattr(Tensor, name)  # noqa: E731
 _OF_NO_VALUES = {
@@ -44,7 +49,8 @@ _OF_NO_VALUES = {
     *map(_get, _METHODS.split()),
     *(_get(name).__get__ for name in _PROPERTIES.split()),
 }
-# Calls that exchange the memory, or whose result is memory that nobody can be seen to use: from then on the values stay.
+# Calls that exchange the memory, or whose result is memory that nobody can be seen to use: from
+# then on the values stay.
 _LASTING = {
     *map(_get, "data_ptr untyped_storage storage numpy __array__ __dlpack__ share_memory_".split()),
     _get("data").__get__,
@@ -52,7 +58,8 @@ _LASTING = {
 }
 
 
-# -- the parameters ----------------------------------------------------------------------------------------------------
+# -- the parameters
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -184,8 +191,9 @@ class OnDemand(TorchFunctionMode):
         with no_torch_function(), torch.inference_mode(False), torch.no_grad():
             if held.tensor._version != held.version:
                 raise ModelError(
-                    f"the model writes to a parameter of shape {tuple(held.tensor.shape)} through another tensor, which is "
-                    "lost where parameters are in memory while they are used: measure within full_params(model, whole=True)"
+                    f"the model writes to a parameter of shape {tuple(held.tensor.shape)} through "
+                    "another tensor, which is lost where parameters are in memory while they are "
+                    "used: measure within full_params(model, whole=True)"
                 )
             values = held.make(self._file.read(held.number)).detach()
             self._stored[values.data_ptr()] = held
@@ -206,7 +214,8 @@ class OnDemand(TorchFunctionMode):
                 self._stored.pop(values.data_ptr(), None)
                 self._file.forget(held.number)
 
-    # -- what autograd saves -------------------------------------------------------------------------------------------
+    # -- what autograd saves
+    # -------------------------------------------------------------------------------------------
 
     def pack(self, t: Tensor) -> Any:
         """Return what a graph keeps in place of a tensor that it saves.
@@ -238,7 +247,8 @@ class OnDemand(TorchFunctionMode):
         with no_torch_function(), torch.no_grad():
             if held.tensor._version != kept.version:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(held.tensor.shape)} that is needed for a gradient was written to"
+                    f"a parameter of shape {tuple(held.tensor.shape)} that is needed for a "
+                    "gradient was written to"
                 )
             values = held.tensor.detach() if held.stays else self._values(held)
             self._trim()
@@ -260,7 +270,8 @@ class OnDemand(TorchFunctionMode):
             _active.reset(token)
 
 
-# -- for those who handle parameters -----------------------------------------------------------------------------------
+# -- for those who handle parameters
+# -----------------------------------------------------------------------------------
 
 
 def active() -> bool:

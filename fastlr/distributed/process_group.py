@@ -32,9 +32,9 @@ def joined(timeout: float = RUN_TIMEOUT) -> Iterator[Team]:
 
     A process that torchrun did not start works alone.
 
-    Inside, `fastlr.distributed.team` is all of them. Each has a GPU of its own where there are enough: NCCL then exchanges
-    what lies there, and gloo the rest. What fastlr warns of is printed by rank 0. An error on one rank is raised on all
-    that wait for it; torchrun ends the others.
+    Inside, `fastlr.distributed.team` is all of them. Each has a GPU of its own where there are
+    enough: NCCL then exchanges what lies there, and gloo the rest. What fastlr warns of is printed
+    by rank 0. An error on one rank is raised on all that wait for it; torchrun ends the others.
 
     Args:
         timeout: seconds for which a rank waits for the others.

@@ -26,23 +26,26 @@ def all_reduce(
 ) -> Tensor:  # [*shape]
     """Replace a tensor by its sum over the ranks of a group, and return it.
 
-    Each element is ``round(((x_0 + x_1) + x_2) + ...)`` with x_r that of rank r: additions in float32 in the order of
-    the ranks (float64 for float64 tensors), rounded once to the tensor's dtype. So the result is the same on every
-    rank, in every run and on every route, and a bfloat16 sum has the error of one rounding whatever the number of ranks;
-    adding in bfloat16 rounds at every step.
+    Each element is ``round(((x_0 + x_1) + x_2) + ...)`` with x_r that of rank r: additions in
+    float32 in the order of the ranks (float64 for float64 tensors), rounded once to the tensor's
+    dtype. So the result is the same on every rank, in every run and on every route, and a bfloat16
+    sum has the error of one rounding whatever the number of ranks; adding in bfloat16 rounds at
+    every step.
 
-    bfloat16 and float32 go through fastlr's extension where it can reach all ranks (see `connect`), other floating
-    dtypes and other places through torch.distributed. On a GPU the work is queued on the current stream; if a rank does
-    not come, the result becomes NaN and the next reduction (or `Route.check`) raises. CUDA graphs are refused.
+    bfloat16 and float32 go through fastlr's extension where it can reach all ranks (see `connect`),
+    other floating dtypes and other places through torch.distributed. On a GPU the work is queued on
+    the current stream; if a rank does not come, the result becomes NaN and the next reduction (or
+    `Route.check`) raises. CUDA graphs are refused.
 
     Args:
-        tensor: floating point, of the same shape and dtype on all ranks; changed in place, also if it requires grad.
+        tensor: floating point, of the same shape and dtype on all ranks; changed in place, also if
+            it requires grad.
         group: default: all ranks. Every rank of it must call the same reductions in the same order.
         average: divide the float32 sum by the number of ranks before it is rounded.
 
     Raises:
-        InputError: not a dense floating-point tensor, torch.distributed is not initialised, or this rank is not in the
-            group.
+        InputError: not a dense floating-point tensor, torch.distributed is not initialised, or this
+            rank is not in the group.
         DistributedError: a rank failed, ended, did not come in time or called something else.
     """
     group = checked_group(group)
@@ -66,12 +69,14 @@ def reduce_sq_norm(
 ) -> Tensor:  # []
     """Return ``sum over tensors of || sum over ranks of t_r ||^2`` without writing the sums.
 
-    That is the squared norm of a gradient that was accumulated on several ranks, for half of an all-reduce's traffic.
-    The sums over ranks are float32 in the order of the ranks, not rounded; squares and their sum are float64. The result is
-    the same on every rank and in every run; routes differ by float64 rounding. Tensors are joined to buckets.
+    That is the squared norm of a gradient that was accumulated on several ranks, for half of an
+    all-reduce's traffic. The sums over ranks are float32 in the order of the ranks, not rounded;
+    squares and their sum are float64. The result is the same on every rank and in every run; routes
+    differ by float64 rounding. Tensors are joined to buckets.
 
     Args:
-        tensors: one tensor, or several on one device, such as the gradients of a model; the same on all ranks.
+        tensors: one tensor, or several on one device, such as the gradients of a model; the same on
+            all ranks.
         group: default: all ranks.
 
     Returns:
@@ -87,7 +92,8 @@ def reduce_sq_norm(
     devices = {t.device for t in summands}
     if len(devices) > 1:
         raise InputError(
-            f"the tensors are on several devices, {sorted(map(str, devices))}: reduce those of each alone"
+            f"the tensors are on several devices, {sorted(map(str, devices))}: reduce those of "
+            "each alone"
         )
     total = torch.zeros((), dtype=torch.float64, device=devices.pop() if devices else None)
     is_alone = dist.get_world_size(group) == 1
@@ -107,7 +113,8 @@ def _check(tensor: Any) -> None:
         raise InputError(f"a tensor is reduced, not {type(tensor).__name__}")
     if not tensor.is_floating_point() or tensor.layout != torch.strided:
         raise InputError(
-            f"a dense floating-point tensor is reduced, not {tensor.dtype} of layout {tensor.layout}"
+            f"a dense floating-point tensor is reduced, not {tensor.dtype} of layout "
+            f"{tensor.layout}"
         )
     if tensor.element_size() < 2:
         raise InputError(

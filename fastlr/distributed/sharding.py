@@ -152,22 +152,24 @@ def sharded(
 
     These are those of ``fastlr.estimate`` and ``LocalRedundancy.measure``.
 
-    Every rank enters, with the same model, inputs and arguments (checked); each measures a share of the inputs, and all
-    of them return the same `Estimate` but for ``seconds`` and ``device``. The values are gathered in the order of the
-    inputs, so they do not depend on the number of ranks beyond rounding, and with the same ``batch_size`` they are
-    those of one process bit for bit. ``progress`` is reported on rank 0. Outside, an estimate is this process's alone,
-    also where torch.distributed is in use: measuring on rank 0 only is safe.
+    Every rank enters, with the same model, inputs and arguments (checked); each measures a share of
+    the inputs, and all of them return the same `Estimate` but for ``seconds`` and ``device``. The
+    values are gathered in the order of the inputs, so they do not depend on the number of ranks
+    beyond rounding, and with the same ``batch_size`` they are those of one process bit for bit.
+    ``progress`` is reported on rank 0. Outside, an estimate is this process's alone, also where
+    torch.distributed is in use: measuring on rank 0 only is safe.
 
-    An error on one rank is raised on all of them. A rank that ends, leaves or does not come is an error on the others.
+    An error on one rank is raised on all of them. A rank that ends, leaves or does not come is an
+    error on the others.
 
     Args:
         group: whose ranks share; default: all.
-        timeout: seconds for which a rank waits for the others: longer than a chunk of inputs and the first call's
-            proof take.
+        timeout: seconds for which a rank waits for the others: longer than a chunk of inputs and
+            the first call's proof take.
 
     Raises:
-        InputError: torch.distributed is not initialised, the group is not this rank's, it is entered twice, or the
-            ranks' arguments differ.
+        InputError: torch.distributed is not initialised, the group is not this rank's, it is
+            entered twice, or the ranks' arguments differ.
         DistributedError: a rank failed, ended, left, or did not come in time.
 
     Example::
@@ -287,7 +289,8 @@ def checked_group(group: Any) -> Any:
     """
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
-            "torch.distributed is not initialised: start with torchrun and call torch.distributed.init_process_group()"
+            "torch.distributed is not initialised: start with torchrun and call "
+            "torch.distributed.init_process_group()"
         )
     if group is None:
         return dist.group.WORLD

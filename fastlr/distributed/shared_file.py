@@ -77,8 +77,9 @@ class SharedFile:
             rank = next(rank for rank, text in enumerate(failures) if text)
             size, folder = f"{self._end / 1e9:.2f} GB", tempfile.gettempdir()
             raise self._members.everybodys(DistributedError(
-                f"rank {rank} cannot keep {size} of whole parameters in {folder} ({failures[rank]}): let the environment "
-                "variable TMPDIR name a folder with room that the ranks of a host share"
+                f"rank {rank} cannot keep {size} of whole parameters in {folder} "
+                f"({failures[rank]}): let the environment variable TMPDIR name a folder with room "
+                "that the ranks of a host share"
             ))  # fmt: skip
 
     def write(self, number: int, values: Tensor) -> None:
@@ -120,5 +121,8 @@ class SharedFile:
 def host(rank: int) -> str:
     """What processes that see the same files have in common."""
     with suppress(OSError):
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {os.readlink('/proc/self/ns/mnt')}"
+        return (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text()} "
+            f"{os.readlink('/proc/self/ns/mnt')}"
+        )
     return f"rank {rank}"

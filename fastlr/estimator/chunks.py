@@ -34,7 +34,8 @@ class Chunks:
     Attributes:
         size: inputs in a chunk of the measurement under way.
         replays: the chunks that are CUDA graphs.
-        bytes_per_input: memory that a chunk takes at its peak, for each of its inputs; 0 until it was measured.
+        bytes_per_input: memory that a chunk takes at its peak, for each of its inputs; 0 until it
+            was measured.
         notes: for the user.
     """
 
@@ -97,7 +98,8 @@ class Chunks:
         """Measure inputs start .. stop - 1, by chunks that are halved where memory runs out.
 
         Returns:
-            (values [B], or one for a batch of ``probe="batch"``; the norms, or None where there are no inputs).
+            (values [B], or one for a batch of ``probe="batch"``; the norms, or None where there are
+            no inputs).
         """
         chunks: list[ChunkNorms] = []
         while start < stop:
@@ -138,9 +140,10 @@ class Chunks:
     def _size_for_memory(self, share: int) -> int:
         """Return how many inputs fit, of ``share`` that this rank takes.
 
-        What a small forward pass saves gives a size that is safe. Where it does not suffice, on a GPU, a chunk of that size is
-        run twice, the second time to measure its peak: the first may prove the model, compile kernels, and run out of memory.
-        So once for a model and the kind of its inputs; later estimates of it take the same size while the memory suffices.
+        What a small forward pass saves gives a size that is safe. Where it does not suffice, on a
+        GPU, a chunk of that size is run twice, the second time to measure its peak: the first may
+        prove the model, compile kernels, and run out of memory. So once for a model and the kind of
+        its inputs; later estimates of it take the same size while the memory suffices.
         """
         device, known = self.passes.view.device, self.passes.engine.peaks
         few = min(2, self.options.total)
@@ -177,16 +180,16 @@ class Chunks:
         if size == 1 or self.options.probe == "batch":
             what = "one input does" if size == 1 else f"probe='batch' with batch_size={size} does"
             raise ModelError(
-                f"out of memory on {device}: {what} not fit ({failure}); free memory, use a smaller batch_size, "
-                "a machine with more memory, or dtype=torch.bfloat16"
+                f"out of memory on {device}: {what} not fit ({failure}); free memory, use a "
+                "smaller batch_size, a machine with more memory, or dtype=torch.bfloat16"
             )
         self.limit(max(1, size // 4 * 2))  # even: the model may take no odd batch
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if not self.notes:
             warnings.warn(
-                f"out of memory with {size} inputs in a chunk ({failure}): going on with {self.size}; pass "
-                f"batch_size={self.size} to start there",
+                f"out of memory with {size} inputs in a chunk ({failure}): going on with "
+                f"{self.size}; pass batch_size={self.size} to start there",
                 FastlrWarning,
                 stacklevel=5,
             )

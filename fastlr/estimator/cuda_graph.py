@@ -2,11 +2,12 @@
 
 It is captured once for a shape and replayed for every other chunk.
 
-A chunk is generation of the inputs, forward pass, cotangent, backward pass and norms, hundreds of kernels of a few
-microseconds each; replayed, they follow each other without the host. The graph reads the weights where they are, so
-training may go on in between. What it cannot see is a change of the *program*: storage that moved, a module or a hook
-that came or went, a number that a forward pass reads. Where the weights are is looked at before a measurement's first
-replay; `fingerprint` and a comparison with the model's own output find the rest while the GPU works and after: then the
+A chunk is generation of the inputs, forward pass, cotangent, backward pass and norms, hundreds of
+kernels of a few microseconds each; replayed, they follow each other without the host. The graph
+reads the weights where they are, so training may go on in between. What it cannot see is a change
+of the *program*: storage that moved, a module or a hook that came or went, a number that a forward
+pass reads. Where the weights are is looked at before a measurement's first replay; `fingerprint`
+and a comparison with the model's own output find the rest while the GPU works and after: then the
 graph is dropped and the measurement is made anew, without it.
 """
 
@@ -62,8 +63,8 @@ class CudaRecorder:
 
     Args:
         device: Where its work is done.
-        pool: Of `torch.cuda.graph_pool_handle`, for graphs that may share memory: the results of one are used before
-            another is replayed.
+        pool: Of `torch.cuda.graph_pool_handle`, for graphs that may share memory: the results of
+            one are used before another is replayed.
     """
 
     def __init__(self, device: torch.device, pool: Any = None) -> None:
@@ -73,8 +74,9 @@ class CudaRecorder:
     def capture(self, function: Callable[[], Any]) -> Any:
         """Warm up on a side stream of the device, then capture on it.
 
-        Without a stream of its own, `torch.cuda.graph` takes the one that it made for the first capture of the process,
-        on whatever device that was: on another, nothing is captured, and replays leave stale values.
+        Without a stream of its own, `torch.cuda.graph` takes the one that it made for the first
+        capture of the process, on whatever device that was: on another, nothing is captured, and
+        replays leave stale values.
         """
         with torch.cuda.device(self.device):
             side = torch.cuda.Stream(self.device)
@@ -92,7 +94,8 @@ class CudaRecorder:
                 ):
                     return function()
             except BaseException:
-                # torch 2.11 may stay on the capture's stream, and allocate from its pool, after an error
+                # torch 2.11 may stay on the capture's stream, and allocate from its pool, after an
+                # error
                 torch.cuda.set_stream(before)
                 with suppress(RuntimeError):
                     stop_allocating_from(self.pool, before.device_index)
@@ -321,7 +324,8 @@ class Replays:
 
     Args:
         passes: over the chunks.
-        recorder: makes the recorder of a chunk; None where there are no graphs (no GPU, a probe of several passes).
+        recorder: makes the recorder of a chunk; None where there are no graphs (no GPU, a probe of
+            several passes).
 
     Attributes:
         held: the captured chunks by their size.
@@ -387,8 +391,9 @@ class Replays:
 
         None where the chunk must be run as it is.
 
-        A chunk shorter than a ``whole`` one is the end of one of those: what that has more are the inputs before it, real
-        ones, so that checks and audits may look at them; their norms are left out.
+        A chunk shorter than a ``whole`` one is the end of one of those: what that has more are the
+        inputs before it, real ones, so that checks and audits may look at them; their norms are
+        left out.
         """
         count = size = stop - start
         if not self._wanted() or self.failures > 1:
@@ -416,7 +421,8 @@ class Replays:
             ShapeChanged,
         ) as error:  # a capture that fails leaves the model as it was
             self.drop(
-                f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else 'other shapes'}"
+                f"{type(error).__name__}: "
+                f"{str(error).splitlines()[0][:200] if str(error) else 'other shapes'}"
             )
             self.failures += 1
             return None
@@ -428,7 +434,8 @@ class Replays:
 
         Returns flags on the device, for `clean`.
 
-        None where nothing was replayed, or where the model is another program since: then the graphs are dropped.
+        None where nothing was replayed, or where the model is another program since: then the
+        graphs are dropped.
         """
         self.asked = [self.held[size] for size in self.used]
         self.used.clear()

@@ -85,7 +85,8 @@ class LocalRedundancy:
         wanted, on = self.options.device, self.view.device
         if on.type == "meta":
             raise ModelError(
-                "the model's parameters are on the meta device, without values: load its weights first"
+                "the model's parameters are on the meta device, without values: load its weights "
+                "first"
             )
         if wanted is not None and not same_device(torch.device(wanted), on):
             raise InputError(
@@ -117,7 +118,10 @@ class LocalRedundancy:
             passed = sum(members.share(audits.passed - audited))
             if not values.isfinite().all():
                 sample = int((~values.isfinite()).nonzero()[0])
-                text = f"the squared gradient norm of sample {sample} is not finite: lower the model's scale"
+                text = (
+                    f"the squared gradient norm of sample {sample} is not finite: lower the "
+                    "model's scale"
+                )
                 raise members.everybodys(NonFiniteError(text))
             used = (
                 len(values)
@@ -176,7 +180,10 @@ class LocalRedundancy:
             measured = values, *merged(members, by_name, routes)
             if holds:
                 return measured
-        text = f"audits or replays failed in each of {ROUNDS} measurements: values of the last one may be wrong"
+        text = (
+            f"audits or replays failed in each of {ROUNDS} measurements: values of the last one "
+            "may be wrong"
+        )
         self.chunks.note(text)
         warnings.warn(text, FastlrWarning, stacklevel=4)
         return measured
@@ -244,42 +251,52 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417  (the argumen
 
     That is ``LR = mean over x of E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2``.
 
-    theta are the parameters that require grad, P the model's predictive distribution in eval mode, x ``n`` synthetic
-    inputs. The model is left as it was: flags, buffers, ``.grad``, hooks, random states. One under ``fully_shard`` is measured
-    by all its ranks together, each a share of the inputs, with whole parameters meanwhile: see
-    `fastlr.distributed.full_params`.
+    theta are the parameters that require grad, P the model's predictive distribution in eval mode,
+    x ``n`` synthetic inputs. The model is left as it was: flags, buffers, ``.grad``, hooks, random
+    states. One under ``fully_shard`` is measured by all its ranks together, each a share of the
+    inputs, with whole parameters meanwhile: see `fastlr.distributed.full_params`.
 
     Args:
         model: any module whose samples do not interact in eval mode.
-        inputs: ShapeImages, NoiseImages, GaussianSeries, TokenInputs, TensorInputs, or an object of your own whose
-            ``batch(start, stop, *, seed, device, dtype)`` returns inputs start..stop-1, samples along axis 0.
+        inputs: ShapeImages, NoiseImages, GaussianSeries, TokenInputs, TensorInputs, or an object of
+            your own whose ``batch(start, stop, *, seed, device, dtype)`` returns inputs
+            start..stop-1, samples along axis 0.
         n: number of inputs. With ``target_rel_stderr``, the most that are used (see ``max_n``).
-        predictive: Categorical, Bernoulli or Gaussian. Default: Categorical for outputs [B, C] with C of at least 2, which
-            must be logits: an error where those of the first chunk are probabilities.
-        probe: "rademacher" (one backward pass, lowest variance), "sampled" (labels drawn, as in the paper) or "exact"
-            (the label expectation, many passes), all of per-sample norms; or "batch", ``B ||gradient of a batch's
-            mean||^2`` with sampled labels: the same expectation, far noisier, for comparison; its samples are batches.
-        batch_size: inputs in a chunk; by default from the memory available, on a GPU from the measured peak of a chunk (250
-            for "batch"). It changes the results only by rounding, except for "batch".
-        seed: of inputs and probe, from 0 to 2^64 - 1. The same seed gives the same inputs whatever n and the chunks.
+        predictive: Categorical, Bernoulli or Gaussian. Default: Categorical for outputs [B, C] with
+            C of at least 2, which must be logits: an error where those of the first chunk are
+            probabilities.
+        probe: "rademacher" (one backward pass, lowest variance), "sampled" (labels drawn, as in the
+            paper) or "exact" (the label expectation, many passes), all of per-sample norms; or
+            "batch", ``B ||gradient of a batch's mean||^2`` with sampled labels: the same
+            expectation, far noisier, for comparison; its samples are batches.
+        batch_size: inputs in a chunk; by default from the memory available, on a GPU from the
+            measured peak of a chunk (250 for "batch"). It changes the results only by rounding,
+            except for "batch".
+        seed: of inputs and probe, from 0 to 2^64 - 1. The same seed gives the same inputs whatever
+            n and the chunks.
         dtype: autocast dtype, torch.bfloat16 or torch.float16; None: the model's own precision.
         device: only checked: an error unless it is the model's.
-        output: picks the output tensor from what the model returns: key, attribute, index or function.
+        output: picks the output tensor from what the model returns: key, attribute, index or
+            function.
         in_dim: sample axis of the model's inputs; samples are moved there from axis 0.
         out_dim: sample axis of the output.
-        target_rel_stderr: stop once stderr / value is at most this fraction (0.05 for 5 %), looked at every 128 inputs from
-            ``min_n`` on, so that the n where it stops does not depend on the chunks. (A small min_n biases heavy tails low.)
+        target_rel_stderr: stop once stderr / value is at most this fraction (0.05 for 5 %), looked
+            at every 128 inputs from ``min_n`` on, so that the n where it stops does not depend on
+            the chunks. (A small min_n biases heavy tails low.)
         min_n: fewest inputs with ``target_rel_stderr``.
-        max_n: most inputs with ``target_rel_stderr``; default: n, or the length of the inputs where that is less.
-        progress: True for a progress bar, False for none, or a function called as (done, total, value, stderr) after each
-            chunk. None: a bar on stderr after three seconds, if that is a terminal or this is a notebook.
+        max_n: most inputs with ``target_rel_stderr``; default: n, or the length of the inputs where
+            that is less.
+        progress: True for a progress bar, False for none, or a function called as (done, total,
+            value, stderr) after each chunk. None: a bar on stderr after three seconds, if that is a
+            terminal or this is a notebook.
 
     Returns:
         An :class:`Estimate`, in nats for each input and unit step.
 
     Raises:
         InputError: arguments or inputs that are wrong, named.
-        ModelError: the model cannot be measured as it is (see the engine), or one input does not fit in memory.
+        ModelError: the model cannot be measured as it is (see the engine), or one input does not
+            fit in memory.
         NonFiniteError: an output, gradient or norm is not finite.
 
     Source: paper, Theorem 3.4, Corollary 3.6 and section 3.6.

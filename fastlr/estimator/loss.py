@@ -30,8 +30,9 @@ from fastlr.ops.torch_private import tree_flatten
 
 # Nodes whose derivative jumps where a unit switches, and nodes that have no second derivative.
 _JUMPS = (
-    "Abs Amax Amin AdaptiveMaxPool ClampBackward ClampMax ClampMin Hardshrink Hardsigmoid Hardswish Hardtanh LeakyRelu "
-    "MaxBackward MaxPool Maximum Min Prelu Relu Rrelu Softshrink Sort Threshold Topk"
+    "Abs Amax Amin AdaptiveMaxPool ClampBackward ClampMax ClampMin Hardshrink Hardsigmoid "
+    "Hardswish Hardtanh LeakyRelu MaxBackward MaxPool Maximum Min Prelu Relu Rrelu Softshrink "
+    "Sort Threshold Topk"
 ).split()
 _ONCE = "CudnnRnn MiopenRnn MkldnnRnnLayer ThnnFused".split()
 
@@ -54,39 +55,47 @@ def redundancy_loss(
 
     It can be differentiated with respect to the parameters.
 
-    With z_b the output for input b, J_b its Jacobian with respect to the trainable parameters, F_b the Fisher matrix of the
-    predictive distribution at z_b and random v_b with ``E v_b v_b^T = F_b``, independent and with mean zero, it is
+    With z_b the output for input b, J_b its Jacobian with respect to the trainable parameters, F_b
+    the Fisher matrix of the predictive distribution at z_b and random v_b with ``E v_b v_b^T =
+    F_b``, independent and with mean zero, it is
 
         ``(1/B) || sum_b J_b^T v_b ||^2``,  whose expectation is  ``(1/B) sum_b tr(J_b^T F_b J_b)``,
 
-    the mean over x of the local redundancy. The gradient goes through J_b and v_b, so its expectation is the gradient of
-    that mean where the model is smooth. At a ReLU the redundancy *jumps* as a unit switches; the gradient sees the smooth
-    part alone, and a warning names such nodes. One value has a relative standard deviation of about 1, as the squared
-    length of a random vector: average over steps. It costs a forward, a backward and a double backward pass.
+    the mean over x of the local redundancy. The gradient goes through J_b and v_b, so its
+    expectation is the gradient of that mean where the model is smooth. At a ReLU the redundancy
+    *jumps* as a unit switches; the gradient sees the smooth part alone, and a warning names such
+    nodes. One value has a relative standard deviation of about 1, as the squared length of a random
+    vector: average over steps. It costs a forward, a backward and a double backward pass.
 
-    The model runs in eval mode (its flags, buffers and random states are put back), attention by its plain formula and
-    recurrent layers step by step, as the fused kernels have no second derivative.
+    The model runs in eval mode (its flags, buffers and random states are put back), attention by
+    its plain formula and recurrent layers step by step, as the fused kernels have no second
+    derivative.
 
     Args:
-        model: any module whose samples do not interact in eval mode; looked at when its program or the shapes of x are new,
-            not in every batch.
+        model: any module whose samples do not interact in eval mode; looked at when its program or
+            the shapes of x are new, not in every batch.
         x: inputs of B samples on axis 0: a tensor, a tuple (positional) or a dict (keywords).
         predictive: Categorical, Bernoulli or Gaussian; default as for `estimate`.
-        probe: "rademacher" draws one v for each sample; "exact" sums over the columns of F^(1/2), with random signs of the
-            samples alone.
+        probe: "rademacher" draws one v for each sample; "exact" sums over the columns of F^(1/2),
+            with random signs of the samples alone.
         seed: of the draws; None draws one from torch's generator, so that every call has its own.
-        output: picks the output tensor from what the model returns: key, attribute, index or function.
-        reduction: "mean", or "none" for the value of each sample, [B]: no cross terms, for small batches: it takes B
-            backward passes of the batch, by vmap, and the memory of B gradients.
+        output: picks the output tensor from what the model returns: key, attribute, index or
+            function.
+        reduction: "mean", or "none" for the value of each sample, [B]: no cross terms, for small
+            batches: it takes B backward passes of the batch, by vmap, and the memory of B
+            gradients.
 
     Returns:
-        A scalar, or [B], in nats for each input and unit step: float32, or float64 where the output is.
+        A scalar, or [B], in nats for each input and unit step: float32, or float64 where the output
+            is.
 
     Raises:
-        InputError: arguments that are wrong; ``probe="sampled"``, as the gradient would lack the part of the drawn labels.
+        InputError: arguments that are wrong; ``probe="sampled"``, as the gradient would lack the
+            part of the drawn labels.
         ModelError: a node without a second derivative, by name; and the errors of `estimate`.
 
-    Source: paper, Theorem 3.4; the square of a sum with random signs is Hutchinson's estimator of its trace.
+    Source: paper, Theorem 3.4; the square of a sum with random signs is Hutchinson's estimator of
+        its trace.
 
     Example:
         >>> import torch, fastlr
@@ -140,7 +149,8 @@ def refuse_interaction(view: ModelView, x: Any) -> None:
     The model is in eval mode already; its program or the shapes of its inputs are new.
 
     Raises:
-        ModelError: Its samples interact, or what else makes the gradients of samples meaningless, by name.
+        ModelError: Its samples interact, or what else makes the gradients of samples meaningless,
+            by name.
     """
     shapes = tuple(t.shape for t in tree_flatten(x)[0] if isinstance(t, Tensor))
     found = engine_of(view), fingerprint(view.module)
@@ -156,15 +166,15 @@ def _look_at(z: Tensor, parameters: Mapping[str, Tensor]) -> None:
     once = [name for name in names if name.startswith(tuple(_ONCE))]
     if once:
         raise ModelError(
-            f"{', '.join(once)} cannot be differentiated twice: build the recurrent layer from torch.nn.LSTMCell or "
-            "GRUCell on this device, or measure it with fastlr.estimate"
+            f"{', '.join(once)} cannot be differentiated twice: build the recurrent layer from "
+            "torch.nn.LSTMCell or GRUCell on this device, or measure it with fastlr.estimate"
         )
     jumps = [name for name in names if f"{name}Backward0".startswith(tuple(_JUMPS))]
     if jumps:
         warnings.warn(
-            f"the local redundancy of this model jumps where a unit of {', '.join(jumps)} switches, and the gradient of "
-            "redundancy_loss does not see the jumps: its value is right, its slope the smooth part's (GELU, SiLU, tanh and "
-            "average pooling have none)",
+            f"the local redundancy of this model jumps where a unit of {', '.join(jumps)} "
+            "switches, and the gradient of redundancy_loss does not see the jumps: its value is "
+            "right, its slope the smooth part's (GELU, SiLU, tanh and average pooling have none)",
             FastlrWarning,
             stacklevel=3,
         )
@@ -195,8 +205,8 @@ def _sq_norms(z: Tensor, parameters: Sequence[Tensor], v: Tensor, of_samples: bo
 
     It is in float64; gradients flow through it, also by v.
 
-    v is brought to unit size by a power of two, which has no gradient: small ones keep their bits. (torch.ldexp would do, but
-    gives no gradient for negative exponents.)
+    v is brought to unit size by a power of two, which has no gradient: small ones keep their bits.
+    (torch.ldexp would do, but gives no gradient for negative exponents.)
     """
     exponent = torch.frexp(v.detach().abs().amax()).exponent.clamp(-500, 500)
     unit = (v * power_of_two(-exponent)).to(z.dtype)

@@ -62,18 +62,21 @@ class EstimateOptions:
             raise InputError(f"model must be a torch.nn.Module, not {type(self.model).__name__}")
         if not callable(getattr(self.inputs, "batch", None)):
             raise InputError(
-                f"inputs of type {type(self.inputs).__name__} have no batch(start, stop, *, seed, device, dtype): pass "
-                "fastlr.ShapeImages() or another of fastlr's inputs; wrap a tensor in fastlr.TensorInputs"
+                f"inputs of type {type(self.inputs).__name__} have no batch(start, stop, *, seed, "
+                "device, dtype): pass fastlr.ShapeImages() or another of fastlr's inputs; wrap a "
+                "tensor in fastlr.TensorInputs"
             )
         if self.predictive is not None and not callable(
             getattr(self.predictive, "cotangent", None)
         ):
             raise InputError(
-                "predictive must be fastlr.Categorical(), Bernoulli() or Gaussian(), or have a cotangent()"
+                "predictive must be fastlr.Categorical(), Bernoulli() or Gaussian(), or have a "
+                "cotangent()"
             )
         if self.inputs_in_dim not in (0, self.in_dim):
             raise InputError(
-                f"the inputs' samples are on axis {self.inputs_in_dim}, but in_dim={self.in_dim}: pass the same"
+                f"the inputs' samples are on axis {self.inputs_in_dim}, but in_dim={self.in_dim}: "
+                "pass the same"
             )
         if self.probe not in (*PROBES, "batch"):
             raise InputError(
@@ -81,13 +84,15 @@ class EstimateOptions:
             )
         if self.dtype not in (None, torch.bfloat16, torch.float16):
             raise InputError(
-                f"dtype is the autocast dtype, torch.bfloat16 or torch.float16 (None: the model's); not {self.dtype}"
+                "dtype is the autocast dtype, torch.bfloat16 or torch.float16 (None: the "
+                f"model's); not {self.dtype}"
             )
         try:
             torch.device("cpu" if self.device is None else self.device)
         except (RuntimeError, TypeError) as error:
             raise InputError(
-                f"device={self.device!r} is no device of torch's: 'cpu', 'cuda', 'cuda:1' ..., or leave device out"
+                f"device={self.device!r} is no device of torch's: 'cpu', 'cuda', 'cuda:1' ..., or "
+                "leave device out"
             ) from error
         if not (
             self.progress is None or isinstance(self.progress, bool) or callable(self.progress)
@@ -130,7 +135,8 @@ def total_inputs(n: int, inputs: Any, target: float | None, min_n: int, max_n: i
     else:
         if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target < 1:
             raise InputError(
-                f"target_rel_stderr must be a fraction in (0, 1), such as 0.05 for 5 %, not {target!r}"
+                "target_rel_stderr must be a fraction in (0, 1), such as 0.05 for 5 %, not "
+                f"{target!r}"
             )
         if max_n is None:
             total = n if length is None else min(n, length)

@@ -15,8 +15,8 @@ def padding_mask(x: Any, output: Tensor, out_dim: int) -> Tensor | None:
 
     It goes by the model's inputs; None if no position is padding.
 
-    That is what ``attention_mask`` [B, T] says of the input's tokens, ``decoder_attention_mask`` of a decoder's, for an output
-    [B, T, C]; outputs with no positions have no padding.
+    That is what ``attention_mask`` [B, T] says of the input's tokens, ``decoder_attention_mask`` of
+    a decoder's, for an output [B, T, C]; outputs with no positions have no padding.
 
     Raises:
         InputError: there is padding, and the output's positions are not those of the mask.
@@ -34,8 +34,9 @@ def padding_mask(x: Any, output: Tensor, out_dim: int) -> Tensor | None:
     refuse_where(
         ~counted,
         lambda: InputError(
-            f"{name} {tuple(mask.shape)} has padding, but the output {tuple(output.shape)} has other positions: pass "
-            "Categorical(mask=...) for those that count, and inputs without the mask or without padding"
+            f"{name} {tuple(mask.shape)} has padding, but the output {tuple(output.shape)} has "
+            "other positions: pass Categorical(mask=...) for those that count, and inputs without "
+            "the mask or without padding"
         ),
     )
     return None
@@ -46,6 +47,6 @@ def refuse_padding(x: Any) -> None:
     mask = x.get("attention_mask") if isinstance(x, dict) else None
     if isinstance(mask, Tensor) and not bool((mask != 0).all()):
         raise InputError(
-            "x has padding (attention_mask), and these measures count every position: give sequences of one length "
-            "without padding"
+            "x has padding (attention_mask), and these measures count every position: give "
+            "sequences of one length without padding"
         )

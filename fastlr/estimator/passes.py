@@ -37,10 +37,12 @@ class Passes:
     Attributes:
         dtype: of the floating-point inputs: the model's when the measurement began.
         engine: that of the model, which others use too: a model is proven once.
-        predictive: the distribution of the labels; where none was given the default, once an output was seen.
+        predictive: the distribution of the labels; where none was given the default, once an output
+            was seen.
         axes: of the output, once one was seen.
         padding_left_out: True if the last chunk had padding.
-        refusals_checked: True once a batch was seen to be one that the per-sample probes measure (for ``probe="batch"``).
+        refusals_checked: True once a batch was seen to be one that the per-sample probes measure
+            (for ``probe="batch"``).
     """
 
     def __init__(self, options: EstimateOptions, view: ModelView) -> None:
@@ -151,8 +153,9 @@ class Passes:
         samples = norms.table.shape[1]
         if samples != stop - start:
             raise InputError(
-                f"inputs {start}..{stop - 1} gave {samples} samples at out_dim={self.options.out_dim}: the sample "
-                "axes are in_dim= and out_dim=, and batch(start, stop) must return stop - start samples"
+                f"inputs {start}..{stop - 1} gave {samples} samples at "
+                f"out_dim={self.options.out_dim}: the sample axes are in_dim= and out_dim=, and "
+                "batch(start, stop) must return stop - start samples"
             )
         return norms
 
@@ -200,14 +203,18 @@ def default_predictive(output: Tensor, out_dim: int) -> Predictive:
         refuse_probabilities(output)
         return Categorical()
     if output.ndim == 1 or (output.ndim == 2 and 1 in shape):
-        hint = "a single value per sample: pass predictive=fastlr.Bernoulli() for a logit, Gaussian(sigma) for regression"
+        hint = (
+            "a single value per sample: pass predictive=fastlr.Bernoulli() for a logit, "
+            "Gaussian(sigma) for regression"
+        )
     else:
         hint = (
-            "pass predictive=fastlr.Categorical(dim=...) for logits at several positions, Bernoulli() for independent "
-            "labels, Gaussian(sigma) for regression"
+            "pass predictive=fastlr.Categorical(dim=...) for logits at several positions, "
+            "Bernoulli() for independent labels, Gaussian(sigma) for regression"
         )
     raise InputError(
-        f"the output has shape {shape} (samples on axis {out_dim}), which does not tell what it means: {hint}"
+        f"the output has shape {shape} (samples on axis {out_dim}), which does not tell what it "
+        f"means: {hint}"
     )
 
 
@@ -216,15 +223,17 @@ def refuse_probabilities(output: Tensor) -> None:
 
     The softmax of these probabilities is another, far flatter distribution.
 
-    Rows of 1 / C are such too: what a softmax gives of a zero-initialised layer. Logits hardly sum to one in every row.
+    Rows of 1 / C are such too: what a softmax gives of a zero-initialised layer. Logits hardly sum
+    to one in every row.
     """
     close = max(torch.finfo(output.dtype).eps, 1e-5)  # the sum of C rounded values that sum to one
     off = (output.sum(1, dtype=torch.float64) - 1).abs().amax()
     refuse_where(
         (output.amin() >= 0) & (off <= close),
         lambda: InputError(
-            f"the outputs {list(output.shape)} {output.dtype} look like probabilities: none is negative and every row sums to "
-            "one, but the default predictive, Categorical, takes the softmax of logits. Return logits (leave out the model's "
-            "softmax), or pass predictive=fastlr.Categorical() to take these values as logits anyway"
+            f"the outputs {list(output.shape)} {output.dtype} look like probabilities: none is "
+            "negative and every row sums to one, but the default predictive, Categorical, takes "
+            "the softmax of logits. Return logits (leave out the model's softmax), or pass "
+            "predictive=fastlr.Categorical() to take these values as logits anyway"
         ),
     )

@@ -2,17 +2,21 @@
 
 The cotangents are at the model's output.
 
-The local redundancy is a mean of ``E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2`` (paper, Theorem 3.4 and Corollary 3.6).
-With z the output and J = dz/dtheta of one sample, that expectation is ``tr(J^T F J)``, F the Fisher matrix of P at z.
-So any random v with ``E v v^T = F`` has ``E ||J^T v||^2`` equal to it, at the price of one backward pass:
+The local redundancy is a mean of ``E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2`` (paper, Theorem 3.4
+and Corollary 3.6). With z the output and J = dz/dtheta of one sample, that expectation is ``tr(J^T
+F J)``, F the Fisher matrix of P at z. So any random v with ``E v v^T = F`` has ``E ||J^T v||^2``
+equal to it, at the price of one backward pass:
 
-- ``"rademacher"`` (default): ``v = F^(1/2) xi`` with random signs xi, through the root of F that has no cancellation
-  (see :class:`Categorical`). No label noise: for two classes ``||J^T v||^2`` is the expectation itself.
+- ``"rademacher"`` (default): ``v = F^(1/2) xi`` with random signs xi, through the root of F that
+  has no cancellation (see :class:`Categorical`). No label noise: for two classes ``||J^T v||^2`` is
+  the expectation itself.
 - ``"sampled"``: ``v = grad_z log P(y|z)`` with y drawn from P, as in the paper.
-- ``"exact"``: every column of ``F^(1/2)`` in turn; the squared norms of the passes sum to the expectation.
+- ``"exact"``: every column of ``F^(1/2)`` in turn; the squared norms of the passes sum to the
+  expectation.
 
-Random draws are a pure function of (seed, index of the sample, element): they do not depend on the chunk or the device.
-All arithmetic is in float64, whatever the dtype of the output, so that logit gaps of 100 and more lose nothing.
+Random draws are a pure function of (seed, index of the sample, element): they do not depend on the
+chunk or the device. All arithmetic is in float64, whatever the dtype of the output, so that logit
+gaps of 100 and more lose nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ def _check_index(index: Tensor | range, size: int, device: torch.device) -> Tens
         )
     if len(index) != size:
         raise InputError(
-            f"index numbers {len(index)} samples but the output holds {size}: pass one number per sample"
+            f"index numbers {len(index)} samples but the output holds {size}: pass one number per "
+            "sample"
         )
     index = index.to(device=device, dtype=torch.int64)
     if size and waiting() and int(index.min()) < 0:
@@ -89,20 +94,24 @@ class Predictive(ABC):
         ``E v v^T`` is the Fisher matrix of P at the output.
 
         Args:
-            output: the model's output; its axis ``sample_dim`` numbers the samples. Any floating dtype.
+            output: the model's output; its axis ``sample_dim`` numbers the samples. Any floating
+                dtype.
             probe: ``"rademacher"``, ``"sampled"`` or ``"exact"``.
-            index: the global number of each sample (range or 1-D integer tensor, one per sample, at least 0).
+            index: the global number of each sample (range or 1-D integer tensor, one per sample, at
+                least 0).
             seed: from 0 to 2^64 - 1. The draws depend on (seed, index, element) only.
             sample_dim: the sample axis of the output.
-            counted: boolean [B, positions], False where a position of these samples is padding: those have no label. For
-                `Categorical` alone.
+            counted: boolean [B, positions], False where a position of these samples is padding:
+                those have no label. For `Categorical` alone.
 
         Returns:
-            A float64 tensor shaped like ``output``; its sign has no meaning. For ``"exact"`` an iterator over such
-            tensors (deterministic; no draws), whose passes' squared norms sum to the label expectation.
+            A float64 tensor shaped like ``output``; its sign has no meaning. For ``"exact"`` an
+            iterator over such tensors (deterministic; no draws), whose passes' squared norms sum to
+            the label expectation.
 
         Raises:
-            InputError: an unknown probe, a wrong shape, index or seed, or more exact passes than ``limit``.
+            InputError: an unknown probe, a wrong shape, index or seed, or more exact passes than
+                ``limit``.
             NonFiniteError: the output holds NaN, or values that give no distribution.
         """
         arguments = self._checked(output, probe, index, seed, sample_dim, counted)
@@ -127,8 +136,8 @@ class Predictive(ABC):
         ``where`` stands for its sample_dim and counted.
 
         Returns:
-            (v, exponent) with ``2^exponent v`` the cotangent: v of the output's shape and dtype, each sample scaled to unit
-            size; exponent [B] int64. None where this way is not needed.
+            (v, exponent) with ``2^exponent v`` the cotangent: v of the output's shape and dtype,
+            each sample scaled to unit size; exponent [B] int64. None where this way is not needed.
         """
         return None
 
@@ -161,7 +170,8 @@ class Predictive(ABC):
             refuse_where(
                 ~counted,
                 lambda: InputError(
-                    f"some positions of the inputs are padding, but {self!r} counts them all: give inputs without padding"
+                    f"some positions of the inputs are padding, but {self!r} counts them all: give "
+                    "inputs without padding"
                 ),
             )
         return output.detach(), probe, index, seed, sample_dim, counted
@@ -181,8 +191,9 @@ class Predictive(ABC):
     def _check_count(self, count: int, what: str) -> None:
         if count > self.limit:
             raise InputError(
-                f"probe='exact' needs {count} backward passes ({what}), more than limit={self.limit}: "
-                f"use probe='rademacher', or {type(self).__name__}(limit={count})"
+                f"probe='exact' needs {count} backward passes ({what}), more than "
+                f"limit={self.limit}: use probe='rademacher', or "
+                f"{type(self).__name__}(limit={count})"
             )
 
 
@@ -192,17 +203,20 @@ class Categorical(Predictive):
 
     Outputs with several positions have independent labels, summed.
 
-    With p = softmax(z), s = sqrt(p), k = argmax p and signs xi (xi_k = 0), t = <s, xi>, the rademacher cotangent is
-    ``v_k = -s_k t`` and ``v_j = s_j xi_j - p_j t / (1 + s_k)`` for the other j. It is the square root
-    ``diag(s) H`` of ``F = diag(p) - p p^T``, H the Householder reflection that maps s to the axis k, so that
-    ``E v v^T = F`` for every C; for two classes ``v = +-sqrt(p_0 p_1) (1, -1)``, the same up to its sign in every draw.
-    The sampled cotangent is ``e_y - p``, with ``1 - p_y`` as the sum of the other classes.
+    With p = softmax(z), s = sqrt(p), k = argmax p and signs xi (xi_k = 0), t = <s, xi>, the
+    rademacher cotangent is ``v_k = -s_k t`` and ``v_j = s_j xi_j - p_j t / (1 + s_k)`` for the
+    other j. It is the square root ``diag(s) H`` of ``F = diag(p) - p p^T``, H the Householder
+    reflection that maps s to the axis k, so that ``E v v^T = F`` for every C; for two classes ``v =
+    +-sqrt(p_0 p_1) (1, -1)``, the same up to its sign in every draw. The sampled cotangent is ``e_y
+    - p``, with ``1 - p_y`` as the sum of the other classes.
 
     Args:
         dim: the class axis of the output, as the model returns it (size C of at least 2).
-        mask: boolean, True where a position counts, broadcastable to the output's shape without ``dim``. Where it has
-            a sample axis longer than 1, its rows are the global samples (row ``index`` is used). None: all count.
-        limit: most backward passes that ``probe="exact"`` may take: (C - 1) for each position that counts.
+        mask: boolean, True where a position counts, broadcastable to the output's shape without
+            ``dim``. Where it has a sample axis longer than 1, its rows are the global samples (row
+            ``index`` is used). None: all count.
+        limit: most backward passes that ``probe="exact"`` may take: (C - 1) for each position that
+            counts.
 
     A logit of -inf is a class of probability zero.
 
@@ -251,8 +265,8 @@ class Categorical(Predictive):
         """Return the mask as [B, P], or None."""
         if counted is not None and counted.numel() * shape[dim] != math.prod(shape):
             raise InputError(
-                f"the inputs' padding mask {tuple(counted.shape)} is not of the output's positions {tuple(shape)}: pass "
-                "Categorical(mask=...) for the positions that count"
+                f"the inputs' padding mask {tuple(counted.shape)} is not of the output's positions "
+                f"{tuple(shape)}: pass Categorical(mask=...) for the positions that count"
             )
         if self.mask is None:
             return None if counted is None else counted.to(index.device).reshape(len(index), -1)
@@ -264,8 +278,9 @@ class Categorical(Predictive):
             refuse_where(
                 index >= rows,
                 lambda: InputError(
-                    f"mask has {rows} rows but sample {int(index.max())} is asked for: its rows are the "
-                    "global samples; give it one row for each, or size 1 (or no) sample axis to use it for all"
+                    f"mask has {rows} rows but sample {int(index.max())} is asked for: its rows "
+                    "are the global samples; give it one row for each, or size 1 (or no) sample "
+                    "axis to use it for all"
                 ),
             )
             mask = mask.index_select(axis, index.clamp(max=rows - 1))
@@ -273,8 +288,9 @@ class Categorical(Predictive):
             mask = mask.broadcast_to(positions)
         except RuntimeError:
             raise InputError(
-                f"mask of shape {tuple(self.mask.shape)} does not broadcast to the positions {tuple(positions)}: "
-                f"the output's shape {tuple(shape)} without the class axis {dim}"
+                f"mask of shape {tuple(self.mask.shape)} does not broadcast to the positions "
+                f"{tuple(positions)}: the output's shape {tuple(shape)} without the class axis "
+                f"{dim}"
             ) from None
         mask = mask.movedim(axis, 0).reshape(len(index), -1)
         return mask if counted is None else mask & counted.to(mask.device).reshape(mask.shape)
@@ -285,15 +301,17 @@ class Categorical(Predictive):
         """Logits as [B, P, C], the mask as [B, P] or None, and the way back."""
         if not -z.ndim <= self.dim < z.ndim or self.dim % z.ndim == sample_dim:
             raise InputError(
-                f"Categorical(dim={self.dim}) on an output of shape {tuple(z.shape)} whose axis {sample_dim} numbers "
-                "the samples: dim must be another axis; for a single logit per sample use Bernoulli()"
+                f"Categorical(dim={self.dim}) on an output of shape {tuple(z.shape)} whose axis "
+                f"{sample_dim} numbers the samples: dim must be another axis; for a single logit "
+                "per sample use Bernoulli()"
             )
         dim = self.dim % z.ndim
         classes = z.shape[dim]
         if classes < 2:
             raise InputError(
-                f"the class axis {dim} of the output {tuple(z.shape)} has size {classes}: a softmax over one class is "
-                "always certain; a single logit is Bernoulli(), a regression Gaussian()"
+                f"the class axis {dim} of the output {tuple(z.shape)} has size {classes}: a "
+                "softmax over one class is always certain; a single logit is Bernoulli(), a "
+                "regression Gaussian()"
             )
         mask = self._positions(z.shape, dim, sample_dim, index, counted)
         moved = z.movedim((sample_dim, dim), (0, -1))
@@ -370,8 +388,9 @@ def _counted_only(v: Tensor, mask: Tensor | None) -> Tensor:
 
 def _refuse(bad: Tensor) -> None:
     message = (
-        "the output holds NaN, +inf or only -inf where a softmax is taken: no predictive distribution exists; "
-        "look for overflow in the model (its dtype, its weights) or mask the position"
+        "the output holds NaN, +inf or only -inf where a softmax is taken: no predictive "
+        "distribution exists; look for overflow in the model (its dtype, its weights) or mask the "
+        "position"
     )
     refuse_where(bad, lambda: NonFiniteError(message))
 
@@ -397,10 +416,12 @@ def _categorical_columns(
 class Bernoulli(Predictive):
     """P(y = 1) = sigmoid(z) for each element of the output, independent, log-likelihoods summed.
 
-    Rademacher: ``v = +-sqrt(p (1 - p)) = +-1 / (2 cosh(z/2))``, exact for one logit per sample. Sampled: ``y - p``.
+    Rademacher: ``v = +-sqrt(p (1 - p)) = +-1 / (2 cosh(z/2))``, exact for one logit per sample.
+        Sampled: ``y - p``.
 
     Args:
-        limit: most backward passes that ``probe="exact"`` may take: one for each output element of a sample.
+        limit: most backward passes that ``probe="exact"`` may take: one for each output element of
+            a sample.
     """
 
     _: KW_ONLY
@@ -420,8 +441,8 @@ class Bernoulli(Predictive):
         counted: Tensor | None,
     ) -> Tensor | Iterator[Tensor]:
         message = (
-            "the output holds NaN where a sigmoid is taken: no predictive distribution exists; look for overflow "
-            "in the model (its dtype, its weights)"
+            "the output holds NaN where a sigmoid is taken: no predictive distribution exists; "
+            "look for overflow in the model (its dtype, its weights)"
         )
         refuse_where(z.isnan(), lambda: NonFiniteError(message))
         moved = z.movedim(sample_dim, 0)
@@ -445,11 +466,13 @@ class Bernoulli(Predictive):
 class Gaussian(Predictive):
     """P = N(output, sigma^2 I), log-likelihood summed over all output elements of a sample.
 
-    Rademacher: ``v = xi / sigma`` with random signs. Sampled: ``v = noise / sigma`` with normal noise.
+    Rademacher: ``v = xi / sigma`` with random signs. Sampled: ``v = noise / sigma`` with normal
+        noise.
 
     Args:
         sigma: standard deviation in the units of the output, positive.
-        limit: most backward passes that ``probe="exact"`` may take: one for each output element of a sample.
+        limit: most backward passes that ``probe="exact"`` may take: one for each output element of
+            a sample.
     """
 
     sigma: float = 1.0
@@ -477,8 +500,8 @@ class Gaussian(Predictive):
         counted: Tensor | None,
     ) -> Tensor | Iterator[Tensor]:
         message = (
-            "the output holds NaN or infinity where a Gaussian mean is taken; look for overflow in the model "
-            "(its dtype, its weights)"
+            "the output holds NaN or infinity where a Gaussian mean is taken; look for overflow "
+            "in the model (its dtype, its weights)"
         )
         refuse_where(~z.isfinite(), lambda: NonFiniteError(message))
         moved = z.movedim(sample_dim, 0)

@@ -28,12 +28,16 @@ class Estimate:
     ``LR = mean over x of E_{y ~ P(.|x)} ||grad log P(y|x)||^2``.
 
     Attributes:
-        value: the estimate; times epsilon and the number of inputs it bounds the redundancy in nats (:meth:`bound`).
-        stderr: standard error of ``value`` from the per-sample values, std / sqrt(n); NaN for n = 1.
+        value: the estimate; times epsilon and the number of inputs it bounds the redundancy in nats
+            (:meth:`bound`).
+        stderr: standard error of ``value`` from the per-sample values, std / sqrt(n); NaN for n =
+            1.
         n: number of values averaged: inputs, or batches for ``probe="batch"``.
         per_parameter: name of each trainable parameter -> its part of ``value``.
-        per_sample: the n values, float64 on the CPU; None if it was loaded from a record without them.
-        routes: parameter -> how its norms were computed (a rule of the engine, or the exact fallback).
+        per_sample: the n values, float64 on the CPU; None if it was loaded from a record without
+            them.
+        routes: parameter -> how its norms were computed (a rule of the engine, or the exact
+            fallback).
         seconds: wall time of the measurement.
         probe: the probe of the measurement.
         seed: of inputs and probe.
@@ -46,14 +50,15 @@ class Estimate:
             known as one object of this process. Empty in records from before.
         predictive_identity: what tells the predictive from others, its mask by a hash.
         batch_size: inputs in a chunk (after halving, if memory ran out).
-        bytes_per_input: memory that a chunk took at its peak, for each of its inputs, where that was measured to choose its
-            size (on a GPU, where the inputs do not fit one small chunk); 0 elsewhere.
+        bytes_per_input: memory that a chunk took at its peak, for each of its inputs, where that
+            was measured to choose its size (on a GPU, where the inputs do not fit one small chunk);
+            0 elsewhere.
         dtype: autocast dtype (None: the model's own), as text.
         device: where the model was, as text.
         notes: what the user should know, such as chunks halved for lack of memory.
         versions: of fastlr, torch and Python.
-        audits: randomly drawn inputs whose output and gradient norms were held to those of the input beside a copy of
-            itself, and were right.
+        audits: randomly drawn inputs whose output and gradient norms were held to those of the
+            input beside a copy of itself, and were right.
     """
 
     value: float
@@ -137,8 +142,8 @@ class Estimate:
             error = f"(one {what.removesuffix('es').removesuffix('s')} gives no standard error)"
         lines = [
             f"local redundancy {self.value:.6g} {error}, nats for each input and unit step",
-            f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on {self.device}"
-            + (f", autocast {self.dtype}" if self.dtype else ""),
+            f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on "
+            f"{self.device}" + (f", autocast {self.dtype}" if self.dtype else ""),
             f"  inputs {self.inputs}, predictive {self.predictive}",
             f"  {self.audits} audited: right"
             if self.audits
@@ -161,7 +166,8 @@ class Estimate:
 
         Args:
             path: where to write it as well, ``.png``, ``.pdf`` or ``.svg``.
-            options: title and most (the largest number of bars), as for `fastlr.display.plots.per_layer_figure`.
+            options: title and most (the largest number of bars), as for
+                `fastlr.display.plots.per_layer_figure`.
 
         Returns:
             A matplotlib figure, which notebooks show.
@@ -183,11 +189,12 @@ def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
 
     The standard error is that of the differences per sample.
 
-    The variance between inputs that both estimates share cancels, so this is sharper than adding their standard errors.
+    The variance between inputs that both estimates share cancels, so this is sharper than adding
+    their standard errors.
 
-    A FastlrWarning names what cannot be told: whether inputs of the user's own classes and data sets,
-    measured as two objects, are the same between the first two and the last; whether predictives of
-    such classes are.
+    A FastlrWarning names what cannot be told: whether inputs of the user's own classes and data
+    sets, measured as two objects, are the same between the first two and the last; whether
+    predictives of such classes are.
 
     Raises:
         InputError: seeds, inputs, predictives, n or probes differ (for ``probe="batch"`` also the
@@ -198,7 +205,8 @@ def paired_difference(a: Estimate, b: Estimate) -> tuple[float, float]:
         left, right = getattr(a, name), getattr(b, name)
         if left != right:
             raise InputError(
-                f"the estimates are not paired: {name} is {left!r} and {right!r}; measure both alike"
+                f"the estimates are not paired: {name} is {left!r} and {right!r}; measure both "
+                "alike"
             )
     _require_same(a, b)
     if a.per_sample is None or b.per_sample is None:

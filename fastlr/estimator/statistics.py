@@ -135,18 +135,20 @@ def memorization_gain(
     It is ``H(P_0(Y^n|x^n)) + E_{y^n ~ P_0} [log P_fit(y^n|x^n)]``.
 
     Args:
-        log_likelihoods: in nats, of the labels y^n drawn from P_0 under the model fitted to them. One labeling: one
-            value for each label [n], or their sum as a number. Several labelings, each with its own fit:
-            [labelings, n], summed over labels and averaged over labelings.
-        entropy: in nats, of the labels under P_0: one value for each label (summed), or the joint entropy as a number:
-            n log C for n labels uniform over C classes.
+        log_likelihoods: in nats, of the labels y^n drawn from P_0 under the model fitted to them.
+            One labeling: one value for each label [n], or their sum as a number. Several labelings,
+            each with its own fit: [labelings, n], summed over labels and averaged over labelings.
+        entropy: in nats, of the labels under P_0: one value for each label (summed), or the joint
+            entropy as a number: n log C for n labels uniform over C classes.
         unit: "nats" or "bits", of the result.
 
     Returns:
-        The gain; with few labelings an estimate of it. Negative values say nothing (the redundancy is at least 0).
+        The gain; with few labelings an estimate of it. Negative values say nothing (the redundancy
+        is at least 0).
 
     Raises:
-        InputError: empty or non-finite values, more than two dimensions, different numbers of labels, unknown unit.
+        InputError: empty or non-finite values, more than two dimensions, different numbers of
+            labels, unknown unit.
 
     Source: paper, equation 6 and Theorem 3.2.
 
@@ -157,12 +159,13 @@ def memorization_gain(
     prior = _finite("entropy", entropy)
     if fit.ndim > 2 or prior.ndim > 1:
         raise InputError(
-            f"log_likelihoods must be a number, [n] or [labelings, n], entropy a number or [n]; got shapes "
-            f"{tuple(fit.shape)} and {tuple(prior.shape)}"
+            "log_likelihoods must be a number, [n] or [labelings, n], entropy a number or [n]; "
+            f"got shapes {tuple(fit.shape)} and {tuple(prior.shape)}"
         )
     if prior.ndim == 1 and fit.ndim >= 1 and fit.shape[-1] != len(prior):
         raise InputError(
-            f"{fit.shape[-1]} labels have log-likelihoods but {len(prior)} have entropies: pass n of both"
+            f"{fit.shape[-1]} labels have log-likelihoods but {len(prior)} have entropies: pass n "
+            "of both"
         )
     total = fit.sum(-1).mean() if fit.ndim == 2 else fit.sum()
     return in_unit(float(prior.sum() + total), unit)

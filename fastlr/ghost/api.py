@@ -20,7 +20,8 @@ _ENGINES = weakly_by_module()  # model -> options -> engine
 def engine_of(view: ModelView) -> Engine:
     """Return the engine of a model and its options: made once, dropped with the model.
 
-    A function as ``output`` counts by its code and what it holds, so that one written anew finds the same engine.
+    A function as ``output`` counts by its code and what it holds, so that one written anew finds
+    the same engine.
     """
     engines: dict[tuple, Engine] = _ENGINES.setdefault(view.module, {})
     output = program.function_key(view.output) if callable(view.output) else view.output
@@ -54,18 +55,21 @@ def per_sample_grad_sq_norms(
 
     The gradient is with respect to all trainable parameters, for each sample b.
 
-    With v_b the gradient of a loss at the output, this is the squared norm of that loss's per-sample gradient. The
-    gradients themselves are not formed: a walk over the autograd graph finds every use of every parameter, and one
-    backward pass turns what arrives there into norms. The first call on a model proves the result on three samples in
-    float64 and keeps the plan; the model is taken as it is (call ``model.eval()`` yourself) and left as it was.
+    With v_b the gradient of a loss at the output, this is the squared norm of that loss's
+    per-sample gradient. The gradients themselves are not formed: a walk over the autograd graph
+    finds every use of every parameter, and one backward pass turns what arrives there into norms.
+    The first call on a model proves the result on three samples in float64 and keeps the plan; the
+    model is taken as it is (call ``model.eval()`` yourself) and left as it was.
 
     Args:
-        model: any nn.Module; DDP and torch.compile wrappers are looked through. One under ``fully_shard`` on every rank at
-            once, each with inputs of its own (see `fastlr.distributed.full_params`).
+        model: any nn.Module; DDP and torch.compile wrappers are looked through. One under
+            ``fully_shard`` on every rank at once, each with inputs of its own (see
+            `fastlr.distributed.full_params`).
         x: inputs: a tensor, a tuple (positional) or a dict (keywords).
-        cotangent: v, shaped like the output, or a function of the detached output that returns it; any scale.
-        output: picks the output tensor from what the model returns (a key, attribute, index or function); default the tensor
-            itself, ``.logits`` or ``.prediction_outputs``.
+        cotangent: v, shaped like the output, or a function of the detached output that returns it;
+            any scale.
+        output: picks the output tensor from what the model returns (a key, attribute, index or
+            function); default the tensor itself, ``.logits`` or ``.prediction_outputs``.
         in_dim: sample axis of the batched inputs.
         out_dim: sample axis of the output.
         per_parameter: return one tensor for each trainable parameter instead of their sum.
@@ -74,13 +78,19 @@ def per_sample_grad_sq_norms(
         Tensor [B], float64, or a dict from parameter name to such tensors.
 
     Raises:
-        InputError: inputs on another device or of another dtype, empty batch, output not a tensor, cotangent of another shape.
-        InteractionError: samples influence each other (batch norm in train mode). RandomForwardError: dropout is active.
-        HiddenParameterError: a parameter moves the output outside the autograd graph (reentrant checkpointing).
-        NonlinearBackwardError: gradients do not scale as the one at the output does (a hook that clips them).
-        NonFiniteError: output or gradient not finite. ModelError: anything else that makes the norms meaningless.
+        InputError: inputs on another device or of another dtype, empty batch, output not a tensor,
+            cotangent of another shape.
+        InteractionError: samples influence each other (batch norm in train mode).
+            RandomForwardError: dropout is active.
+        HiddenParameterError: a parameter moves the output outside the autograd graph (reentrant
+            checkpointing).
+        NonlinearBackwardError: gradients do not scale as the one at the output does (a hook that
+            clips them).
+        NonFiniteError: output or gradient not finite. ModelError: anything else that makes the
+            norms meaningless.
 
-    Source: the quantity under the mean in Theorem 3.4 of the paper; ghost norms: Goodfellow 2015 (arXiv:1510.01799).
+    Source: the quantity under the mean in Theorem 3.4 of the paper; ghost norms: Goodfellow 2015
+        (arXiv:1510.01799).
 
     Example:
         >>> import torch, fastlr
@@ -100,8 +110,9 @@ def support_report(
 ) -> SupportReport:
     """Plan and prove for these inputs and tell, for every trainable parameter, how it is measured.
 
-    Args and errors as for `per_sample_grad_sq_norms`. Prints as a table (parameter, node kind, sample axis, route, largest
-    deviation from the exact gradients of three samples); the rows are in ``.parameters``.
+    Args and errors as for `per_sample_grad_sq_norms`. Prints as a table (parameter, node kind,
+    sample axis, route, largest deviation from the exact gradients of three samples); the rows are
+    in ``.parameters``.
     """
     with full_params(model):
         engine = engine_for(model, output, in_dim, out_dim)

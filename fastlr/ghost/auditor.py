@@ -47,7 +47,8 @@ class Auditor(Planner):
         if written and self._writes_inputs is False:
             self._writes_inputs = True
             raise InputError(
-                "the model has written to its inputs, as it had not before: they are changed; pass them again"
+                "the model has written to its inputs, as it had not before: they are changed; "
+                "pass them again"
             )
         self._writes_inputs = written or bool(self._writes_inputs)
         return z
@@ -85,7 +86,8 @@ class Auditor(Planner):
         Its output must be its row of the batch.
 
         Raises:
-            Disproved: it is another, and not ``fresh``: so what is known of the model is no longer true.
+            Disproved: it is another, and not ``fresh``: so what is known of the model is no longer
+                true.
             FoldRefuted: it is another because of the folding.
             InteractionError: it is another.
         """
@@ -186,8 +188,8 @@ class Auditor(Planner):
 
         The other samples' cotangents are zero.
 
-        In few digits an activation near a kink may fall on its other side where the sample is alone: outputs then agree
-        but for rounding, gradients less.
+        In few digits an activation near a kink may fall on its other side where the sample is
+        alone: outputs then agree but for rounding, gradients less.
         """
         cotangent = torch.zeros_like(v)
         self.view.row(cotangent, j).copy_(self.view.row(v, j))

@@ -2,13 +2,15 @@
 
 It stops at the uses; the norms are per sample.
 
-In: the classified graph of an output z [*], a cotangent v like it, where the samples are (layouts), and routes. Out: the
-squared norm of the gradient of <v_b, z_b> for each sample b and parameter, [B] in float64 (`sq_norms`).
+In: the classified graph of an output z [*], a cotangent v like it, where the samples are (layouts),
+and routes. Out: the squared norm of the gradient of <v_b, z_b> for each sample b and parameter, [B]
+in float64 (`sq_norms`).
 
-`Structure` finds once for each graph which uses there are and how their gradients become those of parameters. `backward`
-hands the gradient that arrives at a use to a visitor; the rule of the node's kind makes factors of it (fastlr.ghost.rules),
-whose norms are taken at once, or which wait for the other uses of the same parameter: its gradient is the sum over all.
-"Ghost" norms, as no per-sample gradient is formed: Goodfellow 2015 (arXiv:1510.01799), Li et al. 2022 (arXiv:2110.05679).
+`Structure` finds once for each graph which uses there are and how their gradients become those of
+parameters. `backward` hands the gradient that arrives at a use to a visitor; the rule of the node's
+kind makes factors of it (fastlr.ghost.rules), whose norms are taken at once, or which wait for the
+other uses of the same parameter: its gradient is the sum over all. "Ghost" norms, as no per-sample
+gradient is formed: Goodfellow 2015 (arXiv:1510.01799), Li et al. 2022 (arXiv:2110.05679).
 """
 
 from __future__ import annotations
@@ -56,9 +58,10 @@ class Group:
     Attributes:
         parameters: AccumulateGrad nodes.
         sources: outputs at which the parameter side ends (see `Use.source`).
-        relation: "separate": views of disjoint elements of one parameter, whose norms add. "matrix": each is the parameter or
-            its transpose (``transposed``). "same": all show the same elements at the same positions. "computed": the
-            parameter side is differentiated sample by sample.
+        relation: "separate": views of disjoint elements of one parameter, whose norms add.
+            "matrix": each is the parameter or its transpose (``transposed``). "same": all show the
+            same elements at the same positions. "computed": the parameter side is differentiated
+            sample by sample.
         transposed: those that are the transpose of a matrix.
     """
 
@@ -156,8 +159,8 @@ def backward(
 
     It calls ``visit(node, gradients at its outputs)`` once for each of these nodes.
 
-    No weight gradient is computed, nor the input gradient of a node with no other parameters below. Raises ModelError
-    if a planned node is not visited exactly once.
+    No weight gradient is computed, nor the input gradient of a node with no other parameters below.
+    Raises ModelError if a planned node is not visited exactly once.
     """
     visits = dict.fromkeys(structure.by_node, 0)
 
@@ -196,8 +199,8 @@ def backward(
     missed = [graph.names[i] for i, times in visits.items() if times != 1]
     if missed:
         raise ModelError(
-            f"{len(missed)} planned uses of parameters were not visited exactly once ({', '.join(missed[:5])}); "
-            "this is a defect of fastlr: please report the model"
+            f"{len(missed)} planned uses of parameters were not visited exactly once "
+            f"({', '.join(missed[:5])}); this is a defect of fastlr: please report the model"
         )
 
 
@@ -226,7 +229,8 @@ def sq_norms(
         v: the cotangent.
         layouts: where the samples are in the outputs of the nodes with uses.
         count: number of samples B.
-        routes: by a use's key, "rule" or "node"; where a rule turns out not to apply it is set to "node".
+        routes: by a use's key, "rule" or "node"; where a rule turns out not to apply it is set to
+            "node".
         retain: keep the graph.
         skip: names of parameters that are measured in another way.
         reasons: by a use's key, filled with the reason why its route was changed.

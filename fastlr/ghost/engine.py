@@ -45,8 +45,8 @@ class ChunkNorms:
     Attributes:
         names: of the parameters.
         table: squared norms [parameters, B], float64.
-        routes: how each parameter was done ("rule": by the walk; "node": by the node's own formula, sample by sample;
-            "loop": one pass a sample; "zero": not used).
+        routes: how each parameter was done ("rule": by the walk; "node": by the node's own formula,
+            sample by sample; "loop": one pass a sample; "zero": not used).
     """
 
     names: list[str]
@@ -68,10 +68,12 @@ class Engine(Auditor):
     """Per-sample squared gradient norms of a model, planned and proven once.
 
     Args:
-        model: any nn.Module, taken as it is (train or eval), or a view of one that says where its samples are.
+        model: any nn.Module, taken as it is (train or eval), or a view of one that says where its
+            samples are.
 
     Attributes:
-        peaks: by kind of input and precision, the memory that one takes at a chunk's peak, and how many fitted; as measured.
+        peaks: by kind of input and precision, the memory that one takes at a chunk's peak, and how
+            many fitted; as measured.
 
     Raises:
         ModelError: no trainable parameters, or ones that cannot be measured.
@@ -91,8 +93,9 @@ class Engine(Auditor):
 
         Args:
             x: a tensor, a tuple (positional) or a dict (keywords).
-            cotangent: a tensor shaped like the output, a function of the detached output that gives one, or one that gives
-                several: then the squared norms of all passes are summed. Any scale and floating-point dtype.
+            cotangent: a tensor shaped like the output, a function of the detached output that gives
+                one, or one that gives several: then the squared norms of all passes are summed. Any
+                scale and floating-point dtype.
 
         Raises:
             InputError, ModelError and its kinds: see fastlr.errors.
@@ -177,8 +180,9 @@ class Engine(Auditor):
         self.audits.fail(failure)
         self._forget(self._last)
         warnings.warn(
-            f"an audit found what was proven of the model no longer true ({failure}): something that it depends on has changed "
-            "unseen. It is proven anew for this batch; results since the last audit that passed may be wrong",
+            f"an audit found what was proven of the model no longer true ({failure}): something "
+            "that it depends on has changed unseen. It is proven anew for this batch; results "
+            "since the last audit that passed may be wrong",
             FastlrWarning,
             stacklevel=5,
         )
@@ -188,7 +192,8 @@ class Engine(Auditor):
         self.run(x, generic_cotangent)
         return self.ledger
 
-    # -- one call ---------------------------------------------------------------------------------------------------
+    # -- one call
+    # ----------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
@@ -251,8 +256,9 @@ class Engine(Auditor):
             self._warned.add("others")
             shapes = ", ".join(str(tuple(graph.nodes[i].variable.shape)) for i in graph.others[:4])
             warnings.warn(
-                f"{len(graph.others)} tensors of shapes {shapes} require grad and move the output, but are not parameters of "
-                "the model: they are not counted. Register them as parameters if they should be",
+                f"{len(graph.others)} tensors of shapes {shapes} require grad and move the output, "
+                "but are not parameters of the model: they are not counted. Register them as "
+                "parameters if they should be",
                 FastlrWarning,
                 stacklevel=5,
             )
@@ -453,7 +459,8 @@ class Engine(Auditor):
         if not float(table.amax()) < math.inf:  # nor is that so of what is not a number
             bad, sample = (~torch.isfinite(table)).nonzero()[0].tolist()
             raise NonFiniteError(
-                f"the gradient of parameter {names[bad]} is not finite for sample {sample} of the batch"
+                f"the gradient of parameter {names[bad]} is not finite for sample {sample} of the "
+                "batch"
             )
         proofs = self.ledger.parameters
         return ChunkNorms(
@@ -466,8 +473,9 @@ class Engine(Auditor):
             self._warned.update(fresh)
             reason = self.ledger.parameters[fresh[0]].reason
             warnings.warn(
-                f"{len(fresh)} parameters ({', '.join(fresh[:3])}{', ...' if len(fresh) > 3 else ''}) are measured by an exact "
-                f"loop over samples, which is slow: {reason}",
+                f"{len(fresh)} parameters "
+                f"({', '.join(fresh[:3])}{', ...' if len(fresh) > 3 else ''}) are measured by an "
+                f"exact loop over samples, which is slow: {reason}",
                 FastlrWarning,
                 stacklevel=4,
             )

@@ -1,9 +1,10 @@
 """The gradient of each sample with respect to one tensor, in the form that makes its norm cheapest.
 
-In: what a rule found, such as the input and output gradient of a linear layer. Out: squared norms [B] in float64, or the
-gradients themselves for a range of samples. The gradient of a parameter is the *sum* over its uses, so norms do not add:
-`combined_sq_norms` joins factors of one form along their rows, takes the inner product of a tied embedding's two forms by
-itself, ||E + L||^2 = ||E||^2 + ||L||^2 + 2 <E, L>, and adds dense gradients otherwise.
+In: what a rule found, such as the input and output gradient of a linear layer. Out: squared norms
+[B] in float64, or the gradients themselves for a range of samples. The gradient of a parameter is
+the *sum* over its uses, so norms do not add: `combined_sq_norms` joins factors of one form along
+their rows, takes the inner product of a tied embedding's two forms by itself, ||E + L||^2 = ||E||^2
++ ||L||^2 + 2 <E, L>, and adds dense gradients otherwise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Exact routes for what no rule covers, and the truth that everything is held to.
 
-`by_node` runs the backward formula of one node once for each sample, with the gradient of the other samples set to zero:
-the formula is linear in that gradient, so this is that sample's gradient, whatever the node computes. `Singles` slices the
-inputs and runs the model forward and backward for one sample at a time.
+`by_node` runs the backward formula of one node once for each sample, with the gradient of the other
+samples set to zero: the formula is linear in that gradient, so this is that sample's gradient,
+whatever the node computes. `Singles` slices the inputs and runs the model forward and backward for
+one sample at a time.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ def all_beside_copy(
 
     See `exact_grads`; the cotangents of the copies are zero.
 
-    Torch's backward formulas may be wrong for a batch of one, where the strides of a transposed view pass for another memory
-    format (batch norm on a CPU, flattened and transposed); beside a copy they are right.
+    Torch's backward formulas may be wrong for a batch of one, where the strides of a transposed
+    view pass for another memory format (batch norm on a CPU, flattened and transposed); beside a
+    copy they are right.
 
     Args:
         forward: runs the model.
@@ -127,8 +129,8 @@ def all_beside_copy(
     v, *_ = cotangents
     if z.shape[out_dim] != copies or z.narrow(out_dim, 0, 1).shape != v.shape:
         raise ModelError(
-            f"sample {sample} gives an output of shape {tuple(z.shape)} where {copies} of it are run, in the batch "
-            f"{tuple(v.shape)}; check in_dim= and out_dim="
+            f"sample {sample} gives an output of shape {tuple(z.shape)} where {copies} of it are "
+            f"run, in the batch {tuple(v.shape)}; check in_dim= and out_dim="
         )
     row = z.detach().narrow(out_dim, 0, 1)
     if not z.requires_grad:
@@ -145,7 +147,8 @@ def all_beside_copy(
 class Singles:
     """Exact squared norms of single samples: alone where that is right, else beside a copy.
 
-    Whether it is depends on shapes and strides, not on values, so both are compared once for each and the outcome kept.
+    Whether it is depends on shapes and strides, not on values, so both are compared once for each
+    and the outcome kept.
     """
 
     def __init__(self) -> None:
@@ -195,9 +198,11 @@ class Singles:
             raise failure
         if 2 not in tried:
             self.notes.append(
-                "the model takes one sample only: its gradients were not compared with any in a batch"
+                "the model takes one sample only: its gradients were not compared with any in a "
+                "batch"
             )
-        # gradients that one copy more changes again depend on the company itself: then alone is what is meant
+        # gradients that one copy more changes again depend on the company itself: then alone is
+        # what is meant
         settled = 2 in tried and (3 not in tried or self._same(tried[2], tried[3], close))
         right = 1 in tried and (3 not in tried or not settled)
         if len(self._copies) > 256:

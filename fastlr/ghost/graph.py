@@ -1,9 +1,10 @@
 """The autograd graph of an output, walked once: every node, every use of every parameter.
 
-In: an output ``z`` of a forward pass and the parameters by name (`walk`). Out: a `Graph`, nodes in post-order, which after
-`Graph.classify` tells three sides apart. *Parameter-side* nodes compute something of parameters alone (a transposed weight,
-W + B A, a normalised weight). *Sample-side* nodes have a sample axis. The others have no parameter below them. A `Use` is a
-parameter-side input of a sample-side node: there the gradient of each sample can be had, and nowhere below.
+In: an output ``z`` of a forward pass and the parameters by name (`walk`). Out: a `Graph`, nodes in
+post-order, which after `Graph.classify` tells three sides apart. *Parameter-side* nodes compute
+something of parameters alone (a transposed weight, W + B A, a normalised weight). *Sample-side*
+nodes have a sample axis. The others have no parameter below them. A `Use` is a parameter-side input
+of a sample-side node: there the gradient of each sample can be had, and nowhere below.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 OF_COMPLEX = frozenset(
     {"ViewAsComplexBackward0", "ViewAsRealBackward0"}
 )  # pairs of numbers as one, and back
-# Each element of the output is one element of the input, none twice: the squared norm goes through unchanged.
+# Each element of the output is one element of the input, none twice: the squared norm goes through
+# unchanged.
 VIEWS = (
     frozenset(
         f"{name}Backward0"
         for name in (
-            "T Transpose Permute View UnsafeView ReshapeCopy Alias Split SplitWithSizes Chunk Slice Select Unbind "
-            "Unsqueeze Squeeze Narrow Flip Clone ToCopy Roll Detach"
+            "T Transpose Permute View UnsafeView ReshapeCopy Alias Split SplitWithSizes Chunk "
+            "Slice Select Unbind Unsqueeze Squeeze Narrow Flip Clone ToCopy Roll Detach"
         ).split()
     )
     | {f"SqueezeBackward{i}" for i in range(1, 4)}
     | {"UnsafeSplitBackward0", "SwapaxesBackward0", "MoveaxisBackward0"}
     | OF_COMPLEX
 )
-# One operation, whose node is another by library, dtype or mode: in a proof in float64 it must have the key of the real run.
+# One operation, whose node is another by library, dtype or mode: in a proof in float64 it must have
+# the key of the real run.
 ALIASES = dict.fromkeys(
     ("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"), "NativeBatchNormBackward0"
 )
@@ -161,8 +164,9 @@ class Graph:
     def classify(self, decide: Callable[[int, tuple], bool | None]) -> None:
         """Decide the side of each node, bottom up.
 
-        ``decide(node, key)`` is asked for a node whose differentiable inputs are all parameter-side: True if it is
-        parameter-side too, False if it has a sample axis, None if unknown (listed in ``undecided``, taken for the latter).
+        ``decide(node, key)`` is asked for a node whose differentiable inputs are all
+        parameter-side: True if it is parameter-side too, False if it has a sample axis, None if
+        unknown (listed in ``undecided``, taken for the latter).
         """
         self.side, self.keys, self.undecided = [], [], []
         for i in range(len(self.names)):
@@ -318,8 +322,8 @@ def call_node(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor |
 def _call_own(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Run the backward formula of a `torch.autograd.Function` as the engine of autograd runs it.
 
-    The engine hands it zeros for outputs that no gradient reaches. What it returns is by arguments of ``apply``, of which
-    those that are no tensors have no slot.
+    The engine hands it zeros for outputs that no gradient reaches. What it returns is by arguments
+    of ``apply``, of which those that are no tensors have no slot.
     """
     given = tuple(
         torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
@@ -342,7 +346,8 @@ def position_map(graph: Graph, chain: list[Place], shape: torch.Size) -> tuple[T
 
     Where: at which position of a result of ``shape``.
 
-    Found by running the views' own backward formulas on ones and on 0, 1, 2, ...; float64 is exact to 2^53.
+    Found by running the views' own backward formulas on ones and on 0, 1, 2, ...; float64 is exact
+    to 2^53.
     """
     size = math.prod(shape)
     device = output_metadata(graph.nodes[chain[0][0]])[0].device if chain else torch.device("cpu")

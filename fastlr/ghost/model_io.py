@@ -40,9 +40,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if type(model).__name__ == "FullyShardedDataParallel":
             raise ModelError(
-                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are sharded between forward "
-                "passes; shard it by torch.distributed.fsdp.fully_shard, which fastlr measures, or measure the unwrapped "
-                "model with its full state dict loaded"
+                "the model is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are "
+                "sharded between forward passes; shard it by torch.distributed.fsdp.fully_shard, "
+                "which fastlr measures, or measure the unwrapped model with its full state dict "
+                "loaded"
             )
         compiled = attribute(model, "_orig_mod")
         if is_instance(compiled, nn.Module):
@@ -57,14 +58,15 @@ def unwrap(model: nn.Module) -> nn.Module:
 def trainable(model: nn.Module, *, shards: bool = False) -> dict[str, nn.Parameter]:
     """Return the parameters that require grad, by name; a parameter held twice is counted once.
 
-    Raises ModelError if there is none, or if one is uninitialised or complex; sharded, unless ``shards`` lets them be where
-    the model is under ``fully_shard``.
+    Raises ModelError if there is none, or if one is uninitialised or complex; sharded, unless
+    ``shards`` lets them be where the model is under ``fully_shard``.
     """
     under = holds_fully_sharded(model)
     if under and not shards:
         raise ModelError(
-            "the model is under fully_shard: measure within fastlr.distributed.full_params(model), entered on every rank "
-            "(those of fastlr.integrations do so, but for Avalanche's)"
+            "the model is under fully_shard: measure within "
+            "fastlr.distributed.full_params(model), entered on every rank (those of "
+            "fastlr.integrations do so, but for Avalanche's)"
         )
     parameters = {}
     for name, parameter in model.named_parameters():
@@ -76,8 +78,9 @@ def trainable(model: nn.Module, *, shards: bool = False) -> dict[str, nn.Paramet
             )
         if hasattr(parameter, "placements") and not under:
             raise ModelError(
-                f"parameter {name} is a sharded DTensor, but the model is not under torch.distributed.fsdp.fully_shard (tensor "
-                "parallelism, or a part of a sharded model: give the whole); measure a model with whole parameters"
+                f"parameter {name} is a sharded DTensor, but the model is not under "
+                "torch.distributed.fsdp.fully_shard (tensor parallelism, or a part of a sharded "
+                "model: give the whole); measure a model with whole parameters"
             )
         if parameter.is_complex():
             raise ModelError(f"parameter {name} is complex; only real parameters are supported")
@@ -95,8 +98,8 @@ class ModelView:
 
     It holds the module without wrappers, its trainable parameters, and where its samples are.
 
-    The module is held weakly: what is kept about a model (plans, proofs) does not keep the model. The parameters are
-    those that require grad when they are first asked for; `renewed` looks again.
+    The module is held weakly: what is kept about a model (plans, proofs) does not keep the model.
+    The parameters are those that require grad when they are first asked for; `renewed` looks again.
 
     Attributes:
         reference: the module inside DDP and torch.compile wrappers.
@@ -166,7 +169,8 @@ class ModelView:
         """Return inputs detached (see `as_inputs`), checked.
 
         Raises:
-            InputError: an input tensor is empty, nested, on another device or within a transform of torch.func.
+            InputError: an input tensor is empty, nested, on another device or within a transform of
+                torch.func.
             NonFiniteError: one holds NaN.
         """
         x = as_inputs(x)
@@ -285,7 +289,8 @@ def call_with(
 
     ``within``: a context in which the call runs, and nothing else.
 
-    Each module is named once: of two names of one module, torch would put back the tensors of this call, not the model's.
+    Each module is named once: of two names of one module, torch would put back the tensors of this
+        call, not the model's.
     """
     held = {
         id(t): tensors[n]
@@ -325,7 +330,8 @@ def select_output(result: Any, output: OutputSelector) -> Tensor:
             )
         except (KeyError, AttributeError, IndexError, TypeError) as error:
             raise InputError(
-                f"output={output!r} picks nothing from what the model returns, a {_describe(result)}"
+                f"output={output!r} picks nothing from what the model returns, a "
+                f"{_describe(result)}"
             ) from error
     elif isinstance(result, Tensor):
         z = result
@@ -370,7 +376,8 @@ def require_graph(z: Tensor) -> None:
     """
     if not z.requires_grad:
         raise ModelError(
-            "the output depends on no trainable parameter that autograd can see (no_grad, inference_mode, detach or .data?)"
+            "the output depends on no trainable parameter that autograd can see (no_grad, "
+            "inference_mode, detach or .data?)"
         )
 
 
@@ -408,7 +415,8 @@ class Batch:
 
     The leaves that carry the sample axis are known.
 
-    ``batched`` lists the indices of the flattened leaves of size ``count`` along ``in_dim``; the others are shared.
+    ``batched`` lists the indices of the flattened leaves of size ``count`` along ``in_dim``; the
+    others are shared.
     """
 
     def __init__(
@@ -420,8 +428,8 @@ class Batch:
         if not self.batched:
             shapes = [tuple(t.shape) for t in self.leaves if isinstance(t, Tensor)]
             raise InputError(
-                f"the output has {count} samples, but no input of shapes {shapes} has that size along in_dim={in_dim}; "
-                "pass in_dim= and out_dim="
+                f"the output has {count} samples, but no input of shapes {shapes} has that size "
+                f"along in_dim={in_dim}; pass in_dim= and out_dim="
             )
         for i in self.batched:
             require_pickable(self.leaves[i], "an input with samples")
@@ -449,7 +457,8 @@ class Batch:
         Each sample's floating-point inputs have a factor; the other integers are in the last
         sample.
 
-        Inputs that are all zero become the factors. The last row of the last sample becomes zero, as padding is.
+        Inputs that are all zero become the factors. The last row of the last sample becomes zero,
+        as padding is.
         """
         scaled, changed = list(self.leaves), list(self.leaves)
         for i in self.batched:

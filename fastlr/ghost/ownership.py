@@ -2,12 +2,13 @@
 
 They are followed from the output down, node by node.
 
-In: a classified graph and the samples' axis of the output. Out: a layout for every output whose rows are known (`trace`). A
-sample owns rows of the output. A node *keeps rows* if the gradient that it hands to an input has, in the rows of a sample,
-only what came from that sample's rows of the gradient at its output, for any values of its operands. That depends on the
-node's kind and on the axes that it works along, never on sizes that happen to equal the number of samples. Kinds that are not
-listed here, and listed ones that sum, contract or permute along the samples' axis, are not trusted: below them the rows are
-found anew in every batch (fastlr.ghost.verification.batch_checks).
+In: a classified graph and the samples' axis of the output. Out: a layout for every output whose
+rows are known (`trace`). A sample owns rows of the output. A node *keeps rows* if the gradient that
+it hands to an input has, in the rows of a sample, only what came from that sample's rows of the
+gradient at its output, for any values of its operands. That depends on the node's kind and on the
+axes that it works along, never on sizes that happen to equal the number of samples. Kinds that are
+not listed here, and listed ones that sum, contract or permute along the samples' axis, are not
+trusted: below them the rows are found anew in every batch (fastlr.ghost.verification.batch_checks).
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _list(names: str, keeps: Keeps, *read: str) -> None:
             READ[kind] = tuple(f"_saved_{attribute}" for attribute in read)
 
 
-# -- elementwise, with broadcasting ------------------------------------------------------------------------------------
+# -- elementwise, with broadcasting
+# ------------------------------------------------------------------------------------
 
 
 def _elementwise(s: Step) -> Regular | None:
@@ -91,20 +93,23 @@ def _elementwise(s: Step) -> Regular | None:
 
 
 _list(
-    "Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Ceil Celu Clamp ClampBackward1 ClampMax "
-    "ClampMaxBackward1 ClampMin ClampMinBackward1 Clone Copysign Cos Cosh Div DivBackward1 DivBackward2 Elu Erf Erfc "
-    "Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Frac Gelu Hardshrink Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu "
-    "Lerp LerpBackward1 Lgamma Log Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill "
-    "MaskedFillBackward1 Maximum Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 "
-    "PowBackward2 PreluKernel Reciprocal Relu Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu "
-    "Sin Sinc Sinh Softplus Softshrink SpecialNdtri Sqrt Sub SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc "
-    "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards",
+    "Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Ceil Celu Clamp "
+    "ClampBackward1 ClampMax ClampMaxBackward1 ClampMin ClampMinBackward1 Clone Copysign Cos Cosh "
+    "Div DivBackward1 DivBackward2 Elu Erf Erfc Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Frac "
+    "Gelu Hardshrink Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu Lerp LerpBackward1 Lgamma Log "
+    "Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill MaskedFillBackward1 "
+    "Maximum Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 "
+    "PowBackward2 PreluKernel Reciprocal Relu Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn "
+    "Sigmoid Sign Silu Sin Sinc Sinh Softplus Softshrink SpecialNdtri Sqrt Sub SubBackward1 Tan "
+    "Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy GateBackward ActivatedBackward "
+    "torch::autograd::CopyBackwards",
     _elementwise,
 )
 _list("Angle Complex Conj ConjPhysical Polar", _elementwise)
 
 
-# -- other orders and shapes of the same elements -----------------------------------------------------------------------
+# -- other orders and shapes of the same elements
+# -----------------------------------------------------------------------
 
 
 def _reshaped(s: Step) -> Regular | None:
@@ -149,8 +154,8 @@ def _permuted(s: Step) -> Regular | None:
 def _restrided(s: Step) -> Regular | None:
     """All elements, in the order of the memory.
 
-    So are views of a tensor that was written to, and what adaptive pooling gives the strides of channels_last. The input's
-    own strides are not to be seen; marks hold this to the first batch.
+    So are views of a tensor that was written to, and what adaptive pooling gives the strides of
+    channels_last. The input's own strides are not to be seen; marks hold this to the first batch.
     """
     stride = 1
     for size, step in reversed(list(zip(s.outer, s.node._saved_stride, strict=True))):
@@ -167,7 +172,8 @@ _list("Transpose", _transposed, "dim0", "dim1")
 _list("Permute", _permuted, "dims")
 
 
-# -- along some axes, which must not be the samples' --------------------------------------------------------------------
+# -- along some axes, which must not be the samples'
+# --------------------------------------------------------------------
 
 
 def _axes(s: Step, ndim: int, *names: str) -> list[int]:
@@ -220,7 +226,8 @@ def _padded(s: Step) -> Regular | None:
 _list("Flip Roll", _beside, "dims")
 _list("FftC2C FftC2R FftR2C", _beside, "dim")
 _list(
-    "Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax Scatter",
+    "Cat Cummax Cummin Cumprod Cumsum Gather Glu IndexSelect LogSoftmax Logcumsumexp SafeSoftmax "
+    "Scatter",
     _beside,
     "dim",
 )
@@ -233,7 +240,8 @@ _list("UnsafeSplitWithSizes", _beside, "dim")
 _list("Slice", _same_axis)
 _list("Unfold", _unfolded, "dimension")
 _list(
-    "Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode Nansum",
+    "Amax Amin Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1 Min Mode "
+    "Nansum",
     _without,
     "dim",
 )
@@ -246,7 +254,8 @@ _list("Stack", _stacked, "dim")
 _list("ConstantPadNd", _padded, "pad")
 
 
-# -- over the last axes, whose number is the kind's ---------------------------------------------------------------------
+# -- over the last axes, whose number is the kind's
+# ---------------------------------------------------------------------
 
 
 def _leading(last: int, *, any_slot: bool = False) -> Keeps:
@@ -315,7 +324,8 @@ _list("NativeLayerNorm FusedRmsNorm", _layer_norm, "normalized_shape")
 _list("NativeBatchNorm", _batch_norm, "training")
 
 
-# -- products -----------------------------------------------------------------------------------------------------------
+# -- products
+# --------------------------------------------------------------------------------------------------
 
 
 def _product(first: int) -> Keeps:
@@ -323,8 +333,8 @@ def _product(first: int) -> Keeps:
 
     Before the factors is what is added to the product.
 
-    Rows of the product are rows of the left factor, its columns are those of the right one; an axis before these two is one
-    of both. The other factor of rows or columns gets the sum over them.
+    Rows of the product are rows of the left factor, its columns are those of the right one; an axis
+    before these two is one of both. The other factor of rows or columns gets the sum over them.
     """
 
     def keeps(s: Step) -> Regular | None:
@@ -368,13 +378,15 @@ def _distances(s: Step) -> Regular | None:
 _list("Cdist", _distances)
 
 
-# queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample and head
+# queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample
+# and head
 _attention = _leading(2, any_slot=True)
 for _kind in ("FlashAttention", "FlashAttentionForCpu", "EfficientAttention", "CudnnAttention"):
     _list(f"ScaledDotProduct{_kind}", _attention)
 
 
-# -- fastlr's own nodes -------------------------------------------------------------------------------------------------
+# -- fastlr's own nodes
+# -------------------------------------------------------------------------------------------------
 
 
 def _folded_conv(s: Step) -> Regular | None:
@@ -397,15 +409,16 @@ _list("FixedNormBackward", lambda s: _same_axis(s) if s.slot == 0 else None)
 _list("SqueezeBackward", lambda s: _same_axis(s) if s.layout.dim < 2 else None)
 
 
-# -- the whole graph ----------------------------------------------------------------------------------------------------
+# -- the whole graph
+# --------------------------------------------------------------------------------------------------
 
 
 def trace(graph: Graph, z: Tensor, out_dim: int) -> tuple[dict[Place, Regular], str]:
     """Follow the samples from the output ``z`` through a classified graph.
 
     Returns:
-        The layout of every output on the sample side whose rows are known whatever the data; and the first kind of node
-        below which they are not ("" if they are known everywhere).
+        The layout of every output on the sample side whose rows are known whatever the data; and
+        the first kind of node below which they are not ("" if they are known everywhere).
     """
     dim = out_dim % z.ndim
     known: dict[Place, Regular | None] = {(len(graph.nodes) - 1, z.output_nr): Regular(dim, 1, 1)}

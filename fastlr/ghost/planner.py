@@ -45,8 +45,8 @@ ALONE = 32  # samples run alone where a batch is looked at that may well interac
 KEPT = 256  # plans of shapes kept for one structure
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
 UNSEEN = (
-    "no proof has met its use, which the data choose. The values are exact; it is faster where the first "
-    f"{MAX_PROOFS * SAMPLES} inputs of the first batch include some that use it"
+    "no proof has met its use, which the data choose. The values are exact; it is faster where "
+    f"the first {MAX_PROOFS * SAMPLES} inputs of the first batch include some that use it"
 )
 
 
@@ -54,7 +54,8 @@ UNSEEN = (
 class ShapePlan:
     """The sample axes in batches of one shape whose forward pass sees the same attributes.
 
-    ``by_data``: the kind of node below which rows may belong to other samples in every batch; "" if the graph tells all.
+    ``by_data``: the kind of node below which rows may belong to other samples in every batch; "" if
+        the graph tells all.
     """
 
     layouts: dict[Place, Layout]
@@ -171,7 +172,8 @@ class Planner:
 
         They are caches of what the model's parameters give.
 
-        A forward pass without a graph may have filled them (LeViT's attention biases): then parameters would seem unused.
+        A forward pass without a graph may have filled them (LeViT's attention biases): then
+        parameters would seem unused.
 
         Raises:
             HiddenParameterError: one holds something else than what its parameters give now.
@@ -201,9 +203,9 @@ class Planner:
         if not same and hidden:
             module, name = caches[0]
             raise HiddenParameterError(
-                f"parameter {min(hidden)} moves the output only through what an earlier forward pass left in {name} of "
-                f"{type(module).__name__}, and that is no longer what it gives: clear it (model.train() and model.eval() does "
-                "so in timm's models)"
+                f"parameter {min(hidden)} moves the output only through what an earlier forward "
+                f"pass left in {name} of {type(module).__name__}, and that is no longer what it "
+                "gives: clear it (model.train() and model.eval() does so in timm's models)"
             )
         return same
 
@@ -231,7 +233,8 @@ class Planner:
         ledger = self._ledgers.setdefault(self._last, Ledger())
         unproven = self._unproven(graph, ledger)
         absent = frozenset(self.parameters) - frozenset(graph.parameters.values())
-        # a new structure is proven anew, but one that the data choose goes by what is proven of its uses
+        # a new structure is proven anew, but one that the data choose goes by what is proven of its
+        # uses
         known, by_data = ownership.trace(graph, chunk.z, self.view.out_dim)
         fresh = not ledger.parameters or not by_data
 
@@ -267,7 +270,8 @@ class Planner:
 
         They must not under other conditions either (`ForwardChecks._otherwise`).
 
-        Where activations saturate, the batch at hand may hide in its few digits what the next one shows.
+        Where activations saturate, the batch at hand may hide in its few digits what the next one
+        shows.
         """
         ledger, tried = self.ledger, self._seen[0]
         if tried in ledger.programs:
@@ -376,8 +380,9 @@ class Planner:
         else:
             if count > SAMPLES and len(failures) == len([o for o in options if o]):
                 raise InputError(
-                    f"the model fails on parts of the {count} samples ({failures[0]}); check in_dim={self.view.in_dim}, or "
-                    "pass inputs whose every batched tensor has the samples along it"
+                    f"the model fails on parts of the {count} samples ({failures[0]}); check "
+                    f"in_dim={self.view.in_dim}, or pass inputs whose every batched tensor has the "
+                    "samples along it"
                 )
             self._blame(batch, alike=not failures)
             trial = batch
@@ -392,7 +397,8 @@ class Planner:
 
         Where there are few samples, each is run beside a copy instead.
 
-        Where samples are known to interact under other conditions, as many as ALONE also each beside a copy.
+        Where samples are known to interact under other conditions, as many as ALONE also each
+        beside a copy.
         """
         count = batch.count
         order = torch.randperm(
@@ -453,9 +459,9 @@ class Planner:
         self._few.take(self.view, some, ledger, lambda prover, few: prover.prove(few, ledger))
         if alike:
             raise InteractionError(
-                f"samples give another output in parts of the batch than within the batch of {count}: samples interact, or "
-                f"an input is shared that in_dim={self.view.in_dim} makes look batched. Make the forward pass work on "
-                "each sample alone"
+                "samples give another output in parts of the batch than within the batch of "
+                f"{count}: samples interact, or an input is shared that in_dim={self.view.in_dim} "
+                "makes look batched. Make the forward pass work on each sample alone"
             )
 
     def _layouts(self, chunk: Chunk, state: State, *, fresh: bool) -> ShapePlan:
@@ -507,7 +513,10 @@ class Planner:
         if any(graph.keys[use.child] in ledger.varying for use in structure.uses):
             by_data = by_data or "data among what is computed of parameters"
         by_data = by_data or ledger.by_data
-        note = f"rows are found and outputs compared anew in every batch: {by_data.removesuffix('Backward0')}"
+        note = (
+            "rows are found and outputs compared anew in every batch: "
+            f"{by_data.removesuffix('Backward0')}"
+        )
         if by_data and note not in ledger.notes:
             ledger.notes.append(note)
         return ShapePlan(layouts, by_data)

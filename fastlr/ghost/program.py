@@ -4,8 +4,9 @@ The values of its trainable tensors are not in it.
 
 In: a model. Out: 32 bytes, equal for equal contents (fastlr.ghost.reader says how values are read).
 
-Read are modules' attributes, buffers, frozen parameters, hooks, and the code and attributes of their classes. What cannot
-be seen (what the functions called by a forward pass read, state in C, `.data` written to large tensors) is the audit's.
+Read are modules' attributes, buffers, frozen parameters, hooks, and the code and attributes of
+their classes. What cannot be seen (what the functions called by a forward pass read, state in C,
+`.data` written to large tensors) is the audit's.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool 
 
     It is equal for equal contents.
 
-    Of trainable parameters it knows the names and dtypes only. Not read are the running statistics of torch's own norm
-    layers, which no forward pass in eval mode branches on.
+    Of trainable parameters it knows the names and dtypes only. Not read are the running statistics
+    of torch's own norm layers, which no forward pass in eval mode branches on.
 
     Args:
         model: any module.
         free: ids of buffers and frozen parameters whose values do not matter (see `observed`).
-        versions: how often large tensors were written to counts; otherwise where they are in memory, as for a captured
-            graph, which reads them there.
+        versions: how often large tensors were written to counts; otherwise where they are in
+            memory, as for a captured graph, which reads them there.
 
     Returns:
         32 bytes, to be compared within this process only.
@@ -89,7 +90,8 @@ def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
 
     Args:
         x: inputs, nested.
-        batched: places among the flattened inputs of those that carry samples: of these the dtypes count.
+        batched: places among the flattened inputs of those that carry samples: of these the dtypes
+            count.
     """
     leaves, spec = tree_flatten(x)
     reader = Reader()
@@ -197,7 +199,8 @@ class _Program:
         return number(kind), *self.reader.named(own(kind))
 
 
-# -- batch norm's statistics -------------------------------------------------------------------------------------------
+# -- batch norm's statistics
+# -------------------------------------------------------------------------------------------
 
 
 class _Uses(TorchFunctionMode):
@@ -245,9 +248,10 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
         run: makes a forward pass of it.
 
     Returns:
-        Ids of the buffers that enter `torch.nn.functional.batch_norm` as running statistics in eval mode and nothing else,
-        with them those that count batches for norm layers, where nothing reads them: these move at every training step and
-        change nothing of the program. And whether tensors are given hooks, which may do anything to gradients.
+        Ids of the buffers that enter `torch.nn.functional.batch_norm` as running statistics in eval
+        mode and nothing else, with them those that count batches for norm layers, where nothing
+        reads them: these move at every training step and change nothing of the program. And whether
+        tensors are given hooks, which may do anything to gradients.
     """
     uses = _Uses({id(b) for b in model.buffers()})
     with uses:
@@ -261,7 +265,8 @@ def observed(model: nn.Module, run: Callable[[], Any]) -> tuple[frozenset[int], 
     return frozenset((uses.statistics | counters) - uses.others), uses.hooked
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
+# -- hooks
+# --------------------------------------------------------------------------------------------------
 
 
 def hook_programs(model: nn.Module) -> tuple:
@@ -293,7 +298,8 @@ def _program(hook: Any) -> int:
     return code(held)[0] if type(held) is CodeType else number(type(function))
 
 
-# -- numbers that modules hold -----------------------------------------------------------------------------------------
+# -- numbers that modules hold
+# -----------------------------------------------------------------------------------------
 
 
 def own_attributes(module: nn.Module) -> bytes:

@@ -1,14 +1,16 @@
 """Recurrent layers with each parameter in one ordinary product over all steps.
 
-In: a call of torch.lstm, gru, rnn_tanh or rnn_relu. Out: the same results, from one node of the graph for each layer and
-direction (`Scan`), and its rule.
+In: a call of torch.lstm, gru, rnn_tanh or rnn_relu. Out: the same results, from one node of the
+graph for each layer and direction (`Scan`), and its rule.
 
-The fused nodes of nn.LSTM, nn.GRU and nn.RNN hide their parameters, and torch's own steps use each once a step. Here the
-call runs as it is, for its values; from these the derivatives of every step are found at once. Going back through time then
-gives the gradients g_t at the gates of all steps, and the gradient of W is sum_t g_t a_t^T over all of them, with a_t the
-inputs or the states before, as for a linear layer on a sequence.
+The fused nodes of nn.LSTM, nn.GRU and nn.RNN hide their parameters, and torch's own steps use each
+once a step. Here the call runs as it is, for its values; from these the derivatives of every step
+are found at once. Going back through time then gives the gradients g_t at the gates of all steps,
+and the gradient of W is sum_t g_t a_t^T over all of them, with a_t the inputs or the states before,
+as for a linear layer on a sequence.
 
-Calls that `scanned` leaves alone (packed sequences, dropout in train mode) are run by torch step by step: see `Unfused`.
+Calls that `scanned` leaves alone (packed sequences, dropout in train mode) are run by torch step by
+step: see `Unfused`.
 """
 
 from __future__ import annotations
@@ -95,8 +97,8 @@ def scanned(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor
 
     Args:
         func: one of CALLS.
-        args: (input [T, B, I] or [B, T, I], initial states [layers * directions, B, H], weights, has biases, layers,
-            dropout, train, bidirectional, batch first).
+        args: (input [T, B, I] or [B, T, I], initial states [layers * directions, B, H], weights,
+            has biases, layers, dropout, train, bidirectional, batch first).
         kwargs: None are expected.
     """
     if (
@@ -145,8 +147,10 @@ def _layer(
 class Steps:
     """Everything that going back through time needs, for each step: all [T, B, ...].
 
-    ``before``: the states that the steps begin with. ``local`` [T, B, gates, H]: derivatives of the state, or of an LSTM's
-    cell, by the gates. ``keep``: the part of the state (cell) that is carried over. ``cell``: derivative of an LSTM's
+    ``before``: the states that the steps begin with. ``local`` [T, B, gates, H]: derivatives of the
+        state, or of an LSTM's
+    cell, by the gates. ``keep``: the part of the state (cell) that is carried over. ``cell``:
+        derivative of an LSTM's
     output by its cell. ``hidden``: its outputs before the projection.
     """
 
@@ -174,8 +178,9 @@ class Steps:
 def _lstm(t: dict[str, Tensor], before: Tensor, out: Tensor) -> Steps:
     """Gates in torch's order: input, forget, cell, output.
 
-    Without a projection tanh enters only what needs no digits beyond the rounding of 1 (not so the derivative by the output
-    gate, h (1 - o), where cells are small): these 2 sigmoid(2x) - 1 has, in a fifth of tanh's time on a CPU.
+    Without a projection tanh enters only what needs no digits beyond the rounding of 1 (not so the
+    derivative by the output gate, h (1 - o), where cells are small): these 2 sigmoid(2x) - 1 has,
+    in a fifth of tanh's time on a CPU.
     """
     projected = "w_hr" in t
     gates = raised(F.linear(t["x"], t["w_ih"], t["b_ih"] + t["b_hh"] if "b_ih" in t else None))
@@ -226,9 +231,10 @@ class Scan(torch.autograd.Function):
 
     They are a function of its inputs, initial states and weights.
 
-    Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has computed before the backward
-    pass reaches the node (the gradients at the outputs and what `Scan.sweep` gives for them); ``norms_only`` says that the
-    gradients of the parameters will not be looked at.
+    Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has
+    computed before the backward pass reaches the node (the gradients at the outputs and what
+    `Scan.sweep` gives for them); ``norms_only`` says that the gradients of the parameters will not
+    be looked at.
     """
 
     @staticmethod
@@ -259,8 +265,9 @@ class Scan(torch.autograd.Function):
         """Go back through time.
 
         Returns:
-            For each weight and bias its two sides at all steps: a [T, B, I] (None for a bias) and g [T, B, O], of which its
-            gradient is the sum of g a^T; and the gradients of the initial states.
+            For each weight and bias its two sides at all steps: a [T, B, I] (None for a bias) and g
+            [T, B, O], of which its gradient is the sum of g a^T; and the gradients of the initial
+            states.
         """
         s, held = ctx.steps, dict(zip(ctx.roles, ctx.saved_tensors, strict=True))
         weight, projection = (
@@ -330,7 +337,9 @@ class Scan(torch.autograd.Function):
 
 @rule(
     NODE,
-    about="recurrent layers, of nn.LSTM, nn.GRU and nn.RNN: each weight by one product over all steps",
+    about=(
+        "recurrent layers, of nn.LSTM, nn.GRU and nn.RNN: each weight by one product over all steps"
+    ),
 )
 def recurrent_layer(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weights and biases, from a sweep back through time that is kept for the node."""

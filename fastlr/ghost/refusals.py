@@ -39,10 +39,12 @@ def refusals(view: ModelView, x: Any) -> Iterator[None]:
     Only if it raises also when it runs alone. The model's exception is the cause.
 
     Raises:
-        InputError: the inputs are not those that the model is made for, as far as its exception tells.
+        InputError: the inputs are not those that the model is made for, as far as its exception
+            tells.
         ModelError: its forward pass fails for another reason.
 
-    Anything else that is raised within stays what it is: fastlr's own errors, lack of memory, failures of other code.
+    Anything else that is raised within stays what it is: fastlr's own errors, lack of memory,
+        failures of other code.
     """
     try:
         yield
@@ -93,28 +95,41 @@ def _remedy(model: nn.Module, x: Any, error: Exception) -> str | None:
         m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
     ]
     if "nference tensor" in text:
-        return "Build and load the model outside of torch.inference_mode(), whose tensors autograd refuses"
+        return (
+            "Build and load the model outside of torch.inference_mode(), whose tensors autograd "
+            "refuses"
+        )
     if isinstance(error, TypeError) and isinstance(x, dict):
         return (
-            f"The inputs go by name ({', '.join(x)}), but forward takes ({_parameters(model)}): give them under these names, "
-            "or a plain tensor by fastlr.TensorInputs"
+            f"The inputs go by name ({', '.join(x)}), but forward takes ({_parameters(model)}): "
+            "give them under these names, or a plain tensor by fastlr.TensorInputs"
         )
     if isinstance(error, TypeError) and isinstance(x, tuple) and len(x) > 1:
         return (
-            f"The inputs are {len(x)} positional arguments, but forward takes ({_parameters(model)}): where a data set's "
-            "items are (input, label), pass fastlr.TensorInputs(dataset, item=0); of a tuple pass the input alone"
+            f"The inputs are {len(x)} positional arguments, but forward takes "
+            f"({_parameters(model)}): where a data set's items are (input, label), pass "
+            "fastlr.TensorInputs(dataset, item=0); of a tuple pass the input alone"
         )
     if "indices" in text and any(dtype.is_floating_point for dtype in given):
-        return "An embedding takes integers: give tokens, such as fastlr.TokenInputs or int64 in fastlr.TensorInputs"
+        return (
+            "An embedding takes integers: give tokens, such as fastlr.TokenInputs or int64 in "
+            "fastlr.TensorInputs"
+        )
     if isinstance(error, IndexError) and tables:
-        return f"A token is beyond the rows of an embedding (the model's have {tables}): lower vocab_size"
+        return (
+            f"A token is beyond the rows of an embedding (the model's have {tables}): lower "
+            "vocab_size"
+        )
     if other and ("type" in text or "not implemented for" in text):
         how = (
             "the inputs by x.float() / 255 if they are bytes of images"
             if "uint8" in other
             else "one of them"
         )
-        return f"The inputs are {', '.join(other)}, the model is {', '.join(sorted(map(_name, held)))}: convert {how}"
+        return (
+            f"The inputs are {', '.join(other)}, the model is "
+            f"{', '.join(sorted(map(_name, held)))}: convert {how}"
+        )
     if any(word in text.lower() for word in _OF_SHAPES):
         return "Give inputs for which the model runs, of the size that it was built for"
     return None

@@ -2,15 +2,20 @@
 
 A rule starts from what the node saved and the gradient at its output.
 
-In: a `Site` (a node, the gradients g at its outputs, where the samples are in them) and the slots, those inputs of the node
-that come from parameters. Out: for each slot a `Factor` (fastlr.ghost.factors), which stands for the gradients [B, *shape].
+In: a `Site` (a node, the gradients g at its outputs, where the samples are in them) and the slots,
+    those inputs of the node
+that come from parameters. Out: for each slot a `Factor` (fastlr.ghost.factors), which stands for
+    the gradients [B, *shape].
 
-For a linear layer with input a, the gradient of sample b is sum_t g_bt a_bt^T over its rows t, so that the norm of one row is
+For a linear layer with input a, the gradient of sample b is sum_t g_bt a_bt^T over its rows t, so
+that the norm of one row is
 |g|^2 |a|^2 without the gradient (Goodfellow 2015, arXiv:1510.01799), and that of several the sum of <a_t, a_s> <g_t, g_s>
-(Li et al. 2022, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683). Convolutions: Rochette et al. 2019, arXiv:1912.06015.
+(Li et al. 2022, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683). Convolutions: Rochette et al.
+2019, arXiv:1912.06015.
 
-A rule raises `Unsupported` where the sample axis is not where it can use it; then the node's own backward formula is run
-sample by sample (fastlr.ghost.fallback), exact and slower. Every rule is proven on three samples before it is trusted.
+A rule raises `Unsupported` where the sample axis is not where it can use it; then the node's own
+backward formula is run sample by sample (fastlr.ghost.fallback), exact and slower. Every rule is
+proven on three samples before it is trusted.
 """
 
 from __future__ import annotations
@@ -88,7 +93,8 @@ def rule(*kinds: str, about: str, on_complex: bool = False) -> Callable[[Rule], 
 
     ``about`` says what it covers (the table of supported operations).
 
-    ``on_complex``: it takes complex numbers. Their gradients are those of the conjugates, as torch's are.
+    ``on_complex``: it takes complex numbers. Their gradients are those of the conjugates, as
+        torch's are.
     """
 
     def add(function: Rule) -> Rule:
@@ -139,8 +145,9 @@ def _product(
 
     The product is [N, n, k] @ [N, k, m] or [n, k] @ [k, m].
 
-    The gradient of the right operand is sum_t a_t g_t^T over the sample's rows t of the left one and of g; that of the left
-    operand is the transposed, over columns. ``left``, ``right``: names under which the node has saved the operands.
+    The gradient of the right operand is sum_t a_t g_t^T over the sample's rows t of the left one
+    and of g; that of the left operand is the transposed, over columns. ``left``, ``right``: names
+    under which the node has saved the operands.
     """
     dim = site.layout.dim + 3 - site.g.ndim
     if dim != (1 if slot == 1 else 2):
@@ -406,7 +413,8 @@ def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     ):
         if not hasattr(n, "_saved_eps"):
             raise Unsupported(
-                "means of many standard deviations, and this torch's node (as of 2.15) does not tell eps"
+                "means of many standard deviations, and this torch's node (as of 2.15) does not "
+                "tell eps"
             )
         rest = (x.reshape(*mean.shape[:2], -1) - mean).to(
             gx.dtype
@@ -422,7 +430,8 @@ def _by_row(site: Site, op: str, names: Sequence[str]) -> list[Tensor]:
 
     They are made by an op: [B, *normalised shape] each.
 
-    The op gets [B, rows, size]: the node's input, the gradient, and the statistics of each row saved under ``names``.
+    The op gets [B, rows, size]: the node's input, the gradient, and the statistics of each row
+        saved under ``names``.
     """
     n = site.node
     shape = tuple(n._saved_normalized_shape)

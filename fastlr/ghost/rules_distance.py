@@ -2,8 +2,9 @@
 
 See fastlr.ghost.rules.
 
-The gradient of a point p_m is the sum over the rows x_t of a sample of g_tm times the derivative of ||x_t - p_m||: torch's own
-formula gives it for all samples at once where they are an axis before those of the rows and of the points.
+The gradient of a point p_m is the sum over the rows x_t of a sample of g_tm times the derivative of
+||x_t - p_m||: torch's own formula gives it for all samples at once where they are an axis before
+those of the rows and of the points.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Distances(Factor):
         distances: [B, *groups, M, T].
         g: gradient at them, [B, *groups, M, T].
         p: of the p-norm.
-        shape: of the tensor of points: [*, M, D], where axes of groups that share points are missing or of size 1.
+        shape: of the tensor of points: [*, M, D], where axes of groups that share points are
+            missing or of size 1.
     """
 
     points: Tensor
@@ -56,7 +58,8 @@ class Distances(Factor):
 
         They follow from the lengths of the gradients at each point, which are those of g.
 
-        They are not quite where the distances were taken from a product of matrices, which loses digits.
+        They are not quite where the distances were taken from a product of matrices, which loses
+        digits.
         """
         g, distances = self.g[..., 0], self.distances[..., 0]
         lengths = torch.cdist(

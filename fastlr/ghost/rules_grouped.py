@@ -2,7 +2,8 @@
 
 See fastlr.ghost.rules.
 
-The rows of a sample that went to one expert give that expert's matrix a sum of outer products, as those of a linear layer do.
+The rows of a sample that went to one expert give that expert's matrix a sum of outer products, as
+those of a linear layer do.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put back what is written into buffers or comes in their place.
 
-    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Not where a number that the module
-    holds has changed with them, as with a table that grows: they belong together.
+    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Not where
+    a number that the module holds has changed with them, as with a table that grows: they belong
+    together.
     """
     places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
     places += [(m, m._parameters) for m in modules if shortens_weights(m)]

@@ -1,8 +1,9 @@
 """Where the samples are in a tensor: layouts of its axes, and marks that decide which layout holds.
 
-A `Regular` layout says that along axis ``dim`` the index runs over outer x sample x inner. A `Ragged` one lists the sample
-of each index. `explains` decides whether one holds, by marked gradients: with the cotangent of sample j scaled by a known
-c_j, the gradient at every row is scaled by the c_j of the sample that the row belongs to.
+A `Regular` layout says that along axis ``dim`` the index runs over outer x sample x inner. A
+`Ragged` one lists the sample of each index. `explains` decides whether one holds, by marked
+gradients: with the cotangent of sample j scaled by a known c_j, the gradient at every row is scaled
+by the c_j of the sample that the row belongs to.
 """
 
 from __future__ import annotations
@@ -135,8 +136,9 @@ def vanishing(dtypes: Collection[torch.dtype], tolerance: float) -> float:
 
     Such gradients are denormal, or nearly.
 
-    Where gradients vanish, as over hundreds of steps of a recurrence, they end in numbers with few digits or none, so that
-    a factor of two is no longer exact. Those of all dtypes but float16 may also be flushed to zero.
+    Where gradients vanish, as over hundreds of steps of a recurrence, they end in numbers with few
+    digits or none, so that a factor of two is no longer exact. Those of all dtypes but float16 may
+    also be flushed to zero.
 
     Args:
         dtypes: in which the gradients are on their way.
@@ -160,10 +162,13 @@ class Marks:
 
     There is one row of factors for each marked backward pass.
 
-    All are powers of two: they change no rounding, so that a row of one sample is scaled by its factor to the last bit, be it
-    little else than rounding. The last pass is a check: each sample has a random factor. Those before it spell the samples'
-    numbers, digit by digit: thousands of samples need three or four. A row that mixes two samples differs from a power of
-    two wherever their factors differ, unless their shares conspire, and they would have to in every pass.
+    All are powers of two: they change no rounding, so that a row of one sample is scaled by its
+        factor to the last bit, be it
+    little else than rounding. The last pass is a check: each sample has a random factor. Those
+        before it spell the samples'
+    numbers, digit by digit: thousands of samples need three or four. A row that mixes two samples
+    differs from a power of two wherever their factors differ, unless their shares conspire, and
+    they would have to in every pass.
 
     Attributes:
         factors: [passes, B], float64.
@@ -218,7 +223,8 @@ def explains(
         plain: row sums [size of the layout's axis] without marks.
         marked: row sums [passes, size] with marks.
         marks: the marks.
-        least: row sum up to which a row tells nothing, beside those that are nothing but rounding (see `vanishing`).
+        least: row sum up to which a row tells nothing, beside those that are nothing but rounding
+            (see `vanishing`).
     """
     noise = max(
         1e-12, marks.tolerance**3

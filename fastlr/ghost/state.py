@@ -1,6 +1,7 @@
 """Attributes of modules and buffers that a forward pass writes, put back after it.
 
-In: a model. Out: a context within which forward passes may write what they like (`attributes_kept`, `BufferKeeper`).
+In: a model. Out: a context within which forward passes may write what they like (`attributes_kept`,
+    `BufferKeeper`).
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def attributes_kept(model: Callable, *, dtype: torch.dtype | None = None) -> Ite
     That is their attributes, what is in those that are containers, their hooks, and which buffers
     they have.
 
-    What is written into tensors stays. Entries are compared by identity, and only what differs is touched.
+    What is written into tensors stays. Entries are compared by identity, and only what differs is
+    touched.
 
     Args:
         model: a module; anything else is left alone.
@@ -187,7 +189,8 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
     As (module, name), for dicts that hold tensors and nothing else.
 
-    Such as the attention biases that timm's LeViT keeps: what an earlier forward pass has computed, maybe without a graph.
+    Such as the attention biases that timm's LeViT keeps: what an earlier forward pass has computed,
+    maybe without a graph.
     """
     return [
         (module, name)
@@ -203,8 +206,8 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
 class BufferKeeper:
     """Puts back what is written into buffers or comes in their place, call after call.
 
-    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Copies of large buffers are kept
-    from call to call and made anew only where the buffer's version says so.
+    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Copies of
+    large buffers are kept from call to call and made anew only where the buffer's version says so.
     """
 
     LARGE = 1 << 16  # elements

@@ -16,9 +16,10 @@ _COLUMNS = ("parameter", "node", "samples along", "route", "deviation")
 class ParameterSupport:
     """How one parameter is measured.
 
-    ``route``: "rule" (walk of the graph), "node" (the node's own backward formula, sample by sample), "loop" (one pass a
-    sample), "zero" (not used by the output). ``deviation``: largest ``|fast - truth|`` of its squared norm on the proof's three
-    samples, relative to the sample's total. ``proven`` is False where its gradient was zero on those samples.
+    ``route``: "rule" (walk of the graph), "node" (the node's own backward formula, sample by
+    sample), "loop" (one pass a sample), "zero" (not used by the output). ``deviation``: largest
+    ``|fast - truth|`` of its squared norm on the proof's three samples, relative to the sample's
+    total. ``proven`` is False where its gradient was zero on those samples.
     """
 
     name: str
@@ -43,9 +44,10 @@ REPLACED = {  # kind -> what is said of it after the number
 class SupportReport:
     """Every trainable parameter with its route; prints as a table.
 
-    ``folded``: convolution weights that run as one with their batch norm -> activation; ``unfolded``: the others -> why.
-    ``fixed``: weights of batch norms that run by themselves as a scaling and a shift; ``replaced``: how many other
-    calls of a kind run in another way (see REPLACED).
+    ``folded``: convolution weights that run as one with their batch norm -> activation;
+        ``unfolded``: the others -> why.
+    ``fixed``: weights of batch norms that run by themselves as a scaling and a shift; ``replaced``:
+    how many other calls of a kind run in another way (see REPLACED).
     """
 
     parameters: tuple[ParameterSupport, ...]
@@ -135,12 +137,14 @@ class SupportReport:
         ]
         if self.subject:
             lines.append(
-                f"proven on three samples of a {self.subject} ({self.dtype}): off by at most {self.largest_deviation:.1e}"
+                f"proven on three samples of a {self.subject} ({self.dtype}): off by at most "
+                f"{self.largest_deviation:.1e}"
             )
         unproven = [p.name for p in self.parameters if not p.proven]
         if unproven:
             lines.append(
-                f"gradient zero on those samples, so checked when it is not: {', '.join(unproven[:4])}"
+                "gradient zero on those samples, so checked when it is not: "
+                f"{', '.join(unproven[:4])}"
                 + (f" and {len(unproven) - 4} more" if len(unproven) > 4 else "")
             )
         lines += dict.fromkeys(
@@ -148,7 +152,8 @@ class SupportReport:
         )
         if self.others:
             lines.append(
-                f"{len(self.others)} other leaves require grad and are not counted: {', '.join(self.others[:4])}"
+                f"{len(self.others)} other leaves require grad and are not counted: "
+                f"{', '.join(self.others[:4])}"
             )
         lines += [f"{number} {REPLACED[kind]}" for kind, number in self.replaced.items()]
         if self.fixed:

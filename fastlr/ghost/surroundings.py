@@ -21,7 +21,8 @@ def refuse_surroundings(parameters: Iterable[Tensor]) -> None:
     """
     if torch.get_default_device().type == "meta":
         raise InputError(
-            "the default device is meta, on which tensors have no values, those that fastlr makes neither: measure outside of "
+            "the default device is meta, on which tensors have no values, those that fastlr makes "
+            "neither: measure outside of "
             'torch.device("meta"), or after torch.set_default_device("cpu")'
         )
     if within_transform():
@@ -36,6 +37,7 @@ def refuse_transformed(tensor: Tensor, name: str) -> None:
     """
     if is_transformed(tensor):
         raise InputError(
-            f"{name} is one of torch.func's tensors within vmap, grad or jvp, which fastlr cannot read: call fastlr outside of "
-            "the transformed function, in a loop in place of vmap (it gives a value for each sample by itself)"
+            f"{name} is one of torch.func's tensors within vmap, grad or jvp, which fastlr cannot "
+            "read: call fastlr outside of the transformed function, in a loop in place of vmap "
+            "(it gives a value for each sample by itself)"
         )

@@ -39,8 +39,8 @@ class Inputs:
             stop: one past the last.
             seed: integer in ``[0, 2**64)``.
             device: where the batch is wanted (None: torch's default device).
-            dtype: of floating-point tensors: float16, bfloat16, float32 or float64 (None: float32). Others are not
-                cast.
+            dtype: of floating-point tensors: float16, bfloat16, float32 or float64 (None: float32).
+                Others are not cast.
 
         Returns:
             A tensor, a tuple (positional arguments of the model) or a dict (keyword arguments).
@@ -51,8 +51,8 @@ class Inputs:
         start, stop = check_range(start, stop)
         if self.limit is not None and stop > self.limit:
             raise InputError(
-                f"{type(self).__name__} has {self.limit} samples, but samples up to {stop - 1} were asked for: "
-                f"ask for n <= {self.limit}, or supply more"
+                f"{type(self).__name__} has {self.limit} samples, but samples up to {stop - 1} "
+                f"were asked for: ask for n <= {self.limit}, or supply more"
             )
         check_dtype(dtype)
         device = torch.get_default_device() if device is None else torch.device(device)

@@ -56,7 +56,8 @@ def _mean_std(normalize: Normalize, channels: int) -> tuple[Tensor, Tensor] | No
             isinstance(v, (int, float)) and math.isfinite(v) for v in values
         ):
             raise InputError(
-                f"normalize: {name} must be one finite number or {channels}, one a channel, got {values}"
+                f"normalize: {name} must be one finite number or {channels}, one a channel, got "
+                f"{values}"
             )
         pair.append(torch.tensor(values, dtype=torch.float64, device="cpu")[:, None])
     if not (pair[1] > 0).all():
@@ -83,19 +84,21 @@ class Generated(Inputs):
 class ShapeImages(Generated):
     """Images of overlapping random shapes: the vision inputs of the paper (Section 3.6).
 
-    A canvas in a uniform random colour; over it ``rectangles`` rectangles and ``circles`` circles in random order, with
-    random sizes, positions and 8-bit colours. :func:`fastlr.ops.shape_images.shape_images` gives the distributions. On
-    a GPU the images are made by the Triton kernel of the same name, with the same bits.
+    A canvas in a uniform random colour; over it ``rectangles`` rectangles and ``circles`` circles
+    in random order, with random sizes, positions and 8-bit colours.
+    :func:`fastlr.ops.shape_images.shape_images` gives the distributions. On a GPU the images are
+    made by the Triton kernel of the same name, with the same bits.
 
     Args:
         size: (C, H, W), C in 1..4.
         rectangles: rectangles an image.
         circles: circles an image.
-        normalize: "imagenet" (three channels), (mean, std) with one number or one a channel, in units where a byte of
-            255 is 1: the output is (byte / 255 - mean) / std; None gives byte / 255.
+        normalize: "imagenet" (three channels), (mean, std) with one number or one a channel, in
+            units where a byte of 255 is 1: the output is (byte / 255 - mean) / std; None gives byte
+            / 255.
         channels_last: give batches ``torch.channels_last`` memory format.
-        rectangle_sides: least and greatest side of a rectangle, as shares of the image's height and width. The paper says
-            only "random sizes"; the ranges are ours.
+        rectangle_sides: least and greatest side of a rectangle, as shares of the image's height and
+            width. The paper says only "random sizes"; the ranges are ours.
         circle_radii: least and greatest radius of a circle, as shares of the image's shorter side.
 
     Batches are ``[n, C, H, W]``.
@@ -152,7 +155,8 @@ class ShapeImages(Generated):
         They have the bits that `batch` gives.
 
         Args:
-            index: ``[n]`` int64, such as a part of a permutation; numbers from 2**63 on as the int64 of the same bits.
+            index: ``[n]`` int64, such as a part of a permutation; numbers from 2**63 on as the
+                int64 of the same bits.
             seed: integer in ``[0, 2**64)``.
             dtype: float16, bfloat16, float32 or float64 (None: float32).
 
@@ -180,7 +184,8 @@ class ShapeImages(Generated):
 
         ``first`` is a tensor, [1] int64. Where the Triton kernel does not serve, return None.
 
-        What a CUDA graph needs that is replayed for other images; the kernel waits for nothing on the host.
+        What a CUDA graph needs that is replayed for other images; the kernel waits for nothing on
+        the host.
         """
         options = self._options(seed, self.table().to(device), dtype)
         if self._backend(device, options) != "triton":
@@ -226,10 +231,11 @@ class NoiseImages(Generated):
 
     Input type (i) of the paper's ablation (Appendix A.4).
 
-    The paper gives no scale. Here the network sees z ~ N(0, 1), noise of unit variance in the *normalised* space, the
-    scale of ImageNet images after the usual normalisation. With ``normalize`` the *pixels* are z ~ N(0, 1), unclipped,
-    and the network sees (z - mean) / std. z is discretised as :func:`fastlr.ops.philox.normal_quantiles`
-    describes (65536 values; mean 0, variance 1, kurtosis 2.9992).
+    The paper gives no scale. Here the network sees z ~ N(0, 1), noise of unit variance in the
+    *normalised* space, the scale of ImageNet images after the usual normalisation. With
+    ``normalize`` the *pixels* are z ~ N(0, 1), unclipped, and the network sees (z - mean) / std. z
+    is discretised as :func:`fastlr.ops.philox.normal_quantiles` describes (65536 values; mean 0,
+    variance 1, kurtosis 2.9992).
 
     Args:
         size: (C, H, W), any C.
@@ -282,7 +288,8 @@ class GaussianSeries(Generated):
         length: time steps.
         features: channels of the series.
 
-    Batches are ``[n, length, features]``, discretised as :func:`fastlr.ops.philox.normal_quantiles` describes.
+    Batches are ``[n, length, features]``, discretised as :func:`fastlr.ops.philox.normal_quantiles`
+    describes.
 
     >>> GaussianSeries(length=96).batch(0, 4, seed=0).shape
     torch.Size([4, 96, 7])
@@ -312,7 +319,8 @@ class TokenInputs(Generated):
         length: tokens a sample.
         attention_mask: add ``attention_mask``, all ones.
 
-    Batches are ``{"input_ids": [n, length] int64}``, with ``"attention_mask": [n, length] int64`` where asked for.
+    Batches are ``{"input_ids": [n, length] int64}``, with ``"attention_mask": [n, length] int64``
+    where asked for.
 
     >>> sorted(TokenInputs(50257, 16, attention_mask=True).batch(0, 2, seed=0))
     ['attention_mask', 'input_ids']

@@ -23,19 +23,21 @@ class TensorInputs(Inputs):
     """The user's own inputs, in their order; the seed changes nothing.
 
     Args:
-        tensors: a tensor, a tuple of positional or a dict of keyword arguments of the model, or a map-style torch
-            Dataset whose items are tensors, tuples or dicts of them (with the same item at every access: no random
-            augmentation). Values other than tensors are passed on as they are; a tensor of size 1 along ``in_dim``
-            beside longer ones (such as position ids) is not batched and is passed on whole.
+        tensors: a tensor, a tuple of positional or a dict of keyword arguments of the model, or a
+            map-style torch Dataset whose items are tensors, tuples or dicts of them (with the same
+            item at every access: no random augmentation). Values other than tensors are passed on
+            as they are; a tensor of size 1 along ``in_dim`` beside longer ones (such as position
+            ids) is not batched and is passed on whole.
         in_dim: the sample axis of the batched tensors.
-        item: for a Dataset, the part of an item that the model takes: an index or key, such as 0 where items are
-            (image, label), or a function of the item. None: the whole item.
+        item: for a Dataset, the part of an item that the model takes: an index or key, such as 0
+            where items are (image, label), or a function of the item. None: the whole item.
 
-    Batches own their memory. Floating-point tensors are cast to ``dtype`` if one is given, others keep theirs.
+    Batches own their memory. Floating-point tensors are cast to ``dtype`` if one is given, others
+    keep theirs.
 
     Raises:
-        InputError: no tensor, no samples, a sparse or nested one, lengths that differ, or (in ``batch``) more samples than
-            there are.
+        InputError: no tensor, no samples, a sparse or nested one, lengths that differ, or (in
+            ``batch``) more samples than there are.
 
     >>> TensorInputs((torch.zeros(10, 3), torch.ones(10, 2))).batch(2, 6)[0].shape
     torch.Size([4, 3])
@@ -65,8 +67,9 @@ class TensorInputs(Inputs):
             self.dataset, self.limit = tensors, len(tensors)
         else:
             raise InputError(
-                f"tensors must be a tensor, a tuple, a dict or a map-style Dataset, got {type(tensors).__name__}: "
-                "torch.stack a list of samples; use a tuple for positional arguments"
+                "tensors must be a tensor, a tuple, a dict or a map-style Dataset, got "
+                f"{type(tensors).__name__}: torch.stack a list of samples; use a tuple for "
+                "positional arguments"
             )
         if self.limit < 1:
             raise InputError("there are no samples: TensorInputs needs at least one")
@@ -158,7 +161,8 @@ class TensorInputs(Inputs):
             require_pickable(value, f"tensor {name or 'x='}")
             if not -value.ndim <= self.in_dim < value.ndim:
                 raise InputError(
-                    f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set in_dim"
+                    f"tensor {name or 'x='}{list(value.shape)} has no axis {self.in_dim}: set "
+                    "in_dim"
                 )
             lengths[name.rstrip("=")] = value.shape[self.in_dim]
         if not lengths:
@@ -197,8 +201,9 @@ class TensorInputs(Inputs):
             return _stack_items(items, self.in_dim)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
             raise InputError(
-                f"samples {start}..{stop - 1} of {type(self.dataset).__name__} do not stack into a batch ({error}): "
-                "items must be tensors, or tuples or dicts of them, of the same shapes; item= picks a part of an item"
+                f"samples {start}..{stop - 1} of {type(self.dataset).__name__} do not stack into a "
+                f"batch ({error}): items must be tensors, or tuples or dicts of them, of the same "
+                "shapes; item= picks a part of an item"
             ) from error
 
 

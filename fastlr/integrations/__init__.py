@@ -5,8 +5,8 @@
 - `fastlr.integrations.huggingface.LocalRedundancyCallback`: a Hugging Face ``TrainerCallback``.
 - `fastlr.integrations.avalanche.LocalRedundancyMetric`: an Avalanche plugin metric.
 
-The frameworks are optional (extras ``lightning``, ``huggingface``, ``avalanche``) and imported by these
-modules alone. All measure the same way; the training is bit for bit the same without them.
+The frameworks are optional (extras ``lightning``, ``huggingface``, ``avalanche``) and imported by
+these modules alone. All measure the same way; the training is bit for bit the same without them.
 """
 
 from fastlr.integrations.measurement import Reading

@@ -22,22 +22,25 @@ class LocalRedundancyMetric(Integration, PluginMetric):
 
     With ``every_n_steps`` or ``every_n_epochs`` it measures every so many steps or epochs.
 
-    Give it to an ``EvaluationPlugin`` like any other metric: ``EvaluationPlugin(accuracy_metrics(stream=True),
-    LocalRedundancyMetric(fastlr.ShapeImages((3, 32, 32))), loggers=[...])``. Each number is a curve of its own,
-    such as ``local_redundancy/train_phase/train_stream``. A model that grows (new heads, a wider classifier) is
-    planned and proven anew. It is saved and loaded with the strategy.
+    Give it to an ``EvaluationPlugin`` like any other metric:
+    ``EvaluationPlugin(accuracy_metrics(stream=True), LocalRedundancyMetric(fastlr.ShapeImages((3,
+    32, 32))), loggers=[...])``. Each number is a curve of its own, such as
+    ``local_redundancy/train_phase/train_stream``. A model that grows (new heads, a wider
+    classifier) is planned and proven anew. It is saved and loaded with the strategy.
 
     Args:
         inputs: synthetic inputs, as for `fastlr.estimate`.
         n: how many of them.
         every_n_steps: training iterations between two measurements.
         every_n_epochs: epochs between two measurements. Neither: after every experience.
-        at_start: measure before the first iteration too, where a mistake in the arguments shows at once.
-        keep_best: a file for the state dict of the best model so far, or a function, as for `Monitor`.
+        at_start: measure before the first iteration too, where a mistake in the arguments shows at
+            once.
+        keep_best: a file for the state dict of the best model so far, or a function, as for
+            `Monitor`.
         mode: "max" or "min", as for `Monitor`.
         prefix: before each name.
-        what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of `fastlr.LocalRedundancy`; see
-            `fastlr.integrations.measurement.Meter`.
+        what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of
+            `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.

@@ -32,17 +32,19 @@ def with_weights(model: nn.Module, weights: Weights | None) -> Iterator[None]:
 
     Afterwards they are the same memory as before.
 
-    Nothing is copied where device and dtype agree: the tensors' memory is exchanged, so that what autograd saved of the
-    model's own values stays valid, and so do references to its parameters.
+    Nothing is copied where device and dtype agree: the tensors' memory is exchanged, so that what
+    autograd saved of the model's own values stays valid, and so do references to its parameters.
 
     Args:
         model: the model; DDP and torch.compile wrappers are looked through.
-        weights: name -> tensor for every parameter (buffers that are missing keep their values), a module that holds them
-            (a copy of the model, ``torch.optim.swa_utils.AveragedModel``, timm's ``ModelEma``), or a function that returns
-            either. Sharded ones are gathered where all ranks measure, as a model under ``fully_shard``. None: nothing changes.
+        weights: name -> tensor for every parameter (buffers that are missing keep their values), a
+            module that holds them (a copy of the model, ``torch.optim.swa_utils.AveragedModel``,
+            timm's ``ModelEma``), or a function that returns either. Sharded ones are gathered where
+            all ranks measure, as a model under ``fully_shard``. None: nothing changes.
 
     Raises:
-        InputError: a parameter is missing, has another shape, or is sharded and this process measures alone.
+        InputError: a parameter is missing, has another shape, or is sharded and this process
+            measures alone.
     """
     if weights is None:
         yield
@@ -67,13 +69,14 @@ def _exchanged(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None
                 if hasattr(value, "full_tensor"):
                     if team() is ALONE:
                         raise InputError(
-                            f"weights[{name!r}] is a sharded DTensor, but this process measures alone: pass whole weights"
+                            f"weights[{name!r}] is a sharded DTensor, but this process measures "
+                            "alone: pass whole weights"
                         )
                     value = value.full_tensor()
                 if value.shape != tensor.shape:
                     raise InputError(
-                        f"weights[{name!r}] has shape {tuple(value.shape)}, the model {tuple(tensor.shape)}: the average "
-                        "is of another architecture"
+                        f"weights[{name!r}] has shape {tuple(value.shape)}, the model "
+                        f"{tuple(tensor.shape)}: the average is of another architecture"
                     )
                 before.append((tensor, tensor.data))
                 tensor.data = value.to(tensor.device, tensor.dtype)
@@ -94,7 +97,8 @@ def _values(module: nn.Module, weights: Any) -> Mapping[str, Tensor]:
             weights = {**dict(weights.named_parameters()), **dict(weights.named_buffers())}
     if not isinstance(weights, Mapping):
         raise InputError(
-            f"weights must be a module, a state dict or a function of none, not {type(weights).__name__}"
+            "weights must be a module, a state dict or a function of none, not "
+            f"{type(weights).__name__}"
         )
     names = [name for name, _ in module.named_parameters()]
     for prefix in _PREFIXES:
@@ -108,5 +112,6 @@ def _values(module: nn.Module, weights: Any) -> Mapping[str, Tensor]:
     missing = [name for name in names if name not in weights]
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise InputError(
-        f"weights lacks {missing[0]}{more} of the model's parameters: pass the average of the model that is measured"
+        f"weights lacks {missing[0]}{more} of the model's parameters: pass the average of the "
+        "model that is measured"
     )

@@ -24,24 +24,26 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
 
     It logs the numbers by ``trainer.log``.
 
-    So the numbers are in ``trainer.state.log_history`` and wherever ``report_to`` says. Without ``every_n_steps`` and
-    ``every_n_epochs`` the model is measured at every evaluation, whose metrics then hold ``eval_local_redundancy``:
-    ``TrainingArguments(load_best_model_at_end=True, metric_for_best_model="local_redundancy", greater_is_better=True)``
-    keeps the best checkpoint. Steps are optimizer steps, however many batches are accumulated. With several processes that
-    of rank 0 measures, those of a model under ``fully_shard`` (FSDP2) all measure together, and all have its numbers. A
-    resumed training goes on with the same steps.
+    So the numbers are in ``trainer.state.log_history`` and wherever ``report_to`` says. Without
+    ``every_n_steps`` and ``every_n_epochs`` the model is measured at every evaluation, whose
+    metrics then hold ``eval_local_redundancy``: ``TrainingArguments(load_best_model_at_end=True,
+    metric_for_best_model="local_redundancy", greater_is_better=True)`` keeps the best checkpoint.
+    Steps are optimizer steps, however many batches are accumulated. With several processes that of
+    rank 0 measures, those of a model under ``fully_shard`` (FSDP2) all measure together, and all
+    have its numbers. A resumed training goes on with the same steps.
 
     Args:
-        trainer: the ``transformers.Trainer``: ``trainer.add_callback(LocalRedundancyCallback(trainer, inputs))``.
-        inputs: synthetic inputs, as for `fastlr.estimate`; for language models `fastlr.TokenInputs`, with
-            ``predictive=fastlr.Categorical()``.
+        trainer: the ``transformers.Trainer``:
+            ``trainer.add_callback(LocalRedundancyCallback(trainer, inputs))``.
+        inputs: synthetic inputs, as for `fastlr.estimate`; for language models
+            `fastlr.TokenInputs`, with ``predictive=fastlr.Categorical()``.
         n: how many of them.
         every_n_steps: optimizer steps between two measurements.
         every_n_epochs: epochs between two measurements.
         at_start: measure before the first step too, where a mistake in the arguments shows at once.
         prefix: before each name that is logged.
-        what: measures, x, y, loss, init_state, weights, dtype ("auto": the trainer's), on_error, and options of
-            `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
+        what: measures, x, y, loss, init_state, weights, dtype ("auto": the trainer's), on_error,
+            and options of `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.

@@ -25,11 +25,13 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 class LocalRedundancyMonitor(Integration, Callback):
     """Measures the module every so many steps or epochs of a fit, and at its start, and logs it.
 
-    The numbers go to all loggers of the trainer (step: optimizer steps done) and into ``trainer.callback_metrics``, so that
-    ``ModelCheckpoint(monitor="local_redundancy", mode="max")`` keeps the best checkpoint; with measurements at the end of
-    epochs and a validation, give it ``save_on_train_epoch_end=True``. With several processes, that of rank 0 measures, those
-    of a module under ``fully_shard`` (``ModelParallelStrategy``) all measure together, and all have its numbers. Steps are
-    optimizer steps, however many batches are accumulated.
+    The numbers go to all loggers of the trainer (step: optimizer steps done) and into
+    ``trainer.callback_metrics``, so that ``ModelCheckpoint(monitor="local_redundancy",
+    mode="max")`` keeps the best checkpoint; with measurements at the end of epochs and a
+    validation, give it ``save_on_train_epoch_end=True``. With several processes, that of rank 0
+    measures, those of a module under ``fully_shard`` (``ModelParallelStrategy``) all measure
+    together, and all have its numbers. Steps are optimizer steps, however many batches are
+    accumulated.
 
     Args:
         inputs: synthetic inputs, as for `fastlr.estimate`.
@@ -37,13 +39,14 @@ class LocalRedundancyMonitor(Integration, Callback):
         every_n_steps: optimizer steps between two measurements.
         every_n_epochs: epochs between two measurements. Neither: every epoch.
         at_start: measure before the first step too, where a mistake in the arguments shows at once.
-        module: what is measured: the name of a submodule, such as "model", or a function of the LightningModule; None: the
-            LightningModule itself, by its ``forward``.
+        module: what is measured: the name of a submodule, such as "model", or a function of the
+            LightningModule; None: the LightningModule itself, by its ``forward``.
         prefix: before each name that is logged.
-        weights: as in `fastlr.integrations.measurement.Meter`; "averaged": those of the trainer's ``WeightAveraging`` or
-            ``EMAWeightAveraging`` callback, which must come before this one among the callbacks.
-        what: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error, and options of
-            `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
+        weights: as in `fastlr.integrations.measurement.Meter`; "averaged": those of the trainer's
+            ``WeightAveraging`` or ``EMAWeightAveraging`` callback, which must come before this one
+            among the callbacks.
+        what: measures, x, y, loss, init_state, dtype ("auto": the trainer's), on_error, and options
+            of `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.
@@ -150,7 +153,8 @@ class LocalRedundancyMonitor(Integration, Callback):
             target = pl_module
             if getattr(type(pl_module).forward, "__qualname__", "").startswith("LightningModule."):
                 raise ModelError(
-                    f"{type(pl_module).__name__} has no forward(): define it, or say what is measured by module='NAME'"
+                    f"{type(pl_module).__name__} has no forward(): define it, or say what is "
+                    "measured by module='NAME'"
                 )
         elif callable(self.module):
             target = self.module(pl_module)
@@ -158,7 +162,8 @@ class LocalRedundancyMonitor(Integration, Callback):
             target = getattr(pl_module, self.module, None)
         if not isinstance(target, nn.Module):
             raise InputError(
-                f"module={self.module!r} is {type(target).__name__} in {type(pl_module).__name__}, no module"
+                f"module={self.module!r} is {type(target).__name__} in {type(pl_module).__name__}, "
+                "no module"
             )
         return target
 
@@ -169,5 +174,6 @@ class LocalRedundancyMonitor(Integration, Callback):
             if average is not None:
                 return self._target(average.module)
         raise InputError(
-            "weights='averaged', but the trainer has no WeightAveraging callback: add one before this"
+            "weights='averaged', but the trainer has no WeightAveraging callback: add one before "
+            "this"
         )

@@ -1,7 +1,8 @@
 """Where numbers over time go: TensorBoard, a CSV file, a JSONL file, or a function of yours.
 
-A logger has ``log(values, step)`` and ``close()``, and is a context manager. A run that is resumed passes
-``purge_step``: what was logged at that step and later is dropped first, so that no step is there twice.
+A logger has ``log(values, step)`` and ``close()``, and is a context manager. A run that is resumed
+passes ``purge_step``: what was logged at that step and later is dropped first, so that no step is
+there twice.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class _FileLogger(_Closing):
         self.path = Path(path)
         if purge_step is None and self.path.exists():
             raise InputError(
-                f"{self.path} is there already: choose another file, or pass purge_step= to go on with it"
+                f"{self.path} is there already: choose another file, or pass purge_step= to go on "
+                "with it"
             )
         with write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,10 +113,12 @@ class JsonLinesLogger(_FileLogger):
 
     Args:
         path: The file; missing folders are made.
-        purge_step: None: the file must be new. Otherwise it may be there, and its lines from this step on are dropped.
+        purge_step: None: the file must be new. Otherwise it may be there, and its lines from this
+            step on are dropped.
 
     Raises:
-        InputError: The file is there (without ``purge_step``), is something else, or cannot be written.
+        InputError: The file is there (without ``purge_step``), is something else, or cannot be
+            written.
     """
 
     def _text(self, rows: list[dict[str, Any]]) -> str:
@@ -145,10 +149,12 @@ class CsvLogger(_FileLogger):
 
     Args:
         path: The file; missing folders are made.
-        purge_step: None: the file must be new. Otherwise it may be there, and its rows from this step on are dropped.
+        purge_step: None: the file must be new. Otherwise it may be there, and its rows from this
+            step on are dropped.
 
     Raises:
-        InputError: The file is there (without ``purge_step``), is something else, or cannot be written.
+        InputError: The file is there (without ``purge_step``), is something else, or cannot be
+            written.
     """
 
     def log(self, values: Values, step: int) -> None:
@@ -189,7 +195,8 @@ class TensorBoardLogger(_Closing):
 
     Args:
         folder: For the event files; made if missing.
-        purge_step: What earlier event files in the folder say of this step and later is not shown any more.
+        purge_step: What earlier event files in the folder say of this step and later is not shown
+            any more.
 
     Raises:
         InputError: tensorboard is not installed, or the folder cannot be written.

@@ -86,13 +86,14 @@ class Meter:
         y: labels for these.
         loss: for these.
         init_state: for "distance_from_init".
-        weights: measure the model with these weights in it: an EMA or SWA of it, as a module, a state dict or a function that
-            returns one. None: its own.
-        dtype: autocast dtype of the measurement; None: the model's own precision. "auto": that of the training where the
-            framework tells, else None.
-        on_error: "warn": where a measurement fails after the first, say so and let the training go on; "raise".
-        options: of `fastlr.LocalRedundancy`: predictive, probe, batch_size, seed, output, in_dim, out_dim,
-            target_rel_stderr, min_n, max_n, progress (here False unless given).
+        weights: measure the model with these weights in it: an EMA or SWA of it, as a module, a
+            state dict or a function that returns one. None: its own.
+        dtype: autocast dtype of the measurement; None: the model's own precision. "auto": that of
+            the training where the framework tells, else None.
+        on_error: "warn": where a measurement fails after the first, say so and let the training go
+            on; "raise".
+        options: of `fastlr.LocalRedundancy`: predictive, probe, batch_size, seed, output, in_dim,
+            out_dim, target_rel_stderr, min_n, max_n, progress (here False unless given).
 
     Raises:
         InputError: wrong arguments.
@@ -157,7 +158,8 @@ class Meter:
             step: optimizer steps done.
             epoch: epochs done.
             dtype: autocast dtype of the training, for "auto".
-            keep: called with the reading and the model, while the measured weights are in the model.
+            keep: called with the reading and the model, while the measured weights are in the
+                model.
 
         Raises:
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
@@ -306,8 +308,8 @@ class Integration:
 
     It keeps the last and the best reading.
 
-    A subclass asks `step_due` and `epoch_due` at the events of its framework, has its ``meter`` measure, keeps the reading
-    in ``last``, and logs it where its framework wants it.
+    A subclass asks `step_due` and `epoch_due` at the events of its framework, has its ``meter``
+    measure, keeps the reading in ``last``, and logs it where its framework wants it.
 
     Raises:
         InputError: wrong arguments, such as both ``every_n_steps`` and ``every_n_epochs``.
@@ -366,7 +368,8 @@ def on_main(
     All processes must call this.
 
     Args:
-        measure: called on the main process alone; on all of them together where the model is under ``fully_shard``.
+        measure: called on the main process alone; on all of them together where the model is under
+            ``fully_shard``.
         main: True on the main process.
         broadcast: gives every process the main one's object; None where there is one process.
         model: the whole of what is measured, or what holds it.

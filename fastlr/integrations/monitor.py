@@ -23,16 +23,20 @@ class Monitor(Integration):
 
     It logs the readings, and keeps the best checkpoint.
 
-    ``monitor.step()`` after each optimizer step, or ``monitor.epoch()`` after each epoch, is all that a loop needs. The
-    training is bit for bit the same without it: parameters, gradients, buffers, flags and random states are left as they
-    were. With several processes (DistributedDataParallel) the one of rank 0 measures, and the others return at once: nothing
-    is communicated, so the loop may also call it on rank 0 alone; they wait for rank 0 at their next gradient. Called on all
-    of them inside `fastlr.distributed.sharded`, they share the inputs, and all get the reading; buffers must then be the
-    same on all, which those of batch norm are not between two steps of DistributedDataParallel. A model under
-    ``torch.distributed.fsdp.fully_shard`` is measured by all of its ranks together: each calls it, and all get the reading.
+    ``monitor.step()`` after each optimizer step, or ``monitor.epoch()`` after each epoch, is all
+    that a loop needs. The training is bit for bit the same without it: parameters, gradients,
+    buffers, flags and random states are left as they were. With several processes
+    (DistributedDataParallel) the one of rank 0 measures, and the others return at once: nothing is
+    communicated, so the loop may also call it on rank 0 alone; they wait for rank 0 at their next
+    gradient. Called on all of them inside `fastlr.distributed.sharded`, they share the inputs, and
+    all get the reading; buffers must then be the same on all, which those of batch norm are not
+    between two steps of DistributedDataParallel. A model under
+    ``torch.distributed.fsdp.fully_shard`` is measured by all of its ranks together: each calls it,
+    and all get the reading.
 
-    Gradient accumulation: call ``step`` where the optimizer steps. Mixed precision: ``dtype=torch.bfloat16`` measures under
-    autocast, whatever region the call is in; a gradient scaler does not matter. EMA: ``weights=ema_model``.
+    Gradient accumulation: call ``step`` where the optimizer steps. Mixed precision:
+    ``dtype=torch.bfloat16`` measures under autocast, whatever region the call is in; a gradient
+    scaler does not matter. EMA: ``weights=ema_model``.
 
     Args:
         model: the model that trains; DDP and torch.compile wrappers are looked through.
@@ -40,13 +44,16 @@ class Monitor(Integration):
         n: how many of them.
         every_n_steps: optimizer steps between two measurements.
         every_n_epochs: epochs between two measurements. Neither: only where ``measure`` is called.
-        logger: a logger of `fastlr.integrations.loggers`, a function of (values, step), or several of these.
-        keep_best: a file for the state dict of the best model so far ("state_dict", with "step", "epoch",
-            "local_redundancy" and "local_redundancy_stderr"), or a function that is called with each best `Reading`.
-        mode: "max": the best is the largest local redundancy, as in the paper's choice of checkpoints; or "min".
+        logger: a logger of `fastlr.integrations.loggers`, a function of (values, step), or several
+            of these.
+        keep_best: a file for the state dict of the best model so far ("state_dict", with "step",
+            "epoch", "local_redundancy" and "local_redundancy_stderr"), or a function that is called
+            with each best `Reading`.
+        mode: "max": the best is the largest local redundancy, as in the paper's choice of
+            checkpoints; or "min".
         prefix: before each name that is logged, such as "fastlr/".
-        what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of `fastlr.LocalRedundancy`; see
-            `fastlr.integrations.measurement.Meter`.
+        what: measures, x, y, loss, init_state, weights, dtype, on_error, and options of
+            `fastlr.LocalRedundancy`; see `fastlr.integrations.measurement.Meter`.
 
     Attributes:
         last: the last `Reading`, or None.
@@ -108,7 +115,8 @@ class Monitor(Integration):
         """Measure and log now.
 
         Returns:
-            The reading; None on processes that do not measure, and where a measurement failed with a warning.
+            The reading; None on processes that do not measure, and where a measurement failed with
+            a warning.
 
         Raises:
             FastlrError: the first measurement failed; later ones only with ``on_error="raise"``.
@@ -133,8 +141,8 @@ class Monitor(Integration):
 
         They say whether that is beyond its error.
 
-        They also say which blocks lost most; with ``measures=["dormant_ratio"]`` how many units are dormant. See
-        `fastlr.display.verdict.verdict`.
+        They also say which blocks lost most; with ``measures=["dormant_ratio"]`` how many units are
+        dormant. See `fastlr.display.verdict.verdict`.
         """
         last = _numbers(self.last) if self.last else {}
         dormant = self.last.measures.get("dormant_ratio") if self.last else None
@@ -183,5 +191,6 @@ def _loggers(logger: Any) -> list[Logger]:
     if callable(logger):
         return [CallbackLogger(logger)]
     raise InputError(
-        f"logger must be one of fastlr.integrations.loggers or a function of (values, step), not {type(logger).__name__}"
+        "logger must be one of fastlr.integrations.loggers or a function of (values, step), not "
+        f"{type(logger).__name__}"
     )

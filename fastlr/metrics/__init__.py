@@ -2,14 +2,16 @@
 
 See section 4.1 and appendix A.1 of the paper.
 
-All are for any model, in eval mode, and leave the model as it was (flags, buffers, gradients, hooks, random states). Each
-returns a `Measure`: a float that carries the name of its definition.
+All are for any model, in eval mode, and leave the model as it was (flags, buffers, gradients,
+hooks, random states). Each returns a `Measure`: a float that carries the name of its definition.
 
 - `weight_norm`, `distance_from_init`: of the trainable parameters alone.
-- `dormant_ratio`, `effective_rank`, `feature_rank`: of the activations; `activation_measures` gives them all from one
-  forward pass.
-- `train_grad_norm`: of gradients on real data; `gradient_measures` adds the norm of the batch gradient.
-- `trainability`: how far a copy gets on random labels; `curvature_rank`: of the Gauss-Newton matrix on a few inputs.
+- `dormant_ratio`, `effective_rank`, `feature_rank`: of the activations; `activation_measures` gives
+  them all from one forward pass.
+- `train_grad_norm`: of gradients on real data; `gradient_measures` adds the norm of the batch
+  gradient.
+- `trainability`: how far a copy gets on random labels; `curvature_rank`: of the Gauss-Newton matrix
+  on a few inputs.
 - `measures`: any of those above but the last two by name, in as few passes as they need.
 """
 

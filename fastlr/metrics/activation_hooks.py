@@ -2,10 +2,12 @@
 
 The layer that the output comes from is found, too.
 
-A `Watch` is a TorchFunctionMode, so it sees functional calls (``F.relu`` in a model's forward) as well as modules, and it
-reduces each activation to one sum a unit at once, so that nothing is kept and later in-place changes do not matter.
+A `Watch` is a TorchFunctionMode, so it sees functional calls (``F.relu`` in a model's forward) as
+well as modules, and it reduces each activation to one sum a unit at once, so that nothing is kept
+and later in-place changes do not matter.
 
-Two things are followed from tensor to tensor, in weak tables: which axis holds the units, and which layer made it.
+Two things are followed from tensor to tensor, in weak tables: which axis holds the units, and which
+layer made it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ FUNCTIONS = {
     for names in (_ACTIVATIONS, _ACTIVATIONS.replace(" ", "_ ") + "_")
     for function, name in _functions(names, F, torch, Tensor).items()
 }
-# Written-out formulas (Hugging Face's NewGELUActivation, a user's SquaredReLU) are known by the names of their classes.
+# Written-out formulas (Hugging Face's NewGELUActivation, a user's SquaredReLU) are known by the
+# names of their classes.
 _MODULES = re.compile(
     r"(?i:relu|gelu|silu|swish|mish)|ELU|LaplaceActivation|Tanh$|Softsign|Softplus"
 )
@@ -137,7 +140,8 @@ class Watch(TorchFunctionMode):
         if self.layer is not None and self.layer not in names:
             known = [name for name, m in names.items() if isinstance(m, nn.Linear)]
             raise InputError(
-                f"layer={self.layer!r} is no module of the model; its linear layers: {', '.join(known[-6:]) or 'none'}"
+                f"layer={self.layer!r} is no module of the model; its linear layers: "
+                f"{', '.join(known[-6:]) or 'none'}"
             )
         handles = []
         try:
@@ -155,8 +159,9 @@ class Watch(TorchFunctionMode):
         unseen = sorted(self.elsewhere - self.here)
         if unseen:
             raise ModelError(
-                f"module {unseen[0]} runs in another thread than the forward pass, where its activations are not seen: "
-                "let it run in this one, and no other thread use the model meanwhile"
+                f"module {unseen[0]} runs in another thread than the forward pass, where its "
+                "activations are not seen: let it run in this one, and no other thread use the "
+                "model meanwhile"
             )
 
     def _ours(self, name: str) -> bool:
@@ -245,7 +250,8 @@ class Watch(TorchFunctionMode):
         if self.layer is not None:
             if self.layer_input is None or not self.layer_input.is_floating_point():
                 raise ModelError(
-                    f"layer={self.layer!r} was not called with floating-point features in this forward pass: choose another"
+                    f"layer={self.layer!r} was not called with floating-point features in this "
+                    "forward pass: choose another"
                 )
             return (
                 self.layer_input,
@@ -264,7 +270,8 @@ class Watch(TorchFunctionMode):
             raise ModelError(f"the input of {name} was changed in place after its use; {remedy}")
         return origin.features, -1, name
 
-    # -- activations ------------------------------------------------------------------------------------------------
+    # -- activations
+    # ----------------------------------------------------------------------------------------------
 
     def _add(self, kind: str, a: Tensor) -> None:  # a: any axes, the units along one of them
         """Add one activation to the sums of its units."""
@@ -297,14 +304,15 @@ class Watch(TorchFunctionMode):
                 )
             elif len(activation.sums) != len(sums):
                 raise ModelError(
-                    f"{name} ({kind}) has {len(activation.sums)} units in one batch and {len(sums)} in another: give "
-                    "batches of one shape"
+                    f"{name} ({kind}) has {len(activation.sums)} units in one batch and "
+                    f"{len(sums)} in another: give batches of one shape"
                 )
             else:
                 activation.sums = activation.sums + sums
                 activation.count += a.numel() // len(sums)
 
-    # -- the axis that holds the units ------------------------------------------------------------------------------
+    # -- the axis that holds the units
+    # ------------------------------------------------------------------------------
 
     def _follow_axis(
         self, func: Any, args: Any, kwargs: Any, operands: list[Tensor], results: list[Tensor]
@@ -336,7 +344,8 @@ class Watch(TorchFunctionMode):
             if after is not None:
                 self.axes[t] = after
 
-    # -- the layer that it comes from -------------------------------------------------------------------------------
+    # -- the layer that it comes from
+    # -------------------------------------------------------------------------------
 
     def _is_weight(self, t: Tensor) -> bool:
         return (

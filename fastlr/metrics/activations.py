@@ -47,15 +47,18 @@ def activation_measures(
 ) -> dict[str, Measure]:
     """All measures of activations, or those named, from one forward pass in eval mode.
 
-    - "dormant_ratio": the paper's, share of ReLU units that are never active (`dormant_ratio` with threshold 0);
-    - "dormant_ratio_tau": share of tau-dormant units of all activations (`dormant_ratio` with threshold ``tau`` > 0);
+    - "dormant_ratio": the paper's, share of ReLU units that are never active (`dormant_ratio` with
+      threshold 0);
+    - "dormant_ratio_tau": share of tau-dormant units of all activations (`dormant_ratio` with
+      threshold ``tau`` > 0);
     - "effective_rank", "effective_rank_entropy": `effective_rank`, its two definitions;
     - "feature_rank": `feature_rank`.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.
-        x: one batch (a tensor, a tuple (positional), a dict (keywords)), or an iterable of such batches: a generator, an
-            iterator, a DataLoader of inputs without labels. A list counts as a tuple: pass ``iter(list_of_batches)``.
+        x: one batch (a tensor, a tuple (positional), a dict (keywords)), or an iterable of such
+            batches: a generator, an iterator, a DataLoader of inputs without labels. A list counts
+            as a tuple: pass ``iter(list_of_batches)``.
         measures: names of those wanted; what only others need is not required of the model.
         tau: threshold of "dormant_ratio_tau".
         delta: as for `effective_rank`.
@@ -63,7 +66,8 @@ def activation_measures(
         layer: as for `effective_rank`.
         also: as for `dormant_ratio`.
         output: as for `effective_rank`.
-        then: called with the output of each batch, for what else is wanted of the same pass, which autograd then records.
+        then: called with the output of each batch, for what else is wanted of the same pass, which
+            autograd then records.
 
     Returns:
         Name -> Measure, in the order of ``measures``.
@@ -108,36 +112,44 @@ def dormant_ratio(
 
     The model runs in eval mode on a batch of real data.
 
-    A unit is a channel of a convolution (its positions pooled with the samples) or an element of the last axis after a linear
-    layer; with ``m_u`` the mean of ``|a_u|`` over all samples and positions, its score is ``s_u = m_u / mean_v m_v``, v
-    over the units of the same activation (0 where that whole layer is silent), and it is dormant if ``s_u <= threshold``.
+    A unit is a channel of a convolution (its positions pooled with the samples) or an element of
+    the last axis after a linear layer; with ``m_u`` the mean of ``|a_u|`` over all samples and
+    positions, its score is ``s_u = m_u / mean_v m_v``, v over the units of the same activation (0
+    where that whole layer is silent), and it is dormant if ``s_u <= threshold``.
 
-    - ``threshold=0``: the paper's dead units. A ReLU unit has score 0 exactly if it is never active. As in the paper only
-      ReLU and ReLU6 units are counted, unless the model has none.
-    - ``threshold=tau > 0``: tau-dormant units of Sokar et al., defined for any activation (Hardswish, GELU, SiLU, ...).
+    - ``threshold=0``: the paper's dead units. A ReLU unit has score 0 exactly if it is never
+      active. As in the paper only ReLU and ReLU6 units are counted, unless the model has none.
+    - ``threshold=tau > 0``: tau-dormant units of Sokar et al., defined for any activation
+      (Hardswish, GELU, SiLU, ...).
 
-    Counted are calls of relu, relu6, hardswish, gelu, silu, mish, elu, selu, celu, leaky_relu, prelu, rrelu and hardtanh,
-    as modules, functions or methods, in place or not; also modules Tanh, Softplus, Softsign and small modules named after
-    an activation, such as Hugging Face's NewGELUActivation. Not counted: gates (sigmoid, hardsigmoid, softmax) and, as
-    parts of formulas, the functions tanh and clamp: see ``also``. A module or function used several times is a layer each time.
+    Counted are calls of relu, relu6, hardswish, gelu, silu, mish, elu, selu, celu, leaky_relu,
+    prelu, rrelu and hardtanh, as modules, functions or methods, in place or not; also modules Tanh,
+    Softplus, Softsign and small modules named after an activation, such as Hugging Face's
+    NewGELUActivation. Not counted: gates (sigmoid, hardsigmoid, softmax) and, as parts of formulas,
+    the functions tanh and clamp: see ``also``. A module or function used several times is a layer
+    each time.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.
-        x: one batch or an iterable of batches, as in `activation_measures`; a unit is dormant over all of them. Calls are
-            matched between batches by module and order (experts that some batches skip: give one batch).
+        x: one batch or an iterable of batches, as in `activation_measures`; a unit is dormant over
+            all of them. Calls are matched between batches by module and order (experts that some
+            batches skip: give one batch).
         threshold: at least 0.
-        units: "relu" (ReLU and ReLU6), "all", or None: "relu" at threshold 0 if the model has any, else "all".
+        units: "relu" (ReLU and ReLU6), "all", or None: "relu" at threshold 0 if the model has any,
+            else "all".
         normalize: False compares ``m_u`` itself with the threshold.
-        signed: with ``normalize=False``, take the mean of ``a_u`` itself, and call a unit dormant if that is *below* the
-            threshold: so the paper's appendix on time series has it, with 0.05.
+        signed: with ``normalize=False``, take the mean of ``a_u`` itself, and call a unit dormant
+            if that is *below* the threshold: so the paper's appendix on time series has it, with
+            0.05.
         also: more activations: module classes, or functions of torch such as ``torch.tanh``.
 
     Returns:
-        Measure in [0, 1]; ``details``: "units", "dormant"; ``layers``: the ratio of each activation by module name
-        (``#2``: its second call).
+        Measure in [0, 1]; ``details``: "units", "dormant"; ``layers``: the ratio of each activation
+        by module name (``#2``: its second call).
 
     Raises:
-        InputError: empty batch, no batches, wrong option, ``signed`` with ``normalize``. ModelError: no activations found.
+        InputError: empty batch, no batches, wrong option, ``signed`` with ``normalize``.
+            ModelError: no activations found.
         NonFiniteError: an activation is not finite.
 
     Source: appendix A.1 (iii) of the paper; Sokar et al. 2023 (arXiv:2302.12902).
@@ -155,7 +167,8 @@ def dormant_ratio(
         raise InputError(f"units must be 'relu', 'all' or None, not {units!r}")
     if signed and normalize:
         raise InputError(
-            "signed=True compares the mean activation with the threshold itself: give normalize=False"
+            "signed=True compares the mean activation with the threshold itself: give "
+            "normalize=False"
         )
     activations, _ = _observe(model, x, also=also, signed=signed)
     return _dormant(activations, threshold, units, normalize, signed=signed)
@@ -174,28 +187,33 @@ def effective_rank(
 
     That is of the features ``Phi`` [n, d], with singular values ``s_1 >= s_2 >= ...``.
 
-    - ``kind="srank"``: ``srank_delta = min {k: sum_{i<=k} s_i >= (1 - delta) sum_i s_i}`` (Kumar et al., as the paper cites);
-    - ``kind="entropy"``: ``exp(-sum_i p_i log p_i)`` with ``p_i = s_i / sum_j s_j`` (Roy and Vetterli).
+    - ``kind="srank"``: ``srank_delta = min {k: sum_{i<=k} s_i >= (1 - delta) sum_i s_i}`` (Kumar et
+      al., as the paper cites);
+    - ``kind="entropy"``: ``exp(-sum_i p_i log p_i)`` with ``p_i = s_i / sum_j s_j`` (Roy and
+      Vetterli).
 
-    The features are the input of the linear layer that makes the output, found by following the output back through
-    elementwise operations and rearrangements; each sample is a row, and each position of it where the features have more
-    than two axes (tokens, pixels). They are not centred. 0 if all features are 0. Computed in float64.
+    The features are the input of the linear layer that makes the output, found by following the
+    output back through elementwise operations and rearrangements; each sample is a row, and each
+    position of it where the features have more than two axes (tokens, pixels). They are not
+    centred. 0 if all features are 0. Computed in float64.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.
         x: one batch or an iterable of batches, as in `activation_measures`.
         kind: "srank" or "entropy".
         delta: share of the singular values' sum left out, in (0, 1).
-        layer: name of the module whose input is the representation; default: the linear layer that is found. A convolution's
-            input is taken with its channels as features.
-        output: picks the output tensor from what the model returns, as in `fastlr.per_sample_grad_sq_norms`.
+        layer: name of the module whose input is the representation; default: the linear layer that
+            is found. A convolution's input is taken with its channels as features.
+        output: picks the output tensor from what the model returns, as in
+            `fastlr.per_sample_grad_sq_norms`.
 
     Returns:
         Measure (a whole number for "srank"); ``details``: "n" rows, "d" features, "layer".
 
     Raises:
         ModelError: the output does not come from one linear layer, or ``layer`` was not run.
-        InputError: empty batch, no batches, unknown layer, wrong option. NonFiniteError: features that are not finite.
+        InputError: empty batch, no batches, unknown layer, wrong option. NonFiniteError: features
+            that are not finite.
 
     Source: Kumar et al. 2021 (arXiv:2010.14498); Roy and Vetterli 2007 (EUSIPCO).
 
@@ -225,8 +243,8 @@ def feature_rank(
 
     These are those above ``epsilon``, an absolute threshold.
 
-    The features ``Phi`` [n, d], the other arguments and the errors are those of `effective_rank`; ``epsilon`` > 0 is in the
-    unit of the features.
+    The features ``Phi`` [n, d], the other arguments and the errors are those of `effective_rank`;
+    ``epsilon`` > 0 is in the unit of the features.
 
     Source: Lyle et al. 2022 (arXiv:2204.09560).
 
@@ -315,8 +333,9 @@ def _dormant(
 ) -> Measure:
     if not activations:
         raise ModelError(
-            "no activations found in the model's forward pass (a scripted or compiled part, or fused layers such as nn.LSTM, "
-            "hide them; tanh and sigmoid functions do not count): name them by also=(torch.tanh, MyActivation)"
+            "no activations found in the model's forward pass (a scripted or compiled part, or "
+            "fused layers such as nn.LSTM, hide them; tanh and sigmoid functions do not count): "
+            "name them by also=(torch.tanh, MyActivation)"
         )
     relu = [activation for activation in activations if activation.kind in RELU]
     if units is None:
@@ -336,7 +355,10 @@ def _dormant(
     elif threshold == 0:
         definition = f"dormant ratio: share of {of} that are never active"
     elif normalize:
-        definition = f"tau-dormant ratio: share of {of} with mean |a| at most {threshold:g} of their layer's mean"
+        definition = (
+            f"tau-dormant ratio: share of {of} with mean |a| at most {threshold:g} of their "
+            "layer's mean"
+        )
     else:
         definition = f"dormant ratio: share of {of} with mean |a| at most {threshold:g}"
     uses = Counter(activation.name for activation in activations)

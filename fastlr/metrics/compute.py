@@ -40,13 +40,14 @@ def measures(
 ) -> dict[str, Measure]:
     """Take the named measures in as few passes as they need.
 
-    One forward pass serves all measures of activations and the norm of the batch gradient, whose backward pass goes back
-    over it; the norms of the samples' gradients take a forward and a backward pass of their own.
+    One forward pass serves all measures of activations and the norm of the batch gradient, whose
+    backward pass goes back over it; the norms of the samples' gradients take a forward and a
+    backward pass of their own.
 
     Args:
         model: any nn.Module.
-        names: of `MEASURES`: "weight_norm", "distance_from_init", those of `activation_measures` and of
-            `gradient_measures`, with their default options but for ``tau``.
+        names: of `MEASURES`: "weight_norm", "distance_from_init", those of `activation_measures`
+            and of `gradient_measures`, with their default options but for ``tau``.
         x: real inputs, for the measures of activations and gradients.
         y: their labels, for those of gradients.
         loss: as for `train_grad_norm`, for those of gradients.
@@ -60,7 +61,8 @@ def measures(
         Name -> Measure, in the order of ``names``.
 
     Raises:
-        InputError: an unknown name, or what a measure needs is missing. Others: those of the measures.
+        InputError: an unknown name, or what a measure needs is missing. Others: those of the
+            measures.
 
     Example:
         >>> import torch, fastlr
@@ -111,5 +113,6 @@ def check_names(names: Collection[str], *, x: Any, y: Any, loss: Any, init_state
         )
     if "distance_from_init" in names and init_state is None:
         raise InputError(
-            "distance_from_init needs init_state=: copy.deepcopy(model.state_dict()), taken right after the model was made"
+            "distance_from_init needs init_state=: copy.deepcopy(model.state_dict()), taken right "
+            "after the model was made"
         )

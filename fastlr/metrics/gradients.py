@@ -44,33 +44,36 @@ def train_grad_norm(
 
     It is ``(1/n) sum_b ||grad_theta loss(f(x_b), y_b)||^2``.
 
-    The counterpart of local redundancy with real inputs and real labels. Not the squared norm of the batch gradient, which
-    is smaller by what the samples' gradients cancel (`gradient_measures` gives both). The model is in eval mode: in train
-    mode batch norm couples the samples of a batch, so that no per-sample gradient exists, and dropout is random.
+    The counterpart of local redundancy with real inputs and real labels. Not the squared norm of
+    the batch gradient, which is smaller by what the samples' gradients cancel (`gradient_measures`
+    gives both). The model is in eval mode: in train mode batch norm couples the samples of a batch,
+    so that no per-sample gradient exists, and dropout is random.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.
         x: inputs: a tensor, a tuple (positional) or a dict (keywords).
         y: labels or targets, samples along axis 0 (a tensor, or a nest of tensors).
-        loss: function (output, y) -> losses, one or more elements for each sample, or a loss of torch (``F.cross_entropy``,
-            ``nn.MSELoss()``), which is called with ``reduction="none"``. The elements of a sample (tokens, target
-            elements) are **summed**. Outputs in half precision are given to it in float32. The loss
-            of a sample must depend on its own output and labels alone: it is asked again with the
-            samples in other company. A weight by place that it closes over goes with
-            ``batch_size=None`` alone.
+        loss: function (output, y) -> losses, one or more elements for each sample, or a loss of
+            torch (``F.cross_entropy``, ``nn.MSELoss()``), which is called with
+            ``reduction="none"``. The elements of a sample (tokens, target elements) are **summed**.
+            Outputs in half precision are given to it in float32. The loss of a sample must depend
+            on its own output and labels alone: it is asked again with the samples in other company.
+            A weight by place that it closes over goes with ``batch_size=None`` alone.
         batch_size: at most so many samples in one pass; default all.
-        output: picks the output tensor from what the model returns, as in `fastlr.per_sample_grad_sq_norms`.
+        output: picks the output tensor from what the model returns, as in
+            `fastlr.per_sample_grad_sq_norms`.
         in_dim: sample axis of the batched inputs.
         out_dim: sample axis of the output.
 
     Returns:
-        Measure, loss^2 / weight^2; ``details``: "n", "stderr" (standard error of the mean over samples, None for n = 1).
+        Measure, loss^2 / weight^2; ``details``: "n", "stderr" (standard error of the mean over
+        samples, None for n = 1).
 
     Raises:
         InputError: ``loss`` gives one number for several samples, mixes samples (negatives or
             statistics of the batch), is random, or is not differentiable in the output; empty or
-            mismatched batch. NonFiniteError: loss or gradient not finite. ModelError and its kinds: as for
-            `fastlr.per_sample_grad_sq_norms`.
+            mismatched batch. NonFiniteError: loss or gradient not finite. ModelError and its kinds:
+            as for `fastlr.per_sample_grad_sq_norms`.
 
     Source: appendix A.1 (iv) of the paper, "mean squared gradient norm on real task data".
 
@@ -107,14 +110,15 @@ def gradient_measures(
 ) -> dict[str, Measure]:
     """Both training gradient norms, each under its own name.
 
-    - "train_grad_norm": mean over samples of the squared norm of each one's gradient (`train_grad_norm`).
-    - "train_grad_norm_batch": ``|| (1/n) sum_b grad loss_b ||^2``, the squared norm of the gradient that an optimiser's
-      step on the mean loss of these samples (in eval mode) would use.
+    - "train_grad_norm": mean over samples of the squared norm of each one's gradient
+      (`train_grad_norm`).
+    - "train_grad_norm_batch": ``|| (1/n) sum_b grad loss_b ||^2``, the squared norm of the gradient
+      that an optimiser's step on the mean loss of these samples (in eval mode) would use.
 
     The second alone, in one part, is also that of a loss that mixes samples.
 
-    By Jensen's inequality the second is at most the first. Arguments and errors as for `train_grad_norm`; ``measures``
-    names those wanted.
+    By Jensen's inequality the second is at most the first. Arguments and errors as for
+    `train_grad_norm`; ``measures`` names those wanted.
 
     Example:
         >>> import torch, fastlr
@@ -178,30 +182,34 @@ def gradient_noise_scale(
 
     It is ``tr(Sigma) / ||G||^2``, in samples.
 
-    G is the expected gradient of a sample's loss, Sigma its covariance over samples, in eval mode. From the mean S of the
-    squared norms of n samples' gradients and the squared norm M of their mean, both are estimated without bias:
-    ``tr(Sigma) = n / (n - 1) (S - M)`` and ``||G||^2 = (n M - S) / (n - 1)``; the ratio has a bias of order 1 / n. Batches
-    far smaller than this average noise away, larger ones gain little.
+    G is the expected gradient of a sample's loss, Sigma its covariance over samples, in eval mode.
+    From the mean S of the squared norms of n samples' gradients and the squared norm M of their
+    mean, both are estimated without bias: ``tr(Sigma) = n / (n - 1) (S - M)`` and ``||G||^2 = (n M
+    - S) / (n - 1)``; the ratio has a bias of order 1 / n. Batches far smaller than this average
+    noise away, larger ones gain little.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.
         x: inputs, as for `train_grad_norm`.
         y: labels or targets, samples along axis 0.
         loss: as for `train_grad_norm`.
-        groups: parts of the samples, each left out once for the standard error (jackknife): so many gradients are held.
+        groups: parts of the samples, each left out once for the standard error (jackknife): so many
+            gradients are held.
         output: picks the output tensor from what the model returns.
         in_dim: sample axis of the batched inputs.
         out_dim: sample axis of the output.
 
     Returns:
-        Measure in samples, inf where the estimate of ||G||^2 is not positive (more samples are needed). ``details``: "n",
-        "stderr" (None where it cannot be told), "trace" and "grad_sq_norm", the two estimates, in loss^2 / weight^2.
+        Measure in samples, inf where the estimate of ||G||^2 is not positive (more samples are
+        needed). ``details``: "n", "stderr" (None where it cannot be told), "trace" and
+        "grad_sq_norm", the two estimates, in loss^2 / weight^2.
 
     Raises:
-        InputError: fewer than two groups, or fewer samples than two for each. Others: as for `train_grad_norm`.
+        InputError: fewer than two groups, or fewer samples than two for each. Others: as for
+            `train_grad_norm`.
 
-    Source: B_simple of McCandlish et al. 2018 (arXiv:1812.06162), with its unbiased estimates from two batch sizes, here
-    1 and n.
+    Source: B_simple of McCandlish et al. 2018 (arXiv:1812.06162), with its unbiased estimates from
+    two batch sizes, here 1 and n.
 
     Example:
         >>> import torch, fastlr
@@ -243,7 +251,10 @@ def gradient_noise_scale(
         left = torch.tensor([t / s for t, s in without], dtype=torch.float64)
         stderr = float(((len(parts) - 1) * (left - left.mean()).square().mean()).sqrt())
     details = {"n": n, "stderr": stderr, "trace": trace, "grad_sq_norm": square}
-    definition = "gradient noise scale: trace of the gradients' covariance over the squared norm of their mean, eval mode"
+    definition = (
+        "gradient noise scale: trace of the gradients' covariance over the squared norm of their "
+        "mean, eval mode"
+    )
     return Measure(trace / square if square > 0 else math.inf, definition, details)
 
 
@@ -271,7 +282,8 @@ def _parts(
                 with refusals(view, part):
                     z = view.forward(part)
                 size = view.sample_count(z)
-                # the mean loss of all samples has a gradient even where they mix, that of parts has not
+                # the mean loss of all samples has a gradient even where they mix, that of parts has
+                # not
                 checked = whole or norms is not None
                 v = losses.gradient(z.detach(), labels) if checked else own(z.detach())
                 grads = _gradient(z, parameters, v)

@@ -50,11 +50,12 @@ def trainability(
 
     The value is the share of a guess's loss that the copy is rid of.
 
-    With L the mean negative log-likelihood of the inputs' labels after so many steps of AdamW (weight decay 0) on all of them
-    at once, in train mode, and H that of the best guess, the value is ``1 - L / H``: 1 where they are learned, 0 where nothing
-    is, below 0 where the answers are worse than a guess. (Not the share of the loss at the start, which is large for a
-    confident network: to unlearn is not to learn.) The direct measure of plasticity that cheaper ones are held against; it
-    costs ``repeats * steps`` training steps.
+    With L the mean negative log-likelihood of the inputs' labels after so many steps of AdamW
+    (weight decay 0) on all of them at once, in train mode, and H that of the best guess, the value
+    is ``1 - L / H``: 1 where they are learned, 0 where nothing is, below 0 where the answers are
+    worse than a guess. (Not the share of the loss at the start, which is large for a confident
+    network: to unlearn is not to learn.) The direct measure of plasticity that cheaper ones are
+    held against; it costs ``repeats * steps`` training steps.
 
     Args:
         model: any nn.Module; it is copied and left as it is.
@@ -63,18 +64,20 @@ def trainability(
         learning_rate: of AdamW.
         repeats: draws of labels, for the standard error.
         seed: of the labels and of what the model draws (dropout).
-        predictive: Categorical (labels drawn uniformly), Bernoulli (fair coins) or Gaussian (standard normal targets);
-            default as for `fastlr.estimate`.
+        predictive: Categorical (labels drawn uniformly), Bernoulli (fair coins) or Gaussian
+            (standard normal targets); default as for `fastlr.estimate`.
         output: picks the output tensor from what the model returns.
 
     Returns:
-        Measure without a unit; ``details``: "n", "stderr" (None for one repeat), "start" and "end", the mean losses in nats a
-        label, and "half", the mean number of steps to half of the fall.
+        Measure without a unit; ``details``: "n", "stderr" (None for one repeat), "start" and "end",
+        the mean losses in nats a label, and "half", the mean number of steps to half of the fall.
 
     Raises:
-        InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no trainable parameters.
+        InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
+            trainable parameters.
 
-    Source: target-fitting capacity, Lyle et al. 2022 (arXiv:2204.09560), section 3.1, with labels for its targets.
+    Source: target-fitting capacity, Lyle et al. 2022 (arXiv:2204.09560), section 3.1, with labels
+        for its targets.
 
     Example:
         >>> import torch, fastlr
@@ -103,7 +106,10 @@ def trainability(
         "end": float(loss[:, -1].mean()),
         "half": float(half.mean()),
     }
-    definition = f"trainability: 1 - loss on random labels after {steps} steps of AdamW at {learning_rate:g} / a guess's"
+    definition = (
+        f"trainability: 1 - loss on random labels after {steps} steps of AdamW at "
+        f"{learning_rate:g} / a guess's"
+    )
     return Measure(float(values.mean()), definition, details)
 
 
@@ -124,32 +130,37 @@ def memorization_capacity(
 
     It is the memorization gain, over the number of parameters.
 
-    ``(H(Y^n) + E log P_fit(y^n | x^n)) / ln 2 / parameters``: labels y uniform over the classes (fair coins, standard normal
-    targets), P_fit a copy after ``steps`` steps of AdamW (weight decay 0) on all n inputs at once in train mode, its likelihood
-    in eval mode (a target that is fitted to the last digit of float32 counts 23 bits). A lower bound of what the model could
-    take up: it grows with n (the share of all bits tells whether there were enough) and with the steps. `fastlr memorize`
-    trains in batches, for as long as it takes, with checkpoints.
+    ``(H(Y^n) + E log P_fit(y^n | x^n)) / ln 2 / parameters``: labels y uniform over the classes
+    (fair coins, standard normal targets), P_fit a copy after ``steps`` steps of AdamW (weight decay
+    0) on all n inputs at once in train mode, its likelihood in eval mode (a target that is fitted
+    to the last digit of float32 counts 23 bits). A lower bound of what the model could take up: it
+    grows with n (the share of all bits tells whether there were enough) and with the steps. `fastlr
+    memorize` trains in batches, for as long as it takes, with checkpoints.
 
     Args:
         model: any nn.Module; it is copied and left as it is.
-        inputs: synthetic inputs (`fastlr.ShapeImages`, ...), of which the first n are taken, or the inputs themselves.
+        inputs: synthetic inputs (`fastlr.ShapeImages`, ...), of which the first n are taken, or the
+            inputs themselves.
         n: how many of the synthetic ones.
         steps: of training.
         learning_rate: of AdamW.
         repeats: draws of labels, for the standard error.
-        enumerated: take all labelings instead, at most 4096: exactly the expectation, and the ceiling.
+        enumerated: take all labelings instead, at most 4096: exactly the expectation, and the
+            ceiling.
         seed: of inputs, labels and what the model draws (dropout).
         predictive: Categorical, Bernoulli or Gaussian; default as for `fastlr.estimate`.
         output: picks the output tensor from what the model returns.
 
     Returns:
-        Measure in bits a parameter, 0 or less where nothing is memorised; ``details``: "n", "parameters", "bits", "stderr" (of
-        the value; None for one repeat or all labelings), "share" of the labels' bits (None for a Gaussian), and "ceiling", in
-        bits: ``log2 sum over y^n of P_fit(y^n | x^n)``, the worst-case redundancy on these inputs as far as the fits reach it,
+        Measure in bits a parameter, 0 or less where nothing is memorised; ``details``: "n",
+        "parameters", "bits", "stderr" (of the value; None for one repeat or all labelings), "share"
+        of the labels' bits (None for a Gaussian), and "ceiling", in bits: ``log2 sum over y^n of
+        P_fit(y^n | x^n)``, the worst-case redundancy on these inputs as far as the fits reach it,
         which no gain exceeds (None unless enumerated).
 
     Raises:
-        InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no trainable parameters.
+        InputError: arguments that are wrong. NonFiniteError: the loss diverged. ModelError: no
+            trainable parameters.
 
     Source: paper, equation 6, Theorem 3.2 and Proposition 3.5.
 
@@ -172,7 +183,8 @@ def memorization_capacity(
     if enumerated:
         if not classes or classes ** labels.numel() > 4096:
             raise InputError(
-                f"enumerated: more than 4096 labelings of {labels.numel()} labels: give fewer inputs"
+                f"enumerated: more than 4096 labelings of {labels.numel()} labels: give fewer "
+                "inputs"
             )
         every = product(range(classes), repeat=labels.numel())
         fits = [fit(seed, labels=labels.new_tensor(y).view(labels.shape)) for y in every]
@@ -199,7 +211,10 @@ def memorization_capacity(
         "share": value / whole if whole else None,
         "ceiling": float(torch.logsumexp(-nats, 0)) / math.log(2) if enumerated else None,
     }
-    definition = f"memorization capacity: bits of random labels a parameter, {steps} steps of AdamW at {learning_rate:g}"
+    definition = (
+        f"memorization capacity: bits of random labels a parameter, {steps} steps of AdamW at "
+        f"{learning_rate:g}"
+    )
     return Measure(value / parameters, definition, details)
 
 
@@ -304,7 +319,8 @@ def _labels(x: Any, z: Tensor, predictive: Any) -> Tensor:
     if isinstance(predictive, Categorical):
         if predictive.mask is not None:
             raise InputError(
-                "Categorical(mask=...): random labels are drawn for every position: leave the mask out"
+                "Categorical(mask=...): random labels are drawn for every position: leave the "
+                "mask out"
             )
         moved = z.movedim(predictive.dim, -1)
         return torch.randint(moved.shape[-1], moved.shape[:-1], device=z.device)
@@ -341,25 +357,31 @@ def curvature_rank(
 
     It is the smallest k whose k largest eigenvalues make up 1 - delta of their sum.
 
-    The matrix is ``(1/n) sum_b J_b^T F_b J_b``, which local redundancy is the trace of: the Hessian of the loss but for the
-    curvature of the outputs themselves. Each ``J_b^T F_b J_b`` is sampled by ``g_b g_b^T``, ``g_b = J_b^T v_b`` (see
-    `fastlr.Categorical`; exact for two classes), so the rank is at most n; eigenvalues are those of the n x n products.
+    The matrix is ``(1/n) sum_b J_b^T F_b J_b``, which local redundancy is the trace of: the Hessian
+    of the loss but for the curvature of the outputs themselves. Each ``J_b^T F_b J_b`` is sampled
+    by ``g_b g_b^T``, ``g_b = J_b^T v_b`` (see `fastlr.Categorical`; exact for two classes), so the
+    rank is at most n; eigenvalues are those of the n x n products.
 
     Args:
-        model: any nn.Module whose samples do not interact in eval mode; looked at as for `fastlr.redundancy_loss`.
-        x: inputs of n samples on axis 0, some tens: n backward passes, and the memory of n gradients.
+        model: any nn.Module whose samples do not interact in eval mode; looked at as for
+            `fastlr.redundancy_loss`.
+        x: inputs of n samples on axis 0, some tens: n backward passes, and the memory of n
+            gradients.
         delta: share of the sum of the eigenvalues that is left out, above 0 and below 1.
         seed: of the draws.
         predictive: Categorical, Bernoulli or Gaussian; default as for `fastlr.estimate`.
         output: picks the output tensor from what the model returns.
 
     Returns:
-        Measure, from 1 to n (0 for gradients of zero); ``details``: "n" and "trace", the mean of ``||g_b||^2``.
+        Measure, from 1 to n (0 for gradients of zero); ``details``: "n" and "trace", the mean of
+        ``||g_b||^2``.
 
     Raises:
-        InputError: arguments that are wrong. NonFiniteError: a gradient is not finite. Others: as for `fastlr.estimate`.
+        InputError: arguments that are wrong. NonFiniteError: a gradient is not finite. Others: as
+            for `fastlr.estimate`.
 
-    Source: Lewandowski et al. 2023 (arXiv:2312.00246), section 3, by the Gauss-Newton matrix instead of the Hessian.
+    Source: Lewandowski et al. 2023 (arXiv:2312.00246), section 3, by the Gauss-Newton matrix
+        instead of the Hessian.
 
     Example:
         >>> import torch, fastlr
@@ -390,5 +412,8 @@ def curvature_rank(
         raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
     values = torch.linalg.eigvalsh(products).flip(0).clamp_min(0)
     rank = effective_rank(values, delta)
-    definition = f"curvature rank: smallest k whose k largest eigenvalues of the Gauss-Newton matrix make up {1 - delta:g}"
+    definition = (
+        "curvature rank: smallest k whose k largest eigenvalues of the Gauss-Newton matrix make "
+        f"up {1 - delta:g}"
+    )
     return Measure(rank, definition, {"n": n, "trace": float(values.sum()) / n})

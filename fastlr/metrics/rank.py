@@ -41,8 +41,8 @@ class Spectrum:
         )
         if self.rows is not None and flat.shape[1] != self.rows.shape[1]:
             raise InputError(
-                f"{layer} had {self.rows.shape[1]} features in one batch and {flat.shape[1]} in another: give batches of one "
-                "shape"
+                f"{layer} had {self.rows.shape[1]} features in one batch and {flat.shape[1]} in "
+                "another: give batches of one shape"
             )
         if not bool(flat.isfinite().all()):
             raise NonFiniteError(

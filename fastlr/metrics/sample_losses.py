@@ -37,11 +37,11 @@ _NOISE = 3e-4  # most rounding of gradients, in parts of the largest one
 _ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
 _times: WeakIdKeyDictionary = WeakIdKeyDictionary()  # loss -> shapes -> how often it was asked
 _MIXES = (
-    "the loss mixes samples: the gradient of a sample's loss changes with the other samples of its "
-    "batch (negatives, statistics, ranks or sums of the batch, labels broadcast against each "
+    "the loss mixes samples: the gradient of a sample's loss changes with the other samples of "
+    "its batch (negatives, statistics, ranks or sums of the batch, labels broadcast against each "
     "other), so that no sample has a gradient of its own. Give a loss of each sample's own output "
-    "and labels, with what it needs of others computed before and closed over; or measure the gradient "
-    "of the whole batch, 'train_grad_norm_batch', alone and in one part"
+    "and labels, with what it needs of others computed before and closed over; or measure the "
+    "gradient of the whole batch, 'train_grad_norm_batch', alone and in one part"
 )
 _OF_A_PLACE = (
     "the loss of a sample depends on its place or on the number of samples (a weight by place, a "

@@ -22,8 +22,9 @@ def weight_norm(model: nn.Module) -> Measure:
 
     It is ``||theta|| = sqrt(sum over parameters p of sum of p^2)``.
 
-    It is the norm, not its square and not a mean over parameters. A parameter held twice (tied weights) counts once;
-    frozen parameters and buffers do not count. Summed in float64 on the model's device.
+    It is the norm, not its square and not a mean over parameters. A parameter held twice (tied
+    weights) counts once; frozen parameters and buffers do not count. Summed in float64 on the
+    model's device.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.
@@ -35,7 +36,8 @@ def weight_norm(model: nn.Module) -> Measure:
         ModelError: no trainable parameters, or uninitialised, sharded or complex ones.
         NonFiniteError: a parameter has values that are not finite.
 
-    Source: appendix A.1 (i) of the paper, "total L2 norm of all parameters"; Lyle et al. 2023 (arXiv:2303.01486).
+    Source: appendix A.1 (i) of the paper, "total L2 norm of all parameters"; Lyle et al. 2023
+        (arXiv:2303.01486).
 
     Example:
         >>> import torch, fastlr
@@ -58,16 +60,17 @@ def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.M
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.
-        init_state: what the model was initialised with: a **copy** of its state dict, ``copy.deepcopy(model.state_dict())``,
-            or a copy of the model. ``model.state_dict()`` alone refers to the live weights, which is refused. Any device
-            and dtype; entries that are not trainable parameters (buffers, frozen ones) do not count.
+        init_state: what the model was initialised with: a **copy** of its state dict,
+            ``copy.deepcopy(model.state_dict())``, or a copy of the model. ``model.state_dict()``
+            alone refers to the live weights, which is refused. Any device and dtype; entries that
+            are not trainable parameters (buffers, frozen ones) do not count.
 
     Returns:
         Measure in the unit of the weights; ``details["parameters"]`` is the number of scalars.
 
     Raises:
-        InputError: a parameter is missing from ``init_state`` or has another shape, ``init_state`` holds names that the
-            model does not have, or it shares memory with the model.
+        InputError: a parameter is missing from ``init_state`` or has another shape, ``init_state``
+            holds names that the model does not have, or it shares memory with the model.
         ModelError: no trainable parameters. NonFiniteError: a difference is not finite.
 
     Source: appendix A.1 (ii) of the paper.
@@ -97,21 +100,22 @@ def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.M
         lacks = [f"lacks {_few(missing)}"] if missing else []
         has = [f"has {_few(foreign)}, unknown here"] if foreign else []
         raise InputError(
-            f"init_state is not of this model: it {' and '.join(lacks + has)}; pass copy.deepcopy(model.state_dict()), taken "
-            "right after the model was made (and again after layers are added or renamed)"
+            f"init_state is not of this model: it {' and '.join(lacks + has)}; pass "
+            "copy.deepcopy(model.state_dict()), taken right after the model was made (and again "
+            "after layers are added or renamed)"
         )
     differences = {}
     for name, parameter in parameters.items():
         start, now = init[name], parameter.detach()
         if start.shape != now.shape:
             raise InputError(
-                f"init_state[{name!r}] has shape {tuple(start.shape)}, the parameter {tuple(now.shape)}: pass the state "
-                "of this architecture"
+                f"init_state[{name!r}] has shape {tuple(start.shape)}, the parameter "
+                f"{tuple(now.shape)}: pass the state of this architecture"
             )
         if start.device == now.device and start.data_ptr() == now.data_ptr() and now.numel():
             raise InputError(
-                f"init_state[{name!r}] is the live parameter, not a copy, so its distance would always be 0: keep "
-                "copy.deepcopy(model.state_dict()) when the model is made"
+                f"init_state[{name!r}] is the live parameter, not a copy, so its distance would "
+                "always be 0: keep copy.deepcopy(model.state_dict()) when the model is made"
             )
         differences[name] = now.double() - start.detach().to(now.device).double()
     definition = "distance from initialisation: l2 norm of theta - theta_init"

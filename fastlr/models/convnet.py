@@ -13,12 +13,14 @@ class ConvNet(nn.Module):
 
     The convolutions are of 5 x 5, 3 x 3 and 3 x 3, each with ReLU and 2 x 2 max pooling.
 
-    With the defaults it has 177,218 parameters and is the network of Dohare et al. (2024, "Loss of plasticity in deep
-    continual learning", appendix; ``lop/nets/conv_net.py`` of their code), with torch's default initialisation.
+    With the defaults it has 177,218 parameters and is the network of Dohare et al. (2024, "Loss of
+    plasticity in deep continual learning", appendix; ``lop/nets/conv_net.py`` of their code), with
+    torch's default initialisation.
 
     Args:
         num_classes: Size of the output.
-        size: Height and width of the images, at least 24; only the first linear layer depends on it.
+        size: Height and width of the images, at least 24; only the first linear layer depends on
+            it.
         widths: Outputs of the three convolutions.
         hidden: Units of the two hidden linear layers.
 
@@ -42,7 +44,8 @@ class ConvNet(nn.Module):
             raise InputError(f"size={size}: ConvNet needs images of at least 24 x 24")
         if len(widths) != 3 or min(*widths, hidden) < 1:
             raise InputError(
-                f"widths={list(widths)}, hidden={hidden}: give three widths, and at least 1 of everything"
+                f"widths={list(widths)}, hidden={hidden}: give three widths, and at least 1 of "
+                "everything"
             )
         a, b, c = widths
         self.size, self.features = size, c * side * side
@@ -58,8 +61,9 @@ class ConvNet(nn.Module):
         """Return the logits."""
         if x.shape[-2:] != (self.size, self.size):
             raise InputError(
-                f"images of {x.shape[-2]} x {x.shape[-1]}, but the network is made for size={self.size}: make it with the "
-                f"size of the data (--set model_kwargs='{{\"size\": {x.shape[-1]}}}')"
+                f"images of {x.shape[-2]} x {x.shape[-1]}, but the network is made for "
+                f"size={self.size}: make it with the size of the data (--set "
+                f"model_kwargs='{{\"size\": {x.shape[-1]}}}')"
             )
         for layer in (self.conv1, self.conv2, self.conv3):
             x = F.max_pool2d(F.relu(layer(x)), 2)

@@ -38,18 +38,19 @@ def load_model(
 
     ``name`` is one of
 
-    - a torchvision name, ``mobilenet_v3_large``; a timm name, ``timm/resnetv2_50`` (or without ``timm/`` if torchvision
-      has none of that name);
-    - ``package.module:function``: the function is called with ``num_classes`` (if given) and ``kwargs`` and returns the
-      model; the current folder is importable.
+    - a torchvision name, ``mobilenet_v3_large``; a timm name, ``timm/resnetv2_50`` (or without
+      ``timm/`` if torchvision has none of that name);
+    - ``package.module:function``: the function is called with ``num_classes`` (if given) and
+      ``kwargs`` and returns the model; the current folder is importable.
 
     The initial parameters are random: call :func:`torch.manual_seed` first to repeat them.
 
     Args:
         name: What to build, as above.
-        weights: Published weights, downloaded by torchvision (``"DEFAULT"`` or the name of an entry) or timm
-            (``"DEFAULT"``).
-        checkpoint: A state dict: ``.safetensors``, or anything else that ``torch.load(weights_only=True)`` reads.
+        weights: Published weights, downloaded by torchvision (``"DEFAULT"`` or the name of an
+            entry) or timm (``"DEFAULT"``).
+        checkpoint: A state dict: ``.safetensors``, or anything else that
+            ``torch.load(weights_only=True)`` reads.
         num_classes: Size of the output; None keeps the model's own.
         kwargs: Further arguments of the model.
 
@@ -57,8 +58,8 @@ def load_model(
         The model, in the mode in which its maker leaves it (train), on the CPU.
 
     Raises:
-        InputError: Unknown name (with the closest ones), arguments that the model does not take, a checkpoint that is
-            missing, unreadable or does not fit.
+        InputError: Unknown name (with the closest ones), arguments that the model does not take, a
+            checkpoint that is missing, unreadable or does not fit.
     """
     arguments = dict(kwargs or {})
     if num_classes is not None:
@@ -87,11 +88,12 @@ def load_model(
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state dict from ``path`` onto the CPU, without running code that the file may contain.
 
-    A dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is unwrapped, and so is the model of a checkpoint that
-    a run of fastlr writes (``checkpoints/last.pt``).
+    A dictionary under ``state_dict``, ``model_state_dict`` or ``model`` is unwrapped, and so is the
+    model of a checkpoint that a run of fastlr writes (``checkpoints/last.pt``).
 
     Raises:
-        InputError: No such file, an unreadable one, or one that holds something else than named tensors.
+        InputError: No such file, an unreadable one, or one that holds something else than named
+            tensors.
     """
     path = Path(path)
     if not path.is_file():
@@ -106,7 +108,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         state = state["state"]
         if not isinstance(state.get("model"), Mapping):
             raise InputError(
-                f"checkpoint {path}: this checkpoint of a run holds no model: give one of the others beside it"
+                f"checkpoint {path}: this checkpoint of a run holds no model: give one of the "
+                "others beside it"
             )
     for key in WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
@@ -120,7 +123,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             else type(state).__name__
         )
         raise InputError(
-            f"checkpoint {path}: holds {what}, not named tensors; save it with torch.save(model.state_dict(), path)"
+            f"checkpoint {path}: holds {what}, not named tensors; save it with "
+            "torch.save(model.state_dict(), path)"
         )
     return {str(k): v for k, v in state.items()}
 
@@ -134,13 +138,19 @@ def _unreadable(path: Path, error: Exception) -> str:
     if not start:
         return f"checkpoint {path} is empty (0 bytes): copy or save it again"
     if path.suffix == ".safetensors":
-        return f"checkpoint {path} is no whole safetensors file ({first_line(error)}): download or save it again"
+        return (
+            f"checkpoint {path} is no whole safetensors file ({first_line(error)}): download or "
+            "save it again"
+        )
     if start.startswith(b"PK"):
-        return f"checkpoint {path} is a damaged or incomplete zip file of torch.save's: copy or save it again"
+        return (
+            f"checkpoint {path} is a damaged or incomplete zip file of torch.save's: copy or save "
+            "it again"
+        )
     text = "it is a text file; " if start.isascii() and 0 not in start else ""
     return (
-        f"checkpoint {path} is no checkpoint that torch.load can read as plain tensors: {text}save one with "
-        "torch.save(model.state_dict(), path)"
+        f"checkpoint {path} is no checkpoint that torch.load can read as plain tensors: {text}save "
+        "one with torch.save(model.state_dict(), path)"
     )
 
 
@@ -149,9 +159,10 @@ def load_state_dict(
 ) -> None:
     """Load ``state`` into ``model``: every name and shape must agree, otherwise nothing is changed.
 
-    A prefix that all names carry (``module.`` of DistributedDataParallel, ``_orig_mod.`` of torch.compile, ``model.``)
-    is dropped if the model has no such names. BatchNorm's step counters may be missing, and so may names that share
-    their tensor with one that is there (tied weights, which safetensors stores once).
+    A prefix that all names carry (``module.`` of DistributedDataParallel, ``_orig_mod.`` of
+    torch.compile, ``model.``) is dropped if the model has no such names. BatchNorm's step counters
+    may be missing, and so may names that share their tensor with one that is there (tied weights,
+    which safetensors stores once).
 
     Args:
         model: Changed in place.
@@ -186,7 +197,8 @@ def load_state_dict(
             f"{len(names)} {what}: {_list(names)}" for what, names in wrong.items() if names
         )
         raise InputError(
-            f"{source} does not fit {type(model).__name__}: {reasons}; check the model's name and classes"
+            f"{source} does not fit {type(model).__name__}: {reasons}; check the model's name and "
+            "classes"
         )
     model.load_state_dict(dict(state), strict=False)
 
@@ -206,7 +218,8 @@ def _from_timm(name: str, weights: str | None, arguments: dict[str, Any]) -> nn.
         raise InputError(_unknown(f"timm/{name}", _timm_names()))
     if weights not in (None, "DEFAULT"):
         raise InputError(
-            f"weights {weights} of timm/{name}: give DEFAULT; a tag goes into the name, as in resnet50.a1_in1k"
+            f"weights {weights} of timm/{name}: give DEFAULT; a tag goes into the name, as in "
+            "resnet50.a1_in1k"
         )
     with _errors_of(f"timm's {name}", weights):
         return timm.create_model(name, pretrained=weights is not None, **arguments)
@@ -235,7 +248,8 @@ def call_factory(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
     Modules in the current folder are found, too.
 
     Raises:
-        InputError: The module or the function does not exist, or the call fails; the original error is its cause.
+        InputError: The module or the function does not exist, or the call fails; the original error
+            is its cause.
     """
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:

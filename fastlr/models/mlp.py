@@ -19,7 +19,8 @@ class MLP(nn.Sequential):
         widths: Units of the hidden layers.
         activation: Name of a module of torch.nn.
         layer_norm: Normalise before each activation.
-        initialisation: Name of a function of torch.nn.init for the weights of all layers; None: torch's own for linear ones.
+        initialisation: Name of a function of torch.nn.init for the weights of all layers; None:
+            torch's own for linear ones.
 
     Shapes: images ``[B, 3, size, size]`` -> logits ``[B, num_classes]``.
 

@@ -58,10 +58,11 @@ class PatchTST(nn.Module):
 
     Source: Nie et al. 2023, arXiv:2211.14730.
 
-    Each channel of each window is a sequence of its own: it is brought to mean 0 and variance 1 over the context, cut
-    into patches, and each patch becomes a token by one linear layer and a sine-cosine table of positions. Then
-    pre-norm encoder layers (batch norm over all tokens, attention, GELU), the mean over the tokens, one linear layer,
-    and the window's mean and deviation put back. Channels share all weights and lie folded into the batch.
+    Each channel of each window is a sequence of its own: it is brought to mean 0 and variance 1
+    over the context, cut into patches, and each patch becomes a token by one linear layer and a
+    sine-cosine table of positions. Then pre-norm encoder layers (batch norm over all tokens,
+    attention, GELU), the mean over the tokens, one linear layer, and the window's mean and
+    deviation put back. Channels share all weights and lie folded into the batch.
 
     Parameters with the defaults, which are the paper's:
 
@@ -75,13 +76,15 @@ class PatchTST(nn.Module):
     table of positions                     63 x 256, fixed unless ``learned_positions``                    16,128
     =====================================  ===========================================================  =========
 
-    Hugging Face's model holds 2,153,568: the same with its fixed table of positions, which is a parameter there without
-    a gradient. The paper says "approximately 2.26M"; no setting of Hugging Face's model that agrees with the sizes it names
-    has as many, so what the 0.12 M are is not known: a table is in the guide "Reproduce the paper".
+    Hugging Face's model holds 2,153,568: the same with its fixed table of positions, which is a
+    parameter there without a gradient. The paper says "approximately 2.26M"; no setting of Hugging
+    Face's model that agrees with the sizes it names has as many, so what the 0.12 M are is not
+    known: a table is in the guide "Reproduce the paper".
 
     Args:
         channels: Features of the series.
-        context: Time steps that are seen; the first ``(context - patch) % stride`` of them only serve the scaling.
+        context: Time steps that are seen; the first ``(context - patch) % stride`` of them only
+            serve the scaling.
         horizon: Time steps that are forecast.
         patch: Time steps a patch.
         stride: From patch to patch.
@@ -89,12 +92,14 @@ class PatchTST(nn.Module):
         width: Size of a token.
         heads: Of the attention.
         ffn: Units of the feed-forward part.
-        dropout: After the positions, each sublayer and the GELU; none on attention weights, as in Nie et al.
+        dropout: After the positions, each sublayer and the GELU; none on attention weights, as in
+            Nie et al.
         learned_positions: Make the table of positions a parameter.
 
     Weights are drawn as Hugging Face does: normal with standard deviation 0.02, biases zero.
 
-    Shapes: windows ``[B, context, channels]`` -> forecasts ``[B, horizon, channels]``, in the unit of the windows.
+    Shapes: windows ``[B, context, channels]`` -> forecasts ``[B, horizon, channels]``, in the unit
+        of the windows.
 
     Raises:
         InputError: Sizes that do not fit; windows of another shape.
@@ -161,8 +166,9 @@ class PatchTST(nn.Module):
         """Return the forecasts."""
         if x.ndim != 3 or tuple(x.shape[1:]) != (self.context, self.channels):
             raise InputError(
-                f"windows of shape {tuple(x.shape)}, but the network is made for [B, {self.context}, {self.channels}]: "
-                "make it with the context and the channels of the data"
+                f"windows of shape {tuple(x.shape)}, but the network is made for [B, "
+                f"{self.context}, {self.channels}]: make it with the context and the channels of "
+                "the data"
             )
         mean = x.mean(1, keepdim=True)
         scale = ((x - mean).square().mean(1, keepdim=True) + _SMALLEST_VARIANCE).sqrt()
@@ -192,7 +198,8 @@ class PatchTST(nn.Module):
         for name, value in _HUGGING_FACE.items():
             if getattr(config, name) != value:
                 raise InputError(
-                    f"Hugging Face's PatchTST with {name}={getattr(config, name)}: only {value} is here"
+                    f"Hugging Face's PatchTST with {name}={getattr(config, name)}: only {value} is "
+                    "here"
                 )
         if config.scaling not in ("std", True):
             raise InputError(
@@ -201,7 +208,8 @@ class PatchTST(nn.Module):
         rates = {getattr(config, name) for name in _RATES}
         if len(rates) > 1:
             raise InputError(
-                f"Hugging Face's PatchTST with different {', '.join(_RATES)}: there is one dropout here"
+                f"Hugging Face's PatchTST with different {', '.join(_RATES)}: there is one dropout "
+                "here"
             )
         state = dict(model.state_dict())
         sizes: dict[str, Any] = {ours: getattr(config, theirs) for ours, theirs in _SIZES.items()}
@@ -263,7 +271,8 @@ def hugging_face(dropout: float = 0.1, **sizes: int) -> nn.Module:
 
     Args:
         dropout: As in `PatchTST`.
-        sizes: Any of its ``channels, context, horizon, patch, stride, layers, width, heads, ffn``; its defaults.
+        sizes: Any of its ``channels, context, horizon, patch, stride, layers, width, heads, ffn``;
+            its defaults.
 
     Raises:
         InputError: transformers is not installed, or refuses the settings.

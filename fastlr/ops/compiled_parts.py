@@ -1,8 +1,9 @@
 """Parts of a model that torch.compile has compiled, run as they were written.
 
-A compiled part is one node of the autograd graph, whose uses of parameters are not to be seen, and whose backward pass runs
-once ("donated buffers"). As written, it is a graph like any other. How compiled functions run (`torch.compiler.set_stance`)
-is a setting of the process: what other threads call meanwhile runs as written too, which is slower and gives the same.
+A compiled part is one node of the autograd graph, whose uses of parameters are not to be seen, and
+whose backward pass runs once ("donated buffers"). As written, it is a graph like any other. How
+compiled functions run (`torch.compiler.set_stance`) is a setting of the process: what other threads
+call meanwhile runs as written too, which is slower and gives the same.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ def _grouped_rows(t: Tensor, groups: int) -> Tensor:
     return t.permute(0, 2, 1, 4, 3).flatten(2, 3)
 
 
-# -- depthwise ----------------------------------------------------------------------------------------------------------
+# -- depthwise
+# --------------------------------------------------------------------------------------------------
 
 
 def depthwise_grads(
@@ -148,10 +149,11 @@ def depthwise_grads(
 ) -> Tensor:  # [B, C, *kernel]
     """Weight gradients of a depthwise convolution of ``x`` with output gradients ``g``.
 
-    A small kernel by the library's own weight gradient: one call for each sample where samples are large and the
-    channels last, else the samples become channels of one call. For more taps the gradient is had as the convolution of
-    the input with the output gradient for a kernel, where stride and dilation change roles: 10 to 60 times faster on a
-    CPU at 5x5; sample by sample or in one call, as before.
+    A small kernel by the library's own weight gradient: one call for each sample where samples are
+    large and the channels last, else the samples become channels of one call. For more taps the
+    gradient is had as the convolution of the input with the output gradient for a kernel, where
+    stride and dilation change roles: 10 to 60 times faster on a CPU at 5x5; sample by sample or in
+    one call, as before.
     """
     if g.device.type != "cpu":
         return _depthwise_taps(x, g, kernel, geometry)
@@ -213,7 +215,8 @@ def _depthwise_taps(
     return torch.stack(parts, 2).reshape(*x.shape[:2], *kernel)
 
 
-# -- Gram matrices of pixels --------------------------------------------------------------------------------------------
+# -- Gram matrices of pixels
+# --------------------------------------------------------------------------------------------
 
 
 def _pixels(x: Tensor, geometry: ConvGeometry) -> int:
@@ -257,8 +260,8 @@ def conv_gram(
 
     Inner products of patches are sums of inner products of pixels.
 
-    With P = X^T X over the pixels of the padded image, <patch_t, patch_s> = sum over taps of P[t + tap, s + tap]. Pixels
-    and gradients are centred by channel first, as in `_gram`.
+    With P = X^T X over the pixels of the padded image, <patch_t, patch_s> = sum over taps of P[t +
+    tap, s + tap]. Pixels and gradients are centred by channel first, as in `_gram`.
     """
     count, outputs = g.shape[:2]
     size = g.shape[2:]

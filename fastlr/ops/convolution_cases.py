@@ -47,7 +47,8 @@ def swapped(t: Tensor, axis: int = 0, other: int = 1) -> Tensor:
     return t.transpose(axis, other).contiguous().transpose(axis, other)
 
 
-# -- convolutions ------------------------------------------------------------------------------------------------------
+# -- convolutions
+# --------------------------------------------------------------------------------------------------
 
 
 def geometry(
@@ -143,7 +144,8 @@ def case(
 
     ``layout`` is one of LAYOUTS or MIXED.
 
-    ``before`` is applied to the inputs and to the residual; ``more`` is the layout of a gradient that is added.
+    ``before`` is applied to the inputs and to the residual; ``more`` is the layout of a gradient
+    that is added.
     """
     axes = len(size)
     taps = kernel if isinstance(kernel, tuple) else (kernel,) * axes
@@ -241,7 +243,8 @@ def pointwise_cases() -> dict[str, dict]:
         ),
         "1d": case(2, 5, 17, (11,), "silu", "planes"),
         "1d-stride": case(2, 5, 17, (11,), "relu", "planes", stride=2),
-        # the input's positions are a multiple of what is loaded at once, the output's are not, and the other way about
+        # the input's positions are a multiple of what is loaded at once, the output's are not, and
+        # the other way about
         "g-last": case(2, 8, 12, (4, 6), "silu", "g-last"),
         "stride-g-last": case(2, 8, 12, (4, 6), "relu", "g-last", stride=2),
         "stride-x-last": case(2, 8, 12, (7, 3), "relu", "x-last", stride=2),
@@ -343,7 +346,8 @@ def folded_calls() -> dict[str, dict[str, tuple]]:
     }
 
 
-# -- norms of the weight's gradient --------------------------------------------------------------------------------------
+# -- norms of the weight's gradient
+# --------------------------------------------------------------------------------------
 
 
 def _has_kernel(layer: Convolution) -> bool:

@@ -2,10 +2,11 @@
 
 The reference is the definition; the other backends are tested against it.
 
-Backends: ``reference`` (fastlr.ops.reference, the definition), ``torch`` (fast plain torch, fastlr.ops), ``triton``
-(kernels/). Functions are imported on first use, so that importing fastlr never imports triton. A kernel may return
-NotImplemented for a case that it does not cover: then plain torch serves. So it does where a kernel disagrees with it at
-its first call of a kind, as which every new compiled variant counts (fastlr.ops.kernel_checks).
+Backends: ``reference`` (fastlr.ops.reference, the definition), ``torch`` (fast plain torch,
+fastlr.ops), ``triton`` (kernels/). Functions are imported on first use, so that importing fastlr
+never imports triton. A kernel may return NotImplemented for a case that it does not cover: then
+plain torch serves. So it does where a kernel disagrees with it at its first call of a kind, as
+which every new compiled variant counts (fastlr.ops.kernel_checks).
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from fastlr.ops import kernel_checks
 from fastlr.ops.deferred_checks import waiting
 
 _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
-    # modules of the reference, of plain torch and of the kernel; arguments that have samples, along axis 0
+    # modules of the reference, of plain torch and of the kernel; arguments that have samples, along
+    # axis 0
     "shape_images": ("ops.shape_images", None, "kernels.shape_images", ()),
     "shape_images_from": ("ops.shape_images", None, "kernels.shape_images", ()),
     "shape_images_at": ("ops.shape_images", None, "kernels.shape_images", (0,)),
@@ -286,8 +288,8 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
     )  # of the code that launches a kernel
     remedy = "install gcc and Python's headers, or set CC" if built else "please report it"
     warnings.warn(
-        f"{name}: Triton could not compile its kernel for this call ({lines[-1][:200]}); plain torch serves, slower and "
-        f"right. Remedy: {remedy} (`fastlr doctor` shows the versions).",
+        f"{name}: Triton could not compile its kernel for this call ({lines[-1][:200]}); plain "
+        f"torch serves, slower and right. Remedy: {remedy} (`fastlr doctor` shows the versions).",
         FastlrWarning,
         stacklevel=4,
     )
@@ -299,8 +301,8 @@ def using(backend: str | None, *, checked: bool = False, twins: bool = False) ->
 
     ``None``: the backend goes by the device, as usual.
 
-    ``checked``: kernels that are asked for by name are held to plain torch all the same. ``twins``: models run in the
-    blocks that this backend has, and plain torch serves them.
+    ``checked``: kernels that are asked for by name are held to plain torch all the same. ``twins``:
+    models run in the blocks that this backend has, and plain torch serves them.
     """
     global _forced, _checked, _by_twins
     before = _forced, _checked, _by_twins

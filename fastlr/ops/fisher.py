@@ -2,8 +2,8 @@
 
 The ops have the names and signatures of their definitions.
 
-Softmax cotangents are made in blocks that stay in the cache: with large vocabularies nothing as large as the logits is held
-but the result.
+Softmax cotangents are made in blocks that stay in the cache: with large vocabularies nothing as
+large as the logits is held but the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fastlr.ops.philox import STREAMS, normal_quantiles, random_words
 BLOCK = {"cpu": 1 << 17}  # elements of a block, which stay in the cache
 _BLOCK = 1 << 24  # elsewhere, where every block costs launches
 
-# Signs (from word 0), normals and labels take disjoint ranges of one stream's words: the probes are independent.
+# Signs (from word 0), normals and labels take disjoint ranges of one stream's words: the probes are
+# independent.
 _STREAM = STREAMS["cotangent"]
 _NORMALS, _LABELS = 1 << 32, 1 << 33
 
@@ -127,7 +128,8 @@ def categorical_values(
 def _sampled(p: Tensor, best: Tensor, uniform: Tensor) -> Tensor:
     """Return e_y - p for y drawn from p [B, P, C] by uniforms [B, P].
 
-    The most likely class comes last on the unit interval, so that the rare ones are drawn where uniforms are finest.
+    The most likely class comes last on the unit interval, so that the rare ones are drawn where
+    uniforms are finest.
     """
     ends = p.scatter(-1, best, 0.0).cumsum_(-1)
     label = torch.searchsorted(ends, uniform[..., None], right=True)

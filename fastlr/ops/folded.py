@@ -2,8 +2,9 @@
 
 Names and signatures are those of the definitions; inputs stay in their dtype.
 
-The backward pass goes through the batch a few samples at a time, so that the gradient before the activation stays in the
-cache between its three uses (input gradient, weight gradients, sums) and no large temporary is made.
+The backward pass goes through the batch a few samples at a time, so that the gradient before the
+activation stays in the cache between its three uses (input gradient, weight gradients, sums) and no
+large temporary is made.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def keeps_product(
 
     `folded_conv_sq_norms` will ask for it: ``x`` convolved with the unfolded weight.
 
-    So it is where Gram matrices serve (few positions), on a CPU. In low precision what is kept would be too coarse.
+    So it is where Gram matrices serve (few positions), on a CPU. In low precision what is kept
+    would be too coarse.
     """
     if (
         x.device.type != "cpu"

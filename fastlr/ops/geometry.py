@@ -19,7 +19,8 @@ class ConvGeometry(NamedTuple):
     They can be unpacked as its arguments.
 
     Attributes:
-        stride: one number for each spatial axis, as in torch.nn.functional.conv2d; likewise padding and dilation.
+        stride: one number for each spatial axis, as in torch.nn.functional.conv2d; likewise padding
+            and dilation.
         padding: zeros on either side.
         dilation: steps between the taps of the kernel.
         transposed: it is a transposed convolution.
@@ -49,8 +50,9 @@ class ConvGeometry(NamedTuple):
 
         It has one number for each axis of the kernel.
 
-        Torch takes one number, or a sequence of one, for all axes, and its nodes save some as they were given. ``padding``
-        may be "valid" or "same". Returns None for what torch refuses, and for more zeros on one side than on the other.
+        Torch takes one number, or a sequence of one, for all axes, and its nodes save some as they
+        were given. ``padding`` may be "valid" or "same". Returns None for what torch refuses, and
+        for more zeros on one side than on the other.
         """
         axes = len(kernel)
         stride, dilation = _each_axis(stride, axes), _each_axis(dilation, axes)

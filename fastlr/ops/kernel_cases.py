@@ -2,7 +2,8 @@
 
 They have odd sizes, many memory formats and strides, and each kind of tile and of split.
 
-What the tests and ``fastlr doctor --kernels`` hold the kernels to their definitions and to plain torch on.
+What the tests and ``fastlr doctor --kernels`` hold the kernels to their definitions and to plain
+torch on.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def linear_cases() -> dict[str, tuple]:
                 draw(count, groups, rows, 2, 2 * inputs, seed=2)[..., 1, ::2],
                 draw(count + 1, groups, rows, outputs, 3, seed=3)[1:, ..., 1],
             )
-    # Activations far from zero and gradients that sum to nearly nothing: uncentred Gram matrices err by 4e-4 here.
+    # Activations far from zero and gradients that sum to nearly nothing: uncentred Gram matrices
+    # err by 4e-4 here.
     a, g = draw(2, 1, 48, 150, offset=100), draw(2, 1, 48, 170)
     cases["gram-common-part"] = (a, g - g.mean(2, keepdim=True) + 1e-4)
     cases["heads"] = tuple(
@@ -62,7 +64,8 @@ def linear_cases() -> dict[str, tuple]:
     return cases
 
 
-# -- small reductions, activations, cotangents --------------------------------------------------------------------------
+# -- small reductions, activations, cotangents
+# --------------------------------------------------------------------------
 
 
 def channel_cases() -> dict[str, tuple]:

@@ -5,9 +5,9 @@ The first call of each kind in a process is compared with its twin on a few samp
 The proof of a model runs on a float64 copy, which kernels do not take, so they are held to plain
 torch here. Two calls are of one kind if they run the same compiled variants of the same kernels
 (`variants`) and are alike (`signature`): dtypes, memory formats, the order of magnitude of every
-size, and what divides every size and stride. The truth is plain torch on
-the same arguments raised to float64. A kernel may be off by its dtype's tolerance, a few times as much as plain torch in
-the dtype given, and rounding in float32 of the terms where they cancel.
+size, and what divides every size and stride. The truth is plain torch on the same arguments raised
+to float64. A kernel may be off by its dtype's tolerance, a few times as much as plain torch in the
+dtype given, and rounding in float32 of the terms where they cancel.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def compared(
         result: what the kernel has given for the call; None: not yet asked.
 
     Returns:
-        The largest deviation of any sample and result; where all results are zero, on arguments drawn instead. The twin's
-        float32 products are without TF32.
+        The largest deviation of any sample and result; where all results are zero, on arguments
+        drawn instead. The twin's float32 products are without TF32.
     """
     result = kernel(*args) if result is None else result
     by_sample = bool(samples)
@@ -345,9 +345,10 @@ class Comparisons:
             )
         )
         warnings.warn(
-            f"{name}: its Triton kernel is off by {deviation.relative:.2g} of the result of plain torch for tensors of "
-            f"{shapes} ({dtypes}), {deviation.share:.2g} times what rounding explains; it is switched off for such calls in "
-            "this process, and plain torch serves. Please report it with what `fastlr doctor --kernels` prints.",
+            f"{name}: its Triton kernel is off by {deviation.relative:.2g} of the result of plain "
+            f"torch for tensors of {shapes} ({dtypes}), {deviation.share:.2g} times what rounding "
+            "explains; it is switched off for such calls in this process, and plain torch serves. "
+            "Please report it with what `fastlr doctor --kernels` prints.",
             FastlrWarning,
             stacklevel=5,
         )

@@ -2,8 +2,8 @@
 
 Names and signatures are those of the definitions; the form is chosen by its cost, from shapes.
 
-Low-precision inputs are raised to float32 before products, so that sums are accumulated in float32 at least. The choice
-depends on shapes alone: the same call gives the same bits.
+Low-precision inputs are raised to float32 before products, so that sums are accumulated in float32
+at least. The choice depends on shapes alone: the same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def chunks(count: int, elements: int, block: int | None = None) -> list[tuple[in
 def square_sum(t: Tensor) -> Tensor:
     """Sum of squares of each sample: [B, ...] -> [B], float64.
 
-    In runs of a few thousand: over a long row, torch's norm in float32 on a CPU is off by 1e-4 at 4 million elements and by
-    1e-2 at 67 million (torch 2.11).
+    In runs of a few thousand: over a long row, torch's norm in float32 on a CPU is off by 1e-4 at 4
+    million elements and by 1e-2 at 67 million (torch 2.11).
     """
     t = t.flatten(1)
     whole = t.shape[1] // RUN * RUN
@@ -109,9 +109,10 @@ def _gram(a: Tensor, g: Tensor) -> Tensor:
 
     It is <A A^T, G G^T>, so that G^T A is not formed.
 
-    Both sides are centred over the rows: M = sum_t g'_t a'_t^T + T mean(g) mean(a)^T. Rows that are nearly constant
-    (activations after a ReLU, blank images) have a common part that M hardly sees and that Gram matrices would square:
-    where the other side sums to zero, all but the noise would cancel.
+    Both sides are centred over the rows: M = sum_t g'_t a'_t^T + T mean(g) mean(a)^T. Rows that are
+    nearly constant (activations after a ReLU, blank images) have a common part that M hardly sees
+    and that Gram matrices would square: where the other side sums to zero, all but the noise would
+    cancel.
     """
     count, groups, rows = a.shape[:3]
     a, g = _centred(a), _centred(g)

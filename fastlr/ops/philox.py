@@ -2,11 +2,13 @@
 
 The generator is that of Salmon et al., SC 2011, "as easy as 1, 2, 3".
 
-A word is a pure function of (seed, stream, index, draw): the seed is the 64-bit key, and the 128-bit counter holds
-``[draw // 4, stream, index % 2**32, index // 2**32]``. Nothing depends on chunks, order, rank or device. Words are
-int64 tensors with values in ``[0, 2**32)``, as torch has little arithmetic on unsigned 32-bit integers.
+A word is a pure function of (seed, stream, index, draw): the seed is the 64-bit key, and the
+128-bit counter holds ``[draw // 4, stream, index % 2**32, index // 2**32]``. Nothing depends on
+chunks, order, rank or device. Words are int64 tensors with values in ``[0, 2**32)``, as torch has
+little arithmetic on unsigned 32-bit integers.
 
-Everything here is integer arithmetic and table look-ups, so the CPU, a GPU and Triton's interpreter agree bit for bit.
+Everything here is integer arithmetic and table look-ups, so the CPU, a GPU and Triton's interpreter
+agree bit for bit.
 """
 
 from __future__ import annotations
@@ -61,10 +63,12 @@ def philox4x32(
         k1: high 32 bits of the key.
 
     Returns:
-        Four int64 tensors of the broadcast shape, in ``[0, 2**32)``; equal to Random123's known-answer vectors.
+        Four int64 tensors of the broadcast shape, in ``[0, 2**32)``; equal to Random123's
+        known-answer vectors.
     """
     for _ in range(10):
-        # int64 products wrap modulo 2**64; bits 32..63 of the wrapped product are still those of the true one.
+        # int64 products wrap modulo 2**64; bits 32..63 of the wrapped product are still those of
+        # the true one.
         p0, p1 = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (
             (p1 >> 32 ^ c1 ^ k0) & MASK,
@@ -100,7 +104,8 @@ def check_range(start: int, stop: int) -> tuple[int, int]:
         raise InputError(f"the range [{start}, {stop}) is empty: stop must be larger than start")
     if start < 0 or stop > 1 << 64:
         raise InputError(
-            f"the range [{start}, {stop}) leaves [0, 2**64): indices of samples are unsigned 64-bit integers"
+            f"the range [{start}, {stop}) leaves [0, 2**64): indices of samples are unsigned "
+            "64-bit integers"
         )
     return start, stop
 
@@ -156,7 +161,8 @@ def random_words(seed: int, index: Tensor, stream: int, count: int, first: int =
     seed = check_seed(seed)
     if count < 0 or first < 0 or first + count > 1 << 34:
         raise InputError(
-            f"draws {first}..{first + count - 1} do not fit: a sample has 2**34 random words a stream"
+            f"draws {first}..{first + count - 1} do not fit: a sample has 2**34 random words a "
+            "stream"
         )
     blocks = torch.arange(
         first // 4, -(-(first + count) // 4), dtype=torch.int64, device=index.device
@@ -186,10 +192,11 @@ def normal_quantiles() -> Tensor:
 
     They are float32, ascending.
 
-    Entry k is the normal quantile at ``(k + 1/2) / 2**16``, multiplied by 1.0000101 so that the mean of the squares is
-    1, and rounded to a multiple of ``2**-20`` (exact in float32, hence the same on every machine). As a discrete
-    distribution it has mean 0, variance 1 within 1e-8, kurtosis 2.9992 (a normal has 3) and no value beyond 4.325,
-    which a normal exceeds in size with probability 1.5e-5.
+    Entry k is the normal quantile at ``(k + 1/2) / 2**16``, multiplied by 1.0000101 so that the
+    mean of the squares is 1, and rounded to a multiple of ``2**-20`` (exact in float32, hence the
+    same on every machine). As a discrete distribution it has mean 0, variance 1 within 1e-8,
+    kurtosis 2.9992 (a normal has 3) and no value beyond 4.325, which a normal exceeds in size with
+    probability 1.5e-5.
     """
     levels = 1 << NORMAL_BITS
     upper = torch.tensor(
@@ -234,8 +241,8 @@ def normals(
         shape: of one sample.
         stream: which use of randomness, one of ``STREAMS``.
         seed: integer in ``[0, 2**64)``.
-        tables: float32 ``[G, 2**16]``, what each 16-bit draw becomes, in place of the normal quantiles; a sample's
-            values form G equal runs (channels, say), one table each.
+        tables: float32 ``[G, 2**16]``, what each 16-bit draw becomes, in place of the normal
+            quantiles; a sample's values form G equal runs (channels, say), one table each.
         dtype: of the output; table entries are rounded to it.
         device: where to draw.
 

@@ -59,7 +59,8 @@ class Shapes(NamedTuple):
 
     Attributes:
         circle: ``[n, S]`` bool, True for a circle, False for a rectangle.
-        top: ``[n, S]`` first row of the bounding box (rows and columns may lie outside the image and are cut).
+        top: ``[n, S]`` first row of the bounding box (rows and columns may lie outside the image
+            and are cut).
         bottom: ``[n, S]`` one past the last row.
         left: ``[n, S]`` first column.
         right: ``[n, S]`` one past the last column.
@@ -88,7 +89,8 @@ def check_images(size: tuple[int, ...], rectangles: int, circles: int) -> tuple[
     channels, height, width = size
     if not 1 <= channels <= 4:
         raise InputError(
-            f"size has {channels} channels: shape images have 1 to 4 channels of 8 bits, such as (3, 224, 224)"
+            f"size has {channels} channels: shape images have 1 to 4 channels of 8 bits, such as "
+            "(3, 224, 224)"
         )
     if not (1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
         raise InputError(f"size is {height} x {width} pixels: each side must lie in 1..{MAX_SIDE}")
@@ -114,7 +116,8 @@ def shape_bounds(
         )
         if not (numbers and len(shares) == 2 and 0 <= shares[0] <= shares[1] <= 1):
             raise InputError(
-                f"{name} must be (least, greatest), shares of a side in 0..1 such as (1/8, 1/2), got {shares!r}"
+                f"{name} must be (least, greatest), shares of a side in 0..1 such as (1/8, 1/2), "
+                f"got {shares!r}"
             )
     lengths = (
         (height, rectangle_sides, 1),
@@ -146,11 +149,13 @@ def resolve_table(
         table = table if dtype == torch.uint8 else table / 255
     elif dtype == torch.uint8:
         raise InputError(
-            "a normalisation table has no meaning for dtype torch.uint8: pass table=None for raw bytes"
+            "a normalisation table has no meaning for dtype torch.uint8: pass table=None for raw "
+            "bytes"
         )
     if table.shape != (channels, 256) or table.dtype != torch.float32:
         raise InputError(
-            f"table must be float32 [{channels}, 256], one row a channel, got {table.dtype} {list(table.shape)}"
+            f"table must be float32 [{channels}, 256], one row a channel, got {table.dtype} "
+            f"{list(table.shape)}"
         )
     return table.to(device=device, dtype=dtype).contiguous()
 
@@ -178,7 +183,8 @@ def draw_shapes(
     shifts = torch.arange(0, 8 * channels, 8, device=index.device)
     colours = colour[..., None] >> shifts & 0xFF
 
-    # Random order: of m shapes still to paint, r of them rectangles, the next is a rectangle with probability r / m.
+    # Random order: of m shapes still to paint, r of them rectangles, the next is a rectangle with
+    # probability r / m.
     circle = torch.empty(len(index), count, dtype=torch.bool, device=index.device)
     left_over = torch.full_like(index, rectangles)
     for step in range(count):
@@ -215,7 +221,8 @@ def paint(shapes: Shapes, height: int, width: int) -> Tensor:
     circle, radius = circle.bool(), (bottom - top) // 2
 
     # A pixel is inside where y + x <= limit. Circle: squared distances and radius**2.
-    # Rectangle: 0 between the bounds, _OUTSIDE elsewhere, and 0. The comparison is y <= limit - x, to save an addition.
+    # Rectangle: 0 between the bounds, _OUTSIDE elsewhere, and 0. The comparison is y <= limit - x,
+    # to save an addition.
     def distance(length: int, low: Tensor, high: Tensor) -> Tensor:
         position = torch.arange(length, dtype=torch.int32, device=low.device)
         inside = (position >= low) & (position < high)
@@ -241,17 +248,18 @@ def shape_images(
 
     Image i is a pure function of (seed, i).
 
-    The canvas has one uniform random colour; then ``rectangles`` rectangles and ``circles`` circles are painted over it
-    in uniformly random order, each in a uniform random 8-bit colour. With all integers uniform in their ranges:
+    The canvas has one uniform random colour; then ``rectangles`` rectangles and ``circles`` circles
+    are painted over it in uniformly random order, each in a uniform random 8-bit colour. With all
+    integers uniform in their ranges:
 
-    - a rectangle has height in ``[H // 8, H // 2]`` and width in ``[W // 8, W // 2]`` (at least 1), unless
-      ``rectangle_sides`` says otherwise;
-    - a circle has radius r in ``[min(H, W) // 16, min(H, W) // 4]``, unless ``circle_radii`` does, and covers
-      ``dy**2 + dx**2 <= r**2``;
+    - a rectangle has height in ``[H // 8, H // 2]`` and width in ``[W // 8, W // 2]`` (at least 1),
+      unless ``rectangle_sides`` says otherwise;
+    - a circle has radius r in ``[min(H, W) // 16, min(H, W) // 4]``, unless ``circle_radii`` does,
+      and covers ``dy**2 + dx**2 <= r**2``;
     - centres are uniform over the pixels, and what lies outside the image is cut off.
 
-    The paper (Sections 3.6 and 4.1, Appendix A.3) fixes the numbers of shapes, the random order and that sizes,
-    positions and colours are random; the ranges are ours.
+    The paper (Sections 3.6 and 4.1, Appendix A.3) fixes the numbers of shapes, the random order and
+    that sizes, positions and colours are random; the ranges are ours.
 
     Args:
         start: index of the first image, from 0.
@@ -260,7 +268,8 @@ def shape_images(
         **options: those of :func:`shape_images_at`.
 
     Returns:
-        ``[stop - start, C, H, W]``, the same bits on every device, in every chunk and on every backend.
+        ``[stop - start, C, H, W]``, the same bits on every device, in every chunk and on every
+        backend.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -289,12 +298,14 @@ def shape_images_at(
         rectangles: rectangles an image.
         circles: circles an image.
         seed: integer in ``[0, 2**64)``.
-        table: float32 ``[C, 256]``, the output for each byte of each channel (a normalisation). None: byte / 255, or
-            the byte itself for ``dtype=torch.uint8``.
+        table: float32 ``[C, 256]``, the output for each byte of each channel (a normalisation).
+            None: byte / 255, or the byte itself for ``dtype=torch.uint8``.
         dtype: of the output; table entries are rounded to it, nothing else is.
         channels_last: give the output ``torch.channels_last`` memory format.
-        rectangle_sides: least and greatest height of a rectangle as shares of H, width of W; rounded down, at least 1.
-        circle_radii: least and greatest radius of a circle as shares of the shorter side; rounded down.
+        rectangle_sides: least and greatest height of a rectangle as shares of H, width of W;
+            rounded down, at least 1.
+        circle_radii: least and greatest radius of a circle as shares of the shorter side; rounded
+            down.
 
     Returns:
         ``[n, C, H, W]`` of ``dtype``.

@@ -2,12 +2,13 @@
 
 They are in one place, so that a version that moved one is reported here and repaired here.
 
-Each was seen in the versions of ``SEEN``, unless its line says otherwise. A name that is gone is a `FastlrError` with the
-version and the remedy, when it is first needed; what fastlr cannot do without (below "At import") when it is imported.
+Each was seen in the versions of ``SEEN``, unless its line says otherwise. A name that is gone is a
+`FastlrError` with the version and the remedy, when it is first needed; what fastlr cannot do
+without (below "At import") when it is imported.
 
-Not here are names with an underscore that PyTorch documents or writes to files: ``_saved_*`` of autograd's nodes,
-``Tensor._version``, ``torch._foreach_*``, and the dictionaries of ``nn.Module`` (``_parameters``, ``_buffers``, ``_modules``,
-its hooks).
+Not here are names with an underscore that PyTorch documents or writes to files: ``_saved_*`` of
+autograd's nodes, ``Tensor._version``, ``torch._foreach_*``, and the dictionaries of ``nn.Module``
+(``_parameters``, ``_buffers``, ``_modules``, its hooks).
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def _get(name: str) -> Any:
         return resolve_name(f"torch.{name}")
     except (ImportError, AttributeError) as error:
         raise FastlrError(
-            f"torch {torch.__version__} has no torch.{name}, which fastlr uses; it was seen in torch {', '.join(SEEN)}: "
-            f"install one of these (pip install torch=={SEEN[-1]} with its torchvision), and please report this"
+            f"torch {torch.__version__} has no torch.{name}, which fastlr uses; it was seen in "
+            f"torch {', '.join(SEEN)}: install one of these (pip install torch=={SEEN[-1]} with "
+            "its torchvision), and please report this"
         ) from error
 
 
@@ -53,7 +55,8 @@ def _has(name: str) -> bool:
     return True
 
 
-# -- at import ---------------------------------------------------------------------------------------------------------
+# -- at import
+# --------------------------------------------------------------------------------------------------
 
 tree_flatten = _get("utils._pytree.tree_flatten")
 tree_leaves = _get("utils._pytree.tree_leaves")
@@ -73,7 +76,8 @@ for _name in (
     _get(_name)  # read anew at every call, as they may be replaced
 
 
-# -- calls and tensors -------------------------------------------------------------------------------------------------
+# -- calls and tensors
+# -------------------------------------------------------------------------------------------------
 
 
 def no_torch_function() -> AbstractContextManager:
@@ -106,7 +110,8 @@ def is_transformed(tensor: Tensor) -> bool:
     return _get("_C._functorch.is_functorch_wrapped_tensor")(tensor)
 
 
-# -- autograd ----------------------------------------------------------------------------------------------------------
+# -- autograd
+# --------------------------------------------------------------------------------------------------
 
 
 def saved_tensors_are_hooked(but: tuple[Any, Any] | None = None) -> bool:
@@ -114,7 +119,8 @@ def saved_tensors_are_hooked(but: tuple[Any, Any] | None = None) -> bool:
 
     They do within a checkpointed part; hooks that are ``but`` do not count.
 
-    The private name was seen from 2.11.0 on; before it, that hooks cannot be disabled shows it, more slowly.
+    The private name was seen from 2.11.0 on; before it, that hooks cannot be disabled shows it,
+    more slowly.
     """
     name = "_C._autograd._top_saved_tensors_default_hooks"
     if _has(name):
@@ -164,7 +170,8 @@ def own_function(node: Any) -> type | None:
     return getattr(type(node), "_forward_cls", None)
 
 
-# -- modules -----------------------------------------------------------------------------------------------------------
+# -- modules
+# --------------------------------------------------------------------------------------------------
 
 
 def hooks_of_all_modules() -> list[dict]:
@@ -177,7 +184,8 @@ def module_calls() -> list[Any]:
     return [vars(nn.Module)[name] for name in _CALLS]
 
 
-# -- backends ----------------------------------------------------------------------------------------------------------
+# -- backends
+# --------------------------------------------------------------------------------------------------
 
 
 def fused_recurrence() -> tuple[bool, bool]:
@@ -214,11 +222,13 @@ def compile_errors() -> tuple[type[Exception], ...]:
     return _get("_dynamo.exc.TorchDynamoException"), _get("_inductor.exc.InductorError")
 
 
-# -- digits of products ------------------------------------------------------------------------------------------------
+# -- digits of products
+# ------------------------------------------------------------------------------------------------
 
-# Settings of the process, in two ways: flags, and from 2.9 on precisions by backend and operation. A precision that is not
-# set reads as that of all operations of its backend, or else of all backends. Where flag and precision of one thing differ,
-# reading the flag raises. The properties of torch.backends may be frozen; the functions below them are not.
+# Settings of the process, in two ways: flags, and from 2.9 on precisions by backend and operation.
+# A precision that is not set reads as that of all operations of its backend, or else of all
+# backends. Where flag and precision of one thing differ, reading the flag raises. The properties of
+# torch.backends may be frozen; the functions below them are not.
 _ROOTS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _OPERATIONS = ("matmul", "conv", "rnn")
 _BACKENDS = {"cuda": "cuda", "cpu": "mkldnn"}  # of a device's type
@@ -413,7 +423,8 @@ def _read(read: Callable[[], Any]) -> Any:
         return None
 
 
-# -- torch.distributed -------------------------------------------------------------------------------------------------
+# -- torch.distributed
+# -------------------------------------------------------------------------------------------------
 
 
 def group_store(group: Any) -> Any:
@@ -426,7 +437,8 @@ def group_store(group: Any) -> Any:
     return _get("distributed.distributed_c10d._get_process_group_store")(group)
 
 
-# -- torch.distributed.fsdp.fully_shard --------------------------------------------------------------------------------
+# -- torch.distributed.fsdp.fully_shard
+# --------------------------------------------------------------------------------
 
 
 def fully_sharded(module: nn.Module) -> bool:
@@ -462,7 +474,8 @@ class Unit:
         modules: these.
         hooks: handles of the forward hooks that it gave them.
         policy: its MixedPrecisionPolicy.
-        shards: the parameters that are its own: (the sharded parameter, [(module, name) that hold it]).
+        shards: the parameters that are its own: (the sharded parameter, [(module, name) that hold
+            it]).
         mesh: of the processes that hold the shards; None where it has no parameters.
         foreign: why it cannot be gathered as plain tensors; None if it can.
     """
@@ -512,8 +525,9 @@ def _of(held: Any, name: str) -> Any:
         return getattr(held, name)
     except AttributeError:
         raise FastlrError(
-            f"torch {torch.__version__} has no {type(held).__name__}.{name}, by which fastlr measures models under "
-            "fully_shard; it was seen in torch 2.11.0: install that, and please report this"
+            f"torch {torch.__version__} has no {type(held).__name__}.{name}, by which fastlr "
+            "measures models under fully_shard; it was seen in torch 2.11.0: install that, and "
+            "please report this"
         ) from None
 
 

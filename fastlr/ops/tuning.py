@@ -2,8 +2,9 @@
 
 The table goes by architecture, kernel and shape.
 
-In: the arguments of a rule that gives a kernel's block sizes. Out: the table's for them, else the rule's. The table is part
-of fastlr, so that the same call has the same block sizes, and gives the same bits, in every process on such a GPU.
+In: the arguments of a rule that gives a kernel's block sizes. Out: the table's for them, else the
+rule's. The table is part of fastlr, so that the same call has the same block sizes, and gives the
+same bits, in every process on such a GPU.
 """
 
 from __future__ import annotations

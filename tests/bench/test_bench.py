@@ -50,7 +50,8 @@ def pytest_bench(*arguments: object) -> subprocess.CompletedProcess:
     )
 
 
-# ------------------------------------------------------------------------------------------------- rounds beside plain
+# -------------------------------------------------------------------------------------------------
+# rounds beside plain
 def test_a_child_checks_and_times() -> None:
     with Child(contenders.right, watch_memory=True) as child:
         assert child.ask("check") == {"deviation": 0.0, "notes": ["a note"]}
@@ -96,7 +97,8 @@ def test_peak_sees_what_is_freed_again_and_only_that() -> None:
     assert peak_bytes(lambda: None, CPU, in_use(CPU)) < 30 << 20
 
 
-# ------------------------------------------------------------------------------------------------------------- the ops
+# --------------------------------------------------------------------------------------------------
+# the ops
 def test_every_op_with_a_kernel_has_cases_of_its_own_name() -> None:
     names = {name for name in ops.TABLE if "triton" in ops.backends(name)}
     assert set(layers.CASES) == names, "add the op to bench/layers.py"
@@ -136,7 +138,8 @@ def test_the_check_sees_one_sample_a_missing_output_and_what_was_not_written() -
         test_norms.check("shape_images_at", drawn, images, CPU)
 
 
-# ---------------------------------------------------------------------------------------------------- runs and records
+# --------------------------------------------------------------------------------------------------
+# runs and records
 def test_a_run_writes_its_record_and_xdist_is_refused(tmp_path) -> None:
     done = pytest_bench(
         "bench/test_norms.py",
@@ -272,8 +275,8 @@ RECORD = {
 
 def test_the_table_the_picture_and_the_comparison_of_records(tmp_path, capsys) -> None:
     assert table.markdown(RECORD).splitlines()[2] == (
-        "| ResNet-18, 224x224 | **0.50** | 0.70 | 2.00 (loop over samples) | 2.00 | Opacus: cannot run; "
-        "BackPACK: wrong: 3.5 times the truth |"
+        "| ResNet-18, 224x224 | **0.50** | 0.70 | 2.00 (loop over samples) | 2.00 | Opacus: "
+        "cannot run; BackPACK: wrong: 3.5 times the truth |"
     )
     assert "| not timed | not timed | 2.00" in table.markdown(
         {**RECORD, "benchmarks": RECORD["benchmarks"][1:]}
@@ -309,7 +312,8 @@ def test_the_table_the_picture_and_the_comparison_of_records(tmp_path, capsys) -
             table.read(file)
 
 
-# ------------------------------------------------------------------------------------------------------------- the GPU
+# --------------------------------------------------------------------------------------------------
+# the GPU
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_gpu_benchmark_says_what_to_do_without_one(capsys) -> None:
     assert gpu.main([]) == 2 and "make bench" in capsys.readouterr().err

@@ -121,7 +121,8 @@ def test_nothing_missing():
     assert "Nothing is missing." in text([doctor.Finding("torch", True, "2")])
 
 
-# -- kernels -------------------------------------------------------------------------------------------------------------
+# -- kernels
+# --------------------------------------------------------------------------------------------------
 
 
 def test_without_a_gpu_it_says_how_kernels_are_run(monkeypatch, cli):

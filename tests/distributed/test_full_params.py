@@ -53,7 +53,8 @@ def test_measurements_within_a_training(whole):
 def test_parameters_on_demand():
     says = (
         "the model writes to a parameter of shape (1,) through another tensor",
-        "parameter scale of module (root) (Hidden) change the output but are not in its autograd graph",
+        "parameter scale of module (root) (Hidden) change the output but are not in its autograd "
+        "graph",
         "weights['scale'] is a sharded DTensor, but this process measures alone",
         "No space left on device): let the environment variable TMPDIR name a folder",
     )
@@ -109,10 +110,14 @@ def test_ways_to_shard_and_to_measure():
 @pytest.mark.long
 def test_what_is_refused():
     says = [
-        "ModelError: the model is under fully_shard: measure within fastlr.distributed.full_params(model)",
-        "ModelError: parameter weight is a sharded DTensor, but the model is not under torch.distributed.fsdp.fully_shard",
-        "ModelError: parameter 0.weight is a sharded DTensor, but the model is not under torch.distributed.fsdp.fully_shard",
-        "ModelError: module (the model) is under fully_shard, but its parameters are DTensors of tensor parallelism",
+        "ModelError: the model is under fully_shard: measure within "
+        "fastlr.distributed.full_params(model)",
+        "ModelError: parameter weight is a sharded DTensor, but the model is not under "
+        "torch.distributed.fsdp.fully_shard",
+        "ModelError: parameter 0.weight is a sharded DTensor, but the model is not under "
+        "torch.distributed.fsdp.fully_shard",
+        "ModelError: module (the model) is under fully_shard, but its parameters are DTensors of "
+        "tensor parallelism",
         "ModelError: rank 1: no more",
         "InputError: ranks 0 and 1 differ in what they measure: total is 4 and 5",
     ]

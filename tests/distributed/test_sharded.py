@@ -70,7 +70,8 @@ def same_as_alone(name, got, ranks):
         (
             "other error",
             1,
-            "ModelError: rank 1: Failing does not run on an input float64[3, 6] (KeyError: 'absent')",
+            "ModelError: rank 1: Failing does not run on an input float64[3, 6] (KeyError: "
+            "'absent')",
         ),
         ("arguments", 2, "DistributedError: rank 2: ValueError: no arguments"),
         ("after", 1, "ModelError: rank 1: too late"),

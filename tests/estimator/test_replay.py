@@ -1,7 +1,8 @@
 """Replayed chunks give the numbers of launched ones, as weights, programs and values change.
 
-CUDA graphs need a GPU. Here a recorder that runs the captured function again, into the memory of the first run, stands in
-for one: what is tested is everything around it. With a GPU the same tests run on real graphs too.
+CUDA graphs need a GPU. Here a recorder that runs the captured function again, into the memory of
+the first run, stands in for one: what is tested is everything around it. With a GPU the same tests
+run on real graphs too.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def mlp(width: int = 64, outputs: int = 1000) -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(256, outputs))
 
 
-# -- nothing is refused by chance --------------------------------------------------------------------------------------
+# -- nothing is refused by chance
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [1, 9, 13])
@@ -161,7 +162,8 @@ def test_a_column_of_nothing_but_rounding_is_no_interaction() -> None:
         norms(wrapped, call.xs, torch.randn(len(call.xs[0]), 6))
 
 
-# -- interactions in such models are found -----------------------------------------------------------------------------
+# -- interactions in such models are found
+# -----------------------------------------------------------------------------
 
 
 def less_mean(part: float) -> Callable[[Tensor], Tensor]:
@@ -279,7 +281,8 @@ def test_a_random_model_is_not_taken_for_rounding(size: float) -> None:
         norms(model, x, torch.randn(6, 4))
 
 
-# -- what is allowed ---------------------------------------------------------------------------------------------------
+# -- what is allowed
+# --------------------------------------------------------------------------------------------------
 
 
 def test_where_nobody_can_tell_a_row_speaks_by_its_median() -> None:
@@ -306,7 +309,8 @@ def test_measured_rounding_is_each_columns_own() -> None:
     assert not agree(want, want + torch.tensor([2e-7, 0.0]), 1e-3, lambda: noise)
 
 
-# -- float64 copies that alone are not finite --------------------------------------------------------------------------
+# -- float64 copies that alone are not finite
+# --------------------------------------------------------------------------
 
 
 class Masked(nn.Module):

@@ -50,7 +50,8 @@ def agree(model: nn.Module, x: Tensor, v: Tensor, rtol: float = 1e-10) -> None:
     )
 
 
-# -- plans ------------------------------------------------------------------------------------------------------------
+# -- plans
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_second_call_costs_no_proof(proofs: list[int]) -> None:
@@ -192,7 +193,8 @@ def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim: int) -> None
     }
 
 
-# -- what a wrong rule or layout meets ----------------------------------------------------------------------------------
+# -- what a wrong rule or layout meets
+# ----------------------------------------------------------------------------------
 
 
 def wrong_rule(monkeypatch: pytest.MonkeyPatch, when) -> None:
@@ -355,7 +357,8 @@ def test_a_later_proof_can_refute_an_earlier_one(monkeypatch: pytest.MonkeyPatch
     agree(model, draw(4, 5), draw(4, 5))
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------
+# -- refusals
+# --------------------------------------------------------------------------------------------------
 
 
 def refused(
@@ -496,7 +499,8 @@ def test_nothing_is_touched_when_a_call_fails() -> None:
             fastlr.per_sample_grad_sq_norms(model, x, draw(4, 3))
 
 
-# -- precision ----------------------------------------------------------------------------------------------------------
+# -- precision
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e15])

@@ -48,7 +48,8 @@ def block(
     return nn.Sequential(conv, norm, act or nn.ReLU(), nn.Flatten())
 
 
-# -- the node -----------------------------------------------------------------------------------------------------------
+# -- the node
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -130,7 +131,8 @@ def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         weights.begin()
         return list(folds)
 
-    # what was folded one by one is then folded at once, so that the kernel has been compared before a capture
+    # what was folded one by one is then folded at once, so that the kernel has been compared before
+    # a capture
     assert forward() == [1, 1, 1, 3] and forward() == [3] and forward() == [3]
     assert (
         forward(kind=torch.bfloat16) == [1, 1, 1, 3]
@@ -149,7 +151,8 @@ def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert forward() == [1, 1, 1], "nothing can be compared now"
 
 
-# -- what is folded -----------------------------------------------------------------------------------------------------
+# -- what is folded
+# --------------------------------------------------------------------------------------------------
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "bias_and_stride": lambda: block(nn.Conv2d(4, 6, 3, 2, 1)),
@@ -244,7 +247,8 @@ def test_a_sum_of_two_blocks() -> None:
     }
 
 
-# -- what is not --------------------------------------------------------------------------------------------------------
+# -- what is not
+# --------------------------------------------------------------------------------------------------
 
 
 def both_used(net: Net, x: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ def net(how) -> Written:
     return Written(lambda m, *xs: how(m, m.layer, *xs), layer=nn.Linear(5, 4)).eval()
 
 
-# -- rows of samples in another order ----------------------------------------------------------------------------------
+# -- rows of samples in another order
+# ----------------------------------------------------------------------------------
 
 
 def test_rows_that_are_rolled():
@@ -56,7 +57,8 @@ def test_rows_of_a_tiny_gradient_belong_to_their_sample():
     right(model, (x,), v)
 
 
-# -- other programs ----------------------------------------------------------------------------------------------------
+# -- other programs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_views_of_a_parameter_that_begin_to_overlap():
@@ -144,7 +146,8 @@ def test_ids_that_are_counted_over_the_batch():
         right(model, (ids,), torch.randn(4, 4))
 
 
-# -- what is not to change ---------------------------------------------------------------------------------------------
+# -- what is not to change
+# ---------------------------------------------------------------------------------------------
 
 
 def shared_twice():
@@ -212,7 +215,8 @@ def test_embeddings_that_are_shortened_as_they_are_read():
     torch.testing.assert_close(got, truth(model, (ids,), v), rtol=1e-11, atol=0)
 
 
-# -- models that have norms --------------------------------------------------------------------------------------------
+# -- models that have norms
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_loop_over_samples_within_the_model():
@@ -239,7 +243,8 @@ def test_a_shared_input_as_long_as_the_batch(batch, shared):
     torch.testing.assert_close(norms(model, (x, keys), v), want, rtol=1e-11, atol=0)
 
 
-# -- what need not be found again --------------------------------------------------------------------------------------
+# -- what need not be found again
+# --------------------------------------------------------------------------------------
 
 
 def test_a_position_table_cut_to_many_lengths_is_proven_once(proofs):
@@ -291,7 +296,8 @@ def test_a_change_that_few_digits_hide(monkeypatch):
         norms(model, torch.randn(4, 4).float(), v)
 
 
-# -- what belongs together ---------------------------------------------------------------------------------------------
+# -- what belongs together
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_shared_input_that_the_model_writes_to():

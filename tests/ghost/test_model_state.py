@@ -121,7 +121,8 @@ def test_plain_tensors_take_the_dtype_of_the_copy():
     assert contents(model) == before and model.mix.dtype == torch.float32
 
 
-# -- caches ------------------------------------------------------------------------------------------------------------
+# -- caches
+# --------------------------------------------------------------------------------------------------
 
 
 def test_caches_are_found_and_can_be_left_out():
@@ -143,7 +144,8 @@ def test_caches_are_found_and_can_be_left_out():
     assert model.cache["cpu"] is kept
 
 
-# -- buffers -----------------------------------------------------------------------------------------------------------
+# -- buffers
+# --------------------------------------------------------------------------------------------------
 
 
 class Buffers(nn.Module):
@@ -207,7 +209,8 @@ def test_zero_buffers_are_moved():
     assert with_buffers_moved(model, adapt.trainable(model), 1.0, 0) is None
 
 
-# -- engines -----------------------------------------------------------------------------------------------------------
+# -- engines
+# --------------------------------------------------------------------------------------------------
 
 
 def test_buffers_of_modules_that_compare_equal():

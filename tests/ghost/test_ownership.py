@@ -50,7 +50,8 @@ def along(dim: int) -> list[Op]:
     few = lambda x: torch.randint(x.shape[dim], [max(1, s // 2) for s in x.shape])  # noqa: E731
     return [
         *methods(
-            "softmax log_softmax cumsum cumprod logcumsumexp cummax cummin sort logsumexp sum mean prod amax amin",
+            "softmax log_softmax cumsum cumprod logcumsumexp cummax cummin sort logsumexp sum "
+            "mean prod amax amin",
             dim,
         ),
         *methods("max min median mode var std unbind squeeze unsqueeze nansum flip", dim),
@@ -99,14 +100,17 @@ def pairs_of_axes(a: int, b: int) -> list[Op]:
 
 UNARY: list[Op] = [
     *methods(
-        "abs acos asin asinh atan atanh ceil cos cosh erf erfc erfinv exp exp2 expm1 floor frac lgamma log log10 log1p"
+        "abs acos asin asinh atan atanh ceil cos cosh erf erfc erfinv exp exp2 expm1 floor frac "
+        "lgamma log log10 log1p"
     ),
     *methods(
-        "log2 neg reciprocal relu round rsqrt sigmoid sign sgn sin sinc sinh sqrt tan tanh trunc logit nan_to_num tril"
+        "log2 neg reciprocal relu round rsqrt sigmoid sign sgn sin sinc sinh sqrt tan tanh trunc "
+        "logit nan_to_num tril"
     ),
     *methods("triu clone t diag squeeze flatten sum mean max median prod"),
     *of_functional(
-        "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish silu softplus"
+        "celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish silu "
+        "softplus"
     ),
     *of_functional("softshrink instance_norm"),
     *of_functional("pixel_shuffle pixel_unshuffle group_norm", 2),
@@ -186,7 +190,8 @@ UNARY: list[Op] = [
 ]
 BINARY: list[Op] = [
     *methods(
-        "add sub mul div atan2 maximum minimum fmax fmin hypot logaddexp logaddexp2 pow copysign xlogy matmul mv remainder"
+        "add sub mul div atan2 maximum minimum fmax fmin hypot logaddexp logaddexp2 pow copysign "
+        "xlogy matmul mv remainder"
     ),
     *methods("clamp clamp_max clamp_min outer"),
     lambda a, b: torch.div(a, b, rounding_mode="floor"),

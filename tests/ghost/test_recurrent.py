@@ -292,7 +292,8 @@ def test_low_precision() -> None:
     torch.testing.assert_close(got, want, rtol=0.1, atol=0)
 
 
-# -- the node and its rule -----------------------------------------------------------------------------------------------
+# -- the node and its rule
+# -----------------------------------------------------------------------------------------------
 
 FUNCTIONS = dict(
     zip(KINDS, (torch.lstm, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), strict=True)

@@ -34,7 +34,8 @@ def redundancy(model, inputs):
     return fastlr.estimate(model, inputs, 8).value
 
 
-# -- one model ---------------------------------------------------------------------------------------------------------
+# -- one model
+# --------------------------------------------------------------------------------------------------
 
 
 def three_threads(tries, chosen):
@@ -133,7 +134,8 @@ def test_models_that_share_a_module():
             assert together(*[partial(redundancy, model, inputs) for model in fresh]) == alone
 
 
-# -- several models ----------------------------------------------------------------------------------------------------
+# -- several models
+# --------------------------------------------------------------------------------------------------
 
 
 def test_models_of_their_own_in_threads():
@@ -181,7 +183,8 @@ def test_random_labels_do_not_depend_on_other_threads():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- the lock ----------------------------------------------------------------------------------------------------------
+# -- the lock
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_thread_holds_a_model_again():
@@ -250,7 +253,8 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-# -- forward passes meanwhile ------------------------------------------------------------------------------------------
+# -- forward passes meanwhile
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -289,7 +293,8 @@ def test_activations_of_a_forward_pass_meanwhile_are_not_counted():
     assert not errors
 
 
-# -- clones ------------------------------------------------------------------------------------------------------------
+# -- clones
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -83,7 +83,8 @@ def test_every_call_is_right_or_refused_in_single_precision(name: str) -> None:
         check(call)
 
 
-# -- one estimate ------------------------------------------------------------------------------------------------------
+# -- one estimate
+# --------------------------------------------------------------------------------------------------
 
 
 IN_TURN = (
@@ -131,7 +132,8 @@ def test_a_monitor_refuses_what_an_estimate_refuses(hold, mix) -> None:
     assert monitor.measure().value == pytest.approx(before, rel=1e-9)
 
 
-# -- engines -----------------------------------------------------------------------------------------------------------
+# -- engines
+# --------------------------------------------------------------------------------------------------
 
 
 def test_models_that_compare_equal() -> None:
@@ -152,7 +154,8 @@ def test_a_model_may_say_that_it_equals_everything() -> None:
         check(Call(model, (torch.randn(4, 5),)))
 
 
-# -- the user's module -------------------------------------------------------------------------------------------------
+# -- the user's module
+# -------------------------------------------------------------------------------------------------
 
 
 class Captures(Net):
@@ -246,7 +249,8 @@ def test_hard_routing_is_judged_the_same_for_every_seed() -> None:
     assert len(judged) == 1, judged
 
 
-# -- what must stay fast -----------------------------------------------------------------------------------------------
+# -- what must stay fast
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -41,7 +41,8 @@ def masked_norms(case: cases.Case, cotangent: torch.Tensor) -> dict[str, torch.T
 
     The cotangent of each pass is zero in all other samples.
 
-    It needs no cutting of inputs, and equals ``cases.loop_norms`` when samples do not interact: the two check each other.
+    It needs no cutting of inputs, and equals ``cases.loop_norms`` when samples do not interact: the
+    two check each other.
     """
     params = cases.trainable(case.model)
     rows = []

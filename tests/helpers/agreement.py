@@ -19,8 +19,8 @@ def assert_near(
 ) -> None:
     """Hold results to a definition: off by at most ``tolerance`` of its largest value.
 
-    ``of``: the largest value of the whole result, of the row (the last axis) or the element itself. What the definition
-    leaves out (None) must be left out, what is not finite must be the same.
+    ``of``: the largest value of the whole result, of the row (the last axis) or the element itself.
+    What the definition leaves out (None) must be left out, what is not finite must be the same.
     """
     assert got is not NotImplemented
     for result, truth in pairs(got, want):

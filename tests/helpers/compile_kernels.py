@@ -2,19 +2,20 @@
 
 Usage: ``python compile_kernels.py [--table] [MODULE ...] [ARCH ...]``.
 
-`kernel_variants.py` has the cases of every module of kernels/: (name, kernel, signature, constexprs, options). Each is
-compiled to a cubin for each architecture (80, 90 and 100 by default), and the assembler's resource usage is read back
-with the cuobjdump that comes with Triton. Options, all of them optional:
+`kernel_variants.py` has the cases of every module of kernels/: (name, kernel, signature,
+constexprs, options). Each is compiled to a cubin for each architecture (80, 90 and 100 by default),
+and the assembler's resource usage is read back with the cuobjdump that comes with Triton. Options,
+all of them optional:
 
 - ``num_warps``, ``num_stages``, ``maxnreg``: as at the launch.
-- ``divisible``: names of arguments that are multiples of 16 (strides, sizes) or aligned to 16 bytes (pointers). A launch
-  with such arguments gets another variant (wider loads, other registers) than one without. An argument that is 1 at the
-  launch is a constant there: put it into ``constexprs``.
+- ``divisible``: names of arguments that are multiples of 16 (strides, sizes) or aligned to 16 bytes
+  (pointers). A launch with such arguments gets another variant (wider loads, other registers) than
+  one without. An argument that is 1 at the launch is a constant there: put it into ``constexprs``.
 
-Records are ``{"case", "arch", "warps", "registers", "shared", "stack", "local", "spills"}`` (bytes, but for the first
-four). Without a module every module of kernels/ is compiled, each in a process of its own, without TRITON_INTERPRET; the
-result is printed as JSON, ``{module: records}``, or with ``--table`` as Markdown (``--before COMMIT``: beside the
-record there).
+Records are ``{"case", "arch", "warps", "registers", "shared", "stack", "local", "spills"}`` (bytes,
+but for the first four). Without a module every module of kernels/ is compiled, each in a process of
+its own, without TRITON_INTERPRET; the result is printed as JSON, ``{module: records}``, or with
+``--table`` as Markdown (``--before COMMIT``: beside the record there).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from statistics import median_low
 ARCHITECTURES = (80, 90, 100)
 KERNELS = Path(__file__).parents[2] / "kernels"
 RECORD = KERNELS.parent / "bench/results/compile/kernels.md"
-# What a multiprocessor has: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+# What a multiprocessor has: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability".
 SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes
 REGISTERS, WARPS, PROGRAMS = 1 << 16, 64, 32
 # How it is given out: cuda_occupancy.h of CUDA 13.0, the occupancy calculator.
@@ -107,7 +109,8 @@ def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = resource_usage(compiled.asm["cubin"])
-    # ptxas puts spilled registers on the stack (local memory); these kernels have no arrays of their own there.
+    # ptxas puts spilled registers on the stack (local memory); these kernels have no arrays of
+    # their own there.
     usage["spills"] = usage["stack"] + usage["local"]
     usage["shared"] = (
         compiled.metadata.shared
@@ -190,7 +193,8 @@ def problems(records: list[dict[str, object]]) -> list[str]:
         where = f"{record['case']} on sm_{record['arch']}"
         if record["spills"]:
             found.append(
-                f"{where} spills: {record['stack']} bytes of stack, {record['local']} of local memory"
+                f"{where} spills: {record['stack']} bytes of stack, {record['local']} of local "
+                "memory"
             )
         if record["shared"] > SHARED[record["arch"]] - RESERVED:
             found.append(
@@ -222,7 +226,10 @@ def table(found: dict[str, list[dict[str, object]]]) -> str:
             row = (" / ".join(map(str, numbers(by_arch[arch]))) for arch in archs)
             lines.append(f"| {name} | {by_arch[archs[0]]['warps']} | " + " | ".join(row) + " |")
         lines.append("")
-    what = "Registers a thread / bytes of shared memory / bytes spilled / resident warps of a multiprocessor"
+    what = (
+        "Registers a thread / bytes of shared memory / bytes spilled / resident warps of a "
+        "multiprocessor"
+    )
     return "\n".join([f"{what} (of {WARPS}: the theoretical occupancy).", "", *lines])
 
 
@@ -245,7 +252,10 @@ def comparison(before: str, after: str) -> str:
         lines.append(
             f"| {module} | " + " | ".join(found.get(module, "") for found in modules) + " |"
         )
-    what = "Most registers a thread / most bytes spilled / fewest resident warps / their median, over cases and architectures."
+    what = (
+        "Most registers a thread / most bytes spilled / fewest resident warps / their median, "
+        "over cases and architectures."
+    )
     return "\n".join([what, "", *lines])
 
 
@@ -278,7 +288,10 @@ def origin(modules: list[str]) -> str:
     if changed:
         commit += " with later changes"
     command = " ".join(["python tests/helpers/compile_kernels.py", *sys.argv[1:]])
-    return f"Made by `{command}` with triton {triton.__version__} (its own ptxas), torch {torch.__version__}, commit {commit}."
+    return (
+        f"Made by `{command}` with triton {triton.__version__} (its own ptxas), torch "
+        f"{torch.__version__}, commit {commit}."
+    )
 
 
 def main() -> None:

@@ -2,10 +2,11 @@
 
 Usage: ``python drawn_kernels.py SEED LAYERS ARCH...``.
 
-Kernel size, stride, padding, dilation, groups, channels, image size, dtype, memory format, activation and residual of a
-convolution are drawn, as are the sizes of linear layers, norms, gates and embeddings; every op that such a layer can need is
-called on its Triton kernel, where each launch is noted instead of made (launched_kernels.py). Printed: JSON, {"launched":
-variants, "records": resource usage of each on each architecture}, by the compiler of compile_kernels.py.
+Kernel size, stride, padding, dilation, groups, channels, image size, dtype, memory format,
+activation and residual of a convolution are drawn, as are the sizes of linear layers, norms, gates
+and embeddings; every op that such a layer can need is called on its Triton kernel, where each
+launch is noted instead of made (launched_kernels.py). Printed: JSON, {"launched": variants,
+"records": resource usage of each on each architecture}, by the compiler of compile_kernels.py.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ class Inputs(NamedTuple):
         return self.mask.flatten().nonzero()[:, 0]
 
 
-# -- stages: h [B, T, D] -> [B, T, D] ----------------------------------------------------------------------------------
+# -- stages: h [B, T, D] -> [B, T, D]
+# ----------------------------------------------------------------------------------
 
 STAGES: dict[str, Callable[[int, int], nn.Module]] = {}  # from (T, D)
 
@@ -293,7 +294,8 @@ for _what in TOGGLES:
     for _where in PLACES:
         STAGES[f"{_what}, {_where}"] = lambda t, d, what=_what, where=_where: Toggle(what, where, d)  # type: ignore
 
-# -- models and batches ------------------------------------------------------------------------------------------------
+# -- models and batches
+# ------------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):

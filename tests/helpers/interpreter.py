@@ -46,7 +46,8 @@ def interpreted(script: str, folder: Path, given: object = None) -> Any:
 
     The test is skipped where there is no Triton.
 
-    The script has ``torch``, ``fastlr``, ``ops``, what is ``given``, and the ``claims`` of `note_claims`.
+    The script has ``torch``, ``fastlr``, ``ops``, what is ``given``, and the ``claims`` of
+    `note_claims`.
     """
     pytest.importorskip("triton")
     files = [str(folder / "given.pt"), str(folder / "results.pt")]
@@ -78,7 +79,8 @@ def chosen(request: pytest.FixtureRequest, cases: dict[Any, Any], slow: str) -> 
 def hasten() -> None:
     """Have the interpreter do once what it does in every call, more than half of its time.
 
-    It patches the language for every function, lists all dtypes for one, works out types of tuples that nobody asks for.
+    It patches the language for every function, lists all dtypes for one, works out types of tuples
+    that nobody asks for.
     """
     from triton.runtime import interpreter
 
@@ -120,7 +122,8 @@ def hasten() -> None:
 def note_claims() -> list[str]:
     """From now on, note what a kernel tells the compiler to be a multiple of a number and is not.
 
-    `multiple` rounds a size or stride down to what is claimed, ``tl.multiple_of`` does nothing here and all on a GPU.
+    `multiple` rounds a size or stride down to what is claimed, ``tl.multiple_of`` does nothing here
+    and all on a GPU.
     """
     from triton.runtime import interpreter
 

@@ -2,8 +2,9 @@
 
 They are in VARIANTS, by module of kernels/.
 
-A variant is (label, kernel, signature, constants, options): types of the arguments, those that are constants (constexprs,
-and sizes and strides of 1, which Triton makes constants of), and the options of `compile_kernels.compile_case`.
+A variant is (label, kernel, signature, constants, options): types of the arguments, those that are
+constants (constexprs, and sizes and strides of 1, which Triton makes constants of), and the options
+of `compile_kernels.compile_case`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def variant(
 ) -> tuple:
     """A variant whose arguments have the types of ``kinds``, or else are int32.
 
-    ``divisible``: names of the arguments that are multiples of 16 or aligned to 16 bytes; "pointers": all pointers.
+    ``divisible``: names of the arguments that are multiples of 16 or aligned to 16 bytes;
+        "pointers": all pointers.
     """
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in constants}
     if divisible == "pointers":
@@ -76,7 +78,8 @@ def fp32(names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), "*fp32")
 
 
-# -- elementwise, and small sums ----------------------------------------------------------------------------------------
+# -- elementwise, and small sums
+# ----------------------------------------------------------------------------------------
 
 
 def sums(
@@ -86,7 +89,8 @@ def sums(
 
     Layouts are contiguous (either way), aligned or not, and any strides.
 
-    ``product`` and ``plain`` are the wanted sums, ``inputs`` those of the optional inputs that are given.
+    ``product`` and ``plain`` are the wanted sums, ``inputs`` those of the optional inputs that are
+    given.
     """
     kernel, tiles = strided_sums.sums_kernel, strided_sums.TILES
     layouts = {
@@ -222,7 +226,8 @@ def shape_images() -> Iterator[tuple]:
     )
 
 
-# -- norms of products --------------------------------------------------------------------------------------------------
+# -- norms of products
+# --------------------------------------------------------------------------------------------------
 
 
 def products(*, window: bool, folded: bool) -> Iterator[tuple]:
@@ -295,7 +300,8 @@ def linear_norms() -> Iterator[tuple]:
             yield variant(label, linear.gram_norms_kernel, kinds, ones | flags, **how)
 
 
-# -- folded convolutions ------------------------------------------------------------------------------------------------
+# -- folded convolutions
+# ------------------------------------------------------------------------------------------------
 
 MOMENTS = "weight scale squares inner sums parts"
 

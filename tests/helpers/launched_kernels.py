@@ -2,10 +2,11 @@
 
 Usage: ``python launched_kernels.py NETWORK DTYPE ARCH...``.
 
-The network is planned in plain torch (bf16 or fp16: autocast, channels_last; fp32: as it is) and run once more with every op
-on its Triton kernel, where each launch is noted instead of made; its results are zeros. A variant is what Triton would compile
-for the launch: types of the arguments, constants, and which of them are 1 or multiples of 16. Printed: JSON, {variant:
-resource usage} for each architecture, by the compiler of compile_kernels.py.
+The network is planned in plain torch (bf16 or fp16: autocast, channels_last; fp32: as it is) and
+run once more with every op on its Triton kernel, where each launch is noted instead of made; its
+results are zeros. A variant is what Triton would compile for the launch: types of the arguments,
+constants, and which of them are 1 or multiples of 16. Printed: JSON, {variant: resource usage} for
+each architecture, by the compiler of compile_kernels.py.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def launched(model: nn.Module, x: Tensor, dtype: torch.dtype, predictive: Any) -
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
         with ops.using("triton", twins=True):
             fastlr.per_sample_grad_sq_norms(model, x, cotangent)
-        # what computes nothing would pass no audit, and launches would be those of a loop over samples
+        # what computes nothing would pass no audit, and launches would be those of a loop over
+        # samples
         with (
             noted() as found,
             mock.patch.object(Audits, "due", return_value=False),

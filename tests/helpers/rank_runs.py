@@ -24,7 +24,8 @@ from fastlr.experiments.training.steps import TrainingSteps
 def without_dropout(num_classes: int = 2) -> nn.Module:
     """As `continual_cases.net` without dropout: every rank count gives the same but for rounding.
 
-    And without the bias before batch norm, whose gradient is nothing but rounding, which Adam makes large.
+    And without the bias before batch norm, whose gradient is nothing but rounding, which Adam makes
+    large.
     """
     layers = [m for m in net(num_classes) if not isinstance(m, nn.Dropout)]
     return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), *layers[1:])

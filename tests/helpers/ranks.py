@@ -2,8 +2,8 @@
 
 Tests and bench/test_reductions.py use them.
 
-Processes come from a fork server that has imported torch once, so a world starts in a tenth of a second. The store is
-held by the process that asks for them, so that any rank may be killed.
+Processes come from a fork server that has imported torch once, so a world starts in a tenth of a
+second. The store is held by the process that asks for them, so that any rank may be killed.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ class Again:
 class Tape:
     """A recorder that repeats a function's operations on the tensors they had, with no Python run.
 
-    So a number that Python has read, an object that was replaced and memory that moved show as they would on a GPU.
+    So a number that Python has read, an object that was replaced and memory that moved show as they
+    would on a GPU.
     """
 
     def __init__(self, device: torch.device, pool: Any = None) -> None:
@@ -81,7 +82,8 @@ class Waits(TorchDispatchMode):
 
     That is reading a tensor's values on the host, or making a tensor of the host's.
 
-    The first ``.cpu()`` is noted too, as "copied"; what it gives, and what is made of that, is the host's from then on.
+    The first ``.cpu()`` is noted too, as "copied"; what it gives, and what is made of that, is the
+    host's from then on.
 
     Args:
         events: notes are added to it.

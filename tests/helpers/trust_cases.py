@@ -14,7 +14,8 @@ from single_samples import Written
 from torch import Tensor, nn
 from torch.autograd import Function
 
-# -- cases: calls on one model -----------------------------------------------------------------------------------------
+# -- cases: calls on one model
+# -----------------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
@@ -67,7 +68,8 @@ class Net(Written):
         self.eval()
 
 
-# -- A: rows belong to samples by data ---------------------------------------------------------------------------------
+# -- A: rows belong to samples by data
+# ---------------------------------------------------------------------------------
 
 
 class Rows(Function):
@@ -396,7 +398,8 @@ for _how in (navit, navit_in_order):
     CASES[f"packed-{_how.__name__}-full_first"] = partial(packed, _how, FULL_THEN_NOT)
 
 
-# -- C and D: what outputs are compared with, and which samples --------------------------------------------------------
+# -- C and D: what outputs are compared with, and which samples
+# --------------------------------------------------------
 
 
 def masked_constantly(net: Net, x: Tensor, mask: Tensor) -> Tensor:
@@ -477,7 +480,8 @@ def exchanged_from_eight_on():
     yield Call(model, (torch.randn(12, 5),), refused=True)
 
 
-# -- G: torch is wrong for a batch of one ------------------------------------------------------------------------------
+# -- G: torch is wrong for a batch of one
+# ------------------------------------------------------------------------------
 
 
 class Positions(nn.Module):

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from trust_cases import CASES, Call, Net, case
 
-# -- h [B, ...] with a number, for which samples interact unless it is zero --------------------------------------------
+# -- h [B, ...] with a number, for which samples interact unless it is zero
+# --------------------------------------------
 
 
 def with_grad(h: Tensor, alpha: Any) -> Tensor:
@@ -37,7 +38,8 @@ def gradient_only(h: Tensor, alpha: Any) -> Tensor:
     return h + alpha * (mean - mean.detach())
 
 
-# -- where the number is kept: name -> a model, and what sets it -------------------------------------------------------
+# -- where the number is kept: name -> a model, and what sets it
+# -------------------------------------------------------
 
 Mix = Callable[[Tensor, Any], Tensor]
 Held = tuple[nn.Module, Callable[[float], Any]]
@@ -284,7 +286,8 @@ def flipped_samples(how):
         yield Call(model, (torch.randn(4, 4, 5),))
 
 
-# -- state that forward writes -----------------------------------------------------------------------------------
+# -- state that forward writes
+# -----------------------------------------------------------------------------------
 
 
 class CachedBias(nn.Module):

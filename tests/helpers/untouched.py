@@ -14,7 +14,8 @@ from torch import Tensor, nn
 def untouched(model: nn.Module) -> Iterator[None]:
     """Hold that a model and the random state stay the same to the bit, also where the call fails.
 
-    Under each name is the same tensor, with the same values and gradient; flags and hooks are as before.
+    Under each name is the same tensor, with the same values and gradient; flags and hooks are as
+    before.
     """
     tensors, before = _tensors(model), _around(model)
     values = {

@@ -10,7 +10,8 @@ from zoo_registry import B, chain, lin, r, written, zoo
 from bench.cases import Case
 
 # fmt: off
-# --------------------------------------------------------------------------------------------------------- convolution
+# --------------------------------------------------------------------------------------------------
+# convolution
 CONVOLUTIONS = {  # name: (layer, input shape)
     "conv1d": (lambda: nn.Conv1d(4, 6, 3), (4, 9)),
     "conv1d_grouped_strided": (lambda: nn.Conv1d(4, 6, 3, stride=2, groups=2, padding=1), (4, 9)),
@@ -53,7 +54,8 @@ written("permuted_image_linear_then_conv",
         lambda m, x: m.conv(m.lin(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)).mean((2, 3)), r(B, 4, 7, 8),
         lin=lin(4, 6), conv=lambda: nn.Conv2d(6, 3, 3))
 
-# -------------------------------------------------------------------------------------------------------------- linear
+# --------------------------------------------------------------------------------------------------
+# linear
 chain("linear", lambda: [nn.Linear(5, 3)], 5)
 chain("mlp", lambda: [nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)], 5)
 chain("linear_3d", lambda: [nn.Linear(5, 6, bias=False), nn.GELU(), nn.Linear(6, 3)], 7, 5)
@@ -116,7 +118,8 @@ written("shared_input", lambda m, x, table: m.a(x) @ table, lambda: (torch.randn
         shared=(1,))
 
 
-# -------------------------------------------------------------------------------------- distances, and complex numbers
+# -------------------------------------------------------------------------------------- distances,
+# and complex numbers
 for _p in (1.0, 1.5, 2.0, 3.0, float("inf")):
     written(f"distances_{_p}", lambda m, x, p=_p: torch.cdist(m.a(x), m.w, p), r(B, 5), a=lin(5, 3), w=(6, 3))
 written("distances_to_many", lambda m, x: torch.cdist(m.a(x), m.w).square(), r(B, 5), a=lin(5, 3), w=(30, 3))
@@ -183,7 +186,8 @@ def _() -> Case:
     return Case(model.eval(), torch.randn(B, 3, 6, 6))
 
 
-# ------------------------------------------------------------------------------------------------------- normalisation
+# --------------------------------------------------------------------------------------------------
+# normalisation
 chain("batchnorm1d", lambda: [nn.Linear(5, 6), nn.BatchNorm1d(6, eps=0.1), nn.SiLU(), nn.Linear(6, 3)], 5)
 chain("batchnorm2d_first", lambda: [nn.BatchNorm2d(3, eps=0.1), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()], 3,
       5, 6)

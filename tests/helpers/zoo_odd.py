@@ -16,7 +16,8 @@ from zoo_registry import B, bag, emb, ids, lin, r, written, zoo
 from bench.cases import Case
 
 # fmt: off
-# ---------------------------------------------------------------------------------------- embeddings, tables, indexing
+# ----------------------------------------------------------------------------------------
+# embeddings, tables, indexing
 written("embedding", lambda m, i: m.lin(m.emb(i)), ids(7, B, 6), emb=emb(7, 5), lin=lin(5, 3))
 written("embedding_repeated_ids", lambda m, i: m.emb(i).tanh().sum(1), ids(2, B, 9), emb=emb(7, 5))
 written("embedding_padding_idx", lambda m, i: m.emb(i).tanh(), ids(3, B, 9), emb=emb(7, 5, padding_idx=1))
@@ -91,7 +92,8 @@ written("mixture_of_experts", _experts, r(B, 6, 5), first=lin(5, 5), router=lin(
         experts=lambda: nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)) for _ in range(3)))
 
 
-# --------------------------------------------------------------------------------------- weights made of other weights
+# --------------------------------------------------------------------------------------- weights
+# made of other weights
 class LoRA(nn.Module):
     """W + B A as a parametrisation."""
 
@@ -144,7 +146,8 @@ written("weight_per_sample", lambda m, x: torch.bmm(m.h(x).view(len(x), 3, 5), x
         h=lin(5, 15))
 
 
-# ------------------------------------------------------------------------------------------ sequences, recurrent, time
+# ------------------------------------------------------------------------------------------
+# sequences, recurrent, time
 def _encoder(name: str, length: int, batch_first: bool, **options: Any) -> None:
     def build() -> Case:
         layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=batch_first, **options)
@@ -192,7 +195,8 @@ def _unrolled(m: Written, x: Tensor) -> Tensor:
 
 written("gru_cell_unrolled", _unrolled, r(B, 5, 4), cell=lambda: nn.GRUCell(4, 3))
 
-# ------------------------------------------------------------------------------------------------ odd but well-defined
+# ------------------------------------------------------------------------------------------------
+# odd but well-defined
 written("checkpoint_non_reentrant", lambda m, x: m.b(checkpoint(m.a, m.first(x), use_reentrant=False)), r(B, 5),
         expected="ok|ModelError", first=lin(5, 5), a=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh()), b=lin(6, 3))
 written("unused_parameters", lambda m, x: m.a(x), r(B, 5), a=lin(5, 3), unused=lin(5, 3), extra=(4,))
@@ -220,7 +224,8 @@ class Double(torch.autograd.Function):
         return grad * s, (grad * x).sum(0)
 
 
-# ----------------------------------------------------------------------------------------------------- must be refused
+# --------------------------------------------------------------------------------------------------
+# must be refused
 written("fault_batchnorm_in_train_mode", lambda m, x: m.b(m.n(m.a(x))), r(B, 5), train=True,
         expected="InteractionError", a=lin(5, 6), n=lambda: nn.BatchNorm1d(6), b=lin(6, 3))
 written("fault_batch_mean", lambda m, x: m.b(m.a(x) - m.a(x).mean(0)), r(B, 5), expected="InteractionError",

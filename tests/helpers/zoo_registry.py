@@ -1,6 +1,7 @@
 """The registry of test models: builders by name, how models are randomised, cast and written.
 
-Everything is drawn at random, zero-initialised parameters included: a gate or head at zero hides an omission behind it.
+Everything is drawn at random, zero-initialised parameters included: a gate or head at zero hides an
+omission behind it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ class ZooCase(Case):
     """A model of the zoo.
 
     Attributes:
-        expected: ``"ok"``, an error class of fastlr.errors, or several joined by ``"|"`` of which any one is right.
-        kinked: in float32 some ReLU inputs are zero within rounding; their side moves gradients by over 1e-4.
+        expected: ``"ok"``, an error class of fastlr.errors, or several joined by ``"|"`` of which
+            any one is right.
+        kinked: in float32 some ReLU inputs are zero within rounding; their side moves gradients by
+            over 1e-4.
     """
 
     expected: str = "ok"
@@ -131,7 +134,8 @@ def chain(
     )
 
 
-# Ways to write what each build makes anew: ``lin(2, 3)`` is a function that makes such a layer, ``r(2, 3)`` one that draws.
+# Ways to write what each build makes anew: ``lin(2, 3)`` is a function that makes such a layer,
+# ``r(2, 3)`` one that draws.
 lin, emb, bag = (partial(partial, layer) for layer in (nn.Linear, nn.Embedding, nn.EmbeddingBag))
 r = partial(partial, torch.randn)
 

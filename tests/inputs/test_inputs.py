@@ -54,7 +54,8 @@ def tensors(batch) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-# --- the generator ----------------------------------------------------------------------------------------------------
+# --- the generator
+# --------------------------------------------------------------------------------------------------
 
 # Random123's kat_vectors: philox4x32, 10 rounds: counter, key, answer.
 KNOWN = """
@@ -135,7 +136,8 @@ def test_normal_table():
     assert digest == "7e27fb847e5ea7612eaaa0e2dbfd3118a4da8fa3feadbe2ca7dd619cb93e3d36"
 
 
-# --- all inputs -------------------------------------------------------------------------------------------------------
+# --- all inputs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", list(GENERATORS))
@@ -245,7 +247,8 @@ def test_records(name):
         )
 
 
-# --- each kind --------------------------------------------------------------------------------------------------------
+# --- each kind
+# --------------------------------------------------------------------------------------------------
 
 
 def test_shape_images_normalise_bytes():
@@ -423,7 +426,8 @@ def test_ragged_datasets_are_refused():
         TensorInputs(Ragged()).batch(0, 3)
 
 
-# --- contact sheets ---------------------------------------------------------------------------------------------------
+# --- contact sheets
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -129,7 +129,10 @@ def test_saved_and_loaded_with_the_strategy(tmp_path):
     path = os.pathsep.join(
         [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers"), *sys.path]
     )
-    script = f"from pathlib import Path; import test_avalanche; test_avalanche.save_and_load(Path({str(tmp_path)!r}))"
+    script = (
+        "from pathlib import Path; import test_avalanche; "
+        f"test_avalanche.save_and_load(Path({str(tmp_path)!r}))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True
     )

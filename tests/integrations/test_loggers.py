@@ -128,7 +128,8 @@ def test_without_tensorboard_the_remedy_is_named_and_no_run_begins(tmp_path, abs
     assert not (tmp_path / "run").exists()
 
 
-# -- the driver --------------------------------------------------------------------------------------------------------
+# -- the driver
+# --------------------------------------------------------------------------------------------------
 
 
 def run(images, path, *more):

@@ -37,7 +37,8 @@ import fastlr
 from fastlr import metrics
 from fastlr.errors import InputError, ModelError, NonFiniteError
 
-# -- parameters alone ---------------------------------------------------------------------------------------------------
+# -- parameters alone
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -106,7 +107,8 @@ def test_diverged_and_frozen_weights_are_refused() -> None:
         metrics.weight_norm(model.requires_grad_(False))
 
 
-# -- dormant units ------------------------------------------------------------------------------------------------------
+# -- dormant units
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["plain", "channels_last", "bfloat16", "batches", "autocast"])
@@ -342,7 +344,8 @@ def test_hugging_face_and_timm_models() -> None:
     assert len(ratio.layers) == len(relu_and_hardswish)
 
 
-# -- promises of all of them --------------------------------------------------------------------------------------------
+# -- promises of all of them
+# --------------------------------------------------------------------------------------------
 
 
 def everything(model: nn.Module, kind: type) -> dict[str, metrics.Measure]:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fastlr import metrics
 from fastlr.errors import InputError, ModelError, NonFiniteError
 
-# -- ranks --------------------------------------------------------------------------------------------------------------
+# -- ranks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["plain", "bfloat16", "batches", "one sample"])
@@ -141,7 +142,8 @@ def test_layer_by_name() -> None:
         metrics.feature_rank(model, x, layer="spare")
 
 
-# -- training gradient --------------------------------------------------------------------------------------------------
+# -- training gradient
+# --------------------------------------------------------------------------------------------------
 
 
 def plain_gradients(

@@ -24,7 +24,8 @@ def net(outputs: int = 3, act: type[nn.Module] = nn.Tanh) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), act(), nn.Linear(8, outputs))
 
 
-# -- noise scale -------------------------------------------------------------------------------------------------------
+# -- noise scale
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_noise_scale_is_that_of_the_sample_covariance(double):
@@ -76,7 +77,8 @@ def test_no_signal_has_an_infinite_noise_scale_and_too_few_samples_none(double):
             fastlr.gradient_noise_scale(model, x, torch.zeros(8, 1), F.mse_loss, groups=groups)
 
 
-# -- trainability ------------------------------------------------------------------------------------------------------
+# -- trainability
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_fresh_network_learns_and_a_dead_one_does_not():
@@ -180,7 +182,8 @@ def test_what_trainability_refuses():
         trainability(net(3, nn.ReLU), x, learning_rate=1e30)
 
 
-# -- curvature rank ----------------------------------------------------------------------------------------------------
+# -- curvature rank
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_rank_is_that_of_the_gauss_newton_matrix(double):
@@ -222,7 +225,8 @@ def test_samples_that_interact_have_no_curvature_rank():
         curvature_rank(Centred(5, 2), torch.randn(6, 5))
 
 
-# -- memorization capacity ----------------------------------------------------------------------------------------------
+# -- memorization capacity
+# ----------------------------------------------------------------------------------------------
 
 
 def test_gain_and_ceiling_of_all_labelings_are_those_by_hand():

@@ -1,6 +1,7 @@
 """Every kernel configuration compiles for every architecture, fits it and spills nothing; no GPU.
 
-Those that take most registers or shared memory are compiled for one architecture, all for each of them in the long tests.
+Those that take most registers or shared memory are compiled for one architecture, all for each of
+them in the long tests.
 """
 
 from __future__ import annotations

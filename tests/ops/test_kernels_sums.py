@@ -193,7 +193,8 @@ def test_rule_of_the_fused_rms_norm():
         RULES["FusedRmsNormBackward0"](inside, [1])
 
 
-# --- on a GPU ---------------------------------------------------------------------------------------------------------
+# --- on a GPU
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -202,7 +202,8 @@ def test_layer_norm_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     hold("layer_norm_sums", x, g, mean, rstd, dtype=dtype)
 
 
-# -- folded convolutions ------------------------------------------------------------------------------------------------
+# -- folded convolutions
+# ------------------------------------------------------------------------------------------------
 
 FOLDABLE = [name for name, layer in CONVOLUTIONS.items() if layer.images == 1]  # of a sample
 
@@ -295,7 +296,8 @@ def test_folded_backward_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole, ops.run("folded_conv_backward", *args))
 
 
-# -- digits that are not lost ------------------------------------------------------------------------------------------
+# -- digits that are not lost
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 80), (3, 80), (3, 256)])
@@ -356,7 +358,8 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind: str) -> None:
             )
 
 
-# -- kernels that cannot be compiled here -------------------------------------------------------------------------------
+# -- kernels that cannot be compiled here
+# -------------------------------------------------------------------------------
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[str]:
@@ -438,7 +441,8 @@ def test_what_a_kernel_does_wrong_is_not_hidden(monkeypatch: pytest.MonkeyPatch)
         ops.run("linear_sq_norms", a, a)
 
 
-# -- kernels that are wrong ----------------------------------------------------------------------------------------------
+# -- kernels that are wrong
+# ----------------------------------------------------------------------------------------------
 
 
 def wrong_in(sample: int, factor: float) -> Callable[[str], Callable[..., Any]]:

@@ -37,7 +37,8 @@ def packed(rgb: torch.Tensor) -> torch.Tensor:
     return red << 16 | green << 8 | blue
 
 
-# --- the definition ---------------------------------------------------------------------------------------------------
+# --- the definition
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -148,7 +149,8 @@ def test_the_default_sizes_are_what_they_were(size):
 
 
 def test_every_order_of_kinds_is_equally_likely():
-    # 2 rectangles and 2 circles: 6 orders. Chi-squared with 5 degrees of freedom exceeds 20.5 with probability .001.
+    # 2 rectangles and 2 circles: 6 orders. Chi-squared with 5 degrees of freedom exceeds 20.5 with
+    # probability .001.
     n = 12000
     circle = draw_shapes(indices(0, n), size=(3, 8, 8), rectangles=2, circles=2, seed=5).circle
     counts = (circle.long() * torch.tensor([8, 4, 2, 1])).sum(1).bincount(minlength=16)
@@ -158,7 +160,8 @@ def test_every_order_of_kinds_is_equally_likely():
 
 
 def test_colours_are_uniform():
-    # 256 levels of 3 channels and 11 colours: chi-squared of 255 degrees of freedom has mean 255 and deviation 22.6.
+    # 256 levels of 3 channels and 11 colours: chi-squared of 255 degrees of freedom has mean 255
+    # and deviation 22.6.
     colours = draw_shapes(indices(0, 4000), size=(3, 8, 8), rectangles=5, circles=5, seed=2).colours
     for channel in range(3):
         counts = colours[..., channel].flatten().bincount(minlength=256).double()
@@ -290,7 +293,8 @@ def test_bad_arguments_are_named(change, words):
         shape_images(arguments.pop("start"), arguments.pop("stop"), **arguments)
 
 
-# --- Triton -----------------------------------------------------------------------------------------------------------
+# --- Triton
+# --------------------------------------------------------------------------------------------------
 
 CASES = {
     "32": (0, 3, {"size": (3, 32, 32)}),

@@ -60,10 +60,11 @@ def real_inputs(path: str | Path, n: int, *, context: int = CONTEXT, seed: int =
     """Open real inputs, at most ``n`` of them.
 
     Args:
-        path: The folder of an image store (its test images, normalised as the drivers do); a file that
-            `fastlr.experiments.data.tensors.read_tensor` reads, ``[N, C, H, W]`` (uint8: RGB, normalised alike;
-            floating-point: as it is) or ``[N, length, features]`` (as it is); or a CSV file of a series (windows of its
-            last fifth, normalised by the first four: `fastlr.experiments.data.split_series`).
+        path: The folder of an image store (its test images, normalised as the drivers do); a file
+            that `fastlr.experiments.data.tensors.read_tensor` reads, ``[N, C, H, W]`` (uint8: RGB,
+            normalised alike; floating-point: as it is) or ``[N, length, features]`` (as it is); or
+            a CSV file of a series (windows of its last fifth, normalised by the first four:
+            `fastlr.experiments.data.split_series`).
         n: How many are wanted; of more, as many are drawn (windows: evenly spaced).
         context: Rows of a window, for a CSV file.
         seed: Of the draw.
@@ -88,8 +89,9 @@ def real_inputs(path: str | Path, n: int, *, context: int = CONTEXT, seed: int =
     is_bytes = tensor.dtype == torch.uint8
     if tensor.dim() not in (3, 4) or not (tensor.is_floating_point() or is_bytes):
         raise InputError(
-            f"{path} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: inputs are images [N, C, H, W], "
-            "uint8 or floating-point, or series [N, length, features], floating-point"
+            f"{path} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: inputs "
+            "are images [N, C, H, W], uint8 or floating-point, or series [N, length, features], "
+            "floating-point"
         )
     if is_bytes and (tensor.dim() != 4 or tensor.shape[1] != 3):
         raise InputError(
@@ -108,7 +110,8 @@ def real_inputs(path: str | Path, n: int, *, context: int = CONTEXT, seed: int =
 def synthetic_inputs(real: RealInputs) -> dict[str, Inputs]:
     """Return synthetic inputs of the same shape, by the name of the measure on them.
 
-    Shapes (for three channels, normalised as ImageNet) and Gaussian noise for images, Gaussian series for series.
+    Shapes (for three channels, normalised as ImageNet) and Gaussian noise for images, Gaussian
+    series for series.
     """
     if real.series:
         length, features = real.shape
@@ -147,11 +150,13 @@ def measure_checkpoints(
         progress: As for `fastlr.experiments.checkpoints.measure.measure_each`.
 
     Returns:
-        For each checkpoint the estimates by name; the one on real inputs is called local_redundancy_real.
+        For each checkpoint the estimates by name; the one on real inputs is called
+        local_redundancy_real.
 
     Raises:
         InputError: Fewer than 3 checkpoints, one named twice, missing, or of another model.
-        ModelError: The model cannot be measured, as for `fastlr.estimate`. NonFiniteError: a checkpoint gives no numbers.
+        ModelError: The model cannot be measured, as for `fastlr.estimate`. NonFiniteError: a
+            checkpoint gives no numbers.
     """
     why = f"a correlation needs at least {FEWEST}, one with a standard error 91"
     paths = existing(checkpoints, FEWEST, why)

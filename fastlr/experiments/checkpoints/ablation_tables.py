@@ -16,7 +16,10 @@ from fastlr.estimator.result import Estimate
 from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR, INPUTS
 from fastlr.experiments.statistics.bootstrap import LEVEL
 
-CONSTANT = "Local redundancy is the same at all checkpoints, on the real inputs or the synthetic ones: nothing to compare."
+CONSTANT = (
+    "Local redundancy is the same at all checkpoints, on the real inputs or the synthetic ones: "
+    "nothing to compare."
+)
 
 
 def few_checkpoints(n: int) -> str:
@@ -29,9 +32,9 @@ def few_checkpoints(n: int) -> str:
         return ""
     t = float(stdtrit(n - 2, 1 - LEVEL / 2))
     return (
-        f"With {n} checkpoints r has no standard error: unrelated numbers reach |r| of {t / math.sqrt(n - 2 + t * t):.2f} "
-        "once in 20 times, and a trend that all checkpoints of a training follow makes r large by itself. It describes "
-        "these checkpoints, no others."
+        f"With {n} checkpoints r has no standard error: unrelated numbers reach |r| of "
+        f"{t / math.sqrt(n - 2 + t * t):.2f} once in 20 times, and a trend that all checkpoints of "
+        "a training follow makes r large by itself. It describes these checkpoints, no others."
     )
 
 

@@ -59,15 +59,18 @@ def measure_each(
         model: The checkpoints are loaded into it, strictly; it is left with the last.
         paths: State dicts.
         sources: Name of a measure to its inputs and how many of them.
-        progress: (label, total) -> context manager around a measurement, whose value is the estimator's ``progress``.
-        options: Of `fastlr.estimate`: ``predictive``, ``probe``, ``batch_size``, ``seed``, ``dtype``.
+        progress: (label, total) -> context manager around a measurement, whose value is the
+            estimator's ``progress``.
+        options: Of `fastlr.estimate`: ``predictive``, ``probe``, ``batch_size``, ``seed``,
+            ``dtype``.
 
     Returns:
         For each checkpoint the estimates by name.
 
     Raises:
         InputError: A checkpoint that is unreadable or of another model.
-        ModelError: The model cannot be measured, as for `fastlr.estimate`. NonFiniteError: a checkpoint gives no numbers.
+        ModelError: The model cannot be measured, as for `fastlr.estimate`. NonFiniteError: a
+            checkpoint gives no numbers.
     """
     estimators: dict[str, fastlr.LocalRedundancy] = {}
     measured = []

@@ -1,7 +1,7 @@
 """Rank checkpoints by local redundancy, with a test of whether the best differs from the others.
 
-All estimates are on the same inputs, so two checkpoints are compared by the differences input by input, in which what
-inputs have in common cancels.
+All estimates are on the same inputs, so two checkpoints are compared by the differences input by
+input, in which what inputs have in common cancels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class PairedTest:
         second: The other.
         difference: Mean over inputs of first minus second, at least 0.
         stderr: Its standard error.
-        z: difference / stderr; infinite where every input has the same difference, 0 where that is 0.
+        z: difference / stderr; infinite where every input has the same difference, 0 where that is
+            0.
         p: Two-sided, by the normal distribution.
         adjusted: p after Holm's correction for the number of all pairs.
     """
@@ -86,13 +87,15 @@ class Ranking:
 def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
     """Rank checkpoints by their estimates on the same inputs.
 
-    For every two, a paired z test: z is the mean over the n inputs of the difference of the two squared gradient norms
-    over its standard error, p two-sided by the normal distribution. Which one is the best is found on the same inputs,
-    so p is corrected for all k (k - 1) / 2 pairs (Holm 1979), not only for those that involve the best: the chance that
-    any two equal checkpoints are told apart is at most ``level``.
+    For every two, a paired z test: z is the mean over the n inputs of the difference of the two
+    squared gradient norms over its standard error, p two-sided by the normal distribution. Which
+    one is the best is found on the same inputs, so p is corrected for all k (k - 1) / 2 pairs (Holm
+    1979), not only for those that involve the best: the chance that any two equal checkpoints are
+    told apart is at most ``level``.
 
     Args:
-        estimates: Name to estimate, all with the same seed, inputs, n and probe, and with per-sample values.
+        estimates: Name to estimate, all with the same seed, inputs, n and probe, and with
+            per-sample values.
         level: Of significance.
 
     Raises:

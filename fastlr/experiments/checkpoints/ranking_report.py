@@ -22,10 +22,13 @@ def verdict(ranked: Ranking) -> str:
     numbers = f"z = {following.z:.1f}, adjusted p {p if p.startswith('<') else '= ' + p}"
     if ranked.distinguishable:
         others = f"; not told from it, though: {', '.join(ranked.ties)}" if ranked.ties else ""
-        return f"{ranked.best} is the best, distinguishable from the next, {following.second} ({numbers}){others}."
+        return (
+            f"{ranked.best} is the best, distinguishable from the next, {following.second} "
+            f"({numbers}){others}."
+        )
     return (
-        f"{ranked.best} has the largest local redundancy, but cannot be told from {', '.join(ranked.ties)} ({numbers} for "
-        f"{following.second})."
+        f"{ranked.best} has the largest local redundancy, but cannot be told from "
+        f"{', '.join(ranked.ties)} ({numbers} for {following.second})."
     )
 
 
@@ -48,15 +51,17 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
     }
     texts = [
         verdict(ranked),
-        f"Best minus: paired over the same n = {n} inputs, ± standard error; z: difference over its standard error. p: "
-        f"two-sided by the normal distribution, Holm's correction for all {len(ranked.pairs)} pairs of "
-        f"{len(ranked.estimates)} checkpoints, as the best was found on the same inputs; distinguishable: "
-        f"p < {ranked.level:g}.",
-        "The errors are over inputs: they say how well these checkpoints are measured, not what another training would give.",
+        f"Best minus: paired over the same n = {n} inputs, ± standard error; z: difference over "
+        "its standard error. p: two-sided by the normal distribution, Holm's correction for all "
+        f"{len(ranked.pairs)} pairs of {len(ranked.estimates)} checkpoints, as the best was found "
+        f"on the same inputs; distinguishable: p < {ranked.level:g}.",
+        "The errors are over inputs: they say how well these checkpoints are measured, not what "
+        "another training would give.",
     ]
     if n < _FEW:
         texts.append(
-            f"With n = {n} the normal distribution is doubtful, as gradients are heavy-tailed: take more."
+            f"With n = {n} the normal distribution is doubtful, as gradients are heavy-tailed: "
+            "take more."
         )
     return Sheet.of(
         "ranking", "Checkpoints by local redundancy", ranked.estimates, columns, [*texts, *notes]

@@ -155,7 +155,8 @@ class Strategies:
         source: Name of the data that the checkpoints were trained on, or None.
         target: Name of those of the next task, or None.
         context: Rows of a window of a series.
-        head: The part that a probe draws anew: None: ``head`` for a forecaster, else the last linear layer.
+        head: The part that a probe draws anew: None: ``head`` for a forecaster, else the last
+            linear layer.
         dtype: "fp32" or "bf16".
         batch_size: Samples at a time; None: by `BATCH`.
         seed: Of the probe's head and order, and of the samples on which units are looked at.
@@ -202,7 +203,8 @@ class Strategies:
             outputs = select_output(model(x), None).shape[-1]
             if outputs != self._source.classes:
                 raise InputError(
-                    f"{source} has {self._source.classes} classes, the model {outputs} outputs: give --classes"
+                    f"{source} has {self._source.classes} classes, the model {outputs} outputs: "
+                    "give --classes"
                 )
         self.probe: Probe | None = None
         if of_probe is not None:
@@ -257,8 +259,8 @@ def picks(
         names: The strategies.
 
     Returns:
-        Strategy to "pick" (of equal values the first), "rule" ("least" or "greatest"), "candidates" (checkpoint to value)
-        and "definition".
+        Strategy to "pick" (of equal values the first), "rule" ("least" or "greatest"), "candidates"
+        (checkpoint to value) and "definition".
     """
     values = {
         checkpoint: {

@@ -3,8 +3,9 @@
 Source: paper, section 4.1 and appendices A.1, A.4, A.5.
 
 - `read_runs`: the records of run folders as series over tasks.
-- `correlations`: of each measure with the accuracy of the tasks to come (Table 1) or with forgetting, errors by block
-  bootstrap, confidence intervals, the smallest effect that could have been seen.
+- `correlations`: of each measure with the accuracy of the tasks to come (Table 1) or with
+  forgetting, errors by block bootstrap, confidence intervals, the smallest effect that could have
+  been seen.
 - `forgetting_by_blocks`, `costs`, `agreement`: the other tables.
 """
 

@@ -45,16 +45,20 @@ class Correlation:
 
     Attributes:
         measure: Name of the measure.
-        target: "future accuracy" (mean of the next 10 tasks) or "forgetting" (of this task by the next).
-        kind: "semi-partial" (the trend is removed from the target alone; the paper's) or "partial" (from both).
+        target: "future accuracy" (mean of the next 10 tasks) or "forgetting" (of this task by the
+            next).
+        kind: "semi-partial" (the trend is removed from the target alone; the paper's) or "partial"
+            (from both).
         method: "pearson" or "spearman".
         transform: "raw" or "log", of the measure.
-        value: The correlation; NaN where it does not exist (a constant measure, the logarithm of zero).
+        value: The correlation; NaN where it does not exist (a constant measure, the logarithm of
+            zero).
         stderr: Its standard error, by block bootstrap.
         low: Lower end of the 95 % confidence interval.
         high: Upper end.
         naive: 1 / sqrt(n), which takes neighbouring tasks for independent.
-        smallest: The smallest correlation that these runs find with probability 80 % (two-sided, 5 %).
+        smallest: The smallest correlation that these runs find with probability 80 % (two-sided, 5
+            %).
         n: Tasks that count, of all runs.
         blocks: Blocks that make up a resample.
         length: Tasks a block.
@@ -99,8 +103,9 @@ class TooShort:
         runs = ", ".join(f"{name} has {n}" for name, n in self.counts.items())
         end = f" ({HORIZON} more must follow the last one)" if self.target == TARGETS[0] else ""
         return (
-            f"Too short for correlations with {self.target}: {runs} usable tasks, and a block bootstrap needs at least "
-            f"{SHORTEST_BLOCK * (FREEDOM + 1) + 1} in a single run, or {self.fewest} in each of several{end}."
+            f"Too short for correlations with {self.target}: {runs} usable tasks, and a block "
+            f"bootstrap needs at least {SHORTEST_BLOCK * (FREEDOM + 1) + 1} in a single run, or "
+            f"{self.fewest} in each of several{end}."
         )
 
 
@@ -117,9 +122,10 @@ def correlations(
 ) -> list[Correlation] | TooShort:
     """Correlate measures at the boundary after task t with what follows, task number regressed out.
 
-    For "future accuracy" the target is the mean accuracy of tasks t + 1 .. t + horizon; for "forgetting" it is what task
-    t's accuracy loses by training on task t + 1. Trends are linear in task number, removed by least squares; in the
-    bootstrap they are fitted anew to each resample. All measures are resampled with the same blocks.
+    For "future accuracy" the target is the mean accuracy of tasks t + 1 .. t + horizon; for
+    "forgetting" it is what task t's accuracy loses by training on task t + 1. Trends are linear in
+    task number, removed by least squares; in the bootstrap they are fitted anew to each resample.
+    All measures are resampled with the same blocks.
 
     Args:
         runs: At least one.
@@ -128,15 +134,17 @@ def correlations(
         resamples: Of the bootstrap.
         seed: Of the bootstrap.
         horizon: Tasks whose accuracy is averaged.
-        length: Tasks a block; None takes :func:`fastlr.experiments.statistics.bootstrap.block_length`, at least 30.
+        length: Tasks a block; None takes
+            :func:`fastlr.experiments.statistics.bootstrap.block_length`, at least 30.
         fewest: Runs with fewer usable tasks are left out.
 
     Returns:
-        For each measure both kinds, methods and transforms; TooShort where the runs do not make up enough blocks: 91
-        tasks in a single run, or 61 in each of several.
+        For each measure both kinds, methods and transforms; TooShort where the runs do not make up
+        enough blocks: 91 tasks in a single run, or 61 in each of several.
 
     Raises:
-        InputError: No runs, an unknown target, a block that does not fit, or fewer than 2 resamples.
+        InputError: No runs, an unknown target, a block that does not fit, or fewer than 2
+            resamples.
 
     Source: paper, section 4.1, Tables 1 and 2.
     """

@@ -47,7 +47,8 @@ class Comparison:
     Arrays are ``[interventions, seeds]``, NaN where there is no such run.
 
     Attributes:
-        groups: The runs of each intervention that are compared; the first, with the fewest options, is the control.
+        groups: The runs of each intervention that are compared; the first, with the fewest options,
+            is the control.
         accuracy: Its mean.
         measures: The mean of each, or of its logarithm where it is always positive (``logs``).
         tasks: Of every run, what lies beyond is left out.
@@ -109,7 +110,10 @@ def compare(runs: Sequence[ContinualRun]) -> Comparison:
     longest = max(map(len, runs))
     used = [run for run in runs if 10 * len(run) >= 9 * longest]
     if len(used) < len(runs):
-        text = f"{len(runs) - len(used)} of {len(runs)} runs have less than 9/10 of {longest} tasks and are left out"
+        text = (
+            f"{len(runs) - len(used)} of {len(runs)} runs have less than 9/10 of {longest} tasks "
+            "and are left out"
+        )
         warnings.warn(text, FastlrWarning, stacklevel=2)
     groups, tasks = by_intervention(used), min(map(len, used))
     seeds = sorted({run.options.get("seed", 0) for run in used})
@@ -135,10 +139,11 @@ class Together:
 
     The intervals are percentiles of a bootstrap, widened for few units.
 
-    between: over interventions, of means over seeds (interventions and seeds are resampled); within: over the seeds of each
-    intervention, of deviations from its means (seeds are); change: of differences to the control of the same seed, not
-    centred: 1 where every intervention changes accuracy in proportion to the measure (both are). The control counts in every
-    change: one that is out of the ordinary in both makes them alike.
+    between: over interventions, of means over seeds (interventions and seeds are resampled);
+    within: over the seeds of each intervention, of deviations from its means (seeds are); change:
+    of differences to the control of the same seed, not centred: 1 where every intervention changes
+    accuracy in proportion to the measure (both are). The control counts in every change: one that
+    is out of the ordinary in both makes them alike.
     """
 
     measure: str
@@ -219,9 +224,10 @@ class Prediction:
     """What a measure adds to predictions, out of sample, of the mean accuracy of the next 10 tasks.
 
     Attributes:
-        base: R^2 of task number (a line for each run) and current accuracy, against each run's mean.
-        gain: What R^2 gains by the measure (its logarithm, where positive), 95 % interval ``low`` to ``high`` by bootstrap
-            of blocks: those of one seed at the same tasks are one.
+        base: R^2 of task number (a line for each run) and current accuracy, against each run's
+            mean.
+        gain: What R^2 gains by the measure (its logarithm, where positive), 95 % interval ``low``
+            to ``high`` by bootstrap of blocks: those of one seed at the same tasks are one.
         n: Tasks that are predicted.
     """
 
@@ -311,9 +317,11 @@ def prediction_sheet(predicted: Sequence[Prediction]) -> Sheet:
         "tasks": lambda p: str(p.n),
     }
     note = (
-        "without: from task number (a line for each run) and current accuracy; gain: by the measure now (its logarithm where "
-        f"positive) besides. Least squares, slopes shared by all runs; each of {FOLDS} blocks of tasks is predicted from the "
-        f"others, those within {HORIZON} tasks of it left out. Negative: worse than without. Interval: bootstrap of blocks."
+        "without: from task number (a line for each run) and current accuracy; gain: by the "
+        "measure now (its logarithm where positive) besides. Least squares, slopes shared by all "
+        f"runs; each of {FOLDS} blocks of tasks is predicted from the others, those within "
+        f"{HORIZON} tasks of it left out. Negative: worse than without. Interval: bootstrap of "
+        "blocks."
     )
     return Sheet.of("prediction", title, predicted, columns, [note])
 
@@ -327,11 +335,13 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
         **{kind: partial(_of_kind, kind) for kind in KINDS},
     }
     note = (
-        f"Means over the last fifth of {found.tasks} tasks. between: over {len(rows)} interventions, of means over "
-        f"{seeds.min()} to {seeds.max()} seeds; within: over the seeds of each intervention; change: of differences to "
-        f"{control} with the same seed, not centred. Brackets: 95 % intervals by bootstrap of interventions and seeds (within: "
-        f"seeds), from {FEWEST} on. A correlation of changes is what an intervention does to both; that it acts through the "
-        "measure it cannot show, but a measure that moves without accuracy is no cause."
+        f"Means over the last fifth of {found.tasks} tasks. between: over {len(rows)} "
+        f"interventions, of means over {seeds.min()} to {seeds.max()} seeds; within: over the "
+        f"seeds of each intervention; change: of differences to {control} with the same seed, not "
+        "centred. Brackets: 95 % intervals by bootstrap of interventions and seeds (within: "
+        f"seeds), from {FEWEST} on. A correlation of changes is what an intervention does to both; "
+        "that it acts through the measure it cannot show, but a measure that moves without "
+        "accuracy is no cause."
     )
     changes: dict[str, Callable[[int], str]] = {
         "intervention": lambda i: found.names[i],
@@ -343,8 +353,8 @@ def cause_sheets(found: Comparison, pairs: Sequence[Together]) -> list[Sheet]:
         changes["LR"] = lambda i: _geometric(values[i])
         changes["log change"] = lambda i: _change(found.change(values, i)) if i else DASH
     told = (
-        f"Late accuracy, and local redundancy (geometric mean); changes against {control} with the same seed: mean and "
-        "standard error over seeds, of local redundancy in natural logarithms."
+        f"Late accuracy, and local redundancy (geometric mean); changes against {control} with the "
+        "same seed: mean and standard error over seeds, of local redundancy in natural logarithms."
     )
     return [
         Sheet.of(
@@ -387,8 +397,9 @@ def _course(groups: dict[str, list[ContinualRun]], measure: str) -> Sheet:
         "seeds": apart,
     }
     note = (
-        "%: accuracy; first, last: fifth of the tasks; start: untrained. LR: geometric means over tasks and seeds. seeds: the "
-        "factor by which those of the last fifth lie apart, exp of the standard deviation of their logarithms."
+        "%: accuracy; first, last: fifth of the tasks; start: untrained. LR: geometric means over "
+        "tasks and seeds. seeds: the factor by which those of the last fifth lie apart, exp of "
+        "the standard deviation of their logarithms."
     )
     return Sheet.of(
         f"course{measure.removeprefix(_LR)}",
@@ -473,8 +484,9 @@ def cause_findings(
         if p is best or p.measure == _LR:
             picked = f" (the best of {len(predicted)})" if p is best and len(predicted) > 1 else ""
             sentences.append(
-                f"Beyond task number and current accuracy, {label(p.measure)}{picked} changes R^2 of the next {HORIZON} tasks' "
-                f"accuracy out of sample by {p.gain:+.4f} {_doubt(p.gain, p.low, p.high, 4)}."
+                f"Beyond task number and current accuracy, {label(p.measure)}{picked} changes R^2 "
+                f"of the next {HORIZON} tasks' accuracy out of sample by {p.gain:+.4f} "
+                f"{_doubt(p.gain, p.low, p.high, 4)}."
             )
     return sentences
 

@@ -2,10 +2,11 @@
 
 Source: paper, section 4.1.
 
-One step of a run is one task: train, test on its held-out images and again on those of the task before, measure, commit.
-What is random in a task is a pure function of the run's seed and the task's number, so a run that was killed and resumed
-writes the same records as one that was not: the same bits on a CPU with the same number of threads (times apart), which
-needs no `torch.use_deterministic_algorithms`. On a GPU some convolutions of cuDNN add in varying order.
+One step of a run is one task: train, test on its held-out images and again on those of the task
+before, measure, commit. What is random in a task is a pure function of the run's seed and the
+task's number, so a run that was killed and resumed writes the same records as one that was not: the
+same bits on a CPU with the same number of threads (times apart), which needs no
+`torch.use_deterministic_algorithms`. On a GPU some convolutions of cuDNN add in varying order.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ INITIAL = "initial.pt"
 def _open_data(options: ContinualOptions) -> tuple[TaskSequence, dict[str, Any]]:
     if not options.data:
         raise InputError(
-            "give --data (or --set data=), the folder of an image store (fastlr data prepare makes one), or --data synthetic, "
-            "or --data random-labels, random-labels-digits or permuted-digits"
+            "give --data (or --set data=), the folder of an image store (fastlr data prepare "
+            "makes one), or --data synthetic, or --data random-labels, random-labels-digits or "
+            "permuted-digits"
         )
     if options.data in (*MEMORISED, PERMUTED_DIGITS):
         labelled: RandomLabels | PermutedDigits

@@ -65,7 +65,8 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLik
 
     Returns False if neither was recorded.
 
-    Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local redundancy).
+    Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local
+        redundancy).
     """
     lr = [run.measure("local_redundancy") for run in runs]
     has_lr = any(np.isfinite(values).any() for values in lr)
@@ -233,7 +234,8 @@ def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -
 
     Modules are in network order, top to bottom. Returns False if no values by module were recorded.
 
-    Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks are averaged.
+    Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks
+    are averaged.
     """
     from matplotlib.colors import LogNorm
 

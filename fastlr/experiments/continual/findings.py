@@ -33,8 +33,8 @@ class RankCorrelation:
 
     No trend is removed.
 
-    Mean over runs, weighted by tasks; the interval (95 %) is by moving-block bootstrap, NaN with fewer than 91 tasks in a
-    single run, or 61 in each of several.
+    Mean over runs, weighted by tasks; the interval (95 %) is by moving-block bootstrap, NaN with
+    fewer than 91 tasks in a single run, or 61 in each of several.
     """
 
     ahead: int
@@ -94,8 +94,8 @@ def findings(
             rank_correlation(runs, ahead, resamples=resamples, seed=seed) for ahead in (0, 1)
         )
         sentences.append(
-            f"Local redundancy after a task against the accuracy of that same task: {describe(same)}; of the next task: "
-            f"{describe(following)}."
+            "Local redundancy after a task against the accuracy of that same task: "
+            f"{describe(same)}; of the next task: {describe(following)}."
         )
         sentences.append(_beyond_trend(future))
     return sentences
@@ -123,15 +123,16 @@ def verdicts(runs: Sequence[ContinualRun]) -> list[str]:
     if len(told) <= _TOLD:
         return told
     return [
-        f"Local redundancy has fallen beyond its error since the start in {fallen} of {len(told)} runs."
+        f"Local redundancy has fallen beyond its error since the start in {fallen} of {len(told)} "
+        "runs."
     ]
 
 
 def course(runs: Sequence[ContinualRun]) -> str:
     """Say how accuracy and local redundancy changed from the first to the last fifth of the tasks.
 
-    Example: "Over 200 tasks accuracy went from 51.2 ± 7.3 % (first fifth) to 12.9 ± 0.2 % (last fifth), local redundancy,
-    by its median, from 650 to 1.9."
+    Example: "Over 200 tasks accuracy went from 51.2 ± 7.3 % (first fifth) to 12.9 ± 0.2 % (last
+    fifth), local redundancy, by its median, from 650 to 1.9."
     """
     longest = max(len(run) for run in runs)
     text = f"Over {counted(longest, 'task')}"
@@ -148,7 +149,8 @@ def course(runs: Sequence[ContinualRun]) -> str:
     first, last = (np.concatenate([finite(both[k]) for both in measured]) for k in (0, 1))
     if len(first) and len(last):
         told.append(
-            f"local redundancy, by its median, from {brief(np.median(first))} to {brief(np.median(last))}"
+            f"local redundancy, by its median, from {brief(np.median(first))} to "
+            f"{brief(np.median(last))}"
         )
     return (
         f"{text} {', '.join(told)}."
@@ -192,7 +194,10 @@ def describe(found: RankCorrelation) -> str:
 
 def _beyond_trend(future: list[Correlation] | TooShort) -> str:
     """Say what is left of it where the trend is taken out, as the paper's Table 1 does."""
-    what = "With the accuracy of the next 10 tasks, the trend in task number taken out (the paper's Table 1)"
+    what = (
+        "With the accuracy of the next 10 tasks, the trend in task number taken out (the paper's "
+        "Table 1)"
+    )
     if isinstance(future, TooShort):
         return f"{what}, it cannot be told from so few tasks."
     chosen = (
@@ -204,4 +209,7 @@ def _beyond_trend(future: list[Correlation] | TooShort) -> str:
     text = f"{what}: r = {found.value:.2f} ± {found.stderr:.2f}"
     if found.low > 0 or found.high < 0:
         return f"{text}."
-    return f"{text}, which cannot be told from 0: only one beyond {found.smallest:.2f} would be found with probability 80 %."
+    return (
+        f"{text}, which cannot be told from 0: only one beyond {found.smallest:.2f} would be found "
+        "with probability 80 %."
+    )

@@ -20,7 +20,8 @@ from fastlr.experiments.runs.folder import stream_seed
 from fastlr.ghost.runtime import clock
 from fastlr.inputs import Inputs
 
-# Names in a run's records -> names in fastlr.metrics, for the measures on training images, by the passes that they share.
+# Names in a run's records -> names in fastlr.metrics, for the measures on training images, by the
+# passes that they share.
 OF_TRAINING = (
     {
         "dormant_ratio": "dormant_ratio",
@@ -38,7 +39,10 @@ REDUNDANCIES = {
     "local_redundancy_next_task": "training images of the next task",
 }
 _Compute = Callable[[list[str]], dict[str, dict[str, Any]]]
-_LR = "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y from the model, eval mode"
+_LR = (
+    "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y from the model, "
+    "eval mode"
+)
 
 
 class CurrentImages(Inputs):
@@ -66,8 +70,8 @@ class Measurer:
     The estimators of local redundancy are kept, so that their plans are made once.
 
     Attributes:
-        chunks: Inputs at a time of each estimator, by name: chosen by the free memory when it is first used, and then kept
-            in the checkpoint, as they change the last bits of a value.
+        chunks: Inputs at a time of each estimator, by name: chosen by the free memory when it is
+            first used, and then kept in the checkpoint, as they change the last bits of a value.
     """
 
     def __init__(
@@ -109,7 +113,8 @@ class Measurer:
             number: Of the task just learned, which decides the images chosen; -1: before the first.
 
         Returns:
-            Records by name, and seconds by name; measures that share a pass have one time, under their names joined by "+".
+            Records by name, and seconds by name; measures that share a pass have one time, under
+            their names joined by "+".
 
         Raises:
             ModelError: A measure is not defined for this model, named.

@@ -37,8 +37,9 @@ OF_THE_TABLES = (
     "train_grad_norm",
 )  # 1, 2, 5
 INTERVENTIONS = tuple(  # options of which a report compares the values
-    "model_kwargs norm head_reset optimiser_state weight_decay shrink perturb reset_every reset_layers l2_init "
-    "redundancy_floor floor_strength floor_images cbp_rate cbp_maturity cbp_decay cbp_transfer replay_images replay_share "
+    "model_kwargs norm head_reset optimiser_state weight_decay shrink perturb reset_every "
+    "reset_layers l2_init redundancy_floor floor_strength floor_images cbp_rate cbp_maturity "
+    "cbp_decay cbp_transfer replay_images replay_share "
     "ewc ewc_decay ewc_images".split()
 )
 WITHOUT_ABLATION = tuple(name for name in MEASURES if name not in OF_THE_ABLATION)
@@ -51,13 +52,15 @@ class ContinualOptions(TrainingOptions):
     The options that all drivers share are in `TrainingOptions`.
 
     Attributes:
-        model: Name for `fastlr.models.load_model`: torchvision's, timm's, or ``package.module:function``. It is made with
-            ``num_classes``, as many as a task has classes.
+        model: Name for `fastlr.models.load_model`: torchvision's, timm's, or
+            ``package.module:function``. It is made with ``num_classes``, as many as a task has
+            classes.
         model_kwargs: Further arguments of the model, a JSON object.
-        data: Folder of an image store, ``synthetic`` for `synthetic_store` with ``synthetic_classes``, or ``random-labels``
-            for `fastlr.experiments.data.RandomLabels` with ``random_images`` and ``random_classes``;
-            ``random-labels-digits`` is the same on handwritten digits, ``permuted-digits``
-            `fastlr.experiments.data.PermutedDigits` (both of scikit-learn).
+        data: Folder of an image store, ``synthetic`` for `synthetic_store` with
+            ``synthetic_classes``, or ``random-labels`` for `fastlr.experiments.data.RandomLabels`
+            with ``random_images`` and ``random_classes``; ``random-labels-digits`` is the same on
+            handwritten digits, ``permuted-digits`` `fastlr.experiments.data.PermutedDigits` (both
+            of scikit-learn).
         synthetic_classes: Their number (32 x 32, 200 training and 50 test images each).
         random_images: Training images of every task of random labels or permuted digits.
         random_classes: Of every task of random labels; of digits 10, of other tasks two.
@@ -69,41 +72,53 @@ class ContinualOptions(TrainingOptions):
         optimiser_state: ``kept`` from task to task, or ``reset`` at the start of each.
         epochs: Passes over a task's training images.
         flip: Mirror each training image with probability 1/2 (neither paper says that it does).
-        head_reset: Set the last linear layer to zero at the start of each task, as Dohare et al. do.
-        norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place (see
-            `fastlr.experiments.continual.interventions`, as for those that follow).
+        head_reset: Set the last linear layer to zero at the start of each task, as Dohare et al.
+            do.
+        norm: ``batch`` leaves the model's batch norms, ``layer`` puts layer norms in their place
+            (see `fastlr.experiments.continual.interventions`, as for those that follow).
         shrink: Multiply every parameter by it at the start of each task after the first; 1: off.
         perturb: Then add normal noise of this standard deviation; 0: off.
         reset_every: Periodic resets: before every so many tasks the last layers begin anew; 0: off.
-        reset_layers: How many layers that have a weight matrix, with all that is defined after them; 0: the whole network.
-        l2_init: Strength of L2 regularisation towards initialisation; 0: off. Not in the recorded train_loss.
-        redundancy_floor: Penalty that holds local redundancy (nats) at this value where it falls below; 0: off. Not in
-            train_loss. It differentiates local redundancy on shapes in every step, and needs eager steps.
+        reset_layers: How many layers that have a weight matrix, with all that is defined after
+            them; 0: the whole network.
+        l2_init: Strength of L2 regularisation towards initialisation; 0: off. Not in the recorded
+            train_loss.
+        redundancy_floor: Penalty that holds local redundancy (nats) at this value where it falls
+            below; 0: off. Not in train_loss. It differentiates local redundancy on shapes in every
+            step, and needs eager steps.
         floor_strength: Of the penalty ``floor_strength * log(redundancy_floor / running mean)``.
         floor_images: Synthetic images a step.
-        cbp_rate: Continual backprop: the share of each layer's mature units that is replaced in a step; 0: off. Dohare et
-            al. take 3e-4 for ``dohare32``.
+        cbp_rate: Continual backprop: the share of each layer's mature units that is replaced in a
+            step; 0: off. Dohare et al. take 3e-4 for ``dohare32``.
         cbp_maturity: Steps after which a unit is mature.
         cbp_decay: Of the running means of contribution utility and activation.
-        cbp_transfer: Let the mean contribution of a replaced unit go to the bias of what reads it; ``no``: as in Nature.
-        replay_images: Images of earlier tasks in the memory of experience replay, each with the label of its task; 0: off.
+        cbp_transfer: Let the mean contribution of a replaced unit go to the bias of what reads it;
+            ``no``: as in Nature.
+        replay_images: Images of earlier tasks in the memory of experience replay, each with the
+            label of its task; 0: off.
         replay_share: Of each batch that is drawn from the memory.
-        ewc: Strength lambda of elastic weight consolidation, ``lambda / 2 F (theta - theta*)^2``; 0: off. Not in train_loss.
+        ewc: Strength lambda of elastic weight consolidation, ``lambda / 2 F (theta - theta*)^2``;
+            0: off. Not in train_loss.
         ewc_decay: By which the Fisher information of earlier tasks is multiplied after each task.
         ewc_images: Of each task, for its Fisher information: one forward and backward pass each.
-        layout: Of images, activations and weights in memory: ``channels-last``, with which a step on a CPU takes less time for
-            most networks, or ``contiguous`` (ResNet-18 on 32 x 32 and 64 x 64 images: 0.93 of the time on one core; ConvNet:
-            1.18; MobileNetV3-Large: 1.2 to 1.3; ResNet-50: 1.3). It changes the last bits.
-        step: How a training step runs: ``eager``; ``graph``, replayed as a CUDA graph; ``compile``, the model compiled by
-            `torch.compile` (on a GPU replayed too); ``auto``: ``graph`` on a GPU, else ``eager``. The records say which.
-        on_nan: A loss that is not finite: ``stop`` with an error, or ``skip`` the task, going on from before it.
+        layout: Of images, activations and weights in memory: ``channels-last``, with which a step
+            on a CPU takes less time for most networks, or ``contiguous`` (ResNet-18 on 32 x 32 and
+            64 x 64 images: 0.93 of the time on one core; ConvNet: 1.18; MobileNetV3-Large: 1.2 to
+            1.3; ResNet-50: 1.3). It changes the last bits.
+        step: How a training step runs: ``eager``; ``graph``, replayed as a CUDA graph; ``compile``,
+            the model compiled by `torch.compile` (on a GPU replayed too); ``auto``: ``graph`` on a
+            GPU, else ``eager``. The records say which.
+        on_nan: A loss that is not finite: ``stop`` with an error, or ``skip`` the task, going on
+            from before it.
         measures: Which, with commas.
         measure_every: Measure after every k-th task (and before the first).
         redundancy_n: Synthetic images of local redundancy; the same ones at every measurement.
-        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does; ``rademacher`` has the same
-            expectation and less variance; ``exact`` enumerates them.
-        redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement, then kept.
-        measure_images: Training images of the task just learned for the measures of activations and gradients.
+        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
+            ``rademacher`` has the same expectation and less variance; ``exact`` enumerates them.
+        redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement,
+            then kept.
+        measure_images: Training images of the task just learned for the measures of activations and
+            gradients.
         tau: Threshold of dormant_ratio_tau.
     """
 
@@ -159,7 +174,8 @@ class ContinualOptions(TrainingOptions):
         for name in ("cbp_rate", "ewc"):
             if self.dtype == "bf16-weights" and getattr(self, name):
                 raise InputError(
-                    f"{name} keeps running means of which bfloat16 would lose most: choose dtype=bf16, or {name}=0"
+                    f"{name} keeps running means of which bfloat16 would lose most: choose "
+                    f"dtype=bf16, or {name}=0"
                 )
 
     @property
@@ -174,7 +190,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     # The run of the paper's Table 5: fewer tasks, and the measures of that table alone.
     "table5": {"tasks": 500, "measures": OF_THE_TABLES},
-    # Dohare et al. 2024, lop/imagenet/cfg/bp.json and lop/imagenet/single_expr.py. Their step sizes are .01, .001, .0001.
+    # Dohare et al. 2024, lop/imagenet/cfg/bp.json and lop/imagenet/single_expr.py. Their step sizes
+    # are .01, .001, .0001.
     "dohare32": {
         "model": "fastlr.models.convnet:ConvNet",
         "tasks": 2000,
@@ -238,7 +255,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Options that change no number, or only its last bits, or are reported in their own place; tau is of no measure of the paper.
+# Options that change no number, or only its last bits, or are reported in their own place; tau is
+# of no measure of the paper.
 _NO_MATTER = set(
     "seed device threads layout fused step on_nan redundancy_batch measures tau data synthetic_classes".split()
 )
@@ -251,8 +269,8 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
 
     Args:
         options: Of the run.
-        data: What ``config.json`` says of its data; older runs do not say ``resize``, which was ``crop``, and that of data
-            which nobody has resized is None.
+        data: What ``config.json`` says of its data; older runs do not say ``resize``, which was
+            ``crop``, and that of data which nobody has resized is None.
         tasks: Those that it has done.
 
     Example:

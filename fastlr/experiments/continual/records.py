@@ -159,7 +159,8 @@ class ContinualRun(RunFolder):
 
         It is NaN where fewer than ``horizon`` tasks follow.
 
-        Skipped or missing tasks among them are left out of the mean; with less than half of them there it is NaN.
+        Skipped or missing tasks among them are left out of the mean; with less than half of them
+        there it is NaN.
         """
         accuracy, result = self.accuracy, np.full(len(self), np.nan)
         for t in range(len(self) - horizon):
@@ -224,15 +225,15 @@ def read_runs(
 
     Args:
         paths: Run folders, or folders of them.
-        pool: Take runs of different configurations too. Otherwise their options and data must be the same, but for seed,
-            machine and number of tasks. What a run does not tell, such as an option that its version of fastlr did not
-            have, is not compared.
+        pool: Take runs of different configurations too. Otherwise their options and data must be
+            the same, but for seed, machine and number of tasks. What a run does not tell, such as
+            an option that its version of fastlr did not have, is not compared.
         apart: Options that may differ without ``pool`` too.
 
     Raises:
-        InputError: A path is no run folder and holds none; one run is there twice, by its path or as
-            `fastlr.experiments.runs.records.refuse_copies` says; or without ``pool``, they differ: the message says in what,
-            and which belong together.
+        InputError: A path is no run folder and holds none; one run is there twice, by its path or
+            as `fastlr.experiments.runs.records.refuse_copies` says; or without ``pool``, they
+            differ: the message says in what, and which belong together.
     """
     runs = [read_run(folder) for folder in run_folders(paths)]
     refuse_copies(runs, "continual")
@@ -258,8 +259,8 @@ def _check_same(runs: list[ContinualRun], apart: Collection[str]) -> None:
     if len(groups) > _SHOWN:
         listed.append(f"and {len(groups) - _SHOWN} more")
     raise InputError(
-        f"these are runs of {len(groups)} configurations, which are not pooled: give the run folders of one "
-        f"({'; '.join(listed)}), or say --pool"
+        f"these are runs of {len(groups)} configurations, which are not pooled: give the run "
+        f"folders of one ({'; '.join(listed)}), or say --pool"
     )
 
 

@@ -50,19 +50,22 @@ def write_report(
 
     Args:
         paths: Run folders, or folders of run folders; all of them are pooled.
-        out: Folder for the files, made if missing; None: ``report`` in the one path given, ``fastlr-report`` for several.
+        out: Folder for the files, made if missing; None: ``report`` in the one path given,
+            ``fastlr-report`` for several.
         figures: "png", or "none".
         resamples: Of the bootstraps.
         seed: Of the bootstraps.
-        pool: Also pool runs of different configurations. Without it, runs that differ by interventions and seeds are held to
-            each other: do interventions that change a measure change accuracy?
+        pool: Also pool runs of different configurations. Without it, runs that differ by
+            interventions and seeds are held to each other: do interventions that change a measure
+            change accuracy?
 
     Returns:
-        The report: ``index.html``, ``report.md``, a CSV file a table, ``correlations.csv`` and ``report.json`` with all
-        digits, and the figures are in its folder.
+        The report: ``index.html``, ``report.md``, a CSV file a table, ``correlations.csv`` and
+        ``report.json`` with all digits, and the figures are in its folder.
 
     Raises:
-        InputError: No run there, runs of different configurations, an argument out of range, or a file that cannot be written.
+        InputError: No run there, runs of different configurations, an argument out of range, or a
+            file that cannot be written.
     """
     if resamples < 100:
         raise InputError(f"{resamples} resamples: a standard error needs at least 100")
@@ -132,7 +135,8 @@ def write_report(
         )
     summary = (
         f"{counted(len(runs), 'run')}, {counted(sum(len(run.tasks) for run in runs), 'task')}. "
-        f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in report.json."
+        f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in "
+        "report.json."
     )
     drawings = _drawings(runs, known) if figures == "png" else []
     title, sheets = "Plasticity over a sequence of tasks", [*screen, *rest]
@@ -199,7 +203,10 @@ def _report_on_causes(
         "Does it cause plasticity?",
         [*screen, tables.runs_sheet(runs), tables.definitions_sheet(runs)],
     )
-    lead = f"{counted(len(runs), 'run')} of {counted(len(found.names), 'intervention')}, compared over {found.tasks} tasks."
+    lead = (
+        f"{counted(len(runs), 'run')} of {counted(len(found.names), 'intervention')}, compared "
+        f"over {found.tasks} tasks."
+    )
     report = write_files(
         folder, title, sentences, [lead], sheets, drawings, runs, numbers, screen=screen
     )
@@ -220,7 +227,8 @@ def _drawings(runs: Sequence[ContinualRun], known: dict[str, list[Correlation]])
             Drawing(
                 name,
                 partial(curves.correlation_chart, known[target]),
-                f"Correlation of each measure with {tables.TARGET_LABELS[target]}: semi-partial, raw, 95 % intervals.",
+                f"Correlation of each measure with {tables.TARGET_LABELS[target]}: semi-partial, "
+                "raw, 95 % intervals.",
             )
             for target, name in zip(TARGETS, ("correlations.png", "forgetting-correlations.png"))
         ),
@@ -239,7 +247,10 @@ def _drawings(runs: Sequence[ContinualRun], known: dict[str, list[Correlation]])
         caption = f"Local redundancy by module and task: {run.name}. Grey: zero or none."
         drawings.append(Drawing(f"layers-{index}.png", partial(curves.layer_map, run), caption))
     size, seed = as_dict(runs[0].config, "data").get("size"), runs[0].options.get("seed", 0)
-    caption = f"The first 16 synthetic images on which {runs[0].name} was measured ({size} x {size}, seed {seed})."
+    caption = (
+        f"The first 16 synthetic images on which {runs[0].name} was measured ({size} x {size}, "
+        f"seed {seed})."
+    )
     return [*drawings, Drawing("inputs.png", partial(_draw_inputs, runs[0], size, seed), caption)]
 
 

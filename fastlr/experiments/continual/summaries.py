@@ -41,7 +41,8 @@ class ForgettingBlock:
         right_after: Mean accuracy right after training on the task.
         one_later: Mean accuracy on the same images after the next task.
         mean: Mean of their difference; positive is forgetting.
-        stderr: Its standard error: by blocks of 30 tasks from 60 tasks on, else sd / sqrt(n); runs are independent.
+        stderr: Its standard error: by blocks of 30 tasks from 60 tasks on, else sd / sqrt(n); runs
+            are independent.
     """
 
     first: int
@@ -58,7 +59,8 @@ def forgetting_by_blocks(runs: Sequence[ContinualRun], blocks: int = 10) -> list
 
     There are at most ``blocks`` stretches, each of at least 10 tasks.
 
-    Forgetting of task t is its accuracy right after training on it minus its accuracy after task t + 1.
+    Forgetting of task t is its accuracy right after training on it minus its accuracy after task t
+    + 1.
     """
     longest = max(len(run) for run in runs)
     size = max(10, -(-longest // blocks))
@@ -140,7 +142,8 @@ def costs(runs: Sequence[ContinualRun]) -> list[Cost]:
 class Agreement:
     """How closely an estimate follows a reference over the boundaries at which both were taken.
 
-    With x the estimate and y the reference; several runs: the mean of the runs' values, weighted by boundaries.
+    With x the estimate and y the reference; several runs: the mean of the runs' values, weighted by
+    boundaries.
 
     Attributes:
         measure: Name of the estimate.
@@ -148,9 +151,10 @@ class Agreement:
         r: Pearson's correlation of x and y (no trend removed, as in the paper).
         stderr: Its standard error by block bootstrap; NaN below 91 boundaries.
         r_squared: r * r, the R^2 of the best straight line through the points.
-        identity: 1 - sum (x - y)^2 / sum (y - mean y)^2, the R^2 of the line x = y; negative when the mean of y would
-            be a better guess than x.
-        squared_error: Mean of (x - y)^2, of the values or of their natural logarithms as ``transform`` says.
+        identity: 1 - sum (x - y)^2 / sum (y - mean y)^2, the R^2 of the line x = y; negative when
+            the mean of y would be a better guess than x.
+        squared_error: Mean of (x - y)^2, of the values or of their natural logarithms as
+            ``transform`` says.
         mse: The same after each series is brought to mean 0 and standard deviation 1: 2 (1 - r).
         ratio: Geometric mean of x / y: how many times too large.
         n: Boundaries.
@@ -181,7 +185,8 @@ def agreement(
     Args:
         runs: Runs without the reference are left out.
         reference: Name of the reference measure.
-        candidates: Names; None takes local_redundancy (shapes) and all local_redundancy_* that were recorded.
+        candidates: Names; None takes local_redundancy (shapes) and all local_redundancy_* that were
+            recorded.
         resamples: Of the bootstrap behind the standard error.
         seed: Of the bootstrap.
 

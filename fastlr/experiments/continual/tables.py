@@ -51,8 +51,8 @@ _DEFINITIONS = {
 }
 _TRANSFORMS = {"raw": "raw measures", "log": "logarithms of the measures"}
 NOT_RECORDED = (
-    "The runs have no local redundancy on the next task's images (measure local_redundancy_next_task), or it and "
-    "another estimate do not both vary: no ablation table."
+    "The runs have no local redundancy on the next task's images (measure "
+    "local_redundancy_next_task), or it and another estimate do not both vary: no ablation table."
 )
 
 
@@ -155,26 +155,28 @@ def _correlation_sheet(
         else "both (partial)"
     )
     notes = [
-        f"Each measure{' (its logarithm)' if transform == 'log' else ''} at the boundary after task t against "
-        f"{_DEFINITIONS[target]}; r is Pearson's, rho Spearman's; a line in task number is taken out of {trend}.",
-        f"s.e. and interval: moving-block bootstrap, {known[0].blocks} blocks of {known[0].length} tasks, the line "
-        "fitted anew to each resample; naive: 1/sqrt(tasks), which takes neighbouring tasks for independent; least: the "
-        "smallest correlation that would be found with probability 80 % (two-sided test at 5 %).",
+        f"Each measure{' (its logarithm)' if transform == 'log' else ''} at the boundary after "
+        f"task t against {_DEFINITIONS[target]}; r is Pearson's, rho Spearman's; a line in task "
+        f"number is taken out of {trend}.",
+        f"s.e. and interval: moving-block bootstrap, {known[0].blocks} blocks of {known[0].length} "
+        "tasks, the line fitted anew to each resample; naive: 1/sqrt(tasks), which takes "
+        "neighbouring tasks for independent; least: the smallest correlation that would be found "
+        "with probability 80 % (two-sided test at 5 %).",
     ]
     runs = len(known[0].per_run)
     if runs > 1:
         notes.append(f"Mean over {runs} runs, weighted by tasks, resampled within runs.")
     if kind == "semi-partial":
         notes.append(
-            "A measure that is nearly a line in task number has a semi-partial correlation near zero whatever it does "
-            "beside the line: compare the partial ones."
+            "A measure that is nearly a line in task number has a semi-partial correlation near "
+            "zero whatever it does beside the line: compare the partial ones."
         )
     outside = [
         f"{label(c.measure)} ({_METHODS[c.method]})" for c in known if c.low > 0 or c.high < 0
     ]
     notes.append(
-        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(known)} such intervals about "
-        f"{len(known) / 20:.1f} would leave out zero by chance."
+        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(known)} such intervals "
+        f"about {len(known) / 20:.1f} would leave out zero by chance."
     )
     if known[0].blocks < 10:
         notes.append(f"With {known[0].blocks} blocks the errors themselves are rough.")
@@ -205,9 +207,10 @@ def overview_sheet(correlations: Sequence[Correlation], target: str) -> Sheet:
         if set(cells) != {DASH}:
             rows.append((label(measure) if method == "pearson" else "", _METHODS[method], *cells))
     notes = (
-        "value ± s.e. by block bootstrap. semi: the line in task number is taken out of the target alone; partial: out "
-        "of the measure too. log: of the measure (Spearman's semi-partial does not feel it); – where it is zero at "
-        "times, constant or a straight line.",
+        "value ± s.e. by block bootstrap. semi: the line in task number is taken out of the "
+        "target alone; partial: out of the measure too. log: of the measure (Spearman's "
+        "semi-partial does not feel it); – where it is zero at times, constant or a straight "
+        "line.",
     )
     columns = ("x 100", "", *(f"{_SHORT[kind]}, {transform}" for kind, transform in combinations))
     title = f"All correlations with {TARGET_LABELS[target]}"
@@ -227,9 +230,10 @@ def lead_sheet(correlations: Sequence[Correlation], target: str) -> Sheet | None
     ]
     columns = ("x 100", *(f"{_SHORT[kind]}, {_METHODS[method]}" for kind, method in combinations))
     notes = (
-        "Local redundancy's correlation minus that of each other measure (raw), with the standard error of the "
-        "difference: both are computed on the same resamples. With a sign: a measure that falls where accuracy rises "
-        "has a negative correlation, so compare sizes in the tables above.",
+        "Local redundancy's correlation minus that of each other measure (raw), with the standard "
+        "error of the difference: both are computed on the same resamples. With a sign: a measure "
+        "that falls where accuracy rises has a negative correlation, so compare sizes in the "
+        "tables above.",
     )
     return Sheet(
         slug(target, "lead"), "How far local redundancy leads", columns, tuple(rows), notes
@@ -250,8 +254,8 @@ def forgetting_sheet(blocks: Sequence[ForgettingBlock]) -> Sheet:
     }
     note = (
         "Per cent: accuracy on a task right after training on it, after the next task, and their "
-        f"difference (positive: forgotten) with its standard error, by blocks of {SHORTEST_BLOCK} tasks where there are "
-        "two or more, else sd/sqrt(n)."
+        f"difference (positive: forgotten) with its standard error, by blocks of {SHORTEST_BLOCK} "
+        "tasks where there are two or more, else sd/sqrt(n)."
     )
     return Sheet.of("forgetting", title, blocks, columns, [note])
 
@@ -273,10 +277,12 @@ def cost_sheet(timed: Sequence[Cost], runs: Sequence[ContinualRun]) -> Sheet:
     tasks = sum(len(run.tasks) for run in runs)
     of_measures = sum(c.total for c in timed if c.name not in ("train", "evaluate"))
     notes = [
-        f"A task took {sum(c.total for c in timed) / tasks:.4g} s in all, {of_measures / tasks:.4g} s of them for measures.",
-        "Timed within the run: seconds in all, their mean and median a task, and their share of the seconds of training "
-        "(first row). The first call plans and compiles: it is in the total and the mean, not in the median. Measures "
-        "joined by + share one pass: each of them alone costs at most as much.",
+        f"A task took {sum(c.total for c in timed) / tasks:.4g} s in all, "
+        f"{of_measures / tasks:.4g} s of them for measures.",
+        "Timed within the run: seconds in all, their mean and median a task, and their share of "
+        "the seconds of training (first row). The first call plans and compiles: it is in the "
+        "total and the mean, not in the median. Measures joined by + share one pass: each of them "
+        "alone costs at most as much.",
         f"On {devices}." if devices else "",
     ]
     return Sheet.of("costs", title, timed, columns, notes)
@@ -299,7 +305,10 @@ def runs_sheet(runs: Sequence[ContinualRun]) -> Sheet:
         "first 10th %": lambda run: end(run, last=False),
         "last 10th %": lambda run: end(run, last=True),
     }
-    note = f"Accuracy on {runs[0].tested_on} right after training on a task: mean of the first and the last tenth."
+    note = (
+        f"Accuracy on {runs[0].tested_on} right after training on a task: mean of the first and "
+        "the last tenth."
+    )
     return Sheet.of("runs", "Runs", runs, columns, [note, *dict.fromkeys(map(training_text, runs))])
 
 
@@ -349,13 +358,14 @@ def ablation_sheet(
         "n": lambda a: str(a.n),
     }
     definitions = (
-        f"x: local redundancy on the synthetic inputs, y: on {real}, at the same {at}. raw: the values "
-        "as they are; log: their natural logarithms. No trend is removed.",
-        "The paper (Table 4) does not define R^2 and MSE; ours: r^2 is Pearson's r squared, the share of y's variance "
-        "that the best straight line in x explains; R2 x = y is 1 - sum (x - y)^2 / sum (y - mean y)^2, negative "
-        "where the mean of y would be the better guess; MSE is the mean of (x - y)^2, of the raw values and of their "
-        "logarithms; MSE std. that after each series is brought to mean 0 and standard deviation 1, which is 2 (1 - r) and "
-        "cannot be the paper's (2.474 at r = 0.847); x / y is the geometric mean of the ratio. s.e. of r: "
-        f"block bootstrap, from {FEWEST_FOR_ERROR} {at} on.",
+        f"x: local redundancy on the synthetic inputs, y: on {real}, at the same {at}. raw: the "
+        "values as they are; log: their natural logarithms. No trend is removed.",
+        "The paper (Table 4) does not define R^2 and MSE; ours: r^2 is Pearson's r squared, the "
+        "share of y's variance that the best straight line in x explains; R2 x = y is 1 - sum (x "
+        "- y)^2 / sum (y - mean y)^2, negative where the mean of y would be the better guess; MSE "
+        "is the mean of (x - y)^2, of the raw values and of their logarithms; MSE std. that after "
+        "each series is brought to mean 0 and standard deviation 1, which is 2 (1 - r) and cannot "
+        "be the paper's (2.474 at r = 0.847); x / y is the geometric mean of the ratio. s.e. of "
+        f"r: block bootstrap, from {FEWEST_FOR_ERROR} {at} on.",
     )
     return Sheet.of("ablation", title, agreements, columns, [*definitions, *notes])

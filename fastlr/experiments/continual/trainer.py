@@ -32,8 +32,8 @@ LOSS_CHECK_EPOCHS = 10  # between two looks at the losses on a GPU, which wait f
 class Trainer(TrainingLoop):
     """Learns a sequence of tasks; `started_at` is called once before the first.
 
-    Everything random in a task (order of the images, flips, dropout) is a pure function of the run's seed and the task's
-    number. On a CPU, the same thread count gives the same bits.
+    Everything random in a task (order of the images, flips, dropout) is a pure function of the
+    run's seed and the task's number. On a CPU, the same thread count gives the same bits.
 
     Args:
         model: Moved to the device, trained in place.
@@ -125,8 +125,8 @@ class Trainer(TrainingLoop):
         ]
         if not heads:
             raise ModelError(
-                f"head_reset wants a model that ends in nn.Linear with {self.options.classes} outputs: use another, or "
-                "head_reset=no"
+                f"head_reset wants a model that ends in nn.Linear with {self.options.classes} "
+                "outputs: use another, or head_reset=no"
             )
         return heads[-1]
 
@@ -141,8 +141,8 @@ class Trainer(TrainingLoop):
             report: Called with the epochs done after each.
 
         Returns:
-            The mean loss of the last epoch; None if a loss was not finite and on_nan is "skip": model and optimiser are
-            then as before.
+            The mean loss of the last epoch; None if a loss was not finite and on_nan is "skip":
+            model and optimiser are then as before.
 
         Raises:
             NonFiniteError: A loss was not finite and on_nan is "stop".
@@ -168,8 +168,8 @@ class Trainer(TrainingLoop):
             except NonFiniteError as error:  # an intervention may see it first
                 if before is None:
                     raise NonFiniteError(
-                        f"task {number}: {error}; lower learning_rate, or choose on_nan=skip, in a new run (the run up to "
-                        "the task before is intact)"
+                        f"task {number}: {error}; lower learning_rate, or choose on_nan=skip, in a "
+                        "new run (the run up to the task before is intact)"
                     ) from error
                 loss = None
         self.parallel.check()
@@ -259,7 +259,8 @@ class Trainer(TrainingLoop):
         """Return the sum of the cross-entropies of images.
 
         Args:
-            part: Images ``[B, 3, H, W]`` uint8, labels ``[B]`` and, with ``flip``, whether to mirror each ``[B]`` bool.
+            part: Images ``[B, 3, H, W]`` uint8, labels ``[B]`` and, with ``flip``, whether to
+                mirror each ``[B]`` bool.
         """
         x, y, *mirrored = part
         if mirrored:

@@ -1,7 +1,8 @@
 """The data of the experiments.
 
-Images for continual learning: prepare a store once, then load tasks of two classes to the device. See :func:`prepare`
-(``fastlr data prepare``), :class:`ImageStore`, and :mod:`.tasks`. Time series: :mod:`.series`.
+Images for continual learning: prepare a store once, then load tasks of two classes to the device.
+See :func:`prepare` (``fastlr data prepare``), :class:`ImageStore`, and :mod:`.tasks`. Time series:
+:mod:`.series`.
 """
 
 from __future__ import annotations

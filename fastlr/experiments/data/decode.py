@@ -1,7 +1,7 @@
 """Decode the images of one class into the store: a worker process of ``fastlr data prepare``.
 
-This file imports nothing of fastlr, because a worker process loads it by itself: it then starts in a tenth of a second
-and holds no copy of torch. See `main`.
+This file imports nothing of fastlr, because a worker process loads it by itself: it then starts in
+a tenth of a second and holds no copy of torch. See `main`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ CHANNELS = 3
 SPLITS = ("train", "test")
 RULES = {  # how an image is brought to the size of a store
     "squash": "RGB (Pillow's convert); both sides resized to the size whatever their ratio, bilinear with antialiasing (as "
-    "torchvision's Resize to a pair on PIL images); an image that has the size already is copied as it is",
+    "torchvision's Resize to a pair on PIL images); an image that has the size already is copied "
+    "as it is",
     "crop": "RGB (Pillow's convert); shorter side resized to the size, bilinear with antialiasing, then centre crop (as "
-    "torchvision's Resize and CenterCrop on PIL images); an image that has the size already is copied as it is",
+    "torchvision's Resize and CenterCrop on PIL images); an image that has the size already is "
+    "copied as it is",
 }
 _BUFFER = 4 << 20  # bytes read or written at a time
 _EVERY = 32  # images between two reports
@@ -88,8 +90,8 @@ def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
     )
     if size > limit_mb * 1e6:
         raise SourceError(
-            f"{name} of {root} has {size / 1e6:,.1f} MB{' unpacked' * zipped}, and the limit is {limit_mb:g} MB: give a "
-            "greater --max-file-mb if it is to be read"
+            f"{name} of {root} has {size / 1e6:,.1f} MB{' unpacked' * zipped}, and the limit is "
+            f"{limit_mb:g} MB: give a greater --max-file-mb if it is to be read"
         )
     return size
 
@@ -97,12 +99,14 @@ def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
 def read_bytes(root: str, zipped: bool, name: str, limit_mb: float) -> bytes:
     """Return the bytes of the file ``name`` under the folder or in the zip archive ``root``.
 
-    No more than the declared size is unpacked, so an archive that declares less than it holds takes no memory either.
+    No more than the declared size is unpacked, so an archive that declares less than it holds takes
+    no memory either.
 
     Raises:
-        zipfile.BadZipFile: The archive's checksum of this file fails (the file is corrupt, or longer than declared).
-        SourceError: It is larger than the limit, not there or cannot be read (the disk, the network or a permission;
-            not this image).
+        zipfile.BadZipFile: The archive's checksum of this file fails (the file is corrupt, or
+            longer than declared).
+        SourceError: It is larger than the limit, not there or cannot be read (the disk, the network
+            or a permission; not this image).
     """
     try:
         size = size_within(limit_mb, root, zipped, name)
@@ -150,7 +154,8 @@ def npy_images(job: Job, name: str) -> np.ndarray:
         raise SourceError(f"{name} of {job['root']} is no whole .npy file: {error}") from error
     if array.dtype != np.uint8 or list(array.shape) != job["shape"]:
         raise SourceError(
-            f"{name} of {job['root']} is {array.dtype} {list(array.shape)}, and was uint8 {job['shape']} when listed"
+            f"{name} of {job['root']} is {array.dtype} {list(array.shape)}, and was uint8 "
+            f"{job['shape']} when listed"
         )
     return array
 
@@ -187,16 +192,19 @@ def write_class(job: Job, report: Callable[[int], None] = lambda images: None) -
 
     The training images come first.
 
-    The same job gives the same bytes whenever it is done, so that a block that was interrupted is done again in place.
-    Rows that corrupt images leave free are at the end of the block, and are zero.
+    The same job gives the same bytes whenever it is done, so that a block that was interrupted is
+    done again in place. Rows that corrupt images leave free are at the end of the block, and are
+    zero.
 
     Args:
-        job: ``out`` (the file of the store), ``first`` and ``rows`` (the block), ``size``, ``resize``, ``root``, ``zipped`` and
-            ``max_file_mb`` (the source), ``train`` and ``test`` (names of files), or ``npy``, ``npy_train`` and ``shape``.
+        job: ``out`` (the file of the store), ``first`` and ``rows`` (the block), ``size``,
+            ``resize``, ``root``, ``zipped`` and ``max_file_mb`` (the source), ``train`` and
+            ``test`` (names of files), or ``npy``, ``npy_train`` and ``shape``.
         report: Called with the number of images since the last call.
 
     Returns:
-        ``{"train": images, "test": images, "left_out": [{"file", "split", "reason"}], "sha256": of the whole block}``.
+        ``{"train": images, "test": images, "left_out": [{"file", "split", "reason"}], "sha256": of
+        the whole block}``.
 
     Raises:
         SourceError: A file cannot be read.
@@ -272,8 +280,8 @@ def main(processes: str) -> None:
 
     The line holds JSON pairs of a key and a job.
 
-    Messages: ``{"done": images}`` on the way, ``{"key": key, "result": result}`` for each job; at a failure
-    ``{"failure": as `failure` returns it}``, and exit code 1.
+    Messages: ``{"done": images}`` on the way, ``{"key": key, "result": result}`` for each job; at a
+    failure ``{"failure": as `failure` returns it}``, and exit code 1.
 
     Args:
         processes: Path of that module.

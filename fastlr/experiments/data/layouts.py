@@ -1,13 +1,15 @@
 """The classes of a source of images and the files of each, for the three layouts that fastlr reads.
 
-- ``imagenet``: ``train/<class>/*.JPEG`` and, optionally, ``val/<class>/*.JPEG``, which become the test images.
+- ``imagenet``: ``train/<class>/*.JPEG`` and, optionally, ``val/<class>/*.JPEG``, which become the
+  test images.
 - ``folder``: ``<class>/*.png``, the layout of torchvision's ``ImageFolder``; it has no split.
-- ``npy``: ``<class>.npy``, each uint8 ``[n, 3, H, W]``, the first 600 for training (Dohare et al., "Loss of plasticity
-  in deep continual learning", Nature 632, 2024: 700 images of 32 x 32 a class).
+- ``npy``: ``<class>.npy``, each uint8 ``[n, 3, H, W]``, the first 600 for training (Dohare et al.,
+  "Loss of plasticity in deep continual learning", Nature 632, 2024: 700 images of 32 x 32 a class).
 
-Each can be a folder or a .zip file, which is read without unpacking it. Where there is no split, a part of each class
-is held out: the images whose names get the lowest random words, which are a function of the seed, the class's name and
-the position in the class, so a class keeps its split whatever other classes are there.
+Each can be a folder or a .zip file, which is read without unpacking it. Where there is no split, a
+part of each class is held out: the images whose names get the lowest random words, which are a
+function of the seed, the class's name and the position in the class, so a class keeps its split
+whatever other classes are there.
 """
 
 from __future__ import annotations
@@ -113,7 +115,8 @@ class Layout:
 
     Attributes:
         kind: imagenet, folder or npy.
-        classes: those to be prepared, in the order of their names (of their numbers if all are numbers).
+        classes: those to be prepared, in the order of their names (of their numbers if all are
+            numbers).
         held_out: True if the test images were held out, by the seed, from classes without a split.
         ignored: how many files were not used, by reason.
     """
@@ -128,8 +131,8 @@ def list_source(path: str | Path) -> Source:
     """List a folder or a .zip file.
 
     Raises:
-        InputError: It is not there, is neither, cannot be read, is encrypted or compressed otherwise than by deflate, or
-            holds two files of one name.
+        InputError: It is not there, is neither, cannot be read, is encrypted or compressed
+            otherwise than by deflate, or holds two files of one name.
     """
     path = Path(os.path.abspath(path))
     checksums: dict[str, int] = {}
@@ -172,7 +175,8 @@ def _walk(path: Path) -> tuple[list[str], set[str]]:
         earlier = seen.setdefault(os.path.realpath(folder), folder)
         if earlier is not folder:
             raise InputError(
-                f"{folder} and {earlier} are one folder: remove the link, or its images would count twice"
+                f"{folder} and {earlier} are one folder: remove the link, or its images would "
+                "count twice"
             )
         inside[:] = sorted(name for name in inside if not _hidden(name))
         below = os.path.relpath(folder, path).replace(os.sep, "/")
@@ -199,7 +203,8 @@ def _list_archive(path: Path) -> tuple[list[str], set[str], dict[str, int]]:
     absolute = next((info.filename for info in infos if info.filename.startswith("/")), None)
     if absolute is not None:
         raise InputError(
-            f"{path} holds {absolute}, a path from the root: make the archive anew, from within its folder"
+            f"{path} holds {absolute}, a path from the root: make the archive anew, from within "
+            "its folder"
         )
     odd = next(
         (
@@ -242,8 +247,8 @@ def scan(
         limit: The first so many classes, or the names of those wanted; None: all.
 
     Raises:
-        InputError: The layout is another, a class is empty or there twice, an array has a wrong shape or type, or a
-            name in ``limit`` is unknown.
+        InputError: The layout is another, a class is empty or there twice, an array has a wrong
+            shape or type, or a name in ``limit`` is unknown.
     """
     if kind == "auto":
         kind = _detect(source)
@@ -259,7 +264,8 @@ def scan(
     for entry in classes:
         if kind != "npy" and not entry.train:
             raise InputError(
-                f"class {entry.name} of {source.path} is empty: add images, remove the folder, {_NAMED}"
+                f"class {entry.name} of {source.path} is empty: add images, remove the folder, "
+                f"{_NAMED}"
             )
         if kind != "npy" and not (entry.test or held_out):
             raise InputError(
@@ -285,8 +291,8 @@ def _detect(source: Source) -> str:
     if any("/" in name and _is_image(name) for name in source.files):
         return "folder"
     raise InputError(
-        f"{source.path} has none of the layouts that are known: train/<class>/*.JPEG, <class>/*.png (or another kind "
-        "of image) or <class>.npy"
+        f"{source.path} has none of the layouts that are known: train/<class>/*.JPEG, "
+        "<class>/*.png (or another kind of image) or <class>.npy"
     )
 
 
@@ -323,8 +329,9 @@ def _imagenet(source: Source) -> tuple[list[ClassFiles], Counter[str]]:
     test = _by_class(source, "val/", ignored)
     if "val" in source.folders and not any(name in classes for name in test):
         raise InputError(
-            f"the folder val/ of {source.path} has no folder named like a class of train/: sort its images into "
-            "val/<class>/, or move it away, and test images are held out from train/"
+            f"the folder val/ of {source.path} has no folder named like a class of train/: sort "
+            "its images into val/<class>/, or move it away, and test images are held out from "
+            "train/"
         )
     for name, entry in test.items():
         if name in classes:
@@ -381,13 +388,13 @@ def _npy_shapes(source: Source, classes: list[ClassFiles], npy_train: int) -> No
             raise InputError(f"{entry.npy} of {source.path} is {dtype} {list(shape)}; {_WANTED}")
         if shape != tuple(classes[0].shape or ()):
             raise InputError(
-                f"{entry.npy} of {source.path} has shape {list(shape)} and {classes[0].npy} {classes[0].shape}: "
-                "all classes must have the same, make the odd one anew"
+                f"{entry.npy} of {source.path} has shape {list(shape)} and {classes[0].npy} "
+                f"{classes[0].shape}: all classes must have the same, make the odd one anew"
             )
         if not 0 < npy_train < shape[0]:
             raise InputError(
-                f"{entry.npy} of {source.path} has {shape[0]} images, which {npy_train} for training leave none for "
-                "testing of: give another number by --npy-train"
+                f"{entry.npy} of {source.path} has {shape[0]} images, which {npy_train} for "
+                "training leave none for testing of: give another number by --npy-train"
             )
 
 

@@ -2,8 +2,9 @@
 
 Source: paper, section 4.3 and appendix A.3.
 
-Targets are drawn apart from the inputs, so that nothing but memory lowers a network's loss on them below that of the best
-constant prediction, and the bits that it has memorised follow from the loss (`LabelledShapes.bits`, `GaussianPairs.bits`).
+Targets are drawn apart from the inputs, so that nothing but memory lowers a network's loss on them
+below that of the best constant prediction, and the bits that it has memorised follow from the loss
+(`LabelledShapes.bits`, `GaussianPairs.bits`).
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class LabelledShapes:
         """
         if z.shape != (len(y), self.classes):
             raise InputError(
-                f"the model gives {tuple(z.shape)} for {len(y)} images of {self.classes} classes: it must end in as many "
-                "outputs as there are classes"
+                f"the model gives {tuple(z.shape)} for {len(y)} images of {self.classes} classes: "
+                "it must end in as many outputs as there are classes"
             )
         return F.cross_entropy(z.float(), y, reduction="none")
 
@@ -193,7 +194,8 @@ class GaussianPairs:
 
         Here m is the number of elements of a target.
 
-        This is `fastlr.regression_memorization_bound`; negative (nothing) where D is above the variance.
+        This is `fastlr.regression_memorization_bound`; negative (nothing) where D is above the
+        variance.
 
         Example:
             >>> round(GaussianPairs(n=100, context=16, horizon=5, features=2).bits(0.25), 6)

@@ -1,9 +1,10 @@
 """Turn a source of images into an `ImageStore`: the work of ``fastlr data prepare``.
 
-The work survives a kill at any moment. What the store is to be is written first (``plan.json``), the file of pixels is
-allocated whole (so a disk that is too small is found out at once), and every class whose block has been written and
-flushed gets a line in ``blocks.jsonl`` with its checksum; ``index.json`` comes last, and from then on the store exists.
-The same command again keeps the classes whose checksum holds and does the others; the bytes do not depend on it.
+The work survives a kill at any moment. What the store is to be is written first (``plan.json``),
+the file of pixels is allocated whole (so a disk that is too small is found out at once), and every
+class whose block has been written and flushed gets a line in ``blocks.jsonl`` with its checksum;
+``index.json`` comes last, and from then on the store exists. The same command again keeps the
+classes whose checksum holds and does the others; the bytes do not depend on it.
 """
 
 from __future__ import annotations
@@ -69,26 +70,29 @@ def prepare(
     """Make an image store, go on with one that was interrupted, or check and mend a finished one.
 
     Args:
-        source: A folder, or a .zip file of one, in a layout of :mod:`fastlr.experiments.data.layouts`.
+        source: A folder, or a .zip file of one, in a layout of
+            :mod:`fastlr.experiments.data.layouts`.
         out: The folder of the store.
         size: Height and width of the images; None: 64, and for .npy files their own.
-        resize: How other images are brought to it, by :data:`fastlr.experiments.data.decode.RULES`: ``squash``, as in the
-            paper, or ``crop``; None: ``squash``, and for a store that is there its own.
+        resize: How other images are brought to it, by :data:`fastlr.experiments.data.decode.RULES`:
+            ``squash``, as in the paper, or ``crop``; None: ``squash``, and for a store that is
+            there its own.
         format: auto, imagenet, folder or npy.
         workers: Processes that decode, each a class at a time (None: one a core).
         limit_classes: The first so many classes, or the names of those wanted.
         test_fraction: Of each class, held out for testing where the layout has no split.
         npy_train: Of each .npy file, the number of training images.
         seed: Of the held-out images, in ``[0, 2**64)``.
-        max_file_mb: The largest file of the source, unpacked: a few MB of a .zip file may unpack to many GB.
+        max_file_mb: The largest file of the source, unpacked: a few MB of a .zip file may unpack to
+            many GB.
         progress: Called with (what is done, images done, images in all).
 
     Returns:
         The store, opened. Corrupt images are left out and listed in its index.
 
     Raises:
-        InputError: The source or an argument is wrong, ``out`` holds something else or a store of other settings, or
-            another process is writing there.
+        InputError: The source or an argument is wrong, ``out`` holds something else or a store of
+            other settings, or another process is writing there.
         OSError: The disk is full, or cannot be written.
     """
     if workers is None:
@@ -266,8 +270,9 @@ def _check_not_empty(entry: ClassFiles, result: dict[str, Any], listing: Source)
         if not result[split]:
             bad = next(item for item in result["left_out"] if item["split"] == split)
             raise InputError(
-                f"class {entry.name} of {listing.path}: all its images for {split} are corrupt ({bad['file']}: "
-                f"{bad['reason']}): mend or remove them, or name the wanted classes by --limit-classes"
+                f"class {entry.name} of {listing.path}: all its images for {split} are corrupt "
+                f"({bad['file']}: {bad['reason']}): mend or remove them, or name the wanted "
+                "classes by --limit-classes"
             )
 
 
@@ -373,7 +378,10 @@ def _allocate(path: Path, size: int) -> None:
             os.truncate(path, size)  # where it was longer
         except OSError as error:
             os.truncate(path, min(before, size))
-            text = f"{path} needs {size / 1e9:.2f} GB, {shutil.disk_usage(path.parent).free / 1e9:.2f} GB are free"
+            text = (
+                f"{path} needs {size / 1e9:.2f} GB, "
+                f"{shutil.disk_usage(path.parent).free / 1e9:.2f} GB are free"
+            )
             raise disk_error(error.errno, f"{text} ({error.strerror or error})") from error
     finally:
         os.close(descriptor)

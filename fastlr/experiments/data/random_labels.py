@@ -22,9 +22,10 @@ class RandomLabels:
 
     It is a `fastlr.experiments.data.tasks.TaskSequence`.
 
-    A network that can still learn memorises the labels of task 1,000 as well as those of task 0, so accuracy on a task's
-    own training images is a direct measure of plasticity (Lyle et al. 2023, "Understanding plasticity in neural networks",
-    arXiv:2303.01486). Images and labels are pure functions of the seed, the image and the task.
+    A network that can still learn memorises the labels of task 1,000 as well as those of task 0, so
+    accuracy on a task's own training images is a direct measure of plasticity (Lyle et al. 2023,
+    "Understanding plasticity in neural networks", arXiv:2303.01486). Images and labels are pure
+    functions of the seed, the image and the task.
 
     Args:
         images: How many, of 8 x 8 uniformly random bytes in three channels.
@@ -43,7 +44,8 @@ class RandomLabels:
     ) -> None:
         if images < 2 or classes < 2:
             raise InputError(
-                f"random labels need at least two images and two classes, got {images} and {classes}"
+                f"random labels need at least two images and two classes, got {images} and "
+                f"{classes}"
             )
         self.classes, self.fewest, self.seed = classes, images, check_seed(seed)
         if digits:
@@ -83,7 +85,8 @@ class RandomLabels:
 class PermutedDigits:
     """A sequence of tasks (`TaskSequence`): handwritten digits, their pixels permuted anew in each.
 
-    Source: Goodfellow et al. 2013, "An empirical investigation of catastrophic forgetting" (arXiv:1312.6211), with MNIST.
+    Source: Goodfellow et al. 2013, "An empirical investigation of catastrophic forgetting"
+        (arXiv:1312.6211), with MNIST.
 
     Args:
         images: The first so many of `load_digits` are trained on, the others tested on.

@@ -58,8 +58,9 @@ def open_series(name: str, rows: int = 4000) -> Table:
     """Return the series called ``name``.
 
     Args:
-        name: The path of a CSV file; the name of one in the folder that the environment variable FASTLR_DATA names, with
-            or without ".csv" (``ETTh1``); or ``generated`` or ``generated:SEED`` for `generated_series`.
+        name: The path of a CSV file; the name of one in the folder that the environment variable
+            FASTLR_DATA names, with or without ".csv" (``ETTh1``); or ``generated`` or
+            ``generated:SEED`` for `generated_series`.
         rows: Of a generated series.
 
     Raises:
@@ -78,8 +79,8 @@ def open_series(name: str, rows: int = 4000) -> Table:
             return read_series(Path(folder) / (name + ending))
     where = f"FASTLR_DATA={folder} holds no {name}.csv" if folder else "FASTLR_DATA is not set"
     raise InputError(
-        f"no series {name or '(empty name)'}: there is no such file, and {where}; give the path of a CSV file with a date "
-        "column (ETT: github.com/zhouhaoyi/ETDataset), or generated"
+        f"no series {name or '(empty name)'}: there is no such file, and {where}; give the path of "
+        "a CSV file with a date column (ETT: github.com/zhouhaoyi/ETDataset), or generated"
     )
 
 
@@ -88,13 +89,14 @@ def read_series(path: str | Path) -> Table:
 
     The numeric columns are the features.
 
-    Dates (column "date", "datetime", "timestamp" or "time") are in ISO 8601 or as 2016/7/1 0:00, and rows must follow each
-    other in even steps: a step more than half as long again as the median is a gap (so months are even).
+    Dates (column "date", "datetime", "timestamp" or "time") are in ISO 8601 or as 2016/7/1 0:00,
+    and rows must follow each other in even steps: a step more than half as long again as the median
+    is a gap (so months are even).
 
     Raises:
-        InputError: No such file; a cell that is empty, no number or not finite, a date that cannot be read, a row with
-            too few or many cells, a gap or a step back: each named with line and column. No date column, no feature, two
-            columns of one name, fewer than two rows.
+        InputError: No such file; a cell that is empty, no number or not finite, a date that cannot
+            be read, a row with too few or many cells, a gap or a step back: each named with line
+            and column. No date column, no feature, two columns of one name, fewer than two rows.
     """
     path = Path(path)
     try:
@@ -112,8 +114,8 @@ def _read(path: Path, reader: Iterator[list[str]]) -> Table:
     if len(named) != 1:
         count = "no" if not named else f"{len(named)} columns that could be the"
         raise InputError(
-            f"{path}: {count} date column among {', '.join(header[:8]) or 'nothing'}: name one of them date, and separate "
-            "columns by commas"
+            f"{path}: {count} date column among {', '.join(header[:8]) or 'nothing'}: name one of "
+            "them date, and separate columns by commas"
         )
     features = [i for i in range(len(header)) if i != named[0]]
     columns = tuple(header[i] for i in features)
@@ -160,8 +162,9 @@ def _warn_of_outliers(
         at = int(distance.argmax())
         if len(changing) and distance[at] > _OUTLIER * np.median(changing):
             warnings.warn(
-                f"{path}, line {lines[at]}, column {column}: {cells[at]:g} is more than {_OUTLIER:g} times as far from the "
-                "median as other cells are, and flattens the column when it is normalised; mend it if it is an error",
+                f"{path}, line {lines[at]}, column {column}: {cells[at]:g} is more than "
+                f"{_OUTLIER:g} times as far from the median as other cells are, and flattens the "
+                "column when it is normalised; mend it if it is an error",
                 FastlrWarning,
                 stacklevel=5,
             )
@@ -200,8 +203,9 @@ def _even_step(path: Path, column: str, dates: list[datetime], lines: list[int])
         if step <= 0 or step > 1.5 * usual:
             what = "is not later than" if step <= 0 else "leaves a gap after"
             raise InputError(
-                f"{path}, line {lines[i + 1]}, column {column}: {dates[i + 1]} {what} {dates[i]} of line {lines[i]} (the "
-                f"usual step is {usual:g} s); windows need even steps: mend the rows"
+                f"{path}, line {lines[i + 1]}, column {column}: {dates[i + 1]} {what} {dates[i]} "
+                f"of line {lines[i]} (the usual step is {usual:g} s); windows need even steps: "
+                "mend the rows"
             )
     return usual
 
@@ -209,9 +213,10 @@ def _even_step(path: Path, column: str, dates: list[datetime], lines: list[int])
 def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> Table:
     """Make an hourly series with daily and weekly cycles: for the demo and tests, not for findings.
 
-    Each feature has a level, a daily cycle with a second harmonic, a weekly cycle, a slow drift and noise that forgets its
-    past with 0.9 a step; half of the noise is common to all features. Amplitudes and phases differ from feature to
-    feature and from seed to seed. The same numbers on every machine, up to the last bits of sines.
+    Each feature has a level, a daily cycle with a second harmonic, a weekly cycle, a slow drift and
+    noise that forgets its past with 0.9 a step; half of the noise is common to all features.
+    Amplitudes and phases differ from feature to feature and from seed to seed. The same numbers on
+    every machine, up to the last bits of sines.
 
     Args:
         rows: Hours.
@@ -341,7 +346,8 @@ def split_series(
     """
     if context < 1 or horizon < 1 or not 0 < share < 1:
         raise InputError(
-            f"context={context}, horizon={horizon}, share={share}: give two counts and a share in (0, 1)"
+            f"context={context}, horizon={horizon}, share={share}: give two counts and a share in "
+            "(0, 1)"
         )
     rows, window = len(table.values), context + horizon
     train_rows = math.floor(share * rows + 1e-9)
@@ -349,14 +355,16 @@ def split_series(
     if min(train_rows, rows - train_rows) < window:
         least = math.ceil(window / min(share, 1 - share) - 1e-9)
         raise InputError(
-            f"{source} has {rows} rows, {train_rows} for training and {rows - train_rows} for validation: windows of "
-            f"{context} + {horizon} need {window} in each, {least} in all; give more rows, or a smaller context or horizon"
+            f"{source} has {rows} rows, {train_rows} for training and {rows - train_rows} for "
+            f"validation: windows of {context} + {horizon} need {window} in each, {least} in all; "
+            "give more rows, or a smaller context or horizon"
         )
     mean, std = table.values[:train_rows].mean(0), table.values[:train_rows].std(0)
     for column, deviation, centre in zip(table.columns, std, mean):
         if not deviation > 1e-12 * abs(centre):
             raise InputError(
-                f"{source}, column {column}: constant in the first {train_rows} rows; leave the column out"
+                f"{source}, column {column}: constant in the first {train_rows} rows; leave the "
+                "column out"
             )
     scaled = torch.from_numpy(((table.values - mean) / std).astype(np.float32))
     train, validation = scaled[:train_rows].contiguous(), scaled[train_rows:].contiguous()

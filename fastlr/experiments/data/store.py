@@ -1,12 +1,13 @@
 """The image store: one file of uint8 pixels ``[N, H, W, 3]`` and a JSON index.
 
-``images.u8`` is nothing but the pixels, so it can be mapped into memory; ``index.json`` says which rows are whose. Each
-class has one block of rows: its training images, its test images, then zero rows in place of images that were left out.
-A task of two classes is thus two contiguous reads a split.
+``images.u8`` is nothing but the pixels, so it can be mapped into memory; ``index.json`` says which
+rows are whose. Each class has one block of rows: its training images, its test images, then zero
+rows in place of images that were left out. A task of two classes is thus two contiguous reads a
+split.
 
-The pixels are channels last on disk: decoders produce that order, a batch is then a gather of whole rows, and
-convolutions on GPUs want channels_last activations, so nothing is ever transposed after the store was made. Tensors are
-handed out as ``[n, 3, H, W]`` with channels_last strides.
+The pixels are channels last on disk: decoders produce that order, a batch is then a gather of whole
+rows, and convolutions on GPUs want channels_last activations, so nothing is ever transposed after
+the store was made. Tensors are handed out as ``[n, 3, H, W]`` with channels_last strides.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def build_index(
 
     Args:
         plan: What the store was made of; needs ``size``.
-        blocks: One a class, in order: name, rows, train, test (numbers of images), sha256, left_out.
+        blocks: One a class, in order: name, rows, train, test (numbers of images), sha256,
+            left_out.
         versions: Of the software that decoded.
     """
     first, classes = 0, []
@@ -101,8 +103,8 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not the index of an image store of fastlr")
     if index.get("version") != VERSION:
         raise InputError(
-            f"{folder} is a store of version {index.get('version')}, this fastlr reads version {VERSION}: use the "
-            "fastlr that made it, or prepare it anew in another folder"
+            f"{folder} is a store of version {index.get('version')}, this fastlr reads version "
+            f"{VERSION}: use the fastlr that made it, or prepare it anew in another folder"
         )
     try:
         _check_index(index)
@@ -133,7 +135,8 @@ class ImageStore:
     Open a store by :meth:`open`, or make one in memory by :func:`synthetic_store`.
 
     Attributes:
-        index: The content of ``index.json``: source, rule of resizing, versions, what was left out and why.
+        index: The content of ``index.json``: source, rule of resizing, versions, what was left out
+            and why.
         path: Of the folder; None in memory.
         classes: Names, in order.
         size: Height and width of the images.
@@ -249,8 +252,8 @@ class ImageStore:
         Args:
             classes: Names or indices.
             split: "train" or "test".
-            device: Where the tensors are wanted (None: the CPU). To a GPU they go through pinned memory, queued on
-                the current stream.
+            device: Where the tensors are wanted (None: the CPU). To a GPU they go through pinned
+                memory, queued on the current stream.
             pin_memory: Pin the tensors on the CPU (with ``device`` None or "cpu").
 
         Returns:
@@ -258,7 +261,8 @@ class ImageStore:
             labels: int64 ``[n]``, the position in ``classes``: 0 for the first class named.
 
         Raises:
-            InputError: An unknown class or split, no class, or a store that is no longer what was written.
+            InputError: An unknown class or split, no class, or a store that is no longer what was
+                written.
         """
         if isinstance(classes, (str, int)) or not len(classes):
             raise InputError(
@@ -311,7 +315,8 @@ class ImageStore:
         if position not in self._verified and self.path is not None:
             if not self._is_whole(self.index["classes"][position]):
                 raise InputError(
-                    f"the images of class {self.classes[position]} in {self.path} are damaged: {_REPAIR}"
+                    f"the images of class {self.classes[position]} in {self.path} are damaged: "
+                    f"{_REPAIR}"
                 )
             self._verified.add(position)
 

@@ -2,11 +2,12 @@
 
 They are data for the demo and the tests.
 
-A class is a random texture. Each image shows it shifted cyclically by a random amount, at a random contrast, over
-another random texture that belongs to no class, with noise on every pixel. The mean of a texture is grey (within a grey
-level in each channel), so averaged over the shifts every pixel has the same mean in every class and a linear classifier
-is near chance, while a small convolutional network learns two classes from a few hundred images. Integer arithmetic
-throughout: the same bytes on every machine.
+A class is a random texture. Each image shows it shifted cyclically by a random amount, at a random
+contrast, over another random texture that belongs to no class, with noise on every pixel. The mean
+of a texture is grey (within a grey level in each channel), so averaged over the shifts every pixel
+has the same mean in every class and a linear classifier is near chance, while a small convolutional
+network learns two classes from a few hundred images. Integer arithmetic throughout: the same bytes
+on every machine.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def synthetic_store(
 
     Args:
         path: A new folder to write it to; None: in memory.
-        classes: How many; named ``texture-000`` and so on. A class is the same whatever the number of classes.
+        classes: How many; named ``texture-000`` and so on. A class is the same whatever the number
+            of classes.
         size: Height and width, at least 8.
         train: Training images a class.
         test: Test images a class; image i of a class is the same whatever the numbers.

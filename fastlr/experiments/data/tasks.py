@@ -1,7 +1,7 @@
 """Tasks: their sequence, binary tasks from an image store, loading the next one ahead.
 
-A task's images stay on the device as uint8, as long as the task lasts; batches are gathered by index and normalised
-there::
+A task's images stay on the device as uint8, as long as the task lasts; batches are gathered by
+index and normalised there::
 
     with Prefetcher(ClassPairs(store, seed=0).load, range(3000), device="cuda") as tasks:
         for task in tasks:
@@ -114,14 +114,16 @@ def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 
 
     A new round begins when all n (n - 1) / 2 pairs are used up.
 
-    Within a round, ordered pairs of two different classes are drawn independently and uniformly, and one whose two
-    classes were together before in this round is passed over. So each round is a uniformly random permutation of the
-    pairs, and which of the two classes has label 0 is a fair coin. (The probabilities of two classes differ by at most
-    2**-32, see :func:`fastlr.ops.philox.uniform_integers`.)
+    Within a round, ordered pairs of two different classes are drawn independently and uniformly,
+    and one whose two classes were together before in this round is passed over. So each round is a
+    uniformly random permutation of the pairs, and which of the two classes has label 0 is a fair
+    coin. (The probabilities of two classes differ by at most 2**-32, see
+    :func:`fastlr.ops.philox.uniform_integers`.)
 
-    The words are fastlr's Philox4x32-10 (:mod:`fastlr.ops.philox`), integers throughout: pair k is a function of
-    the number of classes, the seed and k alone, on any platform, so a resumed run needs no state. The work grows with
-    the position in the round: for 1000 classes, 3000 pairs take milliseconds, the whole round seconds.
+    The words are fastlr's Philox4x32-10 (:mod:`fastlr.ops.philox`), integers throughout: pair k is
+    a function of the number of classes, the seed and k alone, on any platform, so a resumed run
+    needs no state. The work grows with the position in the round: for 1000 classes, 3000 pairs take
+    milliseconds, the whole round seconds.
 
     Args:
         classes: Their number n, or a sequence of n of them (names, say).
@@ -130,7 +132,8 @@ def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 
         start: Position of the first.
 
     Returns:
-        The pairs at the positions ``start .. start + count - 1``: of indices, or of items of ``classes``.
+        The pairs at the positions ``start .. start + count - 1``: of indices, or of items of
+        ``classes``.
 
     Raises:
         InputError: Fewer than two classes, or an argument out of range.
@@ -182,7 +185,8 @@ def load_task(
 
     Args:
         store: Where from.
-        pair: Two classes by name or index (more items, such as a :class:`Pair`'s round, are not looked at).
+        pair: Two classes by name or index (more items, such as a :class:`Pair`'s round, are not
+            looked at).
         device: None: the CPU.
 
     Raises:
@@ -201,10 +205,11 @@ class Prefetcher:
 
     It loads only that one.
 
-    So two tasks are on the device at most, while the caller holds one. To a GPU the images are read into pinned memory
-    and copied on a stream of their own; a task that is handed out is complete for the stream that is current there and
-    then. An exception of the thread is raised where the task is asked for, and ends the iteration. Use it in a ``with``
-    block, or call :meth:`close`, which waits for the thread.
+    So two tasks are on the device at most, while the caller holds one. To a GPU the images are read
+    into pinned memory and copied on a stream of their own; a task that is handed out is complete
+    for the stream that is current there and then. An exception of the thread is raised where the
+    task is asked for, and ends the iteration. Use it in a ``with`` block, or call :meth:`close`,
+    which waits for the thread.
 
     Args:
         load: (a task's name, device) -> the task, such as the ``load`` of a `TaskSequence`.
@@ -316,8 +321,9 @@ def normalise(
 ) -> Tensor:
     """Return ``(images / 255 - mean) / std`` on the images' device.
 
-    Computed in float32 as ``(byte - 255 mean) * (1 / (255 std))`` and rounded to ``dtype`` once. A subtraction before a
-    multiplication cannot be fused into one rounding, so every device and compiler gives the same bits.
+    Computed in float32 as ``(byte - 255 mean) * (1 / (255 std))`` and rounded to ``dtype`` once. A
+    subtraction before a multiplication cannot be fused into one rounding, so every device and
+    compiler gives the same bits.
 
     Args:
         images: With any strides.
@@ -327,7 +333,8 @@ def normalise(
         channels_last: Strides of the result; False: contiguous.
 
     Raises:
-        InputError: The images are not uint8 ``[n, C, H, W]``, or mean and std have another number of channels.
+        InputError: The images are not uint8 ``[n, C, H, W]``, or mean and std have another number
+            of channels.
     """
     if images.dtype != torch.uint8 or images.dim() != 4:
         raise InputError(
@@ -335,7 +342,8 @@ def normalise(
         )
     if not len(mean) == len(std) == images.shape[1] or min(std) <= 0:
         raise InputError(
-            f"mean and std must have {images.shape[1]} numbers, those of std positive: {mean}, {std}"
+            f"mean and std must have {images.shape[1]} numbers, those of std positive: {mean}, "
+            f"{std}"
         )
     working = torch.float64 if dtype == torch.float64 else torch.float32
     constants = (

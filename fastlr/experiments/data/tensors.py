@@ -22,11 +22,12 @@ def read_tensor(path: str | Path) -> Tensor:
     Code that the file may contain is not run.
 
     Args:
-        path: ``.pt`` or ``.pth`` (``torch.save``), ``.npy`` (``numpy.save``) or ``.safetensors``; a file of named tensors
-            must hold only one.
+        path: ``.pt`` or ``.pth`` (``torch.save``), ``.npy`` (``numpy.save``) or ``.safetensors``; a
+            file of named tensors must hold only one.
 
     Raises:
-        InputError: No such file, another ending, an unreadable file, several tensors or none, or values that are not finite.
+        InputError: No such file, another ending, an unreadable file, several tensors or none, or
+            values that are not finite.
     """
     path = Path(path)
     if path.suffix not in ENDINGS:
@@ -49,7 +50,8 @@ def read_tensor(path: str | Path) -> Tensor:
         content = next(iter(tensors.values()))
     if not isinstance(content, Tensor):
         raise InputError(
-            f"{path} holds {type(content).__name__}, not a tensor: save one by torch.save(tensor, path)"
+            f"{path} holds {type(content).__name__}, not a tensor: save one by torch.save(tensor, "
+            "path)"
         )
     if content.is_floating_point() and not content.isfinite().all():
         bad = int((~content.isfinite()).flatten().nonzero()[0]) // max(1, content[0].numel())

@@ -16,7 +16,10 @@ from fastlr.experiments.data import decode
 from fastlr.experiments.runs import processes
 
 AGAIN = "what is done is kept, and the same command goes on from there"
-_START = "import json, runpy, sys; sys.path = json.loads(sys.argv[1]); runpy.run_path(sys.argv[2])['main'](sys.argv[3])"
+_START = (
+    "import json, runpy, sys; sys.path = json.loads(sys.argv[1]); "
+    "runpy.run_path(sys.argv[2])['main'](sys.argv[3])"
+)
 _PARTS = 4  # that the jobs are cut into for each process, so that all end at about the same time
 
 
@@ -57,8 +60,8 @@ def run_jobs(
             raise _error(*message["failure"])
         elif message.get("code"):
             raise FastlrError(
-                f"a decoding process ended with code {message['code']} (-9: killed, often for lack of memory; "
-                f"-11: an image crashed the decoder): give fewer --workers; {AGAIN}"
+                f"a decoding process ended with code {message['code']} (-9: killed, often for lack "
+                f"of memory; -11: an image crashed the decoder): give fewer --workers; {AGAIN}"
             )
 
     parts = min(len(jobs), _PARTS * workers)

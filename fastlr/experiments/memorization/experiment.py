@@ -2,10 +2,11 @@
 
 Source: paper, section 4.3.
 
-A step of a run is one epoch. After every ``evaluate_every``-th the loss over all samples in eval mode says how many bits are
-memorised; record and checkpoint are written there. What is random in an epoch is a pure function of the run's seed and the
-epoch's number, so a run that was killed and resumed writes the same records: the same bits on a CPU with the same number of
-threads (times apart).
+A step of a run is one epoch. After every ``evaluate_every``-th the loss over all samples in eval
+mode says how many bits are memorised; record and checkpoint are written there. What is random in an
+epoch is a pure function of the run's seed and the epoch's number, so a run that was killed and
+resumed writes the same records: the same bits on a CPU with the same number of threads (times
+apart).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Memorizer(TrainingLoop):
         data: The samples to memorise.
         options: Of the run.
         device: Where to train.
-        chunk: Inputs at a time when local redundancy is measured, from a checkpoint; 0: not known yet.
+        chunk: Inputs at a time when local redundancy is measured, from a checkpoint; 0: not known
+            yet.
 
     Attributes:
         parameters: Number of trainable parameters.
@@ -170,7 +172,8 @@ class Memorizer(TrainingLoop):
 def _finite(loss: float, when: str) -> float:
     if not math.isfinite(loss):
         raise NonFiniteError(
-            f"the loss is not finite {when}: lower learning_rate, in a new run (this one is intact up to its last record)"
+            f"the loss is not finite {when}: lower learning_rate, in a new run (this one is intact "
+            "up to its last record)"
         )
     return loss
 

@@ -20,29 +20,33 @@ class MemorizeOptions(TrainingOptions):
     The options that all drivers share are in `TrainingOptions`.
 
     Attributes:
-        kind: ``vision``: shape images with random labels; ``series``: windows of Gaussian noise with targets of Gaussian
-            noise.
-        model: As for `fastlr.models.load_model`. For images it is made with ``num_classes=classes``, for series with
-            ``channels``, ``context`` and ``horizon``.
-        model_kwargs: Further arguments of the model, a JSON object. ``{"dropout": 0}`` for PatchTST lets it memorise more.
+        kind: ``vision``: shape images with random labels; ``series``: windows of Gaussian noise
+            with targets of Gaussian noise.
+        model: As for `fastlr.models.load_model`. For images it is made with
+            ``num_classes=classes``, for series with ``channels``, ``context`` and ``horizon``.
+        model_kwargs: Further arguments of the model, a JSON object. ``{"dropout": 0}`` for PatchTST
+            lets it memorise more.
         n: Samples to memorise.
         classes: Of the labels (vision).
         size: Height and width of the images (vision).
         context: Time steps of a window (series).
         horizon: Time steps of a target (series).
         channels: Features of windows and targets (series).
-        step: How a training step runs: ``eager``; ``compile``: the model through torch.compile; ``graph``: captured as a
-            CUDA graph; ``auto``: ``graph`` on a GPU, else ``eager``.
+        step: How a training step runs: ``eager``; ``compile``: the model through torch.compile;
+            ``graph``: captured as a CUDA graph; ``auto``: ``graph`` on a GPU, else ``eager``.
         learning_rate: Of AdamW, constant.
         weight_decay: Of AdamW.
         epochs: Passes over the samples.
-        evaluate_every: Epochs from one evaluation over all samples, record and checkpoint to the next.
-        measure_every: Measure local redundancy every so many epochs, where there is a record, and before the first; 0:
-            never.
-        redundancy_n: Its synthetic inputs: of the kind that is memorised, but not among the samples, always the same ones.
-        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does; ``rademacher`` has the same
-            expectation and less variance.
-        redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement, then kept.
+        evaluate_every: Epochs from one evaluation over all samples, record and checkpoint to the
+            next.
+        measure_every: Measure local redundancy every so many epochs, where there is a record, and
+            before the first; 0: never.
+        redundancy_n: Its synthetic inputs: of the kind that is memorised, but not among the
+            samples, always the same ones.
+        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
+            ``rademacher`` has the same expectation and less variance.
+        redundancy_batch: Of them at a time; 0: by the memory that is free at the first measurement,
+            then kept.
     """
 
     kind: Literal["vision", "series"] = "vision"
@@ -69,7 +73,8 @@ class MemorizeOptions(TrainingOptions):
         super().__post_init__()
         if self.measure_every % self.evaluate_every:
             raise InputError(
-                f"measure_every={self.measure_every}: give a multiple of evaluate_every={self.evaluate_every}, or 0"
+                f"measure_every={self.measure_every}: give a multiple of "
+                f"evaluate_every={self.evaluate_every}, or 0"
             )
 
 
@@ -114,8 +119,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Options that change no number, or only its last bits, or when one is recorded, or of which the paper says nothing; and the
-# epochs, which may still change.
+# Options that change no number, or only its last bits, or when one is recorded, or of which the
+# paper says nothing; and the epochs, which may still change.
 _NO_MATTER = set(
     "seed device threads step epochs evaluate_every measure_every redundancy_n redundancy_batch".split()
 )

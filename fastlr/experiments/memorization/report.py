@@ -52,11 +52,13 @@ def write_memorization_report(
 
     Args:
         paths: Run folders, or folders of run folders.
-        out: Folder for the files, made if missing; None: ``report`` in the one path given, ``fastlr-report`` for several.
+        out: Folder for the files, made if missing; None: ``report`` in the one path given,
+            ``fastlr-report`` for several.
         figures: "png", or "none".
 
     Returns:
-        The report: ``index.html``, ``report.md``, a CSV file a table, ``report.json`` with all digits, and the figures.
+        The report: ``index.html``, ``report.md``, a CSV file a table, ``report.json`` with all
+            digits, and the figures.
 
     Raises:
         InputError: No runs there, or a file that cannot be written.
@@ -82,7 +84,10 @@ def write_memorization_report(
             for run in runs
         ],
     }
-    lead = "Bits that networks have taken up of random targets, over training. Numbers with all digits are in report.json."
+    lead = (
+        "Bits that networks have taken up of random targets, over training. Numbers with all "
+        "digits are in report.json."
+    )
     drawings = _drawings(runs) if figures == "png" else []
     return write_files(
         folder,
@@ -115,8 +120,9 @@ def findings(runs: Sequence[MemorizationRun]) -> list[str]:
             f", {max(gains, key=abs):+.3f} of them in the last tenth of the epochs" if gains else ""
         )
         sentences.append(
-            f"{group[0].name}: {mean.value:.3f}{of_seeds} bits a parameter of {_KINDS.get(group[0].kind, group[0].kind)}"
-            f"{late}; the paper has {_PAPER[group[0].kind]}."
+            f"{group[0].name}: {mean.value:.3f}{of_seeds} bits a parameter of "
+            f"{_KINDS.get(group[0].kind, group[0].kind)}{late}; the paper has "
+            f"{_PAPER[group[0].kind]}."
         )
     return sentences
 
@@ -136,8 +142,8 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     }
     notes = [_DEFINITIONS[kind] for kind in _KINDS if any(run.kind == kind for run in runs)]
     notes.append(
-        "Losses are over all samples in eval mode. last 10 %: bits a parameter that came in the last tenth of the epochs; "
-        "far from 0, the network has not taken up all that it could."
+        "Losses are over all samples in eval mode. last 10 %: bits a parameter that came in the "
+        "last tenth of the epochs; far from 0, the network has not taken up all that it could."
     )
     for run, *_ in groups:
         epochs = run.last["epoch"]
@@ -204,7 +210,10 @@ def speed_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
         ),
         "machine": lambda run: run.machine or DASH,
     }
-    note = "Training alone; making the data is in it. The first evaluation and measurement have the start-up in them."
+    note = (
+        "Training alone; making the data is in it. The first evaluation and measurement have the "
+        "start-up in them."
+    )
     return Sheet.of("speed", "Time", runs, columns, [note])
 
 
@@ -223,13 +232,14 @@ def _drawings(runs: Sequence[MemorizationRun]) -> list[Drawing]:
         Drawing(
             "losses.png",
             partial(loss_curves, runs),
-            "Loss over all samples in eval mode; thin: mean over each epoch's batches as they were met, in train mode.",
+            "Loss over all samples in eval mode; thin: mean over each epoch's batches as they "
+            "were met, in train mode.",
         ),
         Drawing(
             "redundancy.png",
             partial(redundancy_curves, runs),
-            "Local redundancy while the network memorises, on inputs that are not among the samples. Band: ± 2 standard "
-            "errors.",
+            "Local redundancy while the network memorises, on inputs that are not among the "
+            "samples. Band: ± 2 standard errors.",
         ),
     ]
 

@@ -1,9 +1,11 @@
 """Begin and resume the run of a driver: options, device, data, ``config.json``, checks.
 
-Several ranks do a run together within `fastlr.distributed.sharded`, as the commands do where torchrun has started them.
+Several ranks do a run together within `fastlr.distributed.sharded`, as the commands do where
+torchrun has started them.
 
-A driver is a `Driver`: its options and presets, how it opens its data, and the function that carries a run on from its
-last checkpoint. By convention its checkpoints hold ``position``, the number of steps done.
+A driver is a `Driver`: its options and presets, how it opens its data, and the function that
+carries a run on from its last checkpoint. By convention its checkpoints hold ``position``, the
+number of steps done.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Progress:
         total: Steps in all.
         epoch: Epochs done of the step under way; 0 right after a step.
         epochs: Epochs a step.
-        record: That of the last step done (or of the start); None in between, and right after resuming.
+        record: That of the last step done (or of the start); None in between, and right after
+            resuming.
     """
 
     done: int
@@ -67,15 +70,17 @@ class Driver:
         options: Its options, a subclass of `RunOptions`.
         presets: Settings by name; the first is the one that is taken if none is named.
         changeable: Options that may change when a run is resumed.
-        before: What options meant for runs that were begun before they existed, where that is not their default.
+        before: What options meant for runs that were begun before they existed, where that is not
+            their default.
         step: What its steps are called in records and in the display, such as "task".
         opening: What it does until the first report, for the display.
-        open_data: options -> (the data, what ``config.json`` says of them). The latter has a ``digest``, which must be the
-            same when the run is resumed, and a ``path`` or None.
-        carry_on: (run, options, data, device, report) does the steps that are left, from ``run.state``.
+        open_data: options -> (the data, what ``config.json`` says of them). The latter has a
+            ``digest``, which must be the same when the run is resumed, and a ``path`` or None.
+        carry_on: (run, options, data, device, report) does the steps that are left, from
+            ``run.state``.
         finished: (options, records) -> True if nothing is left to do.
-        shown: record -> short texts by name, for the display, such as ``{"accuracy": "83.1 %"}``; an empty one
-            leaves what was shown before.
+        shown: record -> short texts by name, for the display, such as ``{"accuracy": "83.1 %"}``;
+            an empty one leaves what was shown before.
     """
 
     name: str
@@ -176,13 +181,14 @@ class Driver:
             _on_all_ranks(path, options, description, device)
             if description["digest"] != config["data"]["digest"]:
                 raise InputError(
-                    f"{description['path'] or 'this run'} has other data than {run.path} was begun with: give the same"
+                    f"{description['path'] or 'this run'} has other data than {run.path} was begun "
+                    "with: give the same"
                 )
             if device.type == "cpu" and torch.get_num_threads() != config["threads"]:
                 warnings.warn(
-                    f"{run.path} was begun with {counted(config['threads'], 'thread')}, this process has "
-                    f"{torch.get_num_threads()}: the last bits of its numbers may differ; set OMP_NUM_THREADS to the "
-                    "same number",
+                    f"{run.path} was begun with {counted(config['threads'], 'thread')}, this "
+                    f"process has {torch.get_num_threads()}: the last bits of its numbers may "
+                    "differ; set OMP_NUM_THREADS to the same number",
                     FastlrWarning,
                     stacklevel=2,
                 )
@@ -193,7 +199,10 @@ class Driver:
                 and self.finished(dataclasses.replace(options, **{**settings, key: value + 1}), run.records)
             ]  # fmt: skip
             if fewer:
-                text = f"{run.path} has done more than {fewer[0]} already: nothing is left to do, its {CONFIG} stays as it is"
+                text = (
+                    f"{run.path} has done more than {fewer[0]} already: nothing is left to do, its "
+                    f"{CONFIG} stays as it is"
+                )
                 warnings.warn(text, FastlrWarning, stacklevel=2)
             elif dataclasses.asdict(options) != from_json(config["options"]):
                 run.set_config({**config, "options": dataclasses.asdict(options)})
@@ -225,7 +234,8 @@ class Driver:
             preset: None, or that of the run.
 
         Raises:
-            InputError: It is the run of another driver or preset, or settings change what must not change.
+            InputError: It is the run of another driver or preset, or settings change what must not
+                change.
         """
         if config.get("driver") != self.name:
             raise InputError(
@@ -239,7 +249,8 @@ class Driver:
         for key, value in settings.items():
             if value != getattr(options, key) and key not in self.changeable:
                 raise InputError(
-                    f"{path} was begun with {key}={getattr(options, key)}, not {value}: leave it out, or begin another run"
+                    f"{path} was begun with {key}={getattr(options, key)}, not {value}: leave it "
+                    "out, or begin another run"
                 )
         return options
 
@@ -272,7 +283,8 @@ def _on_all_ranks(
         return
     if options.device.startswith("cuda:"):
         raise InputError(
-            f"device={options.device}: {members.size} processes take a GPU each: leave it out, or device=cuda"
+            f"device={options.device}: {members.size} processes take a GPU each: leave it out, or "
+            "device=cuda"
         )
     given = {
         "out": str(path),

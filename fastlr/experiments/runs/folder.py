@@ -7,10 +7,11 @@
 ``run.lock``           Held by the process that writes.
 =====================  ================================================================================================
 
-The checkpoint is the point of commitment: `Run.commit` writes the state *together with the record of the step that led
-there*, and then appends the record. Whatever the moment of a crash, the checkpoint says which records there must be: a
-line that is missing is appended when the run is opened again, an incomplete last line is dropped, and nothing else is
-ever removed. So a step is either done, with its record and its state, or it is done anew.
+The checkpoint is the point of commitment: `Run.commit` writes the state *together with the record
+of the step that led there*, and then appends the record. Whatever the moment of a crash, the
+checkpoint says which records there must be: a line that is missing is appended when the run is
+opened again, an incomplete last line is dropped, and nothing else is ever removed. So a step is
+either done, with its record and its state, or it is done anew.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def stream_seed(seed: int, *use: int | str) -> int:
 
     It is a pure function of the run's seed and the use.
 
-    It is the first 63 bits of a SHA-256, so that streams of different uses, tasks and seeds are unrelated.
+    It is the first 63 bits of a SHA-256, so that streams of different uses, tasks and seeds are
+    unrelated.
 
     Example:
         >>> stream_seed(0, "task", 3) == stream_seed(0, "task", 3) != stream_seed(0, "task", 4)
@@ -123,7 +125,8 @@ class Run:
         """Begin a run in a new or empty folder.
 
         Raises:
-            InputError: The folder holds a run or other things, cannot be made, or is being written by another process.
+            InputError: The folder holds a run or other things, cannot be made, or is being written
+                by another process.
             FastlrError: The disk is full.
         """
         folder = Path(os.path.abspath(path))
@@ -184,7 +187,8 @@ class Run:
         """Append a record that belongs to no step (of kind "resume"), and flush it to disk."""
         if record["kind"] != _OUTSIDE:
             raise InputError(
-                f"records of kind {record['kind']} are written by commit, with the state they led to"
+                f"records of kind {record['kind']} are written by commit, with the state they led "
+                "to"
             )
         self._append(dict(record))
 
@@ -255,8 +259,9 @@ class Run:
             return
         if last.get("version") != VERSION or not 0 <= last["steps"] - self._steps <= 1:
             raise InputError(
-                f"{self.path / CHECKPOINTS / LAST} (version {last.get('version')}, {last.get('steps')} steps) does not "
-                f"belong to the {self._steps} records of {RECORDS}: begin the run anew"
+                f"{self.path / CHECKPOINTS / LAST} (version {last.get('version')}, "
+                f"{last.get('steps')} steps) does not belong to the {self._steps} records of "
+                f"{RECORDS}: begin the run anew"
             )
         if last["steps"] > self._steps:  # the process ended between the checkpoint and the record
             self._append(json.loads(last["line"]))

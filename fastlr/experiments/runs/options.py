@@ -31,8 +31,8 @@ def option(default: Value, **limits: Any) -> Value:
 
     Args:
         default: Its default.
-        limits: ``at_least``, ``at_most``, ``below``: a number; ``positive``: True; ``known``: the names that a tuple of names
-            is chosen from; ``hint``: what else a message says.
+        limits: ``at_least``, ``at_most``, ``below``: a number; ``positive``: True; ``known``: the
+            names that a tuple of names is chosen from; ``hint``: what else a message says.
     """
     return dataclasses.field(default=default, metadata=limits)
 
@@ -44,12 +44,12 @@ class RunOptions:
     Attributes:
         seed: Of all that is random in a run.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``.
-        threads: Of torch on the CPU, set for the whole process; 0: as it is (``OMP_NUM_THREADS``). Their number changes
-            the last bits of sums.
+        threads: Of torch on the CPU, set for the whole process; 0: as it is (``OMP_NUM_THREADS``).
+            Their number changes the last bits of sums.
 
     Raises:
-        InputError: A value is outside of what its field is declared with, names something unknown (with the nearest
-            one), or names a thing twice.
+        InputError: A value is outside of what its field is declared with, names something unknown
+            (with the nearest one), or names a thing twice.
     """
 
     seed: int = 0
@@ -109,7 +109,8 @@ def parse_settings(kind: type, settings: Iterable[str], option: str = "--set") -
         option: Of the command line, for messages.
 
     Raises:
-        InputError: No ``=``, an unknown key (with the nearest one), a value of another type, or a key given twice.
+        InputError: No ``=``, an unknown key (with the nearest one), a value of another type, or a
+            key given twice.
 
     Example:
         >>> parse_settings(RunOptions, ["seed=3", "device=cuda:1"])

@@ -2,8 +2,9 @@
 
 So many run at a time, and none outlives this process.
 
-Both ends are here: `run_jobs` for the parent, `attach` for the process. Only the standard library is imported, so that a
-process that needs no torch loads this file by itself and starts in a tenth of a second.
+Both ends are here: `run_jobs` for the parent, `attach` for the process. Only the standard library
+is imported, so that a process that needs no torch loads this file by itself and starts in a tenth
+of a second.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ class Job:
     Attributes:
         name: For people.
         command: With its arguments.
-        log: A file that stdout and stderr are appended to; its folder exists. None: they are this process's.
-        work: A line that the process reads from stdin before it calls `attach`, for what is too long for an argument.
+        log: A file that stdout and stderr are appended to; its folder exists. None: they are this
+            process's.
+        work: A line that the process reads from stdin before it calls `attach`, for what is too
+            long for an argument.
     """
 
     name: str
@@ -56,7 +59,8 @@ def run_jobs(
     Args:
         jobs: In the order in which they begin.
         slots: The environment variables to set for what runs in each.
-        listen: Called with a job's name and each message of `job_messages`. What it raises ends all jobs.
+        listen: Called with a job's name and each message of `job_messages`. What it raises ends all
+            jobs.
 
     Returns:
         Name -> a line that says what went wrong, for the jobs that failed.
@@ -80,9 +84,9 @@ def job_messages(
 
     Closing the generator ends all jobs.
 
-    The messages of a job are ``{"event": "started"}``, what its process sends, and at last ``{"event": "ended", "error": a
-    line or None, "code": exit code, "killed": True if a signal ended it}``. The line is what the process sent as "error",
-    or the last line of its log.
+    The messages of a job are ``{"event": "started"}``, what its process sends, and at last
+    ``{"event": "ended", "error": a line or None, "code": exit code, "killed": True if a signal
+    ended it}``. The line is what the process sent as "error", or the last line of its log.
     """
     waiting, free = deque(jobs), deque(slots)
     running: list[_Process] = []
@@ -197,8 +201,9 @@ def attach() -> Callable[[Message], None]:
 
     Returns a function that sends the parent a message.
 
-    Stdin is a pipe that the parent holds open: its end is the parent's, also after kill -9. Then this process and those
-    that it has started (its process group) are killed. Stdin is empty from here on.
+    Stdin is a pipe that the parent holds open: its end is the parent's, also after kill -9. Then
+    this process and those that it has started (its process group) are killed. Stdin is empty from
+    here on.
     """
     watched, pipe = os.dup(0), int(os.environ.pop(_MESSAGES))
     os.set_inheritable(pipe, False)

@@ -8,8 +8,8 @@
 ``run.lock``           Held while the queue runs.
 =====================  ================================================================================================
 
-Each run is a process of its own. One that fails is reported and the others go on; `resume` goes on with those that are not
-finished and begins those that never began.
+Each run is a process of its own. One that fails is reported and the others go on; `resume` goes on
+with those that are not finished and begins those that never began.
 """
 
 from __future__ import annotations
@@ -75,10 +75,12 @@ class Queue:
         driver: Of all of them.
         path: The folder.
         preset: None: the driver's first, or that of the runs that are resumed.
-        listen: Called with the names of the runs that are to be done; returns what hears them (`run_jobs`).
+        listen: Called with the names of the runs that are to be done; returns what hears them
+            (`run_jobs`).
         at_once: How many at a time; None: on the CPU one for each core over threads, else 4 a GPU.
         tensorboard: Also log each for TensorBoard, in its folder.
-        cluster: Where to run them (`fastlr.experiments.runs.ray`); None: as processes of this machine.
+        cluster: Where to run them (`fastlr.experiments.runs.ray`); None: as processes of this
+            machine.
     """
 
     driver: Driver
@@ -96,8 +98,8 @@ class Queue:
     def begin(self, settings_by_name: Mapping[str, Mapping[str, Any]]) -> Outcome:
         """Begin runs in a new or empty folder and carry them through; a name becomes a folder.
 
-        On the CPU each has one thread, unless ``threads`` or OMP_NUM_THREADS say otherwise; the number becomes a setting of
-        the run, since the last bits depend on it.
+        On the CPU each has one thread, unless ``threads`` or OMP_NUM_THREADS say otherwise; the
+        number becomes a setting of the run, since the last bits depend on it.
 
         Raises:
             InputError: Folder, preset, settings or data are not usable.
@@ -142,11 +144,13 @@ class Queue:
             record = _read(path)
             if record.get("driver") != driver.name:
                 raise InputError(
-                    f"{path} holds runs of fastlr {record.get('driver')}, not of fastlr {driver.name}"
+                    f"{path} holds runs of fastlr {record.get('driver')}, not of fastlr "
+                    f"{driver.name}"
                 )
             if self.preset not in (None, record["preset"]):
                 raise InputError(
-                    f"{path} was begun with the preset {record['preset']}, not {self.preset}: leave it out"
+                    f"{path} was begun with the preset {record['preset']}, not {self.preset}: "
+                    "leave it out"
                 )
             queue = dataclasses.replace(self, preset=record["preset"])
             begun = {name: from_json(settings) for name, settings in record["runs"].items()}
@@ -194,7 +198,8 @@ class Queue:
                 changed[key] = value
             elif before[0] != value:
                 raise InputError(
-                    f"{self.path}: {key} cannot change when runs are resumed; begin others in another folder"
+                    f"{self.path}: {key} cannot change when runs are resumed; begin others in "
+                    "another folder"
                 )
         return changed
 
@@ -217,8 +222,8 @@ class Queue:
             )
         if missing:
             raise InputError(
-                f"--grid, --seeds: {self.path} has {missing[0]}, which is not among these: give all their values and "
-                "seeds, and more, or leave both out"
+                f"--grid, --seeds: {self.path} has {missing[0]}, which is not among these: give "
+                "all their values and seeds, and more, or leave both out"
             )
         return {**wanted, **runs}
 

@@ -2,12 +2,14 @@
 
 Each is a Ray task that starts the process of the local queue.
 
-Ray chooses the node, and the GPU or the fraction of one. The task runs the command that a local queue would run, so the
-results are the same; it passes on what the process reports. A run whose worker, node or process was killed is begun again
-from its last checkpoint, up to a number of times; one that ends with an error is not.
+Ray chooses the node, and the GPU or the fraction of one. The task runs the command that a local
+queue would run, so the results are the same; it passes on what the process reports. A run whose
+worker, node or process was killed is begun again from its last checkpoint, up to a number of times;
+one that ends with an error is not.
 
-All nodes must see the folder of the runs under the same path, and have the same fastlr and torch. Each task checks both
-before it starts anything; a node that fails ends the sweep with an error that names it.
+All nodes must see the folder of the runs under the same path, and have the same fastlr and torch.
+Each task checks both before it starts anything; a node that fails ends the sweep with an error that
+names it.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Cluster:
     Args:
         ray: The module.
         cpus: For each run; None: its threads.
-        gpus: For each run; None: one where the cluster has any and the runs are not to be on the CPU.
+        gpus: For each run; None: one where the cluster has any and the runs are not to be on the
+            CPU.
         retries: How often a run is begun again after it was lost.
 
     Raises:
@@ -86,7 +89,8 @@ class Cluster:
         """Return True if runs with these options get a GPU.
 
         Raises:
-            InputError: The options and ``gpus`` contradict each other, or name a GPU, which Ray chooses.
+            InputError: The options and ``gpus`` contradict each other, or name a GPU, which Ray
+                chooses.
         """
         device = options.device
         if device not in ("auto", "cpu", "cuda"):
@@ -115,8 +119,9 @@ class Cluster:
                 f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in nodes
             )
             raise InputError(
-                f"no node of the Ray cluster has {share.cpus:g} CPUs and {share.gpus:g} GPUs for a run (there: {present}): "
-                "lower --cpus-per-run or --gpus-per-run, or add a node first"
+                f"no node of the Ray cluster has {share.cpus:g} CPUs and {share.gpus:g} GPUs for a "
+                f"run (there: {present}): lower --cpus-per-run or --gpus-per-run, or add a node "
+                "first"
             )
         return share
 
@@ -135,8 +140,8 @@ class Cluster:
             shared_file: A file that every node must see as it is here.
             share: What a job occupies.
             at_once: The most at a time; None: as many as the cluster has room for.
-            listen: Called as by `run_jobs`; and with ``{"event": "lost", "why": a line, "next": a line}`` when a job was
-                killed and is begun again.
+            listen: Called as by `run_jobs`; and with ``{"event": "lost", "why": a line, "next": a
+                line}`` when a job was killed and is begun again.
 
         Returns:
             Name -> a line that says what went wrong, for the jobs that failed.
@@ -232,8 +237,8 @@ def connect(
     """Connect to a Ray cluster, or start one on this machine that ends with the block.
 
     Args:
-        address: ``HOST:PORT`` of an existing one that this machine is a node of, or ``auto`` (RAY_ADDRESS, or the one that
-            runs here); None: start one.
+        address: ``HOST:PORT`` of an existing one that this machine is a node of, or ``auto``
+            (RAY_ADDRESS, or the one that runs here); None: start one.
         at_once: Runs that one started here shall have room for; None: as many as it has cores for.
         cpus: As for `Cluster`, with ``gpus`` and ``retries``.
         gpus: See there.
@@ -289,7 +294,8 @@ def _check_address(address: str) -> None:
     host, colon, port = place.rpartition(":")
     if "/" in place or not colon or not port.isdecimal():
         raise InputError(
-            f"--address {place}: give HOST:PORT (or auto), on a machine that is a node of the cluster"
+            f"--address {place}: give HOST:PORT (or auto), on a machine that is a node of the "
+            "cluster"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT).close()
@@ -314,8 +320,10 @@ class Node:
         checksum: Of its content.
         versions: Of fastlr, torch and Python.
         environment: Variables for the job.
-        cwd: Current folder for the job, where it exists: relative paths and modules of the user's are found there.
-        patience: Seconds in which a network file system may show what was written, or drop the lock of a dead node.
+        cwd: Current folder for the job, where it exists: relative paths and modules of the user's
+            are found there.
+        patience: Seconds in which a network file system may show what was written, or drop the lock
+            of a dead node.
     """
 
     shared_file: Path
@@ -370,7 +378,10 @@ def run_on_node(job: Job, node: Node, again: bool) -> Iterator[Message]:
         time.sleep(0.5)
     if checksum != node.checksum:
         what = "does not see" if checksum is None else "sees other files in"
-        remedy = "--out must be a folder that all nodes of the cluster share, under the same path; what was begun is kept"
+        remedy = (
+            "--out must be a folder that all nodes of the cluster share, under the same path; "
+            "what was begun is kept"
+        )
         yield {"unfit": f"node {name} {what} {folder}: {remedy}"}
         return
     while again and _locked(folder / job.name) and time.monotonic() < until:

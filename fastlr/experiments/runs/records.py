@@ -2,7 +2,8 @@
 
 The latter has one JSON object a line.
 
-Measures may be missing, further keys are ignored, and a last line that a crash cut short is dropped.
+Measures may be missing, further keys are ignored, and a last line that a crash cut short is
+dropped.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def refuse_copies(runs: Sequence[RunFolder], driver: str) -> None:
 
     Such runs are one, however long and wherever they are.
 
-    Options that may change when a run is resumed, such as the number of tasks, do not tell runs apart, nor does the number
-    of threads. Runs that do not say their seed are not compared.
+    Options that may change when a run is resumed, such as the number of tasks, do not tell runs
+    apart, nor does the number of threads. Runs that do not say their seed are not compared.
 
     Args:
         runs: Of one driver.
@@ -200,8 +201,9 @@ def refuse_copies(runs: Sequence[RunFolder], driver: str) -> None:
         earlier = known.setdefault(text, run)
         if earlier is not run:
             raise InputError(
-                f"{earlier.path} and {run.path} have the same seed ({run.options['seed']}) and the same options, so one is "
-                f"a copy or a part of the other and no further evidence: give {_longer(earlier, run).path} alone"
+                f"{earlier.path} and {run.path} have the same seed ({run.options['seed']}) and the "
+                "same options, so one is a copy or a part of the other and no further evidence: "
+                f"give {_longer(earlier, run).path} alone"
             )
 
 
@@ -229,7 +231,8 @@ def driver_of(paths: Iterable[str | Path]) -> str:
     if len(folders) > 1:
         (driver, folder), (other_driver, other) = list(folders.items())[:2]
         raise InputError(
-            f"{folder} is a run of fastlr {driver}, {other} of fastlr {other_driver}: report on them apart"
+            f"{folder} is a run of fastlr {driver}, {other} of fastlr {other_driver}: report on "
+            "them apart"
         )
     return next(iter(folders))
 

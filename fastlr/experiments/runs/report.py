@@ -148,7 +148,8 @@ def write_files(
     Args:
         folder: Of the report.
         title: Of the page.
-        findings: What the runs show, in sentences; they stand below the first picture, before anything else.
+        findings: What the runs show, in sentences; they stand below the first picture, before
+            anything else.
         lead: What stands below them; where the runs come from is added.
         sheets: Tables in the page's order.
         drawings: The pictures, the one that shows most first.

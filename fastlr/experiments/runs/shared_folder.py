@@ -18,8 +18,8 @@ from fastlr.experiments.runs.folder import Run
 class SharedRun(Run):
     """A run as all ranks of a team see it; every rank calls the same methods in the same order.
 
-    What rank 0 raises is raised on all of them, as they wait for each other where it writes a step. Only rank 0 needs the
-    folder.
+    What rank 0 raises is raised on all of them, as they wait for each other where it writes a step.
+    Only rank 0 needs the folder.
 
     Args:
         members: The ranks.

@@ -29,11 +29,12 @@ _NOT_IN_GRIDS = {
 def parse_grids(kind: type, grids: Iterable[str]) -> dict[str, tuple[Any, ...]]:
     """Turn ``key=v1,v2`` texts into values of the types that a dataclass of options says.
 
-    Commas inside braces or brackets belong to a value: ``model_kwargs={"width": 2, "size": 64},{"size": 32}``, and
-    ``measures=[weight_norm,srank],[srank]`` for options that are lists.
+    Commas inside braces or brackets belong to a value: ``model_kwargs={"width": 2, "size":
+    64},{"size": 32}``, and ``measures=[weight_norm,srank],[srank]`` for options that are lists.
 
     Raises:
-        InputError: An unknown key or value, one that is given twice, or an option that all runs of a sweep share.
+        InputError: An unknown key or value, one that is given twice, or an option that all runs of
+            a sweep share.
 
     Example:
         >>> from fastlr.experiments.continual.options import ContinualOptions
@@ -69,7 +70,8 @@ def product(
 ) -> dict[str, dict[str, Any]]:
     """Return settings by name: every combination of the grids' values, each with ``count`` seeds.
 
-    Names are file names of at most 120 letters, digits and ``. _ + - = ,``; what does not fit is shortened, with a hash.
+    Names are file names of at most 120 letters, digits and ``. _ + - = ,``; what does not fit is
+    shortened, with a hash.
 
     Args:
         driver: Of the runs.

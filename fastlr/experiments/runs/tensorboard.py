@@ -23,16 +23,18 @@ class Mirror:
 
     First of all it logs the records that are in the run's folder already.
 
-    So a resumed run makes the log whole again, whatever was lost with the process before. A logger that fails is given
-    up with a warning: the run goes on, and its records are whole.
+    So a resumed run makes the log whole again, whatever was lost with the process before. A logger
+    that fails is given up with a warning: the run goes on, and its records are whole.
 
-    The step is the number of steps of the run that are done, 0 for the start. Names: those of the record (``accuracy``,
-    ``train_loss``), ``forgetting`` (accuracy on the task before: right after it, minus now), ``measures/NAME`` with
-    ``measures/NAME_stderr``, and ``seconds/NAME``. What is missing is left out.
+    The step is the number of steps of the run that are done, 0 for the start. Names: those of the
+    record (``accuracy``, ``train_loss``), ``forgetting`` (accuracy on the task before: right after
+    it, minus now), ``measures/NAME`` with ``measures/NAME_stderr``, and ``seconds/NAME``. What is
+    missing is left out.
 
     Args:
         path: The run folder.
-        logger: Makes the logger, once there are records; it must drop what was logged from step 0 on.
+        logger: Makes the logger, once there are records; it must drop what was logged from step 0
+            on.
     """
 
     def __init__(self, path: str | Path, logger: Callable[[], Logger]) -> None:

@@ -1,8 +1,9 @@
 """Moving-block bootstrap: standard errors for series whose neighbours depend on each other.
 
-Means over the next ten tasks overlap, and measures of a network change slowly, so neighbouring tasks are no independent
-samples and 1 / sqrt(n) is too small. Blocks of consecutive tasks are drawn instead of tasks (Künsch 1989, Ann. Statist.
-17:1217), around the end of the run to its start (Politis and Romano 1992): else tasks near the ends would be drawn less.
+Means over the next ten tasks overlap, and measures of a network change slowly, so neighbouring
+tasks are no independent samples and 1 / sqrt(n) is too small. Blocks of consecutive tasks are drawn
+instead of tasks (Künsch 1989, Ann. Statist. 17:1217), around the end of the run to its start
+(Politis and Romano 1992): else tasks near the ends would be drawn less.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ POWER, LEVEL = 0.80, 0.05
 def block_length(tasks: int, horizon: int = 10) -> int:
     """Tasks a block: 2 sqrt(n), at least 30 and three times the horizon.
 
-    Blocks must be long against the time in which a measure forgets its past (33 tasks at an autocorrelation of 0.97) and
-    many. Simulated with such a measure and 3000 tasks, 95 % intervals cover 94 to 96 % at correlations of 0 and 0.26 (1000
-    runs; ``tests/experiments/continual/test_analysis.py``), those from blocks of 30 83 to 92 % (150 runs).
+    Blocks must be long against the time in which a measure forgets its past (33 tasks at an
+    autocorrelation of 0.97) and many. Simulated with such a measure and 3000 tasks, 95 % intervals
+    cover 94 to 96 % at correlations of 0 and 0.26 (1000 runs;
+    ``tests/experiments/continual/test_analysis.py``), those from blocks of 30 83 to 92 % (150
+    runs).
 
     >>> block_length(200), block_length(500), block_length(3000)
     (30, 45, 110)
@@ -74,10 +77,11 @@ class Interval:
 def interval(value: float, replicates: Array, blocks: int, runs: int = 1) -> Interval:
     """Turn bootstrap replicates of a correlation into its error.
 
-    On Fisher's scale z = atanh r: ``z +- t se_z`` with t the 97.5 % point of Student's distribution with ``blocks - 2 runs``
-    degrees of freedom (a level and a slope are fitted to each), and se_z the replicates' standard deviation times
-    sqrt(blocks / (blocks - 2 runs)), the part that the fit to the sample has taken. The smallest effect is the correlation
-    that a two-sided test at 5 % finds with probability 80 %: tanh((t + 0.84) se_z).
+    On Fisher's scale z = atanh r: ``z +- t se_z`` with t the 97.5 % point of Student's distribution
+    with ``blocks - 2 runs`` degrees of freedom (a level and a slope are fitted to each), and se_z
+    the replicates' standard deviation times sqrt(blocks / (blocks - 2 runs)), the part that the fit
+    to the sample has taken. The smallest effect is the correlation that a two-sided test at 5 %
+    finds with probability 80 %: tanh((t + 0.84) se_z).
 
     Args:
         value: The correlation.
@@ -116,7 +120,8 @@ def mean_error(values: Array, length: int = SHORTEST_BLOCK) -> float:
 
     With fewer than two blocks it is sd / sqrt(n); NaN for one value.
 
-    The block bootstrap of a mean needs no drawing: its variance is that of the means of all blocks, over their number.
+    The block bootstrap of a mean needs no drawing: its variance is that of the means of all blocks,
+        over their number.
     """
     n = len(values)
     if n < 2:

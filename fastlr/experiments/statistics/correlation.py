@@ -2,9 +2,9 @@
 
 They are of one series, or of many weighted copies of it at once.
 
-Semi-partial: only the target's trend is removed; the measure is taken as it is. Partial: both trends are removed.
-The paper (section 4.1) regresses out task number and measures "correlation with the residuals", its Table 1 "correlations
-with the residual accuracy": the semi-partial one.
+Semi-partial: only the target's trend is removed; the measure is taken as it is. Partial: both
+trends are removed. The paper (section 4.1) regresses out task number and measures "correlation with
+the residuals", its Table 1 "correlations with the residual accuracy": the semi-partial one.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def correlation(method: str, x: ArrayLike, y: ArrayLike) -> float:
 class Resampled:
     """A target and its task numbers under resampling, to correlate measures with.
 
-    A resample is a row of multiplicities: ``weights[b, t]`` says how often task t occurs in resample b. Everything that
-    an ordinary computation on the resample gives (trend, residuals, midranks, correlation) is computed from them, the
-    trend anew in each resample.
+    A resample is a row of multiplicities: ``weights[b, t]`` says how often task t occurs in
+    resample b. Everything that an ordinary computation on the resample gives (trend, residuals,
+    midranks, correlation) is computed from them, the trend anew in each resample.
     """
 
     weights: Array

@@ -19,7 +19,8 @@ class Mean:
     Attributes:
         value: The mean.
         stderr: Its standard error: standard deviation over sqrt(n); NaN for one seed.
-        low: 95 % interval by Student's distribution with n - 1 degrees of freedom; NaN for one seed.
+        low: 95 % interval by Student's distribution with n - 1 degrees of freedom; NaN for one
+            seed.
         high: Likewise.
         n: Seeds.
     """

@@ -2,12 +2,14 @@
 
 They train together as one process does.
 
-A batch is done in parts, each one forward and backward pass (``norm_batch`` samples: what batch norm takes its statistics
-of). The ranks share the parts, in order; their gradients are added in float32 in the order of the ranks (with
-``reduce_dtype=bf16`` they are rounded to bfloat16 before, and their sum once), the same bits on every rank, and every rank
-takes the same optimiser step. Running statistics of batch norms become what one process would have made of the parts one
-after the other, or of the first (``batch_norm_updates``). So the number of ranks changes the last bits of a run, and which
-units dropout drops: rank 0 draws as one process does, every other rank has random numbers of its own.
+A batch is done in parts, each one forward and backward pass (``norm_batch`` samples: what batch
+norm takes its statistics of). The ranks share the parts, in order; their gradients are added in
+float32 in the order of the ranks (with ``reduce_dtype=bf16`` they are rounded to bfloat16 before,
+and their sum once), the same bits on every rank, and every rank takes the same optimiser step.
+Running statistics of batch norms become what one process would have made of the parts one after the
+other, or of the first (``batch_norm_updates``). So the number of ranks changes the last bits of a
+run, and which units dropout drops: rank 0 draws as one process does, every other rank has random
+numbers of its own.
 
 The ranks are those of `fastlr.distributed.sharded`, or of torchrun, for the commands.
 """
@@ -44,8 +46,9 @@ class Parallel:
 
     Args:
         model: Trained on every rank, from the same parameters.
-        options: Samples of a batch and of its parts (``norm_batch=0``: the whole batch, or, for a model without batch norm,
-            a part a rank), which of them update running statistics, and in what gradients are added up.
+        options: Samples of a batch and of its parts (``norm_batch=0``: the whole batch, or, for a
+            model without batch norm, a part a rank), which of them update running statistics, and
+            in what gradients are added up.
 
     Attributes:
         ranks: The `fastlr.distributed.sharding.Team` that trains.
@@ -82,15 +85,17 @@ class Parallel:
         )
         if batch_norm is not None and not norm_batch:
             raise InputError(
-                f"norm_batch=0: {size} processes share a batch of {batch_size}, and {batch_norm} takes its statistics over all "
-                f"of it: start one process, or a new run with norm_batch={max(1, batch_size // size)}"
+                f"norm_batch=0: {size} processes share a batch of {batch_size}, and {batch_norm} "
+                "takes its statistics over all of it: start one process, or a new run with "
+                f"norm_batch={max(1, batch_size // size)}"
             )
         if (parts := len(self.part_sizes(batch_size))) < size:
             remedy = f"start {parts}"
             if size <= batch_size:
                 remedy += f", or a new run with norm_batch={batch_size // size}"
             raise InputError(
-                f"{size} processes share a batch of {batch_size} in parts of {norm_batch or 1}, which is {parts}: {remedy}"
+                f"{size} processes share a batch of {batch_size} in parts of {norm_batch or 1}, "
+                f"which is {parts}: {remedy}"
             )
 
     def _check_model(self) -> None:
@@ -99,7 +104,8 @@ class Parallel:
         for name, m in self.model.named_modules():
             if isinstance(m, StatisticsNorm) and m.track_running_stats and m.momentum is None:
                 raise ModelError(
-                    f"{name} averages over all batches (momentum=None): give it a momentum, or start one process"
+                    f"{name} averages over all batches (momentum=None): give it a momentum, or "
+                    "start one process"
                 )
 
     @property
@@ -322,8 +328,9 @@ class Parallel:
 
         It is what is left after the parts of the ranks that follow.
 
-        A part takes a statistic r to ``(1 - m) r + m s``; parts of several ranks, all from the same r, change it together by
-        the sum over ranks of their own change times ``(1 - m)`` to the power of the uses that come after them.
+        A part takes a statistic r to ``(1 - m) r + m s``; parts of several ranks, all from the same
+        r, change it together by the sum over ranks of their own change times ``(1 - m)`` to the
+        power of the uses that come after them.
         """
         after = (
             0

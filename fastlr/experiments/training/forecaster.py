@@ -25,7 +25,8 @@ class Forecaster(TrainingLoop):
     Args:
         model: The network; moved to the device.
         device: Where it is trained.
-        options: As for `TrainingLoop`; ``batch_size`` is also of windows without gradients at a time.
+        options: As for `TrainingLoop`; ``batch_size`` is also of windows without gradients at a
+            time.
         compiled: Run it through `torch.compile`.
     """
 
@@ -44,7 +45,8 @@ class Forecaster(TrainingLoop):
         """Return the sum over some windows of their mean squared errors, a scalar on the device.
 
         Args:
-            part: What is seen of the windows ``[B, context, F]``, and what is forecast ``[B, horizon, F]``.
+            part: What is seen of the windows ``[B, context, F]``, and what is forecast ``[B,
+                horizon, F]``.
 
         Raises:
             InputError: The model's forecasts have another shape.
@@ -54,7 +56,8 @@ class Forecaster(TrainingLoop):
             z = select_output(self.forward(self.as_input(x)), None)
         if z.shape != y.shape:
             raise InputError(
-                f"the model forecasts {tuple(z.shape)} from windows of {tuple(x.shape)}, not {tuple(y.shape)}"
+                f"the model forecasts {tuple(z.shape)} from windows of {tuple(x.shape)}, not "
+                f"{tuple(y.shape)}"
             )
         return F.mse_loss(z.float(), y) * len(x)
 
@@ -87,7 +90,8 @@ class Forecaster(TrainingLoop):
             windows: Of the series.
             batches: Indices of windows.
             rate: step (from 0) -> learning rate; None leaves it.
-            after: Called with the number of steps done; True ends the training. It may change the model's mode.
+            after: Called with the number of steps done; True ends the training. It may change the
+                model's mode.
             frozen: Train in eval mode: no dropout, running statistics of batch norm.
 
         Raises:

@@ -25,13 +25,14 @@ class TrainingLoop:
     """A model, its optimiser and its steps; a subclass defines the `loss`, and makes the optimiser.
 
     A step adds the gradients of a batch's mean loss part by part, the ranks sharing the parts (see
-    `fastlr.experiments.training.data_parallel`), and updates the parameters. It is launched, compiled or replayed (see
-    `fastlr.experiments.training.steps`).
+    `fastlr.experiments.training.data_parallel`), and updates the parameters. It is launched,
+    compiled or replayed (see `fastlr.experiments.training.steps`).
 
     Args:
         model: On the device; trained in place.
         device: Of the model.
-        options: Precision, sizes of batches and parts; with "bf16-weights", the model becomes bfloat16.
+        options: Precision, sizes of batches and parts; with "bf16-weights", the model becomes
+            bfloat16.
         step: A `fastlr.experiments.training.steps.StepMode`.
 
     Attributes:
@@ -117,7 +118,8 @@ class TrainingLoop:
             samples: (start, stop) -> tensors with a sample axis 0, of which `loss` takes parts.
 
         Returns:
-            The sum of the losses of this rank's samples, float64, on the device; valid until the next step.
+            The sum of the losses of this rank's samples, float64, on the device; valid until the
+            next step.
         """
         size, (start, stop) = span[1] - span[0], self.parallel.own_span(*span)
         if self.parallel.alone:
@@ -137,7 +139,8 @@ class TrainingLoop:
             batch: This rank's samples.
 
         Returns:
-            The sum of these samples' losses, float64, on the device; with several ranks also `Parallel.take_gradients`.
+            The sum of these samples' losses, float64, on the device; with several ranks also
+            `Parallel.take_gradients`.
         """
         self.optimiser.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64, device=batch[0].device)

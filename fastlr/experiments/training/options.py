@@ -17,20 +17,23 @@ class TrainingOptions(RunOptions):
     """The options that every driver has that trains a network; samples are images or windows.
 
     Attributes:
-        dtype: ``fp32``; ``bf16``: autocast in training and measures, weights and optimiser state stay float32;
-            ``bf16-weights``: no autocast, but everything in bfloat16: weights, running statistics, activations, gradients and
-            optimiser state. The paper says only "in bfloat16 precision".
+        dtype: ``fp32``; ``bf16``: autocast in training and measures, weights and optimiser state
+            stay float32; ``bf16-weights``: no autocast, but everything in bfloat16: weights,
+            running statistics, activations, gradients and optimiser state. The paper says only "in
+            bfloat16 precision".
         batch_size: Samples an optimiser step.
-        norm_batch: Samples of a part of a batch, at most: a part is one forward and backward pass, and batch norm takes its
-            statistics of it; 0: the whole batch. The gradients of the parts are added (the paper's 4 GPUs x 256 samples).
-        batch_norm_updates: The parts of a batch that update the running statistics of batch norms: the ``first-part``, since
-            DataParallel (the paper's for series) keeps those of one device, as DistributedDataParallel does by default; or
-            ``every-part``, one after the other. It is the same with any number of processes.
-        reduce_dtype: In what several processes add up their gradients: ``fp32``, or ``bf16``, half the bytes: each process
-            rounds its gradients to bfloat16, they are added in float32 in the order of the processes, and the sum is
-            rounded once. One process adds nothing up.
-        fused: The optimiser's steps in one kernel, as on a GPU always, on a CPU too: small networks train in three quarters of
-            the time (an MLP, 64-64-64-64-10). It changes the last bits.
+        norm_batch: Samples of a part of a batch, at most: a part is one forward and backward pass,
+            and batch norm takes its statistics of it; 0: the whole batch. The gradients of the
+            parts are added (the paper's 4 GPUs x 256 samples).
+        batch_norm_updates: The parts of a batch that update the running statistics of batch norms:
+            the ``first-part``, since DataParallel (the paper's for series) keeps those of one
+            device, as DistributedDataParallel does by default; or ``every-part``, one after the
+            other. It is the same with any number of processes.
+        reduce_dtype: In what several processes add up their gradients: ``fp32``, or ``bf16``, half
+            the bytes: each process rounds its gradients to bfloat16, they are added in float32 in
+            the order of the processes, and the sum is rounded once. One process adds nothing up.
+        fused: The optimiser's steps in one kernel, as on a GPU always, on a CPU too: small networks
+            train in three quarters of the time (an MLP, 64-64-64-64-10). It changes the last bits.
     """
 
     dtype: Literal["fp32", "bf16", "bf16-weights"] = "bf16"

@@ -1,9 +1,10 @@
 """How training steps run: as they are, with the model compiled, or replayed as a CUDA graph.
 
-A step of a small network is some hundred kernels of a few microseconds; replayed, they follow each other without the host.
-What a capture must not do is change anything: parameters, optimiser state, running statistics and random states are put
-back afterwards, and the step that it was made for is then replayed. Dropout draws from torch's generator in a replay as it
-does in a step that is launched, so seeding and resuming mean the same.
+A step of a small network is some hundred kernels of a few microseconds; replayed, they follow each
+other without the host. What a capture must not do is change anything: parameters, optimiser state,
+running statistics and random states are put back afterwards, and the step that it was made for is
+then replayed. Dropout draws from torch's generator in a replay as it does in a step that is
+launched, so seeding and resuming mean the same.
 """
 
 from __future__ import annotations
@@ -47,16 +48,19 @@ class TrainingSteps:
 
     There is one capture for each shape of the inputs.
 
-    A shape is captured when it occurs for the second time. The last `HELD` are kept; they share their memory. They are
-    dropped by `check` if the model or what a step changes is not where it was.
+    A shape is captured when it occurs for the second time. The last `HELD` are kept; they share
+    their memory. They are dropped by `check` if the model or what a step changes is not where it
+    was.
 
     Args:
-        work: inputs -> a tensor, such as the sum of the losses, or several. It reads the inputs and changes tensors in place;
-            it makes no decision by their values. It must set ``.grad`` to None before its backward pass. Inputs are tensors
-            and whole numbers; each number has a capture of its own.
+        work: inputs -> a tensor, such as the sum of the losses, or several. It reads the inputs and
+            changes tensors in place; it makes no decision by their values. It must set ``.grad`` to
+            None before its backward pass. Inputs are tensors and whole numbers; each number has a
+            capture of its own.
         model: Trained by ``work``; captures are dropped when its program changes.
-        changed: Returns the tensors that a step changes: parameters, buffers, the optimiser's state. What a first step adds
-            to them must mean the same as zeros, as the state of SGD and AdamW does.
+        changed: Returns the tensors that a step changes: parameters, buffers, the optimiser's
+            state. What a first step adds to them must mean the same as zeros, as the state of SGD
+            and AdamW does.
         device: Of the inputs and the model.
         graph: Capture steps.
         strict: Raise if a capture fails, rather than go on without, with a warning.

@@ -2,12 +2,14 @@
 
 Source: paper, section 4.2.
 
-The steps of a run, each committed with its record: every epoch of pretraining (record "pretrain"), the selection, and
-every fine-tuning run. What is random in a step is a pure function of the run's seed and the step, so a run that was killed
-and resumed writes the same records: the same bits on a CPU with the same number of threads (times apart).
+The steps of a run, each committed with its record: every epoch of pretraining (record "pretrain"),
+the selection, and every fine-tuning run. What is random in a step is a pure function of the run's
+seed and the step, so a run that was killed and resumed writes the same records: the same bits on a
+CPU with the same number of threads (times apart).
 
-Fine-tuning run r sees the same windows in the same order whatever the checkpoint, and a checkpoint that several strategies
-picked is fine-tuned once for all of them. So differences between strategies are paired within a run.
+Fine-tuning run r sees the same windows in the same order whatever the checkpoint, and a checkpoint
+that several strategies picked is fine-tuned once for all of them. So differences between strategies
+are paired within a run.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def pick(strategy: str, epochs: Sequence[Mapping[str, Any]]) -> Record:
         epochs: The records of kind "pretrain", in order.
 
     Returns:
-        "epoch" (0: no pretraining); "by", "rule" ("least" or "greatest"), "value" and "candidates" (epoch as text to
-        value). Of equal values the earliest epoch is picked.
+        "epoch" (0: no pretraining); "by", "rule" ("least" or "greatest"), "value" and "candidates"
+        (epoch as text to value). Of equal values the earliest epoch is picked.
     """
     by, rule = {**STRATEGIES, **FURTHER}[strategy]
     if not by:
@@ -298,8 +300,8 @@ def _open_data(options: TransferOptions) -> tuple[TransferData, dict[str, Any]]:
     counts = [len(split.table.columns) for split in both]
     if counts[0] != counts[1]:
         raise InputError(
-            f"{options.source} has {counts[0]} features, {options.target} {counts[1]}: one network forecasts both, so give "
-            "two series with as many"
+            f"{options.source} has {counts[0]} features, {options.target} {counts[1]}: one network "
+            "forecasts both, so give two series with as many"
         )
     digest = hashlib.sha256("".join(split.table.digest for split in both).encode()).hexdigest()
     described = {

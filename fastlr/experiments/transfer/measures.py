@@ -45,8 +45,8 @@ class Redundancy:
             progress=False,
         )
         self._definition = (
-            f"local redundancy: mean over {options.redundancy_n} Gaussian inputs of E_y ||grad log P(y|x)||^2, "
-            f"y ~ N(f(x), sigma^2 I) with sigma = {options.sigma:g}, eval mode"
+            f"local redundancy: mean over {options.redundancy_n} Gaussian inputs of E_y ||grad log "
+            f"P(y|x)||^2, y ~ N(f(x), sigma^2 I) with sigma = {options.sigma:g}, eval mode"
         )
         self.chunk = chunk
         self.begin()
@@ -123,7 +123,8 @@ class Probe:
         options: Of the run.
 
     Raises:
-        InputError: The network has no part of the name that the options say, or nothing to train in it.
+        InputError: The network has no part of the name that the options say, or nothing to train in
+            it.
     """
 
     def __init__(self, net: Forecaster, target: SplitSeries, options: TransferOptions) -> None:
@@ -133,12 +134,13 @@ class Probe:
         except AttributeError:
             parts = ", ".join(name for name, _ in net.model.named_children())
             raise InputError(
-                f"head={options.head}: the model has no such part (it has {parts}): name the one that makes the "
-                "forecast, or leave linear_probe out of the strategies"
+                f"head={options.head}: the model has no such part (it has {parts}): name the one "
+                "that makes the forecast, or leave linear_probe out of the strategies"
             ) from None
         if not any(p.requires_grad for p in head.parameters()):
             raise InputError(
-                f"head={options.head} has no parameters to train: name the part that makes the forecast"
+                f"head={options.head} has no parameters to train: name the part that makes the "
+                "forecast"
             )
         self._head, self._new_head = head, copy.deepcopy(head.state_dict())
 
@@ -155,8 +157,8 @@ class Probe:
             net.parallel.check()
             validation = net.validate(self.target.validation, o.validation_stride)
         definition = (
-            f"linear probe: {o.probe_by} loss on the target of a new head on the frozen network, after one epoch of AdamW at "
-            f"{o.probe_learning_rate:g}"
+            f"linear probe: {o.probe_by} loss on the target of a new head on the frozen network, "
+            f"after one epoch of AdamW at {o.probe_learning_rate:g}"
         )
         losses = {"training": training, "validation": validation}
         return {"value": losses[o.probe_by], "definition": definition, **losses}

@@ -9,7 +9,8 @@ from fastlr.errors import InputError
 from fastlr.experiments.runs.options import ON_A_CORE, differences, option
 from fastlr.experiments.training import options as training
 
-# Strategy -> (the number it goes by, whether the least or the greatest is picked), in the order of the paper's Table 3.
+# Strategy -> (the number it goes by, whether the least or the greatest is picked), in the order of
+# the paper's Table 3.
 STRATEGIES: dict[str, tuple[str, str]] = {
     "linear_probe": ("linear_probe", "least"),
     "local_redundancy": ("local_redundancy", "greatest"),
@@ -18,8 +19,9 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "weight_norm": ("weight_norm", "least"),
     "no_pretraining": ("", ""),
 }
-# Further ones, by name. The paper's local redundancy of an epoch is the mean of measurements within it, which need not be
-# greatest where that of the file is: this is the last measurement alone, of the checkpoint that is fine-tuned.
+# Further ones, by name. The paper's local redundancy of an epoch is the mean of measurements within
+# it, which need not be greatest where that of the file is: this is the last measurement alone, of
+# the checkpoint that is fine-tuned.
 FURTHER = {"local_redundancy_at_end": ("local_redundancy_at_end", "greatest")}
 
 
@@ -32,12 +34,13 @@ class TransferOptions(training.TrainingOptions):
     The options that all drivers share are in `TrainingOptions`.
 
     Attributes:
-        model: As for `fastlr.models.load_model`: ``package.module:function``. It is made with ``channels``, ``context`` and
-            ``horizon`` and takes windows ``[B, context, channels]`` to ``[B, horizon, channels]``, as the output or its
-            ``prediction_outputs`` (``fastlr.models.patchtst:hugging_face``).
+        model: As for `fastlr.models.load_model`: ``package.module:function``. It is made with
+            ``channels``, ``context`` and ``horizon`` and takes windows ``[B, context, channels]``
+            to ``[B, horizon, channels]``, as the output or its ``prediction_outputs``
+            (``fastlr.models.patchtst:hugging_face``).
         model_kwargs: Further arguments of the model, a JSON object.
-        source: Series to pretrain on, as for `fastlr.experiments.data.open_series`: a CSV file, its name in FASTLR_DATA, or
-            ``generated:SEED``.
+        source: Series to pretrain on, as for `fastlr.experiments.data.open_series`: a CSV file, its
+            name in FASTLR_DATA, or ``generated:SEED``.
         target: Series to fine-tune on, with as many features.
         generated_rows: Of generated series.
         context: Time steps of a window that are seen.
@@ -47,35 +50,44 @@ class TransferOptions(training.TrainingOptions):
         compile: Run the training passes through torch.compile.
         weight_decay: Of AdamW, everywhere.
         epochs: Of pretraining; each ends with a checkpoint.
-        steps_per_epoch: Optimiser steps an epoch of pretraining; 0: as many as one pass over the windows takes. With a
-            number, windows are drawn without repetition until all were seen, and again, so that a source with fewer
-            windows is trained on for as many steps (ETTm1, the paper's, takes 54 at 1024 windows a step; ETTh1 14).
+        steps_per_epoch: Optimiser steps an epoch of pretraining; 0: as many as one pass over the
+            windows takes. With a number, windows are drawn without repetition until all were seen,
+            and again, so that a source with fewer windows is trained on for as many steps (ETTm1,
+            the paper's, takes 54 at 1024 windows a step; ETTh1 14).
         learning_rate: Of pretraining at its start; it falls to zero by the cosine, step by step.
         redundancy_n: Gaussian inputs of local redundancy; the same ones at every measurement.
-        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does; ``rademacher`` has the same
-            expectation and less variance.
-        redundancy_per_epoch: Evenly spaced measurements an epoch, the last at its end; their mean is the epoch's value.
-        redundancy_batch: Inputs at a time; 0: by the memory that is free at the first measurement, then kept.
-        sigma: Standard deviation of the predictive distribution N(f(x), sigma^2 I), in the normalised unit. Local redundancy
-            is proportional to 1 / sigma^2, so it does not matter for the selection.
+        redundancy_probe: Of its estimates: ``sampled`` draws labels, as the paper does;
+            ``rademacher`` has the same expectation and less variance.
+        redundancy_per_epoch: Evenly spaced measurements an epoch, the last at its end; their mean
+            is the epoch's value.
+        redundancy_batch: Inputs at a time; 0: by the memory that is free at the first measurement,
+            then kept.
+        sigma: Standard deviation of the predictive distribution N(f(x), sigma^2 I), in the
+            normalised unit. Local redundancy is proportional to 1 / sigma^2, so it does not matter
+            for the selection.
         dormant_threshold: Of `dormant_by`.
-        dormant_by: A unit is dormant if its ``mean`` activation is below the threshold, as in the paper, or if the mean of
-            its ``absolute`` activation is at most that.
+        dormant_by: A unit is dormant if its ``mean`` activation is below the threshold, as in the
+            paper, or if the mean of its ``absolute`` activation is at most that.
         dormant_windows: Training windows of the source for it; the same ones at every checkpoint.
         head: Name of the model's part that a linear probe draws anew and trains.
         probe_learning_rate: Of the probe, constant; the paper says only "one epoch".
-        probe_by: Loss that the probe is judged by: on the target's ``validation`` windows, or the mean over its epoch of
-            ``training``.
-        strategies: Which to fine-tune for, with commas: the paper's, which are the default, and ``local_redundancy_at_end``, by
-            the checkpoint's own value, not the mean of the measurements within its epoch.
-        finetune_runs: Fine-tuning runs from each checkpoint that was picked, with different order and dropout.
+        probe_by: Loss that the probe is judged by: on the target's ``validation`` windows, or the
+            mean over its epoch of ``training``.
+        strategies: Which to fine-tune for, with commas: the paper's, which are the default, and
+            ``local_redundancy_at_end``, by the checkpoint's own value, not the mean of the
+            measurements within its epoch.
+        finetune_runs: Fine-tuning runs from each checkpoint that was picked, with different order
+            and dropout.
         finetune_epochs: Of each, at most.
         finetune_steps_per_epoch: As ``steps_per_epoch``, for fine-tuning and probes.
         finetune_learning_rate: Constant.
-        finetune_evaluations: Evenly spaced validations of a fine-tuning run after the one before it; the last is its result.
-        finetune_patience: End a run when its validation loss saturates, as section 4.2 has it: after so many validations in
-            which it has not fallen by `finetune_tolerance`; 0: never, as in appendix A.2.
-        finetune_tolerance: The part of the least loss before by which it must fall; 0: any fall counts.
+        finetune_evaluations: Evenly spaced validations of a fine-tuning run after the one before
+            it; the last is its result.
+        finetune_patience: End a run when its validation loss saturates, as section 4.2 has it:
+            after so many validations in which it has not fallen by `finetune_tolerance`; 0: never,
+            as in appendix A.2.
+        finetune_tolerance: The part of the least loss before by which it must fall; 0: any fall
+            counts.
     """
 
     model: str = "fastlr.models.patchtst:PatchTST"
@@ -130,7 +142,8 @@ BEFORE = {
     "dormant_by": "absolute",
 }
 
-# Options that change no number, or only its last bits, or are reported in their own place, or of which the paper says nothing.
+# Options that change no number, or only its last bits, or are reported in their own place, or of
+# which the paper says nothing.
 _NO_MATTER = set(
     "seed device threads compile generated_rows redundancy_batch head strategies".split()
 )
@@ -145,8 +158,8 @@ def substitutions(options: TransferOptions, **actual: str | int) -> list[str]:
 
     Args:
         options: Of the run.
-        actual: What options with a meaning of their own came to: ``source`` and ``target`` (names of the series),
-            ``steps_per_epoch`` and ``finetune_steps_per_epoch``.
+        actual: What options with a meaning of their own came to: ``source`` and ``target`` (names
+            of the series), ``steps_per_epoch`` and ``finetune_steps_per_epoch``.
 
     Example:
         >>> actual = {"source": "ETTh1", "target": "ETTh2", "steps_per_epoch": 14, "finetune_steps_per_epoch": 14}
@@ -159,7 +172,8 @@ def substitutions(options: TransferOptions, **actual: str | int) -> list[str]:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
-    # ETTh1 to ETTh2 with a reduced network and small batches, as many steps as ETTm1 to ETTh2 in the paper.
+    # ETTh1 to ETTh2 with a reduced network and small batches, as many steps as ETTm1 to ETTh2 in
+    # the paper.
     "small": {
         "model_kwargs": {"stride": 16, "layers": 2, "width": 32, "heads": 4, "ffn": 64},
         "source": "ETTh1",

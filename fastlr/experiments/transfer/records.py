@@ -206,7 +206,8 @@ def read_transfer_runs(paths: Iterable[str | Path]) -> list[TransferRun]:
     """Read run folders, or folders of them, that differ in nothing but their seeds.
 
     Raises:
-        InputError: No runs there; two of one seed; runs with different options, data or versions of the network.
+        InputError: No runs there; two of one seed; runs with different options, data or versions of
+            the network.
     """
     runs = [TransferRun.read(folder) for folder in run_folders(paths)]
     reference = runs[0]
@@ -215,7 +216,8 @@ def read_transfer_runs(paths: Iterable[str | Path]) -> list[TransferRun]:
             expected, value = reference.options.get(key), run.options.get(key)
             if key not in _MAY_DIFFER and expected != value:
                 raise InputError(
-                    f"{reference.name} has {key}={expected}, {run.name} {value}: report on them apart"
+                    f"{reference.name} has {key}={expected}, {run.name} {value}: report on them "
+                    "apart"
                 )
         if as_dict(run.config, "data").get("digest") != as_dict(reference.config, "data").get(
             "digest"
@@ -226,6 +228,7 @@ def read_transfer_runs(paths: Iterable[str | Path]) -> list[TransferRun]:
         for earlier in runs[:index]:
             if earlier.seed == run.seed:
                 raise InputError(
-                    f"{earlier.path} and {run.path} have the same seed {run.seed}: a seed counts once"
+                    f"{earlier.path} and {run.path} have the same seed {run.seed}: a seed counts "
+                    "once"
                 )
     return runs

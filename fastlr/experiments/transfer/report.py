@@ -49,11 +49,13 @@ def write_transfer_report(
 
     Args:
         paths: Run folders, or folders of run folders; all of them are pooled.
-        out: Folder for the files, made if missing; None: ``report`` in the one path given, ``fastlr-report`` for several.
+        out: Folder for the files, made if missing; None: ``report`` in the one path given,
+            ``fastlr-report`` for several.
         figures: "png", or "none".
 
     Returns:
-        The report: ``index.html``, ``report.md``, a CSV file a table, ``report.json`` with all digits, and the figures.
+        The report: ``index.html``, ``report.md``, a CSV file a table, ``report.json`` with all
+            digits, and the figures.
 
     Raises:
         InputError: No runs there, runs that cannot be pooled, or a file that cannot be written.
@@ -148,14 +150,15 @@ def _drawings(runs: Sequence[TransferRun]) -> list[Drawing]:
         Drawing(
             "finetuning.png",
             partial(finetuning_curves, [run for run in runs if run.complete]),
-            "Validation loss on the target while fine-tuning the checkpoints that each strategy picked, mean of the "
-            "fine-tuning runs, then over seeds; those with the same picks lie on one another. Dashed: the end of training "
-            f"without pretraining. {band}",
+            "Validation loss on the target while fine-tuning the checkpoints that each strategy "
+            "picked, mean of the fine-tuning runs, then over seeds; those with the same picks lie "
+            f"on one another. Dashed: the end of training without pretraining. {band}",
         ),
         Drawing(
             "pretraining.png",
             partial(pretraining_curves, runs),
-            f"Training loss, validation loss and local redundancy (right axis, every measurement) in pretraining. {band}",
+            "Training loss, validation loss and local redundancy (right axis, every measurement) "
+            f"in pretraining. {band}",
         ),
     ]
 

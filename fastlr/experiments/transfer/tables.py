@@ -95,14 +95,18 @@ def _ends(finished: Sequence[TransferRun], options: Mapping[str, Any]) -> str:
     """Say by which of the paper's two rules fine-tuning ended."""
     patience = options.get("finetune_patience", 0)
     if not patience:
-        return "Fine-tuning: all its epochs, as in the paper's appendix A.2; no stop when the validation loss saturates."
+        return (
+            "Fine-tuning: all its epochs, as in the paper's appendix A.2; no stop when the "
+            "validation loss saturates."
+        )
     early, tunings = (
         sum(run.saturated for run in finished),
         sum(len(run.tunings) for run in finished),
     )
     return (
-        f"Fine-tuning: until the validation loss saturates, as in the paper's section 4.2 ({patience} validations without a "
-        f"fall by {100 * options.get('finetune_tolerance', 0):g} %), or its epochs; {early} of {tunings} runs saturated."
+        "Fine-tuning: until the validation loss saturates, as in the paper's section 4.2 "
+        f"({patience} validations without a fall by {100 * options.get('finetune_tolerance', 0):g} "
+        f"%), or its epochs; {early} of {tunings} runs saturated."
     )
 
 
@@ -137,14 +141,15 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
     }
     tunings = len(finished[0].of_pick(next(iter(picks))))
     notes = [
-        "Loss: mean squared error on the target's validation windows at the end of fine-tuning, in units of the training "
-        f"standard deviation; mean of {tunings} fine-tuning runs, then over n = {len(finished)} seeds, ± standard error "
-        "over seeds."
+        "Loss: mean squared error on the target's validation windows at the end of fine-tuning, "
+        f"in units of the training standard deviation; mean of {tunings} fine-tuning runs, then "
+        f"over n = {len(finished)} seeds, ± standard error over seeds."
     ]
     if REFERENCE in picks:
         notes.append(
-            "Minus lowest: the difference from lowest val. loss within each seed, mean over the seeds ± standard error, 95 % "
-            "interval (Student, n - 1); negative is better. Epoch: median pick."
+            "Minus lowest: the difference from lowest val. loss within each seed, mean over the "
+            "seeds ± standard error, 95 % interval (Student, n - 1); negative is better. Epoch: "
+            "median pick."
         )
     if picks.get("linear_probe", {}).get("by"):
         by_validation = finished[0].options.get("probe_by", "validation") == "validation"
@@ -154,7 +159,8 @@ def strategy_sheet(runs: Sequence[TransferRun]) -> Sheet:
             else "training windows"
         )
         notes.append(
-            f"† Sees the target before it selects: trains on its training windows, is judged by its {judge}."
+            "† Sees the target before it selects: trains on its training windows, is judged by "
+            f"its {judge}."
         )
     if len(finished) == 1:
         notes.append("One seed has no standard error: nothing can be said of differences.")
@@ -185,11 +191,13 @@ def difference_sheet(runs: Sequence[TransferRun]) -> Sheet:
     }
     outside = [pair_name(pair) for pair in pairs if pair.mean.low > 0 or pair.mean.high < 0]
     notes = (
-        f"First minus second within each seed, mean over n = {len(finished)} seeds ± standard error of that mean, 95 % "
-        "interval by Student's distribution (– where it is 0 in every seed). Lower: seeds in which the first is better. "
-        "Same: seeds in which both picked one checkpoint, whose fine-tuning runs they share (difference 0).",
-        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(pairs)} such intervals about "
-        f"{len(pairs) / 20:.1f} would leave out zero by chance (no correction for their number).",
+        f"First minus second within each seed, mean over n = {len(finished)} seeds ± standard "
+        "error of that mean, 95 % interval by Student's distribution (– where it is 0 in every "
+        "seed). Lower: seeds in which the first is better. Same: seeds in which both picked one "
+        "checkpoint, whose fine-tuning runs they share (difference 0).",
+        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(pairs)} such intervals "
+        f"about {len(pairs) / 20:.1f} would leave out zero by chance (no correction for their "
+        "number).",
     )
     return Sheet.of("differences", title, pairs, columns, notes)
 
@@ -211,11 +219,11 @@ def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
     options = averaged[0].options
     dormant = "activation below" if options.get("dormant_by") == "mean" else "|activation| at most"
     notes = (
-        f"LR: local redundancy on {options.get('redundancy_n', '?')} Gaussian inputs, mean of the measurements within the "
-        f"epoch; LR, file: at its end alone; "
-        f"epoch 0 is before training. Dormant: share of feed-forward units with mean {dormant} "
-        f"{options.get('dormant_threshold', '?')} on training windows of the source. Losses are mean squared "
-        "errors; probe: that of a linear probe on the target.",
+        f"LR: local redundancy on {options.get('redundancy_n', '?')} Gaussian inputs, mean of the "
+        "measurements within the epoch; LR, file: at its end alone; epoch 0 is before training. "
+        f"Dormant: share of feed-forward units with mean {dormant} "
+        f"{options.get('dormant_threshold', '?')} on training windows of the source. Losses are "
+        "mean squared errors; probe: that of a linear probe on the target.",
         ("One seed" if len(averaged) == 1 else f"Means of {counted(len(averaged), 'seed')}")
         + (": none has finished yet." if not averaged[0].complete else "."),
     )
@@ -247,7 +255,10 @@ def picks_sheet(runs: Sequence[TransferRun]) -> Sheet:
                 )
                 both = (shown(run.numbers(by)[pick["epoch"]], "{:.6g}") for by in _REDUNDANCIES)
                 rows.append((str(run.seed), label(name), *cells, *both))
-    note = "Of equal values the earliest epoch is picked. All candidates are in the runs' records, kind selection."
+    note = (
+        "Of equal values the earliest epoch is picked. All candidates are in the runs' records, "
+        "kind selection."
+    )
     return Sheet(
         "picks", "What each strategy picked", columns, tuple(rows), (note, _two_values(runs))
     )
@@ -259,8 +270,9 @@ def _two_values(runs: Sequence[TransferRun]) -> str:
     greatest = [values.argmax(1) for values in both if np.isfinite(values).all()]
     other = sum(int(of_epoch != of_file) for of_epoch, of_file in greatest)
     return (
-        "LR: mean of the measurements within the epoch, by which max local redundancy picks, as in the paper; LR, file: of the "
-        f"checkpoint alone, by which max LR of the file picks (--set strategies=...,local_redundancy_at_end). In {other} of "
+        "LR: mean of the measurements within the epoch, by which max local redundancy picks, as "
+        "in the paper; LR, file: of the checkpoint alone, by which max LR of the file picks "
+        f"(--set strategies=...,local_redundancy_at_end). In {other} of "
         f"{counted(len(greatest), 'run')} they are greatest at different epochs."
     )
 
@@ -285,7 +297,10 @@ def runs_sheet(runs: Sequence[TransferRun]) -> Sheet:
         "all min": lambda run: f"{run.seconds() / 60:.1f}",
     }
     machines = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
-    note = f"Pretraining: its optimiser steps; LR: measuring local redundancy; all: every step of the run. On {machines}."
+    note = (
+        "Pretraining: its optimiser steps; LR: measuring local redundancy; all: every step of the "
+        f"run. On {machines}."
+    )
     return Sheet.of("runs", "Runs", runs, columns, [note])
 
 

@@ -1,8 +1,9 @@
 """Self-attention of nn.MultiheadAttention without the copies that torch makes around it.
 
-Torch moves the packed projection so that queries, keys and values are each contiguous, and its backward pass writes a
-tensor of all three, mostly zeros, for each of them. Here they are views of the projection, and their gradients are written
-once. The parameters are used by the same two linear layers.
+Torch moves the packed projection so that queries, keys and values are each contiguous, and its
+backward pass writes a tensor of all three, mostly zeros, for each of them. Here they are views of
+the projection, and their gradients are written once. The parameters are used by the same two linear
+layers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def self_attention(
 
     None if it is not a plain self-attention.
 
-    Plain: one tensor [S, B, E] that lies in memory as [B, S, E] (batch_first), no mask, no dropout, no weights wanted.
+    Plain: one tensor [S, B, E] that lies in memory as [B, S, E] (batch_first), no mask, no dropout,
+        no weights wanted.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()

@@ -2,9 +2,10 @@
 
 It is one node of the autograd graph, with its rule.
 
-For where no convolution comes before that it could be folded into. On a CPU, torch's own backward pass of batch norm
-takes ten times as long as the multiplication that it is, unless channels lie apart in memory; and its result is laid
-out anew, which the transposes around a batch norm in sequence models then pay for again.
+For where no convolution comes before that it could be folded into. On a CPU, torch's own backward
+pass of batch norm takes ten times as long as the multiplication that it is, unless channels lie
+apart in memory; and its result is laid out anew, which the transposes around a batch norm in
+sequence models then pay for again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class FixedNorm(torch.autograd.Function):
 
     It is ``gamma (x - mean) / sqrt(var + eps) + beta``.
 
-    Attributes of a node: ``roles`` names its inputs; ``norms_only`` says that the gradients of the parameters will not be
-    looked at.
+    Attributes of a node: ``roles`` names its inputs; ``norms_only`` says that the gradients of the
+    parameters will not be looked at.
     """
 
     @staticmethod

@@ -2,8 +2,8 @@
 
 The node is one of the autograd graph.
 
-The definitions and identities are in fastlr.ops.reference.folded; which blocks of a model run so is decided in
-fastlr.ghost.fusion.mode.
+The definitions and identities are in fastlr.ops.reference.folded; which blocks of a model run so is
+decided in fastlr.ghost.fusion.mode.
 """
 
 from __future__ import annotations
@@ -133,11 +133,14 @@ class Entry(NamedTuple):
 
     Attributes:
         act: applied to ``x`` as it is loaded: what is stored is the activation's input.
-        settled: the gradient for ``x`` is that of ``act(x)``: the derivative is another node's to apply.
+        settled: the gradient for ``x`` is that of ``act(x)``: the derivative is another node's to
+            apply.
         gate: factors of ``act(x)`` [B, C, 1, ...].
-        passes: ``x`` is an output too: ``act(x)`` for who takes it from there, whose gradient is added here.
+        passes: ``x`` is an output too: ``act(x)`` for who takes it from there, whose gradient is
+            added here.
         residual: applied to the residual as it is loaded.
-        mean: the mean of the activation over all positions is an output too, and the first output the activation's input.
+        mean: the mean of the activation over all positions is an output too, and the first output
+            the activation's input.
     """
 
     act: str = "none"
@@ -155,9 +158,9 @@ class FoldedConv(torch.autograd.Function):
 
     With an `Entry` there are three outputs, of which the second and third may be None.
 
-    Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has computed before the backward
-    pass reaches the node (the output gradient and the input gradient for it); ``norms_only`` says that the gradients of
-    the parameters will not be looked at.
+    Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has
+    computed before the backward pass reaches the node (the output gradient and the input gradient
+    for it); ``norms_only`` says that the gradients of the parameters will not be looked at.
     """
 
     @staticmethod

@@ -2,14 +2,15 @@
 
 A block is a convolution, batch norm in eval mode and an activation.
 
-While a `Folding` is active, a convolution's result is a `Pending` tensor that has not been computed. If batch norm, and
-then perhaps an activation, is the only thing that happens to it, the three run as one `FoldedConv` with folded weights
-(see fastlr.ops.reference.folded), whose rule gives the norms of the *original* parameters from the pass that gives the input
-gradient. Anything else computes what is pending as the model says. So blocks are found in whatever the forward pass does,
-control flow and functional calls included, and nothing is remembered that could become stale.
+While a `Folding` is active, a convolution's result is a `Pending` tensor that has not been
+computed. If batch norm, and then perhaps an activation, is the only thing that happens to it, the
+three run as one `FoldedConv` with folded weights (see fastlr.ops.reference.folded), whose rule
+gives the norms of the *original* parameters from the pass that gives the input gradient. Anything
+else computes what is pending as the model says. So blocks are found in whatever the forward pass
+does, control flow and functional calls included, and nothing is remembered that could become stale.
 
-A block is left as it is (its name and the reason go into `Folding.refused`) where its parts are seen by anything else,
-where a parameter serves twice, and where a proof refutes it.
+A block is left as it is (its name and the reason go into `Folding.refused`) where its parts are
+seen by anything else, where a parameter serves twice, and where a proof refutes it.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ _DTYPE: Any = Tensor.dtype
 _ALONE = "no batch norm follows"
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
 _CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
-# Calls that may run in another way: kind, and what gives the result of such a call, or None if it does not apply.
+# Calls that may run in another way: kind, and what gives the result of such a call, or None if it
+# does not apply.
 _REPLACEMENTS: dict[Callable, tuple[str, Callable[[Callable, tuple, dict], Any]]] = {
     **dict.fromkeys(PRODUCTS, ("gate", gate)),
     **dict.fromkeys(MEANS, ("squeeze", squeeze)),
@@ -122,16 +124,19 @@ class Folding(TorchFunctionMode):
     """Finds the blocks of one model and folds them; used as a context around its forward pass.
 
     Attributes:
-        folded: name of a convolution's weight -> what follows it in its block, in the last forward pass.
+        folded: name of a convolution's weight -> what follows it in its block, in the last forward
+            pass.
         plain: name of a convolution's weight -> why it had no block there.
-        fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift there.
-        replaced: how many calls of a kind ran in another way there: "gate", "squeeze" (squeeze_excitation.py),
-            "attention", "recurrent".
+        fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift
+            there.
+        replaced: how many calls of a kind ran in another way there: "gate", "squeeze"
+            (squeeze_excitation.py), "attention", "recurrent".
         unfused: runs recurrent layers step by step where they cannot be replaced.
         refused: name of a weight -> why it runs as the model says from now on; grows.
         literal: why calls of those kinds run as the model says from now on.
         disabled: why nothing is folded any more.
-        casts_inputs: True if convolutions that autocast converts the inputs for were all that read them, by kernels.
+        casts_inputs: True if convolutions that autocast converts the inputs for were all that read
+            them, by kernels.
     """
 
     def __init__(self) -> None:

@@ -53,7 +53,8 @@ class Stored(NamedTuple):
     Attributes:
         tensor: the activation's input.
         act: the activation.
-        settled: whoever loads it hands back the gradient of ``act(tensor)``; one before applies the derivative.
+        settled: whoever loads it hands back the gradient of ``act(tensor)``; one before applies the
+            derivative.
         gate: factors of ``act(tensor)`` [B, C, 1, ...].
     """
 
@@ -179,8 +180,9 @@ class Product(Lazy):
 class Pending(Lazy):
     """The result of a convolution, or of batch norm after it, that has not been computed.
 
-    By kernels (``lazy``) the activation is left to those who load the result, if they are such blocks too: it is stored
-    once, before the activation, and the derivative is applied where the activation is.
+    By kernels (``lazy``) the activation is left to those who load the result, if they are such
+    blocks too: it is stored once, before the activation, and the derivative is applied where the
+    activation is.
     """
 
     source: (

@@ -2,8 +2,9 @@
 
 The mean is over all positions, the product is with one number a sample and channel.
 
-The product's backward pass reads the gradient and the input once, where torch's own makes and reads a product of their
-size. The mean's gives one number a sample and channel, expanded, where torch's own writes a tensor of the input's size.
+The product's backward pass reads the gradient and the input once, where torch's own makes and reads
+a product of their size. The mean's gives one number a sample and channel, expanded, where torch's
+own writes a tensor of the input's size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Do two computations of the same outputs or norms differ by more than rounding?
 
-Outputs are compared element by element. A difference is judged by the element's own size and by that of its sample and its
-column, not by the largest output: one masked logit of -1e9 or one column of 1e10 must not hide what the others do. Where
-that is not enough (a column that is nothing but rounding), the rounding is measured
-(fastlr.ghost.verification.noise).
+Outputs are compared element by element. A difference is judged by the element's own size and by
+that of its sample and its column, not by the largest output: one masked logit of -1e9 or one column
+of 1e10 must not hide what the others do. Where that is not enough (a column that is nothing but
+rounding), the rounding is measured (fastlr.ghost.verification.noise).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def agree(
         want: outputs, samples along ``out_dim``.
         got: the same samples' outputs, computed in another way or in other company.
         relative: difference, in parts of an element's size, that needs no explanation.
-        noise: asked where that is exceeded; how far outputs of some samples are off by rounding, samples along the same
-            axis, or None if nobody can tell.
+        noise: asked where that is exceeded; how far outputs of some samples are off by rounding,
+            samples along the same axis, or None if nobody can tell.
         out_dim: the samples' axis.
     """
     if want.shape != got.shape:

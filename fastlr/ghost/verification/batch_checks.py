@@ -2,9 +2,10 @@
 
 The passes run on the batch at hand.
 
-With the cotangent of sample j scaled by known factors, the gradient that arrives at a use must be scaled, row by row, by the
-factors of the sample that the row belongs to. This tells the rows where the graph does not (fastlr.ghost.ownership), in every
-batch anew, and holds what the graph tells to the first batch of a shape.
+With the cotangent of sample j scaled by known factors, the gradient that arrives at a use must be
+scaled, row by row, by the factors of the sample that the row belongs to. This tells the rows where
+the graph does not (fastlr.ghost.ownership), in every batch anew, and holds what the graph tells to
+the first batch of a shape.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def explained(
         z: the output.
         v: a dense cotangent: one with zeros would leave rows undecided.
         out_dim: the samples' axis of the output.
-        options: layouts by place, likelier ones first; an empty list asks only whether a gradient arrives.
-        told: places whose layout the graph tells: there a row that is zero or denormal confirms and refutes nothing.
+        options: layouts by place, likelier ones first; an empty list asks only whether a gradient
+            arrives.
+        told: places whose layout the graph tells: there a row that is zero or denormal confirms and
+            refutes nothing.
         in_any_order: mark so that rows in any order are told apart, whatever the options.
     """
     count = z.shape[out_dim]
@@ -107,7 +110,8 @@ def likely_layouts(
 ) -> dict[Place, list[Layout]]:
     """The layouts that each output of a use may have in this batch.
 
-    Where the graph tells it (``known``), that one; elsewhere those of the proof, fitted to the shapes, and rows in any order.
+    Where the graph tells it (``known``), that one; elsewhere those of the proof, fitted to the
+    shapes, and rows in any order.
     """
     likely: dict[Place, list[Layout]] = {}
     for node, uses in structure.by_node.items():

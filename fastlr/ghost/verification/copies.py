@@ -82,8 +82,8 @@ def _perturbed(
 ) -> Tensor:
     """A parameter or buffer moved at random, in float64.
 
-    Trainable ones by additive noise, so that nothing is zero; buffers and frozen parameters by a factor, so that signs,
-    zeros and infinities stay, and what they switch off stays off.
+    Trainable ones by additive noise, so that nothing is zero; buffers and frozen parameters by a
+    factor, so that signs, zeros and infinities stay, and what they switch off stays off.
     """
     if not t.is_floating_point():
         return t.detach().clone()
@@ -131,9 +131,10 @@ def with_buffers_moved(
 
     The noise is additive; None where no buffer is all zero.
 
-    The noise of the other subjects is multiplicative and leaves a zero where it is, so a buffer that switches something
-    on (``h - alpha * h.mean(0)``) is not exercised by them. A failure here says that the model could be another program,
-    not that it is one: look at it in every batch, never refuse it.
+    The noise of the other subjects is multiplicative and leaves a zero where it is, so a buffer
+    that switches something on (``h - alpha * h.mean(0)``) is not exercised by them. A failure here
+    says that the model could be another program, not that it is one: look at it in every batch,
+    never refuse it.
     """
     zero = {
         n: t

@@ -1,7 +1,7 @@
 """On how many samples a model is proven: on three, or on four where it does not take three.
 
-A model that halves its batch (``x.chunk(2)``, ``x.view(2, -1)``) takes even batches only. Three are tried first: they need
-less, and an odd number shows what depends on its being even.
+A model that halves its batch (``x.chunk(2)``, ``x.view(2, -1)``) takes even batches only. Three are
+tried first: they need less, and an odd number shows what depends on its being even.
 """
 
 from __future__ import annotations

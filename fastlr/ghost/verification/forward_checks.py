@@ -2,9 +2,9 @@
 
 Do they interact, is a pass random, does a parameter move the output outside the graph?
 
-In: a copy of the model (fastlr.ghost.verification.copies) and a batch of three or four. Out: errors that name the module, or
-notes in the ledger. Samples are run in other company and must give what they gave; parameters that are not in the graph are
-moved, and the output must stay.
+In: a copy of the model (fastlr.ghost.verification.copies) and a batch of three or four. Out: errors
+that name the module, or notes in the ledger. Samples are run in other company and must give what
+they gave; parameters that are not in the graph are moved, and the output must stay.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class ForwardChecks:
             z = adapt.select_output(result, self.output)
         if adapt.sample_count(z, self.out_dim) != len(samples):
             raise ModelError(
-                f"{len(samples)} samples give an output of shape {tuple(z.shape)}, which does not have that size along "
-                f"out_dim={self.out_dim}: pass in_dim= and out_dim="
+                f"{len(samples)} samples give an output of shape {tuple(z.shape)}, which does not "
+                f"have that size along out_dim={self.out_dim}: pass in_dim= and out_dim="
             )
         return z
 
@@ -121,8 +121,8 @@ class ForwardChecks:
 
         Where they do, the model is looked at in every batch from then on.
 
-        Tried are buffers that are zero, moved; samples whose values are far apart; and several copies of one sample, which
-        go the same way and may be too many for it.
+        Tried are buffers that are zero, moved; samples whose values are far apart; and several
+        copies of one sample, which go the same way and may be too many for it.
         """
         moved = with_buffers_moved(self.model, self.parameters, scale, seed, stand_in)
         if moved is not None and not self._separate(moved, batch, on_error=False):
@@ -192,8 +192,9 @@ class ForwardChecks:
         if any(m.training for m in self.model.modules()):
             raise RandomForwardError(f"{message}: call model.eval()")
         raise RandomForwardError(
-            f"{message}, although the model is in eval mode: its forward pass draws at random whatever the mode. Give "
-            "F.dropout training=self.training, or draw only where self.training is true"
+            f"{message}, although the model is in eval mode: its forward pass draws at random "
+            "whatever the mode. Give F.dropout training=self.training, or draw only where "
+            "self.training is true"
         )
 
     @on_demand.structure_only()
@@ -287,8 +288,9 @@ class ForwardChecks:
                 f"parameter {culprits[0]}"
                 + (f" and {len(culprits) - 1} more" if len(culprits) > 1 else "")
                 + f" of module {module or '(root)'} ({kind}) change the output but are not in its autograd graph: "
-                "reentrant activation checkpointing (use use_reentrant=False or switch it off), no_grad, detach or .data in "
-                "the forward pass; or freeze them with requires_grad_(False) if they should not count"
+                "reentrant activation checkpointing (use use_reentrant=False or switch it off), "
+                "no_grad, detach or .data in the forward pass; or freeze them with "
+                "requires_grad_(False) if they should not count"
             )
         ledger.absent.append(frozenset(absent))
         for n in absent:

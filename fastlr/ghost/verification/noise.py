@@ -1,10 +1,10 @@
 """How far a model's outputs are off by rounding: measured, where nothing else tells.
 
-In: a model, or a copy of it, and a few samples. Out: a `Noise` of the shape of their output. It is the
-difference from what another precision gives. A model that casts to a dtype itself runs in no other, or
-only seems to: its float64 copy works in float32 within. There its parameters are moved at random by as
-much as that dtype rounds. What this does to the outputs is what rounding does to them; as the samples
-stay in one company, it knows nothing of samples that interact.
+In: a model, or a copy of it, and a few samples. Out: a `Noise` of the shape of their output. It is
+the difference from what another precision gives. A model that casts to a dtype itself runs in no
+other, or only seems to: its float64 copy works in float32 within. There its parameters are moved at
+random by as much as that dtype rounds. What this does to the outputs is what rounding does to them;
+as the samples stay in one company, it knows nothing of samples that interact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from fastlr.ghost import model_io as adapt
 from fastlr.ghost.graph import walk
 from fastlr.ghost.verification.stand_in import StandIn
 
-# Differences measured in each column, of samples or of moves: the largest of fewer may be small by chance.
+# Differences measured in each column, of samples or of moves: the largest of fewer may be small by
+# chance.
 _VALUES = 16
 # Float64's rounding in parts of the difference from float32, with a margin.
 _SINGLE_TO_DOUBLE = 2.0**-26

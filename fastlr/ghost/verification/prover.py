@@ -2,15 +2,16 @@
 
 Rules against one backward pass a sample, the sample axes, interaction, randomness.
 
-In: a model and three of its samples (four, where it does not take three). Out: entries of a `Ledger`, or an error that says
-why per-sample gradients would mean nothing. The truth for sample b is the gradient of <v_b, z_b> from a plain backward pass,
-the sample run beside a copy of itself whose cotangent is zero; a rule holds if
+In: a model and three of its samples (four, where it does not take three). Out: entries of a
+`Ledger`, or an error that says why per-sample gradients would mean nothing. The truth for sample b
+is the gradient of <v_b, z_b> from a plain backward pass, the sample run beside a copy of itself
+whose cotangent is zero; a rule holds if
 | |g|^2 - |truth|^2 | <= 1e-10 |truth|^2 + 1e-13 of the sample's total.
 
-It runs on a functional copy in float64 with every parameter and buffer perturbed, so that nothing is zero by
-initialisation; where that copy cannot run or is not finite, on a deep copy; where that cannot
-either, on the model itself in its own dtype (and the report says so). What is proven is kept by
-local structure (node kind, slot, parameter side).
+It runs on a functional copy in float64 with every parameter and buffer perturbed, so that nothing
+is zero by initialisation; where that copy cannot run or is not finite, on a deep copy; where that
+cannot either, on the model itself in its own dtype (and the report says so). What is proven is kept
+by local structure (node kind, slot, parameter side).
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class Prover(ForwardChecks):
             id(graph.nodes[i].variable) in originals for i in graph.others
         ):
             raise TypeError(
-                "the forward pass uses parameters held outside the module, which a copy does not replace"
+                "the forward pass uses parameters held outside the module, which a copy does not "
+                "replace"
             )
         irregular = self._sides(subject, batch, z, graph, ledger)
         if irregular and self.is_folded:
@@ -173,7 +175,8 @@ class Prover(ForwardChecks):
             )
         ledger.dtype, ledger.subject = graph.lowest_dtype(), subject.name
 
-    # -- forward checks ---------------------------------------------------------------------------------------------
+    # -- forward checks
+    # ---------------------------------------------------------------------------------------------
 
     def _sides(
         self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger
@@ -255,7 +258,8 @@ class Prover(ForwardChecks):
             )
         return pulled
 
-    # -- backward checks --------------------------------------------------------------------------------------------
+    # -- backward checks
+    # --------------------------------------------------------------------------------------------
 
     def _exact(
         self,
@@ -269,7 +273,8 @@ class Prover(ForwardChecks):
 
         There are squared norms for each cotangent.
 
-        A model that does not take two samples is run on the sample alone, one that does not take one on three copies.
+        A model that does not take two samples is run on the sample alone, one that does not take
+        one on three copies.
         """
         failure: Exception | None = None
         for copies in (2, 1, self.count):
@@ -300,8 +305,8 @@ class Prover(ForwardChecks):
 
         Each sample runs beside a copy of itself, with one plain backward pass each.
 
-        So a sample must give what it gave in the batch: samples that interact through anything, be it a detached mean,
-        are found here.
+        So a sample must give what it gave in the batch: samples that interact through anything, be
+        it a detached mean, are found here.
         """
         names = list(subject.parameters)
         truth = {
@@ -320,7 +325,8 @@ class Prover(ForwardChecks):
         if not torch.isfinite(torch.stack(list(truth.values()))).all():
             bad = next(name for name, t in truth.items() if not torch.isfinite(t).all())
             raise NonFiniteError(
-                f"the gradient of parameter {bad} is not finite on {self.count} samples of the inputs"
+                f"the gradient of parameter {bad} is not finite on {self.count} samples of the "
+                "inputs"
             )
         self._linear(torch.stack([norms[0] for norms in truth.values()]), at_scales)
         return truth
@@ -475,9 +481,9 @@ class Prover(ForwardChecks):
             scaled = torch.stack(norms) * 4.0**-exponent
             if not bool(((scaled - want).abs() <= 1e-6 * want.sum()).all()):
                 raise NonlinearBackwardError(
-                    f"gradients do not scale as the output's do: 2^{exponent} times the one does not give 2^{exponent} "
-                    "times the others. Something changes them on the way, such as a hook that clips them or adds to "
-                    "them; remove it for the measurement"
+                    f"gradients do not scale as the output's do: 2^{exponent} times the one does "
+                    f"not give 2^{exponent} times the others. Something changes them on the way, "
+                    "such as a hook that clips them or adds to them; remove it for the measurement"
                 )
 
 

@@ -2,7 +2,8 @@
 
 They are the truth that the predictives are tested against.
 
-All of them are ``F = E_{y ~ P(.|z)} [grad_z log P(y|z) grad_z log P(y|z)^T]`` at the output z of one sample, float64.
+All of them are ``F = E_{y ~ P(.|z)} [grad_z log P(y|z) grad_z log P(y|z)^T]`` at the output z of
+one sample, float64.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def gaussian_fisher(size: int, sigma: float) -> Tensor:
 def householder_root(p: Tensor) -> Tensor:
     """Square root R [C, C] of diag(p) - p p^T: R R^T equals it, and column argmax(p) is zero.
 
-    R = diag(s) H with s = sqrt(p) and H the Householder reflection of s to minus the axis k = argmax p, whose column k
-    is -s and would give diag(s) (-s) = -p; leaving that column out subtracts p p^T.
+    R = diag(s) H with s = sqrt(p) and H the Householder reflection of s to minus the axis k =
+    argmax p, whose column k is -s and would give diag(s) (-s) = -p; leaving that column out
+    subtracts p p^T.
     """
     return _root(p.double().sqrt())
 
@@ -70,12 +72,12 @@ def categorical_root_cotangent(
 ) -> Tensor:  # [B, P, C]
     """Rademacher cotangents: `householder_root` of each position's softmax, times random signs.
 
-    The sign of element e = position * C + class is bit e % 32 of word e // 32 of the sample's words in the stream
-    "cotangent".
+    The sign of element e = position * C + class is bit e % 32 of word e // 32 of the sample's words
+    in the stream "cotangent".
 
     Args:
-        z: logits [B, P, C] of any floating dtype; -inf is a class of probability zero. Where NaN, +inf or only -inf leave
-            no distribution, all of the position is NaN.
+        z: logits [B, P, C] of any floating dtype; -inf is a class of probability zero. Where NaN,
+            +inf or only -inf leave no distribution, all of the position is NaN.
         index: global numbers of the samples [B], int64.
         seed: of the signs, from 0 to 2^64 - 1.
 

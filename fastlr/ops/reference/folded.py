@@ -2,14 +2,15 @@
 
 This is the definition of the folded path (DESIGN: kernels).
 
-With sigma = sqrt(running variance + eps), s = gamma / sigma and, for each sample b and output channel c, M_bc the gradient
-of the folded weight s_c W_c and S_bc = sum_t g_bct the gradient of the folded bias, the gradients of the original
-parameters are
+With sigma = sqrt(running variance + eps), s = gamma / sigma and, for each sample b and output
+channel c, M_bc the gradient of the folded weight s_c W_c and S_bc = sum_t g_bct the gradient of the
+folded bias, the gradients of the original parameters are
 
     dW_c = s_c M_c      dgamma_c = (<W_c, M_c> + (bias_c - mean_c) S_c) / sigma_c      dbeta_c = S_c      dbias_c = s_c S_c
 
-so one pass over the inputs and the gradients at the folded convolution's output gives the norms of all of them.
-Throughout, x is [B, C, *spatial] with one image a sample, outputs are [B, O, *spatial'].
+so one pass over the inputs and the gradients at the folded convolution's output gives the norms of
+all of them. Throughout, x is [B, C, *spatial] with one image a sample, outputs are [B, O,
+*spatial'].
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
 }
-# Where the derivative can be told from the output, that is what is kept; elsewhere the activation's input.
+# Where the derivative can be told from the output, that is what is kept; elsewhere the activation's
+# input.
 KEEPS_OUTPUT = frozenset({"none", "relu", "relu6"})
 
 
@@ -63,11 +65,12 @@ def folded_conv(
         before: a key of ACTIVATIONS.
         gate: one number a sample and channel [B, C, 1, ...]; None for one.
         residual_before: a key of ACTIVATIONS.
-        mean: return (the activation's input, the mean of the activation over all positions [B, O, 1, ...]) instead.
+        mean: return (the activation's input, the mean of the activation over all positions [B, O,
+            1, ...]) instead.
 
     Returns:
-        (output, kept): kept is what `activation_grad` takes: the output itself for KEEPS_OUTPUT, else the activation's
-        input; both [B, O, *spatial'] in the dtype of ``x``.
+        (output, kept): kept is what `activation_grad` takes: the output itself for KEEPS_OUTPUT,
+        else the activation's input; both [B, O, *spatial'] in the dtype of ``x``.
     """
     inputs = ACTIVATIONS[before](x.double()) * (1 if gate is None else gate.double())
     pre = torch.ops.aten.convolution(inputs, weight.double(), bias.double(), *geometry)
@@ -89,7 +92,8 @@ def activation_grad(
 
     ``kept`` is as returned by `folded_conv`.
 
-    ReLU and ReLU6 pass nothing where the output is at a bound. Shapes and dtype are those of ``grad``.
+    ReLU and ReLU6 pass nothing where the output is at a bound. Shapes and dtype are those of
+    ``grad``.
     """
     if act == "none":
         return grad
@@ -141,8 +145,8 @@ def folded_conv_sq_norms(
         weight: the *unfolded* weight W [O, C/groups, *kernel].
         statistics: of the channels [3, O]: s, 1/sigma, bias - mean.
         geometry: as in `folded_conv`.
-        product: the convolution of ``x`` with the unfolded weight [B, O, *spatial'], if it is known: <W_c, M_bc> is also
-            its sum with ``g``. Not needed here.
+        product: the convolution of ``x`` with the unfolded weight [B, O, *spatial'], if it is
+            known: <W_c, M_bc> is also its sum with ``g``. Not needed here.
 
     Returns:
         Of weight, bias, gamma and beta, [B] each, float64.
@@ -175,7 +179,8 @@ def folded_conv_backward(
 
     Args:
         x: what is stored of the inputs [B, C, *spatial].
-        grad: gradients at the activation's output [B, O, *spatial']; with ``of_mean`` those at its input.
+        grad: gradients at the activation's output [B, O, *spatial']; with ``of_mean`` those at its
+            input.
         kept: from `folded_conv`.
         act: a key of ACTIVATIONS.
         folded: folded weight s W, in the dtype of ``x``.
@@ -191,7 +196,8 @@ def folded_conv_backward(
         of_mean: the gradient at the mean over all positions of the activation [B, O, 1, ...].
 
     Returns:
-        (gradient of x in its dtype or None, *what `folded_conv_sq_norms` returns*), and where there is a gate its gradient.
+        (gradient of x in its dtype or None, *what `folded_conv_sq_norms` returns*), and where there
+        is a gate its gradient.
     """
     if of_mean is None:
         g = activation_grad(grad.double(), kept, act)
@@ -228,11 +234,13 @@ def fold_weights(
     Args:
         dtype: of the folded weights.
         eps: added to the variance, one number a convolution.
-        tensors: six a convolution: weight W [O, C/groups, *kernel]; bias of the convolution or None for zero; weight of the
-            batch norm or None for one; its bias or None for zero; running mean; running variance; the last five [O].
+        tensors: six a convolution: weight W [O, C/groups, *kernel]; bias of the convolution or None
+            for zero; weight of the batch norm or None for one; its bias or None for zero; running
+            mean; running variance; the last five [O].
 
     Returns:
-        For each: (s W in ``dtype``, numbers of the channels [4, O], float64: beta + s (bias - mean), s, 1/sigma, bias - mean).
+        For each: (s W in ``dtype``, numbers of the channels [4, O], float64: beta + s (bias -
+            mean), s, 1/sigma, bias - mean).
     """
     results = []
     for i, one in enumerate(eps):

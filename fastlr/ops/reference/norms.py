@@ -2,7 +2,8 @@
 
 These are the definitions that the fast twins are tested against.
 
-Throughout, ``B`` is the number of samples; a sample may own several rows. Results are float64, whatever the inputs.
+Throughout, ``B`` is the number of samples; a sample may own several rows. Results are float64,
+whatever the inputs.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def conv_grads(
     Args:
         x: inputs ``[B, K, C, *spatial]``; each sample owns K images.
         g: output gradients ``[B, K, O, *spatial']``.
-        weight: the weight, for its shape ``[O, C/groups, *kernel]`` (``[C, O/groups, *kernel]`` if transposed).
+        weight: the weight, for its shape ``[O, C/groups, *kernel]`` (``[C, O/groups, *kernel]`` if
+            transposed).
         geometry: stride, padding, dilation, transposition and groups.
 
     Returns:
@@ -196,7 +198,8 @@ def broadcast_sums(
 
     Args:
         g: output gradients [B, ...].
-        other: what the parameter was multiplied with, broadcastable to the shape of ``g``; None: it was added.
+        other: what the parameter was multiplied with, broadcastable to the shape of ``g``; None: it
+            was added.
         axes: the axes of ``g`` (not 0) along which the parameter was broadcast.
 
     Returns:

@@ -42,8 +42,9 @@ def gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
 def all_reduce(tensor: Tensor, group: Any = None, *, average: bool = False) -> Tensor:
     """Replace a tensor by its sum over the ranks of a group; see `fastlr.distributed.all_reduce`.
 
-    Each element is ``round(((x_0 + x_1) + x_2) + ...)`` with x_r that of rank r: float32 additions in the order of the
-    ranks (float64 for float64), divided by their number for ``average``, then rounded once to the tensor's dtype.
+    Each element is ``round(((x_0 + x_1) + x_2) + ...)`` with x_r that of rank r: float32 additions
+    in the order of the ranks (float64 for float64), divided by their number for ``average``, then
+    rounded once to the tensor's dtype.
     """
     total = fixed_order_sum(gathered(tensor, group))
     if average:
@@ -57,7 +58,8 @@ def reduce_sq_norm(tensors: Tensor | Iterable[Tensor], group: Any = None) -> Ten
 
     See `fastlr.distributed.reduce_sq_norm`.
 
-    The sums over ranks are those of :func:`all_reduce` before the last rounding; squares and their sum are in float64.
+    The sums over ranks are those of :func:`all_reduce` before the last rounding; squares and their
+    sum are in float64.
     """
     tensors = [tensors] if isinstance(tensors, Tensor) else tensors
     norms = [fixed_order_sum(gathered(t, group)).double().square().sum() for t in tensors]

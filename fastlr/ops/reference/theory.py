@@ -2,10 +2,12 @@
 
 The sum runs over exponentially many labelings.
 
-Paper, section 3: ``R(theta_0, eps) = sup_x^n log Z(x^n)``, ``Z(x^n) = sum_y^n sup_theta P_theta(y^n | x^n)``; the
-inner supremum over the local parameter set: ``theta_0 - eta grad L(theta_0; x'^n, y'^n)`` for any dataset (x'^n, y'^n)
-and any eta in [0, eps], L the negative log-likelihood summed over the dataset (Definition 3.1). Theorem 3.4 bounds it
-below by ``eps * E ||grad L||^2 + O(eps^2)``, which is ``eps * n * LR``.
+Paper, section 3: ``R(theta_0, eps) = sup_x^n log Z(x^n)``, ``Z(x^n) = sum_y^n sup_theta P_theta(y^n
+    | x^n)``; the
+inner supremum over the local parameter set: ``theta_0 - eta grad L(theta_0; x'^n, y'^n)`` for any
+dataset (x'^n, y'^n) and any eta in [0, eps], L the negative log-likelihood summed over the dataset
+(Definition 3.1). Theorem 3.4 bounds it below by ``eps * E ||grad L||^2 + O(eps^2)``, which is ``eps
+* n * LR``.
 """
 
 from __future__ import annotations
@@ -35,28 +37,33 @@ def local_redundancy_exact(
 
     The inputs are from finitely many candidates.
 
-    The outer supremum runs over all x^n in candidates^n, the sum over all C^n labelings, and the family holds the
-    gradient steps of *all* datasets of size n over the candidates, each at every eta of the grid. Order within a
-    dataset changes neither its gradient nor its likelihood, so multisets are enumerated, with multinomial weights.
+    The outer supremum runs over all x^n in candidates^n, the sum over all C^n labelings, and the
+    family holds the gradient steps of *all* datasets of size n over the candidates, each at every
+    eta of the grid. Order within a dataset changes neither its gradient nor its likelihood, so
+    multisets are enumerated, with multinomial weights.
 
-    Because the grid of eta is finite, the result is a lower bound of the supremum over [0, epsilon], and tends to it.
+    Because the grid of eta is finite, the result is a lower bound of the supremum over [0,
+    epsilon], and tends to it.
 
     Args:
-        model: maps candidates [K, ...] to logits [K, C], C at least 2. Measured in eval mode, as a float64 copy.
+        model: maps candidates [K, ...] to logits [K, C], C at least 2. Measured in eval mode, as a
+            float64 copy.
         candidates: inputs [K, ...], K at least 1.
         n: samples in a dataset, at least 1.
         epsilon: largest step on the summed loss, in nats, at least 0.
-        own_dataset_only: fit each dataset by steps of its own gradient only, the construction in the proof of
-            Theorem 3.4; then log Z(x^n) / epsilon tends to sum_i LR(x_i) as epsilon -> 0.
-        etas: step sizes in [0, epsilon]; 0 and epsilon are always added. Default: quarters of epsilon.
+        own_dataset_only: fit each dataset by steps of its own gradient only, the construction in
+            the proof of Theorem 3.4; then log Z(x^n) / epsilon tends to sum_i LR(x_i) as epsilon ->
+            0.
+        etas: step sizes in [0, epsilon]; 0 and epsilon are always added. Default: quarters of
+            epsilon.
         limit: largest number of (dataset, family member) pairs, and of distributions evaluated.
 
     Returns:
         max over x^n of log Z(x^n), a float, at least 0 up to rounding (eta = 0 gives Z = 1).
 
     Raises:
-        InputError: empty candidates, n < 1, a step outside [0, epsilon], outputs that are not [K, C >= 2], or an
-            enumeration larger than ``limit``.
+        InputError: empty candidates, n < 1, a step outside [0, epsilon], outputs that are not [K, C
+            >= 2], or an enumeration larger than ``limit``.
         ModelError: no trainable parameters.
 
     Source: paper, equations 1-4, Definition 3.1 and Theorem 3.4.
@@ -114,14 +121,16 @@ def local_redundancy_exact(
     pairs_needed = count * (len(steps) if own_dataset_only else members)
     if max(pairs_needed, members * inputs * classes) > limit:
         raise InputError(
-            f"{inputs} candidates, {classes} classes and n = {n} give {count} datasets and {members} family members, "
-            f"{pairs_needed} pairs: more than limit = {limit}; use fewer candidates, a smaller n or fewer etas"
+            f"{inputs} candidates, {classes} classes and n = {n} give {count} datasets and "
+            f"{members} family members, {pairs_needed} pairs: more than limit = {limit}; use fewer "
+            "candidates, a smaller n or fewer etas"
         )
     datasets = torch.tensor(
         list(_multisets(inputs * classes, n)), dtype=torch.float64
     )  # [M, K * C] counts
 
-    # One family member for each dataset and positive step; the step is up the summed score, down the loss.
+    # One family member for each dataset and positive step; the step is up the summed score, down
+    # the loss.
     def distributions(eta: float) -> Tensor:
         def one(counts: Tensor) -> Tensor:
             moved = {
@@ -134,7 +143,8 @@ def local_redundancy_exact(
             result = torch.stack([one(counts) for counts in datasets])  # [M, K * C]
         if not result.isfinite().all():
             raise NonFiniteError(
-                f"a step of eta = {eta} leads to log-probabilities that are not finite: lower epsilon"
+                f"a step of eta = {eta} leads to log-probabilities that are not finite: lower "
+                "epsilon"
             )
         return result
 

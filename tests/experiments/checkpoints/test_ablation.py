@@ -140,7 +140,10 @@ def test_series_are_gaussian_with_the_given_sigma(tmp_path, cli):
     torch.manual_seed(5)
     real = torch.randn(9, LENGTH, FEATURES)
     np.save(tmp_path / "real.npy", real.numpy())
-    options = f"--real {tmp_path / 'real.npy'} --sigma 0.5 --n 20 --json {tmp_path / 't.json'} --device cpu"
+    options = (
+        f"--real {tmp_path / 'real.npy'} --sigma 0.5 --n 20 --json {tmp_path / 't.json'} --device "
+        "cpu"
+    )
     out = cli(f"ablate --model test_ablation:Forecast {options}", *checkpoints).out
     assert "Gaussian series (n = 20)" in out and "real inputs (n = 9)" in out and "sigma=0.5" in out
     inputs = {

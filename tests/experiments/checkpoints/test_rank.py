@@ -99,7 +99,8 @@ def test_what_is_said_of_ties():
     )
     assert found.ties == ["twin"] and not found.distinguishable
     assert verdict(found) == (
-        "one has the largest local redundancy, but cannot be told from twin (z = 0.0, adjusted p = 1 for twin)."
+        "one has the largest local redundancy, but cannot be told from twin (z = 0.0, adjusted p "
+        "= 1 for twin)."
     )
     text = ranking_sheet(found).markdown()
     assert "Holm's correction for all 3 pairs of 3 checkpoints" in text
@@ -196,7 +197,8 @@ def test_what_does_not_fit_is_named(checkpoints, tmp_path, cli):
         assert re.search(message, cli("rank", *arguments, code=2).err), message
 
 
-# -- the paper's other strategies ---------------------------------------------------------------------------------------
+# -- the paper's other strategies
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ from fastlr.experiments.continual.options import MEASURES, OF_THE_TABLES, PRESET
 from fastlr.experiments.data import ImageStore, load_task, normalise, pairs, synthetic_store
 from fastlr.experiments.runs.options import parse_settings, resolve
 
-# -- killed and resumed ------------------------------------------------------------------------------------------------
+# -- killed and resumed
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,8 @@ def test_a_run_can_be_made_longer(tmp_path, images):
     assert (tmp_path / "short/config.json").read_text() == config
 
 
-# -- what is recorded --------------------------------------------------------------------------------------------------
+# -- what is recorded
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_records_say_what_the_checkpoint_computes(tmp_path, images):
@@ -192,7 +194,8 @@ def test_a_measure_that_the_model_does_not_have_is_named(tmp_path, images):
         begin(tmp_path / "run", images, **settings)
 
 
-# -- options and the command line --------------------------------------------------------------------------------------
+# -- options and the command line
+# --------------------------------------------------------------------------------------
 
 
 def test_settings_are_checked():
@@ -296,7 +299,10 @@ def test_another_number_of_threads_is_warned_of(tmp_path, images):
 
 
 def test_the_command(tmp_path, images, cli):
-    begin = f"continual demo --data {images} --out {tmp_path / 'run'} --set epochs=1 --set measures=weight_norm"
+    begin = (
+        f"continual demo --data {images} --out {tmp_path / 'run'} --set epochs=1 --set "
+        "measures=weight_norm"
+    )
     captured = cli(f"{begin} --set model=continual_cases:net --tasks 2 --seed 5")
     assert captured.out.split() == ["run:", str(tmp_path / "run")] and not captured.err, (
         "quiet without a terminal"

@@ -262,7 +262,8 @@ def test_dead_units_live_again():
     assert ends[0.0]["2"] >= 0.5 > 0.2 > ends[0.05]["2"]
 
 
-# -- the optimiser ------------------------------------------------------------------------------------------------------
+# -- the optimiser
+# --------------------------------------------------------------------------------------------------
 
 
 def test_adamw_with_counters_is_adamw():
@@ -300,7 +301,8 @@ def test_weights_whose_state_is_zero_begin_as_in_a_new_optimiser():
         torch.testing.assert_close(old[2:3], new, rtol=1e-5, atol=1e-6)
 
 
-# -- in a run -----------------------------------------------------------------------------------------------------------
+# -- in a run
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_records_say_what_was_replaced_and_what_is_left_alone(tmp_path, images):

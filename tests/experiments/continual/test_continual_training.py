@@ -23,7 +23,8 @@ def task(images):
     return load_task(ImageStore.open(images), (0, 1))
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("optimiser", "updates"), [("adamw", "every-part"), ("sgd", "first-part")])
@@ -178,7 +179,8 @@ def test_bfloat16(tmp_path, images):
     )
 
 
-# -- interventions -----------------------------------------------------------------------------------------------------
+# -- interventions
+# --------------------------------------------------------------------------------------------------
 
 
 def test_shrink_and_perturb_moves_every_parameter():
@@ -258,7 +260,8 @@ def test_layer_norm_in_place_of_batch_norm(tmp_path, images):
         begin(tmp_path / "none", images, **settings, model="continual_cases:no_activation")
 
 
-# -- losses that are not finite ----------------------------------------------------------------------------------------
+# -- losses that are not finite
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

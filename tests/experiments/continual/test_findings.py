@@ -73,8 +73,8 @@ def test_the_course_is_of_the_first_and_the_last_fifth(tmp_path):
     run = run_of(tmp_path / "run", accuracy, np.repeat([100, 50, 20, 10, 5], 4))
     error = 100 * 0.01 * (4 / 3) ** 0.5 / 2
     assert course([run]) == (
-        f"Over 20 tasks accuracy went from 90.0 ± {error:.1f} % (first fifth) to 50.0 ± {error:.1f} % (last fifth), local "
-        "redundancy, by its median, from 100 to 5."
+        f"Over 20 tasks accuracy went from 90.0 ± {error:.1f} % (first fifth) to 50.0 ± "
+        f"{error:.1f} % (last fifth), local redundancy, by its median, from 100 to 5."
     )
     assert "too few to compare" in course([run_of(tmp_path / "four", np.ones(4), np.ones(4))])
 
@@ -108,8 +108,9 @@ def test_the_last_sentences_say_what_each_run_has_lost(tmp_path):
     told, helped, _ = told.partition(" Where such a fall")
     assert helped
     assert told == (
-        "Local redundancy has fallen by 60 % since the start, from 100.0 ± 2.0 to 40.0 ± 1.0: beyond its error (95 %). "
-        "The fall is largest in body (85 %) and head (15 %); 48 of 192 units (25 %) are dormant."
+        "Local redundancy has fallen by 60 % since the start, from 100.0 ± 2.0 to 40.0 ± 1.0: "
+        "beyond its error (95 %). The fall is largest in body (85 %) and head (15 %); 48 of 192 "
+        "units (25 %) are dormant."
     )
     end["local_redundancy"] |= {"value": 70.0}
     write_lines(folder, lines)

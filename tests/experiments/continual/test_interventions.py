@@ -61,7 +61,8 @@ def started(store, network=None, **settings):
     return learner
 
 
-# -- every intervention -------------------------------------------------------------------------------------------------
+# -- every intervention
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,8 @@ def test_off_by_default(store):
     assert learner.interventions == [] and type(learner.optimiser) is torch.optim.AdamW
 
 
-# -- a floor under local redundancy ------------------------------------------------------------------------------------
+# -- a floor under local redundancy
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:the local redundancy of this model jumps")
@@ -214,7 +216,8 @@ def test_a_floor_needs_eager_steps(store):
         started(store, redundancy_floor=1.0, step="compile")
 
 
-# -- periodic resets ----------------------------------------------------------------------------------------------------
+# -- periodic resets
+# --------------------------------------------------------------------------------------------------
 
 
 def test_resets_are_periodic_and_of_the_last_layers(store):
@@ -267,7 +270,8 @@ def test_a_reset_of_the_whole_network_takes_its_statistics_back(store):
         started(store, reset_every=1, reset_layers=3)
 
 
-# -- replay -------------------------------------------------------------------------------------------------------------
+# -- replay
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_memory_is_a_uniform_sample_of_all_earlier_images(store):
@@ -381,7 +385,8 @@ def test_a_memory_that_does_not_fit_is_refused(store, monkeypatch):
         started(store, replay_images=100_000)
 
 
-# -- EWC ----------------------------------------------------------------------------------------------------------------
+# -- EWC
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_fisher_diagonal_is_that_of_a_loop_over_images_and_labels():
@@ -455,7 +460,8 @@ def test_ewc_does_nothing_in_the_first_task(store):
     assert_same(a.model.state_dict(), b.model.state_dict())
 
 
-# -- what they are for --------------------------------------------------------------------------------------------------
+# -- what they are for
+# --------------------------------------------------------------------------------------------------
 
 
 def conflicting() -> list[Task]:

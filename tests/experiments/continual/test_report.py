@@ -127,8 +127,9 @@ def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, cli):
     config["options"] |= options
     (folder / "config.json").write_text(json.dumps(config))
     told = (
-        "Not as in the paper: dtype fp32 for bf16; model resnet18 for mobilenet_v3_large; model with width 2; tasks 12 for "
-        "3000; reset_every 5 for 0; classes 12 for 1000; size 32 for 224; resize crop for squash."
+        "Not as in the paper: dtype fp32 for bf16; model resnet18 for mobilenet_v3_large; model "
+        "with width 2; tasks 12 for 3000; reset_every 5 for 0; classes 12 for 1000; size 32 for "
+        "224; resize crop for squash."
     )
     report = write_report([folder], resamples=100, figures="none")
     assert {sheet.title[:7] for sheet in report.sheets if told in sheet.notes} == {

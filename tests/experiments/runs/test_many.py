@@ -39,7 +39,8 @@ def job(folder: Path, name: str, code: str) -> Job:
     return Job(name, [sys.executable, "-c", ATTACH + code], folder / f"{name}.txt")
 
 
-# -- the queue ---------------------------------------------------------------------------------------------------------
+# -- the queue
+# --------------------------------------------------------------------------------------------------
 
 
 def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
@@ -91,7 +92,10 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_queue(tmp_path, how):
     """A job and a process that it has started; neither looks for the parent."""
-    work = "import os, subprocess, time; p = subprocess.Popen(['sleep', '600']); send({'pids': [os.getpid(), p.pid]}); "
+    work = (
+        "import os, subprocess, time; p = subprocess.Popen(['sleep', '600']); send({'pids': "
+        "[os.getpid(), p.pid]}); "
+    )
     code = f"""
 import signal
 from pathlib import Path
@@ -113,7 +117,8 @@ run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*messa
     assert not any(map(alive, pids))
 
 
-# -- seeds -------------------------------------------------------------------------------------------------------------
+# -- seeds
+# --------------------------------------------------------------------------------------------------
 
 
 def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
@@ -164,7 +169,8 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
     captured = cli(f"continual --resume --out {out} --tasks 3 --seeds 3 --at-once 3", code=1)
     assert captured.out == f"runs: {out} (2 finished, 1 failed: --resume tries again)\n"
     assert captured.err == (
-        f"seed-6 failed: {out}/seed-6 is not empty (mine.txt): choose a new folder (log: {out}/logs/seed-6.txt)\n"
+        f"seed-6 failed: {out}/seed-6 is not empty (mine.txt): choose a new folder (log: "
+        f"{out}/logs/seed-6.txt)\n"
     )
     assert "Traceback" in (out / "logs/seed-6.txt").read_text()
     assert [line["kind"] for line in lines(out / "seed-4")] == [
@@ -287,7 +293,8 @@ def test_places(tmp_path, images, monkeypatch):
     ]
 
 
-# -- the display -------------------------------------------------------------------------------------------------------
+# -- the display
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_line_for_each_run_under_way(tmp_path):

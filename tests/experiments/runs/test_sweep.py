@@ -20,7 +20,8 @@ from fastlr.experiments.runs import sweep
 DRIVER = continual.DRIVER
 
 
-# -- grids and names ---------------------------------------------------------------------------------------------------
+# -- grids and names
+# --------------------------------------------------------------------------------------------------
 
 
 def test_grids_are_values_of_the_options_types():
@@ -91,7 +92,8 @@ def test_names_are_short_safe_and_different():
     assert fewer.keys() <= runs.keys(), "a name does not depend on the other values"
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_go_together_is_said(tmp_path, cli, monkeypatch):

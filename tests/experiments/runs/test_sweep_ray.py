@@ -35,7 +35,8 @@ from fastlr.ghost.runtime import versions
 DRIVER = continual.DRIVER
 
 
-# -- what needs no cluster ----------------------------------------------------------------------------------------
+# -- what needs no cluster
+# ----------------------------------------------------------------------------------------
 
 
 class Nodes:
@@ -143,7 +144,8 @@ assert sys.path[0] == sys.argv[1] and "/not/here" not in sys.path
     assert re.match(r"node .* cannot import fastlr \(broken\): install the same there", done.stdout)
 
 
-# -- clusters ---------------------------------------------------------------------------------------------------------------
+# -- clusters
+# --------------------------------------------------------------------------------------------------
 
 
 def wait_for(what, seconds: float = 300.0):
@@ -298,7 +300,8 @@ def test_a_sweep_on_ray_loses_a_worker_and_equals_single_runs(
         assert [line["kind"] for line in lines(out / name)].count("resume") == (name == hit)
 
 
-# In the place of a run, as a process that imports no torch starts ten times as fast: it goes on after its last record.
+# In the place of a run, as a process that imports no torch starts ten times as fast: it goes on
+# after its last record.
 QUICK = """
 import json, os, time
 work = json.loads(sys.argv[2])

@@ -85,7 +85,8 @@ def training(path: Path) -> dict[str, Any]:
     return {key: value for key, value in checkpoint(path).items() if key != "random"}
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
+# -- steps
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,8 @@ def test_layers_that_only_some_samples_reach():
     assert "ModelError: rank 0: a parameter has a gradient in some steps only" in first[2]
 
 
-# -- the drivers -------------------------------------------------------------------------------------------------------
+# -- the drivers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
@@ -238,7 +240,8 @@ def test_with_dropout_ranks_draw_for_themselves_and_a_run_is_repeatable(tmp_path
     assert comparable(first) != comparable(one)
 
 
-# -- resuming ----------------------------------------------------------------------------------------------------------
+# -- resuming
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), pytest.param((2, 3, 1, 2), marks=pytest.mark.long)])
@@ -266,7 +269,8 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(tmp_path, images, module):
     assert_same(checkpoint(path), checkpoint(want))
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Training steps that are replayed or compiled train as launched ones, whatever comes between.
 
-CUDA graphs need a GPU. Here a tape of operations stands in for one (`recorders.Tape`). With a GPU the same tests run on real
-graphs too.
+CUDA graphs need a GPU. Here a tape of operations stands in for one (`recorders.Tape`). With a GPU
+the same tests run on real graphs too.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ def stopped(folder: Path, driver: str, settings: dict[str, Any], after: int) -> 
     return find_driver(driver).resume(folder, {})
 
 
-# -- weights in bfloat16 -----------------------------------------------------------------------------------------------
+# -- weights in bfloat16
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("driver", ["continual", "memorize", "transfer"])
@@ -109,7 +110,8 @@ def test_what_keeps_running_means_needs_float32(name):
         ContinualOptions(dtype="bf16-weights", **{name: 0.5})
 
 
-# -- several processes -------------------------------------------------------------------------------------------------
+# -- several processes
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -143,7 +145,8 @@ def test_a_run_whose_gradients_are_reduced_in_bfloat16(tmp_path, images):
     assert comparable(done("one", 1, low)) == comparable(done("alone", 1, settings))
 
 
-# -- running statistics ------------------------------------------------------------------------------------------------
+# -- running statistics
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("driver", ["memorize", "transfer"])
@@ -205,18 +208,24 @@ def test_reports_say_how_a_run_was_trained(tmp_path, images, driver, cli):
         tmp_path / "run", None, {k: v for k, v in settings.items() if k in names}
     )
     size, part = settings["batch_size"], settings["norm_batch"]
-    text = f"Trained in bfloat16, with weights and optimiser state in it too; batches of {size} in parts of {part}: "
+    text = (
+        f"Trained in bfloat16, with weights and optimiser state in it too; batches of {size} in "
+        f"parts of {part}: "
+    )
 
     def said() -> str:
         assert text in " ".join(cli(f"report {path} --figures none").out.split())
         return (path / "report" / "report.md").read_text()
 
     assert (
-        f"{text}only the first updates the running statistics of batch norms, as of one device of several."
-        in said()
+        f"{text}only the first updates the running statistics of batch norms, as of one device of "
+        "several." in said()
     )
     config = json.loads((path / "config.json").read_text())
     del config["options"]["batch_norm_updates"], config["options"]["reduce_dtype"]
     (path / "config.json").write_text(json.dumps({**config, "processes": 4}))
-    wanted = f"{text}each updates the running statistics of batch norms; 4 processes added up their gradients in float32."
+    wanted = (
+        f"{text}each updates the running statistics of batch norms; 4 processes added up their "
+        "gradients in float32."
+    )
     assert wanted in said(), "a run of an earlier version"

@@ -80,7 +80,8 @@ def of_kind(run, kind: str) -> list[dict]:
     return [line for line in lines(run) if line["kind"] == kind]
 
 
-# -- killed and resumed ------------------------------------------------------------------------------------------------
+# -- killed and resumed
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
@@ -106,7 +107,8 @@ def test_more_fine_tuning_runs_may_be_added(tmp_path, run):
         transfer.resume(tmp_path / "short", {"source": "generated:7"})
 
 
-# -- what it does ------------------------------------------------------------------------------------------------------
+# -- what it does
+# --------------------------------------------------------------------------------------------------
 
 
 def test_pretraining_is_that_of_plain_torch(run):
@@ -333,7 +335,8 @@ def test_compiled_training_is_the_same(tmp_path, run):
         )
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
+# -- parts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_epoch_is_one_pass_or_a_number_of_steps():

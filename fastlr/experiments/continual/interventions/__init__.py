@@ -14,8 +14,8 @@ option                   intervention                            source
 ``ewc`` ...              elastic weight consolidation, online    Kirkpatrick et al. 2017, Schwarz et al. 2018: `EWC`
 =======================  ======================================  ========================================================
 
-They can be combined. Each keeps its state in the run's checkpoints, so that a resumed run is the same as an uninterrupted
-one, and what it did is in the records, under "interventions".
+They can be combined. Each keeps its state in the run's checkpoints, so that a resumed run is the
+same as an uninterrupted one, and what it did is in the records, under "interventions".
 """
 
 from __future__ import annotations

@@ -35,10 +35,11 @@ class Learner(Protocol):
 class Intervention:
     """Acts on a model while it learns; each method here does nothing.
 
-    The trainer calls `before_task`, then trains within `watching`, then calls `after_task`. In each step it calls
-    `add_gradients` between the backward pass and the optimiser, and `after_step` after the optimiser. `add_gradients` and
-    the hooks of `watching` only read and write tensors that stay where they are and decide nothing by their values, so that
-    both may be part of a captured CUDA graph; all else runs outside of it.
+    The trainer calls `before_task`, then trains within `watching`, then calls `after_task`. In each
+    step it calls `add_gradients` between the backward pass and the optimiser, and `after_step`
+    after the optimiser. `add_gradients` and the hooks of `watching` only read and write tensors
+    that stay where they are and decide nothing by their values, so that both may be part of a
+    captured CUDA graph; all else runs outside of it.
 
     Attributes:
         name: Its key in checkpoints and records.

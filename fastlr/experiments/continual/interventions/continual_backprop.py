@@ -73,32 +73,41 @@ class ContinualBackprop(Intervention):
 
     It acts on each layer whose units can be replaced.
 
-    - Utility of unit i, the contribution utility: ``u <- decay u + (1 - decay) sum_k |h_i| |w_ik|``, with h the values that go
-      into the layers that read it, |h| the mean over the step's images (and positions), and the sum over all its outgoing
-      weights after the step; divided by ``1 - decay^age``. ``f``, the running mean of h, is kept likewise.
-    - A unit is mature if its age, in steps, is above ``maturity``. In each step ``rate`` times the number of mature units is
-      added to what is owed, and as many whole units as are owed are replaced: the mature ones of the lowest utility.
-    - A new unit has incoming weights drawn from the layer's weights at initialisation (independently, with replacement: the
-      distribution of any initialisation that is the same for all elements), biases 0, its batch norms as at initialisation
-      (running mean 0, running variance 1), outgoing weights 0, age and utility 0. Its optimiser state is 0, for Adam with the
-      step counters of these weights (see `UnitAdamW`; theirs); for SGD that is the momentum, which their code leaves.
-    - With ``transfer`` the mean contribution of what is replaced, ``f_i w_ik``, goes to the bias of the layer that read it, so
-      that its outputs keep their mean; for a convolution that pads with zeros, up to the border. A layer without bias whose
-      output goes into a batch norm alone has it taken from the norm's running mean: the same in eval mode, and in training
-      the norm removes a mean anyway. Where there is neither, nothing is transferred. Without ``transfer``: as in Nature.
+    - Utility of unit i, the contribution utility: ``u <- decay u + (1 - decay) sum_k |h_i|
+      |w_ik|``, with h the values that go into the layers that read it, |h| the mean over the step's
+      images (and positions), and the sum over all its outgoing weights after the step; divided by
+      ``1 - decay^age``. ``f``, the running mean of h, is kept likewise.
+    - A unit is mature if its age, in steps, is above ``maturity``. In each step ``rate`` times the
+      number of mature units is added to what is owed, and as many whole units as are owed are
+      replaced: the mature ones of the lowest utility.
+    - A new unit has incoming weights drawn from the layer's weights at initialisation
+      (independently, with replacement: the distribution of any initialisation that is the same for
+      all elements), biases 0, its batch norms as at initialisation (running mean 0, running
+      variance 1), outgoing weights 0, age and utility 0. Its optimiser state is 0, for Adam with
+      the step counters of these weights (see `UnitAdamW`; theirs); for SGD that is the momentum,
+      which their code leaves.
+    - With ``transfer`` the mean contribution of what is replaced, ``f_i w_ik``, goes to the bias of
+      the layer that read it, so that its outputs keep their mean; for a convolution that pads with
+      zeros, up to the border. A layer without bias whose output goes into a batch norm alone has it
+      taken from the norm's running mean: the same in eval mode, and in training the norm removes a
+      mean anyway. Where there is neither, nothing is transferred. Without ``transfer``: as in
+      Nature.
 
-    What a unit is in a convolutional network, and which are left alone: `fastlr.experiments.continual.interventions.units`.
+    What a unit is in a convolutional network, and which are left alone:
+    `fastlr.experiments.continual.interventions.units`.
 
     Args:
-        trainer: Its options give ``cbp_rate``, ``cbp_decay``, ``cbp_maturity`` and ``cbp_transfer``.
+        trainer: Its options give ``cbp_rate``, ``cbp_decay``, ``cbp_maturity`` and
+            ``cbp_transfer``.
         initial: State dict at initialisation, on the model's device.
         example: Images as the model takes them, at least two.
 
     Raises:
         InputError: No layer of the model has units that can be replaced.
 
-    Source: Dohare et al. 2024, "Loss of plasticity in deep continual learning" (Nature 632, 768-774), Methods, eq. 1 and
-    algorithm 1; the division by ``1 - decay^age``, the transfer and the optimiser's state: their generate-and-test code.
+    Source: Dohare et al. 2024, "Loss of plasticity in deep continual learning" (Nature 632,
+    768-774), Methods, eq. 1 and algorithm 1; the division by ``1 - decay^age``, the transfer and
+    the optimiser's state: their generate-and-test code.
     """
 
     name = "continual_backprop"
@@ -110,7 +119,8 @@ class ContinualBackprop(Intervention):
         if not replaceable:
             reasons = "; ".join(f"{name} {why}" for name, why in list(self.left_alone.items())[:3])
             raise InputError(
-                f"cbp_rate: no layer of the model has units that can be replaced ({reasons}): leave it out"
+                f"cbp_rate: no layer of the model has units that can be replaced ({reasons}): "
+                "leave it out"
             )
         self.layers = [_Layer(units) for units in replaceable]
         self.replaced: dict[str, int] = {}

@@ -23,10 +23,10 @@ def diagonal_fisher(
 
     ``F_i = mean over x of E_{y ~ P(.|x)} (d log P(y|x) / d theta_i)^2``.
 
-    The labels are the model's own, not the true ones (with those it would be the empirical Fisher). For two classes the
-    expectation over them is exact, ``p0 p1 (d(z0 - z1) / d theta_i)^2``; for more it is one random probe an image with that
-    expectation (see `fastlr.Categorical`, ``rademacher``). Eval mode; one forward and backward pass an image, in the
-    model's own dtype.
+    The labels are the model's own, not the true ones (with those it would be the empirical Fisher).
+    For two classes the expectation over them is exact, ``p0 p1 (d(z0 - z1) / d theta_i)^2``; for
+    more it is one random probe an image with that expectation (see `fastlr.Categorical`,
+    ``rademacher``). Eval mode; one forward and backward pass an image, in the model's own dtype.
 
     Args:
         model: Left as it is; it returns logits ``[B, C]``.
@@ -39,7 +39,8 @@ def diagonal_fisher(
     Raises:
         ModelError: The model does not return ``[B, C]`` with C of at least 2.
 
-    Source: Kirkpatrick et al. 2017 (arXiv:1612.00796); on the labels: Kunstner et al. 2019 (arXiv:1905.12558).
+    Source: Kirkpatrick et al. 2017 (arXiv:1612.00796); on the labels: Kunstner et al. 2019
+        (arXiv:1905.12558).
     """
     sums = [torch.zeros_like(p) for p in parameters]
     with as_it_was(model, x.device):
@@ -63,19 +64,23 @@ class EWC(Intervention):
 
     It adds the gradient of ``strength / 2 * sum_i F_i (theta_i - theta*_i)^2``.
 
-    After each task, ``F <- decay F + F_task``, with `diagonal_fisher` on some of the task's training images, and ``theta*`` is
-    where the parameters are then. So there is one quadratic penalty, whatever the number of tasks (Kirkpatrick et al. keep
-    one for each). With ``decay`` 1 no task is forgotten, and after many tasks nothing moves. The loss is the mean over the
-    batch; the penalty is not in the recorded train_loss. Before the end of the first task F is 0.
+    After each task, ``F <- decay F + F_task``, with `diagonal_fisher` on some of the task's
+    training images, and ``theta*`` is where the parameters are then. So there is one quadratic
+    penalty, whatever the number of tasks (Kirkpatrick et al. keep one for each). With ``decay`` 1
+    no task is forgotten, and after many tasks nothing moves. The loss is the mean over the batch;
+    the penalty is not in the recorded train_loss. Before the end of the first task F is 0.
 
-    All trainable parameters take part, with ``head_reset`` those of the head apart, as it is another one in each task. Running
-    statistics of batch norms are not parameters, and are not held.
+    All trainable parameters take part, with ``head_reset`` those of the head apart, as it is
+    another one in each task. Running statistics of batch norms are not parameters, and are not
+    held.
 
     Args:
         trainer: Its options give ``ewc`` (the strength), ``ewc_decay`` and ``ewc_images``.
 
-    Source: Kirkpatrick et al. 2017, "Overcoming catastrophic forgetting in neural networks" (arXiv:1612.00796); one penalty
-    around the latest parameters, with decay: Schwarz et al. 2018, "Progress & Compress" (arXiv:1805.06370), online EWC
+    Source: Kirkpatrick et al. 2017, "Overcoming catastrophic forgetting in neural networks"
+        (arXiv:1612.00796); one penalty
+    around the latest parameters, with decay: Schwarz et al. 2018, "Progress & Compress"
+        (arXiv:1805.06370), online EWC
     (their penalty has ``decay F``: the same with another strength).
     """
 

@@ -27,8 +27,9 @@ def shrink_and_perturb(model: nn.Module, shrink: float, perturb: float, seed: in
 
     It is a pure function of the seed, drawn on the CPU.
 
-    Source: Ash and Adams 2020, "On warm-starting neural network training" (arXiv:1910.08475), section 4:
-    ``theta_t <- lambda theta_{t-1} + p_t`` with ``p_t ~ N(0, sigma^2)``, at the start of each round of training.
+    Source: Ash and Adams 2020, "On warm-starting neural network training" (arXiv:1910.08475),
+    section 4: ``theta_t <- lambda theta_{t-1} + p_t`` with ``p_t ~ N(0, sigma^2)``, at the start of
+    each round of training.
     """
     generator = torch.Generator().manual_seed(stream_seed(seed, "perturb"))
     for p in model.parameters():
@@ -61,15 +62,17 @@ class PeriodicReset(Intervention):
 
     The layers before them go on as they are.
 
-    A layer is a module with a weight matrix (0: all of them); what is defined after the first of them begins anew with it:
-    each parameter by values drawn with replacement from those that it had at initialisation, a pure function of the run's
-    seed and the task, buffers as they were at initialisation, the optimiser's state as before its first step.
+    A layer is a module with a weight matrix (0: all of them); what is defined after the first of
+    them begins anew with it: each parameter by values drawn with replacement from those that it had
+    at initialisation, a pure function of the run's seed and the task, buffers as they were at
+    initialisation, the optimiser's state as before its first step.
 
     Raises:
         InputError: The model has fewer layers.
 
-    Source: Nikishin et al. 2022, "The primacy bias in deep reinforcement learning" (arXiv:2205.07802), which draws anew from
-    the initialiser, whose law this is wherever a tensor's values are drawn independently of one another.
+    Source: Nikishin et al. 2022, "The primacy bias in deep reinforcement learning"
+    (arXiv:2205.07802), which draws anew from the initialiser, whose law this is wherever a tensor's
+    values are drawn independently of one another.
     """
 
     name = "reset"
@@ -130,14 +133,16 @@ class TowardsInit(Intervention):
 
     It adds the gradient of ``strength * ||theta - theta_init||^2``.
 
-    The gradient is added to ``.grad`` before the optimiser's step, which is the same as adding the penalty to the loss.
+    The gradient is added to ``.grad`` before the optimiser's step, which is the same as adding the
+    penalty to the loss.
 
     Args:
-        trainer: Its option ``l2_init`` is the strength, with the loss the mean over the batch; no factor 1/2.
+        trainer: Its option ``l2_init`` is the strength, with the loss the mean over the batch; no
+            factor 1/2.
         initial: State dict at initialisation, on the model's device.
 
-    Source: Kumar, Marklund and Van Roy 2023, "Maintaining plasticity in continual learning via regenerative
-    regularization" (arXiv:2308.11958), L2 Init.
+    Source: Kumar, Marklund and Van Roy 2023, "Maintaining plasticity in continual learning via
+    regenerative regularization" (arXiv:2308.11958), L2 Init.
     """
 
     name = "l2_init"
@@ -159,10 +164,12 @@ class TowardsInit(Intervention):
 def layer_norm_for_batch_norm(model: nn.Module) -> int:
     """Replace every batch norm by a layer norm, in place; return how many.
 
-    The layer norm of a convolutional network: over the channels and positions of each sample together, then a scale and a
-    shift for each channel (``nn.GroupNorm`` with one group), with the epsilon of the batch norm and new parameters.
+    The layer norm of a convolutional network: over the channels and positions of each sample
+    together, then a scale and a shift for each channel (``nn.GroupNorm`` with one group), with the
+    epsilon of the batch norm and new parameters.
 
-    Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450); as one group: Wu and He 2018 (arXiv:1803.08494).
+    Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450); as one group: Wu and He 2018
+        (arXiv:1803.08494).
     """
     count = 0
     for module in list(model.modules()):

@@ -20,12 +20,14 @@ class RedundancyFloor(Intervention):
 
     It adds the gradient of ``strength * log(floor / running)``.
 
-    In every step `fastlr.redundancy_loss` R is taken on new synthetic shapes; the running mean M is that of the steps so far
-    with weights that fall by `DECAY` a step, and ``-strength * grad R / M`` is added to ``.grad``: the same whatever the
-    scale of R. The penalty is not in the recorded train_loss.
+    In every step `fastlr.redundancy_loss` R is taken on new synthetic shapes; the running mean M is
+    that of the steps so far with weights that fall by `DECAY` a step, and ``-strength * grad R /
+    M`` is added to ``.grad``: the same whatever the scale of R. The penalty is not in the recorded
+    train_loss.
 
     Args:
-        trainer: Its options give ``redundancy_floor``, ``floor_strength`` and ``floor_images``, shapes a step.
+        trainer: Its options give ``redundancy_floor``, ``floor_strength`` and ``floor_images``,
+            shapes a step.
         size: Pixels a side of the tasks' images.
 
     Raises:

@@ -19,16 +19,20 @@ from fastlr.ops.memory import free_bytes
 class ExperienceReplay(Intervention):
     """Experience replay with a reservoir.
 
-    - The memory holds at most ``replay_images`` training images. After t tasks it is a uniform sample, without replacement,
-      of all training images of these tasks: each image draws a random number once, and those with the smallest ones are kept
-      (the distribution of reservoir sampling). An image whose class is in several tasks counts once for each.
-    - An image keeps the label, 0 or 1, that it had in its task: whether its class was the first or the second of the pair.
-      The head is shared, so a class that was first in one task and second in another is in the memory under both labels.
-    - In each batch a share ``replay_share`` is drawn from the memory and the rest from the task at hand, in random order; an
-      epoch is one pass over the task's images, so it has more steps. The memory is gone through in random order, all of it
-      before any image comes again. All images of a batch weigh the same in the loss, and in the recorded train_loss.
+    - The memory holds at most ``replay_images`` training images. After t tasks it is a uniform
+      sample, without replacement, of all training images of these tasks: each image draws a random
+      number once, and those with the smallest ones are kept (the distribution of reservoir
+      sampling). An image whose class is in several tasks counts once for each.
+    - An image keeps the label, 0 or 1, that it had in its task: whether its class was the first or
+      the second of the pair. The head is shared, so a class that was first in one task and second
+      in another is in the memory under both labels.
+    - In each batch a share ``replay_share`` is drawn from the memory and the rest from the task at
+      hand, in random order; an epoch is one pass over the task's images, so it has more steps. The
+      memory is gone through in random order, all of it before any image comes again. All images of
+      a batch weigh the same in the loss, and in the recorded train_loss.
 
-    The images lie on the device. A checkpoint holds only which they are; on resuming they are loaded again.
+    The images lie on the device. A checkpoint holds only which they are; on resuming they are
+    loaded again.
 
     Args:
         trainer: Its options give ``replay_images`` and ``replay_share``.
@@ -37,8 +41,9 @@ class ExperienceReplay(Intervention):
     Raises:
         InputError: The memory does not fit on the device.
 
-    Source: Rolnick et al. 2019, "Experience replay for continual learning" (arXiv:1811.11682): reservoir and mixed batches;
-    Chaudhry et al. 2019, "On tiny episodic memories in continual learning" (arXiv:1902.10486), for classification.
+    Source: Rolnick et al. 2019, "Experience replay for continual learning" (arXiv:1811.11682):
+    reservoir and mixed batches; Chaudhry et al. 2019, "On tiny episodic memories in continual
+    learning" (arXiv:1902.10486), for classification.
     """
 
     name = "replay"
@@ -52,7 +57,8 @@ class ExperienceReplay(Intervention):
         )  # once more where a task's images are joined to them
         if needed > free_bytes(trainer.device):
             raise InputError(
-                f"replay_images={images}: {needed / 2**30:.1f} GiB do not fit on {trainer.device}; choose fewer"
+                f"replay_images={images}: {needed / 2**30:.1f} GiB do not fit on {trainer.device}; "
+                "choose fewer"
             )
         self.images = torch.empty(
             0, 3, tasks.size, tasks.size, dtype=torch.uint8, device=trainer.device

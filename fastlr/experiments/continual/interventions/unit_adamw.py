@@ -18,10 +18,12 @@ class UnitAdamW(torch.optim.Optimizer):
 
     The updates are the same as torch's as long as no counter is set back.
 
-    Adam divides its running means by ``1 - beta^t``. With one ``t`` for a whole tensor, a weight whose means were set to zero
-    late in training would take first steps of up to ``(1 - beta1) / sqrt(1 - beta2)``, about 3.2, times the learning rate.
+    Adam divides its running means by ``1 - beta^t``. With one ``t`` for a whole tensor, a weight
+    whose means were set to zero late in training would take first steps of up to ``(1 - beta1) /
+    sqrt(1 - beta2)``, about 3.2, times the learning rate.
 
-    The state of a parameter is ``steps``, ``exp_avg`` and ``exp_avg_sq``, each of its shape; all arithmetic is on the device.
+    The state of a parameter is ``steps``, ``exp_avg`` and ``exp_avg_sq``, each of its shape; all
+    arithmetic is on the device.
 
     Args:
         params: As for `torch.optim.AdamW`, and so are the others.
@@ -30,8 +32,8 @@ class UnitAdamW(torch.optim.Optimizer):
         eps: Added to the denominator.
         weight_decay: Decoupled.
 
-    Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); counters for each element: Dohare et al. 2024 (Nature 632),
-    ``AdamGnT`` of their code.
+    Source: Loshchilov and Hutter 2019 (arXiv:1711.05101); counters for each element: Dohare et al.
+    2024 (Nature 632), ``AdamGnT`` of their code.
     """
 
     def __init__(

@@ -2,15 +2,18 @@
 
 They are found by following one forward pass, then proven.
 
-A *unit* is a channel of a convolution or a feature of a linear layer, with all that acts on this channel alone: its row of
-the weight, its bias, its scale, shift and statistics in a batch norm, its filter of a depthwise convolution that follows,
-and its row of the layer that makes a factor for it (squeeze-and-excitation). Its *outgoing weights* are its columns of the
-convolutions and linear layers that read it; between the two there may be activations, pooling, dropout and flattening. It
-can be replaced if nothing else reads it: with its outgoing weights at zero it has no influence at all.
+A *unit* is a channel of a convolution or a feature of a linear layer, with all that acts on this
+channel alone: its row of the weight, its bias, its scale, shift and statistics in a batch norm, its
+filter of a depthwise convolution that follows, and its row of the layer that makes a factor for it
+(squeeze-and-excitation). Its *outgoing weights* are its columns of the convolutions and linear
+layers that read it; between the two there may be activations, pooling, dropout and flattening. It
+can be replaced if nothing else reads it: with its outgoing weights at zero it has no influence at
+all.
 
-Left alone, with a reason, are units that reach anything else: channels of a residual sum (several layers write them, and
-resetting one would change what all of them have learned), the model's outputs, whatever goes through a norm over channels
-(where each unit changes the others) or an operation that is not known here.
+Left alone, with a reason, are units that reach anything else: channels of a residual sum (several
+layers write them, and resetting one would change what all of them have learned), the model's
+outputs, whatever goes through a norm over channels (where each unit changes the others) or an
+operation that is not known here.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ def _named(names: str) -> set[Any]:
 
 
 _ELEMENTWISE = set(FUNCTIONS) | _named(
-    "sigmoid hardsigmoid logsigmoid tanh softplus softsign threshold clamp clamp_min clamp_max clip square abs clone "
-    "contiguous detach to type_as float double half bfloat16 dropout dropout1d dropout2d dropout3d alpha_dropout "
-    "feature_dropout feature_alpha_dropout"
+    "sigmoid hardsigmoid logsigmoid tanh softplus softsign threshold clamp clamp_min clamp_max "
+    "clip square abs clone contiguous detach to type_as float double half bfloat16 dropout "
+    "dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout"
 )
 _POOLS = _named(
     " ".join(
@@ -115,7 +118,8 @@ class Units:
     Attributes:
         name: Of the module that makes them.
         count: How many.
-        layers: By name, those whose row i makes unit i: one, and depthwise convolutions and layers that make factors.
+        layers: By name, those whose row i makes unit i: one, and depthwise convolutions and layers
+            that make factors.
         norms: By name, the batch norms that act on them.
         readers: The layers that read them.
         reason: Why they are left alone; empty if they can be replaced.
@@ -224,7 +228,8 @@ class _Trace(Watch):
         if not expected or layer.weight is not weight or not isinstance(weight, nn.Parameter):
             if tag is not None:
                 tag.units.exclude(
-                    f"goes through {_name(func)} in {name or 'the model'}, whose weights are not its own"
+                    f"goes through {_name(func)} in {name or 'the model'}, whose weights are not "
+                    "its own"
                 )
             return None
         axis = x.ndim - 1 if func is F.linear else 1
@@ -291,7 +296,8 @@ class _Trace(Watch):
         norm, units = self.modules.get(name), tag.units.root()
         if not isinstance(norm, BatchNorm) or tag.axis != 1 or tag.repeat > 1:
             units.exclude(
-                f"goes through a batch norm in {name or 'the model'} that is not a module of its own"
+                f"goes through a batch norm in {name or 'the model'} that is not a module of its "
+                "own"
             )
         elif name in self.called:
             for user in (*self.called[name], units):
@@ -398,9 +404,10 @@ def find_units(model: nn.Module, example: Tensor) -> tuple[list[Units], dict[str
         example: A batch of at least two inputs, on the model's device.
 
     Returns:
-        The units that can be replaced, in the order in which they are made, and the layers left alone, by name, with
-        reasons. The first are proven on a perturbed copy in float64: with the outgoing weights of every other unit at zero,
-        new incoming weights of those units leave the outputs as they are.
+        The units that can be replaced, in the order in which they are made, and the layers left
+        alone, by name, with reasons. The first are proven on a perturbed copy in float64: with the
+        outgoing weights of every other unit at zero, new incoming weights of those units leave the
+        outputs as they are.
     """
     trace = _Trace(model)
     with as_it_was(model, example.device), torch.no_grad():
