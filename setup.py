@@ -1,4 +1,4 @@
-"""Build fastlr: the Python packages always, the C++/CUDA extension (csrc/) where a compiler is found.
+"""Build fastlr: the Python packages always, the C++/CUDA extension (csrc/) where it compiles.
 
 Everything else is in pyproject.toml. The extension is optional: without a compiler, or when it does
 not compile, fastlr installs without it, and its first use and ``fastlr doctor`` say so; without
@@ -33,7 +33,10 @@ HERE = Path(__file__).parent.resolve()
 
 
 def cuda_root() -> str | None:
-    """Return the toolkit's folder as nvcc itself sees it: the nvcc on PATH may be a wrapper outside the toolkit."""
+    """Return the toolkit's folder as nvcc itself sees it.
+
+    The nvcc on PATH may be a wrapper outside the toolkit.
+    """
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return os.environ.get("CUDA_HOME")
@@ -50,7 +53,10 @@ def cuda_root() -> str | None:
 
 
 def architectures() -> str:
-    """Return TORCH_CUDA_ARCH_LIST, by default 8.0, 9.0 and 10.0 + PTX, without what this nvcc does not know."""
+    """Return TORCH_CUDA_ARCH_LIST, by default 8.0, 9.0 and 10.0 + PTX.
+
+    What this nvcc does not know is left out.
+    """
     named = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if named:
         return " ".join(named.replace(";", " ").split())
@@ -61,7 +67,10 @@ def architectures() -> str:
 
 
 def extension() -> dict:
-    """Return the setup() arguments of the extension; empty where there is nothing to build or to build with."""
+    """Return the setup() arguments of the extension.
+
+    They are empty where there is nothing to build or to build with.
+    """
     if os.environ.get("FASTLR_NO_EXT") == "1":
         return {}
     root = cuda_root() if shutil.which("nvcc") else None
@@ -102,9 +111,8 @@ def extension() -> dict:
             extra_compile_args={"cxx": flags, "nvcc": ["-O3"]} if options else flags,
             **options,
         )
-        made.libraries = [
-            name for name in made.libraries if name == "cudart"
-        ]  # nothing of torch's is called
+        # Nothing of torch's is called.
+        made.libraries = [name for name in made.libraries if name == "cudart"]
         return made
 
     def on_cpu() -> Any:
@@ -123,7 +131,10 @@ def extension() -> dict:
         )
 
     class OptionalBuild(builder):
-        """With the GPU's part if there is nvcc, else without, else not at all: a failure leaves a working install."""
+        """Build with the GPU's part if there is nvcc, else without it, else not at all.
+
+        A failure leaves a working install.
+        """
 
         def build_extensions(self) -> None:
             while True:

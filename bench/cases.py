@@ -228,9 +228,16 @@ def patchtst(batch: int = 16) -> Case:
     from transformers import PatchTSTConfig, PatchTSTForPrediction
 
     config = PatchTSTConfig(
-        num_input_channels=7, context_length=512, prediction_length=96, patch_length=16, patch_stride=8,
-        num_hidden_layers=4, d_model=256, num_attention_heads=8, ffn_dim=512,
-    )  # fmt: skip
+        num_input_channels=7,
+        context_length=512,
+        prediction_length=96,
+        patch_length=16,
+        patch_stride=8,
+        num_hidden_layers=4,
+        d_model=256,
+        num_attention_heads=8,
+        ffn_dim=512,
+    )
     model = PatchTSTForPrediction(config)
     x = {"past_values": torch.randn(batch, 512, 7).cumsum(1) / 10}
     return Case(calibrate(model, x), x)

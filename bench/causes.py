@@ -122,10 +122,11 @@ def main() -> None:
     ]
     for name, variant, seed in cells(given.seeds, problems):
         problem, path = PROBLEMS[name], given.out / name / f"{variant},seed-{seed}"
+        # None yet where killed as it began.
         tasks, records = (
             min(given.tasks, problem.tasks),
             path / "records.jsonl",
-        )  # none yet where killed as it began
+        )
         settings = {
             **COMMON,
             **problem.settings,

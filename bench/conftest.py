@@ -30,10 +30,11 @@ PACKAGES = (
     "opacus",
     "backpack-for-pytorch",
 )
+# So many rounds where one, with its plain round, takes longer than so many seconds.
 FEW, LONG = (
     3,
     8.0,
-)  # so many rounds where one, with its plain round, takes longer than so many seconds
+)
 REFUSED: pytest.StashKey[list[dict[str, str]]] = pytest.StashKey()
 
 

@@ -60,9 +60,24 @@ TEXTS = (".md", ".csv", ".json")
 
 # Fields of records and settings that no two runs share.
 OF_A_RUN = {
-    "at", "cached", "command", "commit", "date", "ended", "fastlr", "host", "machine", "out", "path", "seconds",
-    "started", "time", "torch", "versions", "when",
-}  # fmt: skip
+    "at",
+    "cached",
+    "command",
+    "commit",
+    "date",
+    "ended",
+    "fastlr",
+    "host",
+    "machine",
+    "out",
+    "path",
+    "seconds",
+    "started",
+    "time",
+    "torch",
+    "versions",
+    "when",
+}
 
 
 def main() -> None:

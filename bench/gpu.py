@@ -127,9 +127,8 @@ def roofline(record: dict[str, Any], path: Path) -> None:
     figure, axes = new_figure((9.0, 6.0), 1, 1)
     style(axes, "GB/s", f"Every op against its memory: {record['machine_info'].get('gpu', 'CPU')}")
     axes.axhline(bandwidth, color=INK)
-    axes.axhline(
-        0.7 * bandwidth, color=MUTED, linestyle="--"
-    )  # the share that large layers are to reach
+    # The share that large layers are to reach.
+    axes.axhline(0.7 * bandwidth, color=MUTED, linestyle="--")
     axes.text(
         LEAST_INTENSITY, 1.02 * bandwidth, f"copy {bandwidth:,.0f} GB/s", fontsize=8, color=MUTED
     )

@@ -65,9 +65,8 @@ class Call(NamedTuple):
     options: dict[str, Any] = {}
 
 
-Cases = dict[
-    str, Callable[[Draw], Call]
-]  # the label of a layer to what makes an op's arguments on it
+# The label of a layer to what makes an op's arguments on it.
+Cases = dict[str, Callable[[Draw], Call]]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -185,8 +185,7 @@ def peak_bytes(function: Callable[[], Any], device: torch.device, before: int) -
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     with suppress(OSError):  # then the peak of the whole life counts
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # sets the record of the peak to the present size
+        # Sets the record of the peak to the present size.
+        Path("/proc/self/clear_refs").write_text("5")
     function()
     return max(0, resident("VmHWM") - before)

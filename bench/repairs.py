@@ -234,9 +234,8 @@ class Unfolded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Unfold, apply, fold."""
-        if isinstance(
-            self.layer, nn.Linear
-        ):  # as rows [B, channels * T, D]: ghost clipping has no rule for more axes
+        if isinstance(self.layer, nn.Linear):
+            # As rows [B, channels * T, D]: ghost clipping has no rule for more axes.
             return self.layer(x.reshape(-1, self.channels * x.shape[-2], x.shape[-1])).reshape(
                 *x.shape[:-1], -1
             )

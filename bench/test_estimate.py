@@ -108,9 +108,8 @@ def measure(estimator: LocalRedundancy, mode: Mode) -> Estimate:
 
 def check_mode(estimator: LocalRedundancy, mode: Mode) -> None:
     """Raise Wrong where the estimate did not run as the mode says."""
-    estimate = [measure(estimator, mode) for _ in range(2)][
-        -1
-    ]  # where all images are one chunk, the second captures
+    # Where all images are one chunk, the second captures.
+    estimate = [measure(estimator, mode) for _ in range(2)][-1]
     problems = [note for note in estimate.notes if "CUDA graph" not in note]
     replays = estimator.chunks.replays
     if estimator.view.device.type == "cuda" and mode.graph and not replays.held:
@@ -159,9 +158,8 @@ def estimate_pair(
     estimator = network.estimator(n, chunk)
 
     def check() -> dict[str, Any]:
-        exact = torch.backends.cudnn.flags(
-            enabled=True, allow_tf32=False
-        )  # of float32 numbers, exact products
+        # Of float32 numbers, exact products.
+        exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
         with exact if precision == "float32" else nullcontext():
             found = check_norms(network, MODES[mode], samples)
         check_mode(estimator, MODES[mode])

@@ -33,9 +33,8 @@ from fastlr.distributed import full_params
 VOCABULARY, RANKS = 512, 2
 CPU = torch.device("cpu")
 Sizes = tuple[int, int, int, int]  # layers, width, inputs of all ranks, tokens of each
-pytestmark = (
-    pytest.mark.peer
-)  # minutes and 8 GB of memory for each of two processes: not for make bench
+# Minutes and 8 GB of memory for each of two processes: not for make bench.
+pytestmark = pytest.mark.peer
 Made = tuple[nn.Module, Callable[[], Any], fastlr.LocalRedundancy]
 
 

@@ -23,7 +23,8 @@ from fastlr.ops.kernel_checks import compared
 
 OPS = [name for name in ops.TABLE if "triton" in ops.backends(name)]
 STORED = ("folded_conv", "folded_conv_backward", "fold_weights")
-SUMMED = 1e-3  # deviation of sums in float32; what is STORED in 16 bits may be off by what rounding explains
+# Deviation of sums in float32; what is STORED in 16 bits may be off by what rounding explains.
+SUMMED = 1e-3
 ROUNDS = 20
 
 

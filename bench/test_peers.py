@@ -22,11 +22,13 @@ from bench.cases import Case, forward, loop_norms
 from bench.paired import Work, Wrong
 from fastlr import per_sample_grad_sq_norms
 
-TOLERANCE = 1e-3  # of the sample's total. Float32 is off by up to 2e-4 where a ReLU's input is zero within rounding.
+# Of the sample's total. Float32 is off by up to 2e-4 where a ReLU's input is zero within rounding.
+TOLERANCE = 1e-3
 OWN_TOLERANCE = (
     0.05  # of the parameter's own norm, for the parameters with a visible share of the total:
 )
-VISIBLE = 1e-9  # a tool may be off by 15 times in every depthwise layer of a network and hardly move the total
+# A tool may be off by 15 times in every depthwise layer of a network and hardly move the total.
+VISIBLE = 1e-9
 CHECKED = 4  # samples held to the truth
 BATCH = 16
 Norms = dict[str, Tensor]
@@ -136,9 +138,8 @@ def opacus(case: Case, cotangent: Tensor, ghost: bool = False) -> Contender:
 
     register_grad_sampler(repairs.FrozenNorm)(frozen_norm)
     model, notes = repairs.repaired(case.model, repairs.frozen_batch_norm)
-    for (
-        m
-    ) in model.modules():  # its hooks record only these; repaired, they do the same in both modes
+    for m in model.modules():
+        # Its hooks record only these; repaired, they do the same in both modes.
         m.training = any(True for _ in m.parameters(recurse=False))
     notes.append("modules with parameters in train mode")
     if ghost:
@@ -252,9 +253,8 @@ def pair(model: str, peer: str, batch: int, truth: Path, device: torch.device) -
     return Work(plain, contender.run, check, device)
 
 
-SHORT = [
-    (network, "fastlr") for network in cases.MODELS if network != "vit_b_16"
-]  # 10 s a plain pass on two cores
+# 10 s a plain pass on two cores.
+SHORT = [(network, "fastlr") for network in cases.MODELS if network != "vit_b_16"]
 LONG = [
     ("vit_b_16", "fastlr"),
     *((network, peer) for network in cases.PAPER for peer in PEERS if peer != "fastlr"),
@@ -274,8 +274,7 @@ def test_peer(
 ) -> None:
     """A tool beside plain: right, or refused before it is timed."""
     batch = 2 if quick else BATCH
-    truth = (
-        tmp_path_factory.getbasetemp() / f"{network}-{batch}.pt"
-    )  # one for all contenders of this run
+    # One for all contenders of this run.
+    truth = tmp_path_factory.getbasetemp() / f"{network}-{batch}.pt"
     arguments = network, peer, batch, truth, device
     beside_plain(pair, *arguments, group=network, name=peer, rival=peer != "fastlr")

@@ -30,7 +30,8 @@ import fastlr
 
 INPUTS = fastlr.ShapeImages(size=(3, 16, 16))
 EPOCHS = 8  # of every task
-TRAINED_RATIO = 3.0  # the claim: on trained networks, sampled has at least this many times the variance of rademacher
+# The claim: on trained networks, sampled has at least this many times the variance of rademacher.
+TRAINED_RATIO = 3.0
 
 
 def convolutional(act: type[nn.Module], norm: bool) -> nn.Module:

@@ -42,9 +42,16 @@ CALLS = (
 SIZES = (*(1024 * 8**k for k in range(7)), 1 << 30)  # bytes: 1 KB, 8 KB, 64 KB, ... 256 MB, 1 GB
 ERROR_SIZE = 1 << 20  # elements of the comparison with float64
 TRAINED: dict[str, Any] = {  # 10 steps an epoch, each of 4 parts
-    "model": "fastlr.models.convnet:ConvNet", "model_kwargs": {"widths": (16, 32, 64), "hidden": 64}, "classes": 10,
-    "size": 32, "n": 320, "batch_size": 32, "norm_batch": 8, "dtype": "bf16", "redundancy_n": 2,
-}  # fmt: skip
+    "model": "fastlr.models.convnet:ConvNet",
+    "model_kwargs": {"widths": (16, 32, 64), "hidden": 64},
+    "classes": 10,
+    "size": 32,
+    "n": 320,
+    "batch_size": 32,
+    "norm_batch": 8,
+    "dtype": "bf16",
+    "redundancy_n": 2,
+}
 EXCHANGED = 2_137_440  # elements of a timed exchange: the gradients of PatchTST
 
 

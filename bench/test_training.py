@@ -82,9 +82,8 @@ def training_pair(preset: Preset, mode: str, device: torch.device) -> Work:
     )
 
     def check() -> dict[str, float]:
-        losses = [
-            [each.learn(task, number) for number in range(2)][-1] for each in trainers
-        ]  # the second captures
+        # The second captures.
+        losses = [[each.learn(task, number) for number in range(2)][-1] for each in trainers]
         off = abs(losses[1] / losses[0] - 1)
         if not off <= AGREE:
             raise Wrong(f"loss {losses[1]:.4g} instead of {losses[0]:.4g}")

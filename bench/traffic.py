@@ -79,7 +79,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.traffic = traffic
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given, made = (
             [t for t in tree_leaves(part) if isinstance(t, Tensor)]
@@ -114,10 +114,18 @@ def noted(note: Callable[[Any, tuple, dict[str, Any]], None]) -> Iterator[None]:
 
     before = JITFunction.run, torch.empty, torch.empty_like
     empty, empty_like = before[1:]
-    Tensor.new_empty = Tensor.new_zeros  # type: ignore[method-assign]  # over the one that it inherits
+    # Over the one that it inherits.
+    Tensor.new_empty = Tensor.new_zeros  # type: ignore[method-assign]
     JITFunction.run = run  # type: ignore[method-assign]
-    torch.empty = lambda *size, **options: _zeroed(empty(*size, **options))  # type: ignore[assignment]
-    torch.empty_like = lambda t, **options: _zeroed(empty_like(t, **options))  # type: ignore[assignment]
+
+    def zeros_for_empty(*size: Any, **options: Any) -> Tensor:
+        return _zeroed(empty(*size, **options))
+
+    def zeros_for_empty_like(t: Tensor, **options: Any) -> Tensor:
+        return _zeroed(empty_like(t, **options))
+
+    torch.empty = zeros_for_empty  # type: ignore[assignment]
+    torch.empty_like = zeros_for_empty_like  # type: ignore[assignment]
     try:
         with ops.using("triton"):
             yield
@@ -195,7 +203,8 @@ def main() -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[given.dtype]
     torch.manual_seed(0)
     images = fastlr.ShapeImages((3, given.size, given.size), channels_last=True)
-    model: Any = image_network(given.network, given.size).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model: Any = image_network(given.network, given.size)
+    model = model.to(memory_format=torch.channels_last)
     calibrate(model, images.batch(0, 8, seed=1))
     traffic = chunk_traffic(model, images, given.batch, dtype)
 

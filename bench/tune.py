@@ -27,10 +27,11 @@ from bench.cases import calibrate, image_network
 from fastlr import ops
 from fastlr.ops import dispatch, tuning
 
+# Of a shape, the rule's among them; the part of the time that a change must save.
 CONFIGURATIONS, GAIN = (
     8,
     0.05,
-)  # of a shape, the rule's among them; the part of the time that a change must save
+)
 MOST_CALLS = 3  # of one shape that are timed
 ALLOWED = {
     "num_warps": (1, 8),
@@ -38,9 +39,8 @@ ALLOWED = {
     "columns": (1, 256),
     "channels": (1, 256),
 }  # else from 16 on
-Calls = dict[
-    str, list[tuple[str, tuple]]
-]  # shape -> calls of ops in which its rule was asked: (op, arguments)
+# Shape -> calls of ops in which its rule was asked: (op, arguments).
+Calls = dict[str, list[tuple[str, tuple]]]
 
 
 def candidates(asked: tuning.Asked) -> list[dict[str, int]]:
@@ -104,7 +104,8 @@ def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], 
     for network in networks:
         torch.manual_seed(0)
         images = fastlr.ShapeImages((3, 224, 224), channels_last=True)
-        model = image_network(network, 224).to("cuda", memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model: Any = image_network(network, 224)
+        model = model.to("cuda", memory_format=torch.channels_last)
         calibrate(model, images.batch(0, 8, seed=1, device="cuda"))
         estimator = fastlr.LocalRedundancy(
             model, images, batch, batch_size=batch, dtype=torch.bfloat16, progress=False

@@ -1,4 +1,6 @@
-"""Settings of Sphinx, and two directives that are written from the code: supported operations, command-line help.
+"""Settings of Sphinx, and two directives that are written from the code.
+
+The directives are the supported operations and the command line's help.
 
 ``python -m sphinx -W --keep-going -b html docs docs/_build`` builds the pages; warnings are errors.
 """
@@ -112,7 +114,10 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> nodes.table:
 
 
 def _math(translator, node: nodes.Element) -> None:  # noqa: ANN001
-    """Write a formula as MathML, which browsers show by themselves: nothing is fetched from anywhere."""
+    """Write a formula as MathML.
+
+    Browsers show it by themselves: nothing is fetched from anywhere.
+    """
     block = isinstance(node, nodes.math_block)
     translator.body.append(tex2mathml(node.astext(), as_block=block))
     raise nodes.SkipNode

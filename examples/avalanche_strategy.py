@@ -12,9 +12,8 @@ import fastlr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from fastlr.integrations.avalanche import (
-        LocalRedundancyMetric,
-    )  # first: it says which extra is missing
+    # First: it says which extra is missing.
+    from fastlr.integrations.avalanche import LocalRedundancyMetric
 
     # isort: split
     from avalanche.benchmarks import tensors_benchmark

@@ -62,9 +62,8 @@ def main() -> None:
     )
 
     inputs = fastlr.TokenInputs(VOCABULARY, LENGTH)
-    trainer.add_callback(
-        LocalRedundancyCallback(trainer, inputs, n=128)
-    )  # without every_n_steps: at evaluations
+    # Without every_n_steps: at evaluations.
+    trainer.add_callback(LocalRedundancyCallback(trainer, inputs, n=128))
     trainer.train()
 
     for row in trainer.state.log_history:

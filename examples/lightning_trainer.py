@@ -7,9 +7,8 @@ Install ``'.[lightning]'`` and run ``python examples/lightning_trainer.py``.
 
 from tempfile import mkdtemp
 
-from fastlr.integrations.lightning import (
-    LocalRedundancyMonitor,
-)  # first: it says which extra is missing
+# First: it says which extra is missing.
+from fastlr.integrations.lightning import LocalRedundancyMonitor
 
 # isort: split
 import lightning

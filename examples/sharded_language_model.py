@@ -65,9 +65,8 @@ def main() -> None:
     ids = torch.tensor([LETTERS.index(letter) for letter in TEXT], device=device)
 
     inputs = fastlr.TokenInputs(len(LETTERS), LENGTH)
-    monitor = Monitor(
-        model, inputs, 64, every_n_steps=20, predictive=fastlr.Categorical(dim=2)
-    )  # the first line
+    # The first line.
+    monitor = Monitor(model, inputs, 64, every_n_steps=20, predictive=fastlr.Categorical(dim=2))
     monitor.measure()
     torch.manual_seed(1 + dist.get_rank())  # other batches on every rank
     for step in range(1, 41):

@@ -11,7 +11,6 @@ code = main()
 if code and int(os.environ.get("WORLD_SIZE", "1")) > 1:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        code
-    )  # NCCL would wait for the other processes, which torchrun ends only after this one
+    # NCCL would wait for the other processes, which torchrun ends only after this one.
+    os._exit(code)
 sys.exit(code)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_ROOT_HALF = tl.constexpr(
-    0.7071067811865476
-)  # after tensors, or Triton 3.9's interpreter makes constants of products
+# After tensors, or Triton 3.9's interpreter makes constants of products.
+_ROOT_HALF = tl.constexpr(0.7071067811865476)
 _NORMAL = tl.constexpr(0.3989422804014327)  # density of the normal distribution at 0
 _TANH_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 _TANH_CUBIC = tl.constexpr(0.044715)

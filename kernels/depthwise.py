@@ -33,7 +33,9 @@ from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
 ENOUGH_PROGRAMS = 2048  # of four warps, to fill a GPU with
 STATE = 118  # registers of a thread for taps and windows
-STATE_HALF = 88  # the same for many of them in float16, whose conversions take registers of their own: 5x5, stride 2
+# The same for many of them in float16, whose conversions take registers of their own: 5x5, stride
+# 2.
+STATE_HALF = 88
 WARPS = 4
 
 
@@ -97,9 +99,21 @@ def load_row(
 
 @triton.jit
 def _column_of_taps(
-    taps, back, rows, g, folded, channel, has_channel, channels, WANT_INPUT: tl.constexpr, TAP: tl.constexpr,
-    INPUT: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    taps,
+    back,
+    rows,
+    g,
+    folded,
+    channel,
+    has_channel,
+    channels,
+    WANT_INPUT: tl.constexpr,
+    TAP: tl.constexpr,
+    INPUT: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Add column TAP of the kernel to taps and input gradients, and return both.
 
     It meets the windows at INPUT, INPUT + STEP, ...
@@ -114,9 +128,24 @@ def _column_of_taps(
 
 @triton.jit
 def _gradient(
-    grad, kept, spread, y, z, channel, has_channel, height, width,
-    grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT: tl.constexpr, MEAN: tl.constexpr,
-):  # fmt: skip
+    grad,
+    kept,
+    spread,
+    y,
+    z,
+    channel,
+    has_channel,
+    height,
+    width,
+    grad_channel,
+    grad_row,
+    grad_column,
+    kept_channel,
+    kept_row,
+    kept_column,
+    ACT: tl.constexpr,
+    MEAN: tl.constexpr,
+):
     """Return act'(kept) grad of row ``y`` at columns ``z`` in the inputs' dtype, zero outside.
 
     MEAN: grad + act'(kept) spread, ``spread`` being a number a channel.
@@ -143,16 +172,65 @@ def _gradient(
     do_not_specialize=["height", "width", "out_height", "out_width", "strips", "segments", "steps"]
 )
 def depthwise_backward_kernel(
-    x, grad, kept, folded, weight, scale, more, of_mean, gx, squares, inner, sums, parts,
-    x_sample, x_channel, x_row, x_column, gx_sample, gx_channel, gx_row, gx_column,
-    grad_sample, grad_channel, grad_row, grad_column, kept_sample, kept_channel, kept_row, kept_column,
-    channels, height, width, out_height, out_width, channel_tiles, strips, segments, steps,
-    ACT: tl.constexpr, WANT_INPUT: tl.constexpr, SPLIT: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
-    BEFORE: tl.constexpr, SETTLED: tl.constexpr, MORE: tl.constexpr, MEAN: tl.constexpr,
-    WINDOW: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    kept,
+    folded,
+    weight,
+    scale,
+    more,
+    of_mean,
+    gx,
+    squares,
+    inner,
+    sums,
+    parts,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
+    gx_sample,
+    gx_channel,
+    gx_row,
+    gx_column,
+    grad_sample,
+    grad_channel,
+    grad_row,
+    grad_column,
+    kept_sample,
+    kept_channel,
+    kept_row,
+    kept_column,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    channel_tiles,
+    strips,
+    segments,
+    steps,
+    ACT: tl.constexpr,
+    WANT_INPUT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SETTLED: tl.constexpr,
+    MORE: tl.constexpr,
+    MEAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """``steps`` rows of the output for one strip of columns and one block of channels of a sample.
 
     A place of a strip is STRIDE_W input columns, and the output column that follows when STRIDE_W
@@ -206,9 +284,18 @@ def depthwise_backward_kernel(
     for i in tl.static_range(WINDOW):
         for b in tl.static_range(STRIDE_W):
             value = load_row(
-                x, begin * STRIDE_H - PADDING_H + i, place * STRIDE_W + b, channel, top, bottom, width,
-                x_row, x_column, x_channel, has_channel,
-            )  # fmt: skip
+                x,
+                begin * STRIDE_H - PADDING_H + i,
+                place * STRIDE_W + b,
+                channel,
+                top,
+                bottom,
+                width,
+                x_row,
+                x_column,
+                x_channel,
+                has_channel,
+            )
             rows = rows + (activated(value, BEFORE).to(tl.float32),)
     for p in range(begin, first + steps):
         # Inputs are asked for before they are needed.
@@ -217,14 +304,38 @@ def depthwise_backward_kernel(
         for i in tl.static_range(STRIDE_H):
             for b in tl.static_range(STRIDE_W):
                 value = load_row(
-                    x, y + WINDOW + i, place * STRIDE_W + b, channel, top, bottom, width,
-                    x_row, x_column, x_channel, has_channel,
-                )  # fmt: skip
+                    x,
+                    y + WINDOW + i,
+                    place * STRIDE_W + b,
+                    channel,
+                    top,
+                    bottom,
+                    width,
+                    x_row,
+                    x_column,
+                    x_channel,
+                    has_channel,
+                )
                 following = following + (value,)
         g = _gradient(
-            grad, kept, spread, p, place, channel, has_channel, out_height, out_width,
-            grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT, MEAN,
-        )  # fmt: skip
+            grad,
+            kept,
+            spread,
+            p,
+            place,
+            channel,
+            has_channel,
+            out_height,
+            out_width,
+            grad_channel,
+            grad_row,
+            grad_column,
+            kept_channel,
+            kept_row,
+            kept_column,
+            ACT,
+            MEAN,
+        )
         total += tl.where(p >= first, g, 0.0)
         for s in tl.static_range(KERNEL_W):
             # This tap meets input column b = (s DILATION - PADDING) % STRIDE of each place and, so
@@ -233,13 +344,40 @@ def depthwise_backward_kernel(
                 (s * DILATION_W - PADDING_W) % STRIDE_W + PADDING_W - s * DILATION_W
             ) // STRIDE_W
             g = _gradient(
-                grad, kept, spread, p, place + away, channel, has_channel, out_height, out_width,
-                grad_channel, grad_row, grad_column, kept_channel, kept_row, kept_column, ACT, MEAN,
-            )  # fmt: skip
+                grad,
+                kept,
+                spread,
+                p,
+                place + away,
+                channel,
+                has_channel,
+                out_height,
+                out_width,
+                grad_channel,
+                grad_row,
+                grad_column,
+                kept_channel,
+                kept_row,
+                kept_column,
+                ACT,
+                MEAN,
+            )
             taps, back = _column_of_taps(
-                taps, back, rows, g, folded, channel, has_channel, channels, WANT_INPUT, s,
-                (s * DILATION_W - PADDING_W) % STRIDE_W, KERNEL_H, KERNEL_W, DILATION_H * STRIDE_W,
-            )  # fmt: skip
+                taps,
+                back,
+                rows,
+                g,
+                folded,
+                channel,
+                has_channel,
+                channels,
+                WANT_INPUT,
+                s,
+                (s * DILATION_W - PADDING_W) % STRIDE_W,
+                KERNEL_H,
+                KERNEL_W,
+                DILATION_H * STRIDE_W,
+            )
         if WANT_INPUT:
             for i in tl.static_range(STRIDE_H):
                 for b in tl.static_range(STRIDE_W):
@@ -315,9 +453,15 @@ def taps_first(weight: Tensor) -> Tensor:
 
 @tuned("columns", "channels")
 def backward_tile(
-    dtype: torch.dtype, kernel: Sequence[int], geometry: ConvGeometry, places: int, channels: int, want: bool, last: bool,
+    dtype: torch.dtype,
+    kernel: Sequence[int],
+    geometry: ConvGeometry,
+    places: int,
+    channels: int,
+    want: bool,
+    last: bool,
     bent: bool = False,
-) -> Tile | None:  # fmt: skip
+) -> Tile | None:
     """Return block sizes of the backward kernel; None if windows and taps overfill the registers.
 
     ``bent``: a smooth activation is applied as ``x`` is loaded, and columns are stepped over or the
@@ -331,10 +475,21 @@ def backward_tile(
 
 
 def depthwise_backward(
-    x: Tensor, grad: Tensor, kept: Tensor, act: str, folded: Tensor, weight: Tensor, statistics: Tensor,
-    geometry: ConvGeometry, want_input: bool, before: str = "none", settled: bool = False, gate: Tensor | None = None,
-    more: Tensor | None = None, of_mean: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    x: Tensor,
+    grad: Tensor,
+    kept: Tensor,
+    act: str,
+    folded: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    geometry: ConvGeometry,
+    want_input: bool,
+    before: str = "none",
+    settled: bool = False,
+    gate: Tensor | None = None,
+    more: Tensor | None = None,
+    of_mean: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """`fastlr.ops.reference.folded.folded_conv_backward` for one channel a group."""
     kept = grad if act == "none" else kept
     if gate is not None or not covered(x, grad, kept):
@@ -363,13 +518,43 @@ def depthwise_backward(
     strides = [s for t in (x, gx, grad, kept) for s in t.stride()]
     with on_device(x):
         launch(
-            depthwise_backward_kernel, count * segments * strips * channel_tiles,
-            x, grad, kept, folded, weight, statistics, more, of_mean, gx, *moments, *strides,
-            channels, height, width, out_height, out_width, channel_tiles, strips, segments, steps,
-            ACT=act, WANT_INPUT=want_input, SPLIT=segments * strips > 1, LAST=last, ALIGN=align, BEFORE=before, SETTLED=settled,
-            MORE=more is not x, MEAN=of_mean is not None, **constants(kernel, geometry), WINDOW=window_rows(kernel, geometry),
-            COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
-        )  # fmt: skip
+            depthwise_backward_kernel,
+            count * segments * strips * channel_tiles,
+            x,
+            grad,
+            kept,
+            folded,
+            weight,
+            statistics,
+            more,
+            of_mean,
+            gx,
+            *moments,
+            *strides,
+            channels,
+            height,
+            width,
+            out_height,
+            out_width,
+            channel_tiles,
+            strips,
+            segments,
+            steps,
+            ACT=act,
+            WANT_INPUT=want_input,
+            SPLIT=segments * strips > 1,
+            LAST=last,
+            ALIGN=align,
+            BEFORE=before,
+            SETTLED=settled,
+            MORE=more is not x,
+            MEAN=of_mean is not None,
+            **constants(kernel, geometry),
+            WINDOW=window_rows(kernel, geometry),
+            COLUMNS=tile.columns,
+            CHANNELS=tile.channels,
+            num_warps=WARPS,
+        )
     return gx if want_input else None, *finish_norms(*moments, weight, statistics)
 
 

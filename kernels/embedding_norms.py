@@ -27,8 +27,19 @@ WIDTH, WARPS = 32, 4
 
 @triton.jit(do_not_specialize=["rows"])
 def embedding_kernel(
-    out, ids, g, rows, width, ids_sample, ids_row, g_sample, g_row, g_column, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+    out,
+    ids,
+    g,
+    rows,
+    width,
+    ids_sample,
+    ids_row,
+    g_sample,
+    g_row,
+    g_column,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """Write the part of one tile of rows t to ``out`` [B, tiles], float64."""
     tiles = tl.cdiv(rows, ROWS)
     sample, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -49,12 +60,14 @@ def embedding_kernel(
                 column = first + tl.arange(0, WIDTH)
                 left = tl.load(
                     g + t[:, None] * g_row + column[None, :] * g_column,
-                    (t < rows)[:, None] & (column < width)[None, :], 0.0,
-                )  # fmt: skip
+                    (t < rows)[:, None] & (column < width)[None, :],
+                    0.0,
+                )
                 right = tl.load(
                     g + s[None, :] * g_row + column[:, None] * g_column,
-                    (s < rows)[None, :] & (column < width)[:, None], 0.0,
-                )  # fmt: skip
+                    (s < rows)[None, :] & (column < width)[:, None],
+                    0.0,
+                )
                 gram = tl.dot(left, right, gram, input_precision="ieee")
                 first += WIDTH
             part = tl.sum(tl.sum(tl.where(same, gram, 0.0), 1), 0).to(tl.float64)
@@ -78,7 +91,17 @@ def embedding_sq_norms(
     parts = g.new_empty(count, tiles, dtype=torch.float64)
     with on_device(g):
         launch(
-            embedding_kernel, count * tiles,
-            parts, ids, g, rows, width, *ids.stride(), *g.stride(), ROWS=size, WIDTH=WIDTH, num_warps=WARPS,
-        )  # fmt: skip
+            embedding_kernel,
+            count * tiles,
+            parts,
+            ids,
+            g,
+            rows,
+            width,
+            *ids.stride(),
+            *g.stride(),
+            ROWS=size,
+            WIDTH=WIDTH,
+            num_warps=WARPS,
+        )
     return parts.sum(1)

@@ -30,9 +30,19 @@ BLOCKS = {16: 1, 128: 1, 1024: 4, 4096: 16}  # classes of a program: warps
 
 @triton.jit(do_not_specialize=["positions", "classes", "seed_low", "seed_high"])
 def fisher_root_kernel(
-    out, z, index, positions, classes, z_sample, z_position, z_class, index_stride, seed_low, seed_high,
+    out,
+    z,
+    index,
+    positions,
+    classes,
+    z_sample,
+    z_position,
+    z_class,
+    index_stride,
+    seed_low,
+    seed_high,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Write the cotangent at one position of one sample to ``out`` [B, P, C]."""
     row = tl.program_id(0).to(tl.int64)
     sample, position = row // positions, row % positions
@@ -41,20 +51,22 @@ def fisher_root_kernel(
     place = z + sample * z_sample + position * z_position + c * z_class
     shifted = tl.load(place, exists, float("-inf")).to(tl.float64)
     shifted -= tl.max(shifted, 0)
-    root = tl.exp(
-        0.5 * (shifted - tl.log(tl.sum(tl.exp(shifted), 0)))
-    )  # sqrt(p), without cancellation
-    best = tl.argmax(
-        tl.where(root == root, root, 0.0), 0
-    )  # Triton 3.9's interpreter knows none where all are NaN
+    # Sqrt(p), without cancellation.
+    root = tl.exp(0.5 * (shifted - tl.log(tl.sum(tl.exp(shifted), 0))))
+    # Triton 3.9's interpreter knows none where all are NaN.
+    best = tl.argmax(tl.where(root == root, root, 0.0), 0)
 
     number = tl.zeros([BLOCK], tl.int64) + tl.load(index + sample * index_stride)
     element = position.to(tl.int32) * classes + c
     zero = tl.zeros([BLOCK], tl.uint32)
     w0, w1, w2, w3 = philox4x32(
-        (element >> 7).to(tl.uint32), zero + _STREAM, number.to(tl.uint32), (number >> 32).to(tl.uint32),
-        zero + seed_low.to(tl.uint32, bitcast=True), zero + seed_high.to(tl.uint32, bitcast=True),
-    )  # fmt: skip
+        (element >> 7).to(tl.uint32),
+        zero + _STREAM,
+        number.to(tl.uint32),
+        (number >> 32).to(tl.uint32),
+        zero + seed_low.to(tl.uint32, bitcast=True),
+        zero + seed_high.to(tl.uint32, bitcast=True),
+    )
     lane = (element >> 5) & 3
     word = tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
     bit = (word >> (element & 31).to(tl.uint32)) & 1
@@ -88,8 +100,17 @@ def categorical_root_cotangent(
     out = z.new_empty(z.shape, dtype=torch.float64)
     with on_device(z):
         launch(
-            fisher_root_kernel, count * positions,
-            out, z, index, positions, classes, *z.stride(), *index.stride(), *halves(check_seed(seed)),
-            BLOCK=block, num_warps=BLOCKS[block],
-        )  # fmt: skip
+            fisher_root_kernel,
+            count * positions,
+            out,
+            z,
+            index,
+            positions,
+            classes,
+            *z.stride(),
+            *index.stride(),
+            *halves(check_seed(seed)),
+            BLOCK=block,
+            num_warps=BLOCKS[block],
+        )
     return out

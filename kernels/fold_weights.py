@@ -36,9 +36,19 @@ def _number(entry, convolutions, o, FIELD: tl.constexpr, KIND: tl.constexpr, oth
 
 @triton.jit
 def fold_weights_kernel(
-    table, folded, numbers, convolutions, COUNT: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, GAMMA: tl.constexpr, BETA: tl.constexpr, MEAN: tl.constexpr, VAR: tl.constexpr,
-):  # fmt: skip
+    table,
+    folded,
+    numbers,
+    convolutions,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    GAMMA: tl.constexpr,
+    BETA: tl.constexpr,
+    MEAN: tl.constexpr,
+    VAR: tl.constexpr,
+):
     """Write one output channel to ``folded``, and bias, scale, rstd and shift to ``numbers``.
 
     ``table`` [14, convolutions], COUNT of them at most: the first program, six addresses, outputs,
@@ -154,8 +164,15 @@ def fold_weights(
         _tables[key] = torch.cat([whole, bits], 1).T.contiguous().to(device)
     with on_device(folded):
         launch(
-            fold_weights_kernel, programs[-1],
-            _tables[key], folded, numbers, len(calls), COUNT=triton.next_power_of_2(len(calls)), BLOCK=BLOCK,
-            **{role.upper(): KINDS[min(k, key=str)] for role, k in zip(ROLES, kinds, strict=True)}, num_warps=WARPS,
-        )  # fmt: skip
+            fold_weights_kernel,
+            programs[-1],
+            _tables[key],
+            folded,
+            numbers,
+            len(calls),
+            COUNT=triton.next_power_of_2(len(calls)),
+            BLOCK=BLOCK,
+            **{role.upper(): KINDS[min(k, key=str)] for role, k in zip(ROLES, kinds, strict=True)},
+            num_warps=WARPS,
+        )
     return results

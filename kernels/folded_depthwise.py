@@ -40,15 +40,49 @@ ROWS = 4
 
 @triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "strips", "row_tiles"])
 def folded_depthwise_kernel(
-    x, weight, bias, residual, out, kept, means, x_sample, x_channel, x_row, x_column,
-    out_sample, out_channel, out_row, out_column,
-    channels, height, width, out_height, out_width, channel_tiles, strips, row_tiles,
-    ACT: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr, ALIGN: tl.constexpr,
-    KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PADDING_H: tl.constexpr, PADDING_W: tl.constexpr, DILATION_H: tl.constexpr, DILATION_W: tl.constexpr,
-    BEFORE: tl.constexpr, OF_RESIDUAL: tl.constexpr, MEAN: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    kept,
+    means,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
+    out_sample,
+    out_channel,
+    out_row,
+    out_column,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    channel_tiles,
+    strips,
+    row_tiles,
+    ACT: tl.constexpr,
+    KEEP: tl.constexpr,
+    ADD: tl.constexpr,
+    LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    DILATION_H: tl.constexpr,
+    DILATION_W: tl.constexpr,
+    BEFORE: tl.constexpr,
+    OF_RESIDUAL: tl.constexpr,
+    MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """ROWS x COLUMNS of the output of one block of channels of one sample; ``weight``: [taps, C].
 
     MEAN: ``out`` is the activation's input, ``means`` the program's part of the mean of the
@@ -76,9 +110,18 @@ def folded_depthwise_kernel(
     for i in tl.static_range((ROWS - 1) * STRIDE_H + (KERNEL_H - 1) * DILATION_H + 1):
         for s in tl.static_range(KERNEL_W):
             value = load_row(
-                x, first * STRIDE_H - PADDING_H + i, column * STRIDE_W - PADDING_W + s * DILATION_W, channel,
-                0, height, width, x_row, x_column, x_channel, has_channel,
-            )  # fmt: skip
+                x,
+                first * STRIDE_H - PADDING_H + i,
+                column * STRIDE_W - PADDING_W + s * DILATION_W,
+                channel,
+                0,
+                height,
+                width,
+                x_row,
+                x_column,
+                x_channel,
+                has_channel,
+            )
             value = activated(value, BEFORE).to(tl.float32)
             for r in tl.static_range(KERNEL_H):
                 if i >= r * DILATION_H and (i - r * DILATION_H) % STRIDE_H == 0:
@@ -154,9 +197,17 @@ def most_registers(
 
 
 def folded_conv(
-    x: Tensor, weight: Tensor, bias: Tensor, act: str, geometry: ConvGeometry, residual: Tensor | None, before: str,
-    gate: Tensor | None, residual_before: str, mean: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    act: str,
+    geometry: ConvGeometry,
+    residual: Tensor | None,
+    before: str,
+    gate: Tensor | None,
+    residual_before: str,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:
     """`fastlr.ops.reference.folded.folded_conv` for one channel a group."""
     count, channels, height, width = x.shape
     kernel = weight.shape[2:]
@@ -183,12 +234,35 @@ def folded_conv(
     means = workspace(count, tiles[1] * tiles[2] if mean else 0, channels, device=x.device)
     with on_device(x):
         launch(
-            folded_depthwise_kernel, count * tiles[0] * tiles[1] * tiles[2],
-            x, taps_first(weight), bias.contiguous(), out if residual is None else residual, out, kept, means,
-            *x.stride(), *out.stride(), channels, height, width, *size, *tiles,
-            ACT=act, KEEP=kept is not out, ADD=residual is not None, LAST=last, ALIGN=align,
-            **constants(kernel, geometry), BEFORE=before, OF_RESIDUAL=residual_before, MEAN=mean,
-            ROWS=ROWS, COLUMNS=tile.columns, CHANNELS=tile.channels, num_warps=WARPS,
+            folded_depthwise_kernel,
+            count * tiles[0] * tiles[1] * tiles[2],
+            x,
+            taps_first(weight),
+            bias.contiguous(),
+            out if residual is None else residual,
+            out,
+            kept,
+            means,
+            *x.stride(),
+            *out.stride(),
+            channels,
+            height,
+            width,
+            *size,
+            *tiles,
+            ACT=act,
+            KEEP=kept is not out,
+            ADD=residual is not None,
+            LAST=last,
+            ALIGN=align,
+            **constants(kernel, geometry),
+            BEFORE=before,
+            OF_RESIDUAL=residual_before,
+            MEAN=mean,
+            ROWS=ROWS,
+            COLUMNS=tile.columns,
+            CHANNELS=tile.channels,
+            num_warps=WARPS,
             maxnreg=most_registers(x.dtype, kernel, geometry, last),
-        )  # fmt: skip
+        )
     return out, means.sum(1).to(x.dtype)[:, :, None, None] if mean else kept

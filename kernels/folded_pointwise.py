@@ -54,12 +54,41 @@ class Tile(NamedTuple):
 
 @triton.jit(do_not_specialize=["out_width", "position_tiles", "output_tiles"])
 def folded_pointwise_kernel(
-    x, weight, bias, residual, gate, out, kept, x_sample, x_channel, x_row, x_column, out_sample, out_channel,
-    out_position, positions, out_width, inputs, outputs, position_tiles, output_tiles, stride_h, stride_w,
-    ACT: tl.constexpr, KEEP: tl.constexpr, ADD: tl.constexpr, PLAIN: tl.constexpr, LAST: tl.constexpr,
-    BEFORE: tl.constexpr, GATE: tl.constexpr, OF_RESIDUAL: tl.constexpr, ALIGN: tl.constexpr,
-    POSITIONS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    residual,
+    gate,
+    out,
+    kept,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
+    out_sample,
+    out_channel,
+    out_position,
+    positions,
+    out_width,
+    inputs,
+    outputs,
+    position_tiles,
+    output_tiles,
+    stride_h,
+    stride_w,
+    ACT: tl.constexpr,
+    KEEP: tl.constexpr,
+    ADD: tl.constexpr,
+    PLAIN: tl.constexpr,
+    LAST: tl.constexpr,
+    BEFORE: tl.constexpr,
+    GATE: tl.constexpr,
+    OF_RESIDUAL: tl.constexpr,
+    ALIGN: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
     """Make one tile of positions x outputs.
 
     PLAIN: the inputs of position t are t columns further. LAST: channels_last.
@@ -73,8 +102,10 @@ def folded_pointwise_kernel(
             x_row, x_column = multiple(x_row, ALIGN), multiple(x_column, ALIGN)
         else:
             positions, x_channel, out_channel = (
-                multiple(positions, ALIGN), multiple(x_channel, ALIGN), multiple(out_channel, ALIGN)
-            )  # fmt: skip
+                multiple(positions, ALIGN),
+                multiple(x_channel, ALIGN),
+                multiple(out_channel, ALIGN),
+            )
         x_sample, out_sample = multiple(x_sample, ALIGN), multiple(out_sample, ALIGN)
     tile = tl.program_id(0)
     output_tile, rest = tile % output_tiles, tile // output_tiles
@@ -160,9 +191,18 @@ def _load_tile(
 
 @triton.jit
 def _leave(
-    gx, more, g, x_tile, factor, at, mask, BEFORE: tl.constexpr, SETTLED: tl.constexpr, GATE: tl.constexpr,
+    gx,
+    more,
+    g,
+    x_tile,
+    factor,
+    at,
+    mask,
+    BEFORE: tl.constexpr,
+    SETTLED: tl.constexpr,
+    GATE: tl.constexpr,
     MORE: tl.constexpr,
-):  # fmt: skip
+):
     """Store the input gradient of a tile, from that of what entered the product."""
     if GATE:
         g *= factor[None, :]
@@ -175,14 +215,61 @@ def _leave(
 
 @triton.jit
 def folded_pointwise_backward_kernel(
-    x, grad, kept, folded, weight, scale, gate, more, gx, of_gate, squares, inner, sums, parts,
-    x_sample, x_channel, x_row, x_column, gx_sample, gx_channel, gx_row, gx_column,
-    grad_sample, grad_channel, grad_row, grad_column, kept_sample, kept_channel, kept_row, kept_column,
-    positions, out_width, inputs, outputs, input_tiles, splits, stride_h, stride_w, steps,
-    ACT: tl.constexpr, WANT_INPUT: tl.constexpr, SPLIT: tl.constexpr, FEW: tl.constexpr, PLAIN: tl.constexpr,
-    X_LAST: tl.constexpr, G_LAST: tl.constexpr, BEFORE: tl.constexpr, SETTLED: tl.constexpr, GATE: tl.constexpr,
-    MORE: tl.constexpr, ALIGN: tl.constexpr, POSITIONS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    kept,
+    folded,
+    weight,
+    scale,
+    gate,
+    more,
+    gx,
+    of_gate,
+    squares,
+    inner,
+    sums,
+    parts,
+    x_sample,
+    x_channel,
+    x_row,
+    x_column,
+    gx_sample,
+    gx_channel,
+    gx_row,
+    gx_column,
+    grad_sample,
+    grad_channel,
+    grad_row,
+    grad_column,
+    kept_sample,
+    kept_channel,
+    kept_row,
+    kept_column,
+    positions,
+    out_width,
+    inputs,
+    outputs,
+    input_tiles,
+    splits,
+    stride_h,
+    stride_w,
+    steps,
+    ACT: tl.constexpr,
+    WANT_INPUT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FEW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    X_LAST: tl.constexpr,
+    G_LAST: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SETTLED: tl.constexpr,
+    GATE: tl.constexpr,
+    MORE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
     """Go through all positions of a sample for all outputs and one tile of the inputs.
 
     SPLIT: ``steps`` tiles of the positions only.
@@ -207,13 +294,17 @@ def folded_pointwise_backward_kernel(
                 positions = multiple(positions, ALIGN)
         if G_LAST:
             outputs, grad_row, grad_column = (
-                multiple(outputs, ALIGN), multiple(grad_row, ALIGN), multiple(grad_column, ALIGN)
-            )  # fmt: skip
+                multiple(outputs, ALIGN),
+                multiple(grad_row, ALIGN),
+                multiple(grad_column, ALIGN),
+            )
             kept_row, kept_column = multiple(kept_row, ALIGN), multiple(kept_column, ALIGN)
         else:
             positions, grad_channel, kept_channel = (
-                multiple(positions, ALIGN), multiple(grad_channel, ALIGN), multiple(kept_channel, ALIGN)
-            )  # fmt: skip
+                multiple(positions, ALIGN),
+                multiple(grad_channel, ALIGN),
+                multiple(kept_channel, ALIGN),
+            )
         x_sample, gx_sample = multiple(x_sample, ALIGN), multiple(gx_sample, ALIGN)
         grad_sample, kept_sample = multiple(grad_sample, ALIGN), multiple(kept_sample, ALIGN)
     program = tl.program_id(0)
@@ -351,9 +442,8 @@ def folded_pointwise_backward_kernel(
             )
             across = tl.trans(g)
             product = tl.dot(across, activated(x_tile, BEFORE), product, input_precision="ieee")
-            total = tl.dot(
-                across, ones, total, input_precision="ieee"
-            )  # the sum over positions, without a reduction
+            # The sum over positions, without a reduction.
+            total = tl.dot(across, ones, total, input_precision="ieee")
             if WANT_INPUT:
                 g_in = tl.dot(g, forward, input_precision="ieee")
                 t = start + tl.arange(0, POSITIONS)
@@ -414,9 +504,15 @@ def forward_tile(
 
 @tuned("positions", "inputs", "num_warps")
 def backward_tile(
-    dtype: torch.dtype, outputs: int, inputs: int, act: str, last: bool, align: int, more: bool = False,
+    dtype: torch.dtype,
+    outputs: int,
+    inputs: int,
+    act: str,
+    last: bool,
+    align: int,
+    more: bool = False,
     gated: bool = False,
-) -> Tile | None:  # fmt: skip
+) -> Tile | None:
     """Return block sizes of the backward kernel; None where it would spill or has too many inputs.
 
     Plain torch serves there.
@@ -488,9 +584,17 @@ def splits_of(
 
 
 def folded_conv(
-    x: Tensor, weight: Tensor, bias: Tensor, act: str, geometry: ConvGeometry, residual: Tensor | None, before: str,
-    gate: Tensor | None, residual_before: str, mean: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    act: str,
+    geometry: ConvGeometry,
+    residual: Tensor | None,
+    before: str,
+    gate: Tensor | None,
+    residual_before: str,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:
     """`fastlr.ops.reference.folded.folded_conv` for a 1x1 kernel without padding."""
     count, inputs, height, width = x.shape
     outputs, stride = len(weight), geometry.stride
@@ -508,9 +612,8 @@ def folded_conv(
     samples, x_sample = count, x.stride(0)
     if column is not None and last and gate is None:
         whole = merged((count, x.stride(0)), (height, x.stride(2)), (width, x.stride(3)))
-        if (
-            whole is not None and count * positions < INT32
-        ):  # one long axis: no part-filled tile but the last
+        if whole is not None and count * positions < INT32:
+            # One long axis: no part-filled tile but the last.
             samples, x_sample, positions, column = 1, 0, count * positions, whole
     tile = forward_tile(
         x.dtype, outputs, inputs, align, changed=before != "none" or gate is not None
@@ -518,24 +621,62 @@ def folded_conv(
     tiles = triton.cdiv(positions, tile.positions), triton.cdiv(outputs, tile.outputs)
     with on_device(x):
         launch(
-            folded_pointwise_kernel, samples * tiles[0] * tiles[1],
-            x, weight, bias, residual, gate, out, kept, x_sample, x.stride(1), x.stride(2),
+            folded_pointwise_kernel,
+            samples * tiles[0] * tiles[1],
+            x,
+            weight,
+            bias,
+            residual,
+            gate,
+            out,
+            kept,
+            x_sample,
+            x.stride(1),
+            x.stride(2),
             x.stride(3) if column is None else column,
-            out.stride(0), out.stride(1), outputs if last else 1,
-            positions, size[1], inputs, outputs, *tiles, *stride,
-            ACT=act, KEEP=kept is not out, ADD=residual is not None, PLAIN=column is not None, LAST=last,
-            BEFORE=before, GATE=gate is not None, OF_RESIDUAL=residual_before, ALIGN=align,
-            POSITIONS=tile.positions, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+            out.stride(0),
+            out.stride(1),
+            outputs if last else 1,
+            positions,
+            size[1],
+            inputs,
+            outputs,
+            *tiles,
+            *stride,
+            ACT=act,
+            KEEP=kept is not out,
+            ADD=residual is not None,
+            PLAIN=column is not None,
+            LAST=last,
+            BEFORE=before,
+            GATE=gate is not None,
+            OF_RESIDUAL=residual_before,
+            ALIGN=align,
+            POSITIONS=tile.positions,
+            OUTPUTS=tile.outputs,
+            INPUTS=tile.inputs,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     return out, kept
 
 
 def folded_conv_backward(
-    x: Tensor, grad: Tensor, kept: Tensor, act: str, folded: Tensor, weight: Tensor, statistics: Tensor,
-    geometry: ConvGeometry, want_input: bool, before: str = "none", settled: bool = False, gate: Tensor | None = None,
-    more: Tensor | None = None, of_mean: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    x: Tensor,
+    grad: Tensor,
+    kept: Tensor,
+    act: str,
+    folded: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    geometry: ConvGeometry,
+    want_input: bool,
+    before: str = "none",
+    settled: bool = False,
+    gate: Tensor | None = None,
+    more: Tensor | None = None,
+    of_mean: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """`fastlr.ops.reference.folded.folded_conv_backward` for a 1x1 kernel without padding."""
     kept = grad if act == "none" else kept
     apart = max(geometry.stride) > 1 and more is not None  # what is added has all positions
@@ -551,9 +692,8 @@ def folded_conv_backward(
     stride = geometry.stride
     gx = x
     if want_input:
-        gx = (
-            torch.empty_like(x) if max(stride) == 1 else torch.zeros_like(x)
-        )  # between strides nothing is written
+        # Between strides nothing is written.
+        gx = torch.empty_like(x) if max(stride) == 1 else torch.zeros_like(x)
         if not covered(gx):
             return NotImplemented
     folded, weight, statistics = folded.contiguous(), weight.contiguous(), statistics.contiguous()
@@ -590,9 +730,8 @@ def folded_conv_backward(
         tile = few_tile(x.dtype, positions, align) if plain else None
         if tile is None:
             return NotImplemented
-        if (
-            act != "none" and tile.positions > 64
-        ):  # too many registers: the gradient is written first
+        if act != "none" and tile.positions > 64:
+            # Too many registers: the gradient is written first.
             g = activation_grad(grad, kept, act)
             given = (
                 x,
@@ -617,13 +756,39 @@ def folded_conv_backward(
     moments = moments_space(x, splits, inputs, outputs, input_tiles, input_tiles)
     with on_device(x):
         launch(
-            folded_pointwise_backward_kernel, count * splits * input_tiles,
-            x, grad, kept, folded, weight, statistics, gate, more, gx, of_gate, *moments, *strides,
-            positions, size[1], inputs, outputs, input_tiles, splits, *stride, steps,
-            **flags, ACT=act, SPLIT=splits > 1, FEW=few, PLAIN=plain,
-            POSITIONS=tile.positions, OUTPUTS=tile.outputs, INPUTS=tile.inputs,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            folded_pointwise_backward_kernel,
+            count * splits * input_tiles,
+            x,
+            grad,
+            kept,
+            folded,
+            weight,
+            statistics,
+            gate,
+            more,
+            gx,
+            of_gate,
+            *moments,
+            *strides,
+            positions,
+            size[1],
+            inputs,
+            outputs,
+            input_tiles,
+            splits,
+            *stride,
+            steps,
+            **flags,
+            ACT=act,
+            SPLIT=splits > 1,
+            FEW=few,
+            PLAIN=plain,
+            POSITIONS=tile.positions,
+            OUTPUTS=tile.outputs,
+            INPUTS=tile.inputs,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
             maxnreg=most_registers(tile, few, plain, changed["more"]),
-        )  # fmt: skip
+        )
     norms = finish_norms(*moments, weight, statistics)
     return gx if want_input else None, *norms, *(() if gate is None else (of_gate,))

@@ -21,9 +21,8 @@ from fastlr.ops.tuning import tuned as tuned
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INT32 = 1 << 31
-FUSED = {
-    "enable_fp_fusion": True
-}  # a product and a sum in one instruction; from Triton 3.10 on not by default
+# A product and a sum in one instruction; from Triton 3.10 on not by default.
+FUSED = {"enable_fp_fusion": True}
 
 
 @triton.jit

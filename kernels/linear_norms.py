@@ -41,9 +41,18 @@ CENTRED = {torch.float32: True, torch.bfloat16: False}  # see gram_pays
 
 @triton.jit
 def _inner_products(
-    base, mean, row, column, first, second, rows, width,
-    CENTRED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    base,
+    mean,
+    row,
+    column,
+    first,
+    second,
+    rows,
+    width,
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Return inner products of two blocks of rows [BLOCK, BLOCK], and with the mean [BLOCK].
 
     Those with the mean of all rows are of the first block.
@@ -70,18 +79,39 @@ def _inner_products(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_UNIT)
 def gram_norms_kernel(
-    a, g, a_mean, g_mean, squares, a_sample, a_group, a_row, a_column, g_sample, g_group, g_row, g_column,
-    groups, rows, inputs, outputs, blocks,
-    A_LAST: tl.constexpr, G_LAST: tl.constexpr, ALIGN: tl.constexpr, CENTRED: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    a,
+    g,
+    a_mean,
+    g_mean,
+    squares,
+    a_sample,
+    a_group,
+    a_row,
+    a_column,
+    g_sample,
+    g_group,
+    g_row,
+    g_column,
+    groups,
+    rows,
+    inputs,
+    outputs,
+    blocks,
+    A_LAST: tl.constexpr,
+    G_LAST: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Take one pair of blocks of one sample's rows.
 
     The pairs above the diagonal count twice, those below write zero.
 
     CENTRED: both sides less their means over rows. With s = sum_t g_t, M = sum_t g'_t a'_t^T + s
         mean(a)^T, so that
-    ||M||^2 = <A'A'^T, G'G'^T> + 2 sum_t (g'_t . s)(a'_t . mean a) + |s|^2 |mean a|^2; the launcher adds the last term.
+    ||M||^2 = <A'A'^T, G'G'^T> + 2 sum_t (g'_t . s)(a'_t . mean a) + |s|^2 |mean a|^2; the launcher
+    adds the last term.
     """
     first, second = tl.program_id(0) % blocks, tl.program_id(0) // blocks % blocks
     which = (tl.program_id(0) // (blocks * blocks)).to(tl.int64)
@@ -103,13 +133,31 @@ def gram_norms_kernel(
             else:
                 rows, g_column = multiple(rows, ALIGN), multiple(g_column, ALIGN)
         a_products, a_along = _inner_products(
-            a, a_mean + which * inputs, a_row, a_column, first * BLOCK, second * BLOCK, rows, inputs,
-            CENTRED, BLOCK, CHUNK,
-        )  # fmt: skip
+            a,
+            a_mean + which * inputs,
+            a_row,
+            a_column,
+            first * BLOCK,
+            second * BLOCK,
+            rows,
+            inputs,
+            CENTRED,
+            BLOCK,
+            CHUNK,
+        )
         g_products, g_along = _inner_products(
-            g, g_mean + which * outputs, g_row, g_column, first * BLOCK, second * BLOCK, rows, outputs,
-            CENTRED, BLOCK, CHUNK,
-        )  # fmt: skip
+            g,
+            g_mean + which * outputs,
+            g_row,
+            g_column,
+            first * BLOCK,
+            second * BLOCK,
+            rows,
+            outputs,
+            CENTRED,
+            BLOCK,
+            CHUNK,
+        )
         total = tl.sum(a_products * g_products)
         if second > first:
             total += total
@@ -174,11 +222,28 @@ def linear_sq_norms(
     means = (a.mean(2).contiguous(), g.mean(2).contiguous()) if centred else (squares, squares)
     with on_device(a):
         launch(
-            gram_norms_kernel, len(squares),
-            a, g, *means, squares, *a.stride(), *g.stride(), groups, rows, inputs, outputs, blocks,
-            A_LAST=a.stride(3) == 1, G_LAST=g.stride(3) == 1, ALIGN=align, CENTRED=centred, BLOCK=block, CHUNK=chunk,
-            num_warps=num_warps, num_stages=num_stages,
-        )  # fmt: skip
+            gram_norms_kernel,
+            len(squares),
+            a,
+            g,
+            *means,
+            squares,
+            *a.stride(),
+            *g.stride(),
+            groups,
+            rows,
+            inputs,
+            outputs,
+            blocks,
+            A_LAST=a.stride(3) == 1,
+            G_LAST=g.stride(3) == 1,
+            ALIGN=align,
+            CENTRED=centred,
+            BLOCK=block,
+            CHUNK=chunk,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
     total = squares.view(count, -1).sum(1, dtype=torch.float64)
     if centred:
         mean_a, mean_g = (m.double().square().sum(-1) for m in means)

@@ -24,9 +24,19 @@ NORMS_BLOCK = 256  # channels that the norms are made of at a time
 
 @triton.jit(do_not_specialize=["splits", "weights"])
 def finish_moments_kernel(
-    parts, weight, scale, squares, inner, parts_sums, sums, splits, outputs, weights,
-    CHANNELS: tl.constexpr, WEIGHTS: tl.constexpr,
-):  # fmt: skip
+    parts,
+    weight,
+    scale,
+    squares,
+    inner,
+    parts_sums,
+    sums,
+    splits,
+    outputs,
+    weights,
+    CHANNELS: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+):
     """Make moments of CHANNELS channels of one sample from parts of M and of the sums of g.
 
     The parts are [B, S, K, O] and [B, S, O].
@@ -142,17 +152,39 @@ def finish_norms(
                 workspace(count, n, device=device) for n in (tiles, outputs, outputs)
             )
             launch(
-                finish_moments_kernel, count * tiles,
-                parts, weight, statistics, squares, inner, sums, added, splits, outputs, weights,
-                CHANNELS=CHANNELS_A_PROGRAM, WEIGHTS=WEIGHTS_A_STEP, num_warps=4,
-            )  # fmt: skip
+                finish_moments_kernel,
+                count * tiles,
+                parts,
+                weight,
+                statistics,
+                squares,
+                inner,
+                sums,
+                added,
+                splits,
+                outputs,
+                weights,
+                CHANNELS=CHANNELS_A_PROGRAM,
+                WEIGHTS=WEIGHTS_A_STEP,
+                num_warps=4,
+            )
             inner, sums = inner[:, None], added
         norms = torch.empty(4, count, dtype=torch.float64, device=device)
         launch(
-            finish_norms_kernel, count,
-            norms, squares, inner, sums, statistics, count, squares.shape[1], inner.shape[1], outputs,
-            BLOCK=NORMS_BLOCK, num_warps=4,
-        )  # fmt: skip
+            finish_norms_kernel,
+            count,
+            norms,
+            squares,
+            inner,
+            sums,
+            statistics,
+            count,
+            squares.shape[1],
+            inner.shape[1],
+            outputs,
+            BLOCK=NORMS_BLOCK,
+            num_warps=4,
+        )
     return norms.unbind(0)
 
 

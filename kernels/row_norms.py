@@ -33,8 +33,20 @@ def _square_sum(row, column, width, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["groups", "inputs", "outputs"])
 def row_norms_kernel(
-    norms, a, g, a_sample, a_group, a_column, g_sample, g_group, g_column, groups, inputs, outputs, BLOCK: tl.constexpr
-):  # fmt: skip
+    norms,
+    a,
+    g,
+    a_sample,
+    a_group,
+    a_column,
+    g_sample,
+    g_group,
+    g_column,
+    groups,
+    inputs,
+    outputs,
+    BLOCK: tl.constexpr,
+):
     """Sum over the groups of |a|^2 |g|^2, or of |a|^2 where g is None, for one sample."""
     sample = tl.program_id(0).to(tl.int64)
     total = tl.zeros([1], tl.float64)
@@ -59,9 +71,19 @@ def row_norms(a: Tensor, g: Tensor | None) -> Tensor:
     norms = torch.empty(count, dtype=torch.float64, device=a.device)
     with on_device(a):
         launch(
-            row_norms_kernel, count,
-            norms, a, g, *a.stride(), *strides, groups, inputs, outputs, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            row_norms_kernel,
+            count,
+            norms,
+            a,
+            g,
+            *a.stride(),
+            *strides,
+            groups,
+            inputs,
+            outputs,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return norms
 
 

@@ -36,9 +36,8 @@ _STREAM = tl.constexpr(STREAMS["shapes"])
 # still fits int32.
 _EVERYWHERE = tl.constexpr(1 << 29)
 _OUTSIDE = tl.constexpr((1 << 29) + 1)
-_FIELDS = tl.constexpr(
-    8
-)  # colour, top, bottom, left, right, centre row, centre column, squared radius
+# Colour, top, bottom, left, right, centre row, centre column, squared radius.
+_FIELDS = tl.constexpr(8)
 
 TILE_ROWS, TILE_COLUMNS, IMAGES_PER_PROGRAM = 32, 32, 64
 
@@ -55,13 +54,41 @@ def _between(word, least, greatest):
     return least + _below(word, greatest - least + 1)
 
 
-@triton.jit(do_not_specialize=[
-    "n", "seed_low", "seed_high", "height", "width", "low_h", "high_h", "low_w", "high_w", "low_r", "high_r",
-])  # fmt: skip
-def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value fails in the interpreter with NumPy 2.4
-    shapes, index, n, seed_low, seed_high, height, width, low_h, high_h, low_w, high_w, low_r, high_r,
-    EACH: tl.constexpr, RECTANGLES: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "n",
+        "seed_low",
+        "seed_high",
+        "height",
+        "width",
+        "low_h",
+        "high_h",
+        "low_w",
+        "high_w",
+        "low_r",
+        "high_r",
+    ]
+)
+# Counts are constexpr: range() over a run-time value fails in the interpreter with NumPy 2.4.
+def draw_shapes_kernel(
+    shapes,
+    index,
+    n,
+    seed_low,
+    seed_high,
+    height,
+    width,
+    low_h,
+    high_h,
+    low_w,
+    high_w,
+    low_r,
+    high_r,
+    EACH: tl.constexpr,
+    RECTANGLES: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write the canvas and the shapes of ``n`` images to ``shapes`` ``[n, 1 + S, 8]`` int32.
 
     Shapes are in painting order.
@@ -118,9 +145,17 @@ def draw_shapes_kernel(  # counts are constexpr: range() over a run-time value f
 
 @triton.jit
 def paint_kernel(
-    out, shapes, table, height, width,
-    COUNT: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    out,
+    shapes,
+    table,
+    height,
+    width,
+    COUNT: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Paint one tile of ROWS x COLUMNS pixels of one image."""
     tiles_across = tl.cdiv(width, COLUMNS)
     tiles = tl.cdiv(height, ROWS) * tiles_across
@@ -225,13 +260,32 @@ def _draw_and_paint(
     tiles = triton.cdiv(height, TILE_ROWS) * triton.cdiv(width, TILE_COLUMNS)
     with on_device(out):
         launch(
-            draw_shapes_kernel, triton.cdiv(n, IMAGES_PER_PROGRAM),
-            shapes, index.view(torch.int32), n, *halves(check_seed(seed)), height, width, *bounds,
-            EACH=each, RECTANGLES=rectangles, COUNT=count, BLOCK=IMAGES_PER_PROGRAM,
-        )  # fmt: skip
+            draw_shapes_kernel,
+            triton.cdiv(n, IMAGES_PER_PROGRAM),
+            shapes,
+            index.view(torch.int32),
+            n,
+            *halves(check_seed(seed)),
+            height,
+            width,
+            *bounds,
+            EACH=each,
+            RECTANGLES=rectangles,
+            COUNT=count,
+            BLOCK=IMAGES_PER_PROGRAM,
+        )
         launch(
-            paint_kernel, n * tiles,
-            out, shapes, table, height, width,
-            COUNT=count, CHANNELS=channels, CHANNELS_LAST=channels_last, ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
-        )  # fmt: skip
+            paint_kernel,
+            n * tiles,
+            out,
+            shapes,
+            table,
+            height,
+            width,
+            COUNT=count,
+            CHANNELS=channels,
+            CHANNELS_LAST=channels_last,
+            ROWS=TILE_ROWS,
+            COLUMNS=TILE_COLUMNS,
+        )
     return out

@@ -29,21 +29,48 @@ from torch import Tensor
 from fastlr.kernels.launching import DTYPES, launch, on_device
 
 STEPS = 16  # tiles that a program adds up
+# By the side contiguous in memory.
 TILES = {
     "kept": ((64, 32), (16, 128)),
     "summed": ((4, 512), (4, 256), (16, 64)),
-}  # by the side contiguous in memory
+}
 WARPS = 8  # with 4, LLVM in Triton 3.9 crashes as it compiles some of the cases for sm_90
 
 
 @triton.jit(do_not_specialize=["samples", "outer_kept", "outer_summed", "steps", "splits"])
 def sums_kernel(
-    sum_g, sum_gx, g, x, centre, shift, factor, samples, outer_kept, kept, outer_summed, summed, steps, splits,
-    g_sample, g_outer_kept, g_kept, g_outer_summed, g_summed,
-    x_sample, x_outer_kept, x_kept, x_outer_summed, x_summed,
-    row_sample, row_outer, row_summed, out_outer, out_kept,
-    KEPT: tl.constexpr, SUMMED: tl.constexpr,
-):  # fmt: skip
+    sum_g,
+    sum_gx,
+    g,
+    x,
+    centre,
+    shift,
+    factor,
+    samples,
+    outer_kept,
+    kept,
+    outer_summed,
+    summed,
+    steps,
+    splits,
+    g_sample,
+    g_outer_kept,
+    g_kept,
+    g_outer_summed,
+    g_summed,
+    x_sample,
+    x_outer_kept,
+    x_kept,
+    x_outer_summed,
+    x_summed,
+    row_sample,
+    row_outer,
+    row_summed,
+    out_outer,
+    out_kept,
+    KEPT: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
     """Write sums of g, and of g (x - centre - shift) factor, where their pointers are not None."""
     tiles = tl.cdiv(kept, KEPT)
     program = tl.program_id(0)
@@ -202,12 +229,39 @@ def strided_sums(
     sum_gx, sum_g = (next(results) if want else None for want in wanted)
     with on_device(g):
         launch(
-            sums_kernel, programs,
-            sum_g, sum_gx, g, x, centre, shift, factor,
-            len(g), k0.size, k1.size, s0.size, s1.size, triton.cdiv(total, splits), splits,
-            strides[0][0], k0.g, k1.g, s0.g, s1.g,
-            strides[1][0], k0.x, k1.x, s0.x, s1.x,
-            strides[2][0], s0.row, s1.row, k0.out, k1.out,
-            KEPT=tile, SUMMED=along, num_warps=WARPS,
-        )  # fmt: skip
+            sums_kernel,
+            programs,
+            sum_g,
+            sum_gx,
+            g,
+            x,
+            centre,
+            shift,
+            factor,
+            len(g),
+            k0.size,
+            k1.size,
+            s0.size,
+            s1.size,
+            triton.cdiv(total, splits),
+            splits,
+            strides[0][0],
+            k0.g,
+            k1.g,
+            s0.g,
+            s1.g,
+            strides[1][0],
+            k0.x,
+            k1.x,
+            s0.x,
+            s1.x,
+            strides[2][0],
+            s0.row,
+            s1.row,
+            k0.out,
+            k1.out,
+            KEPT=tile,
+            SUMMED=along,
+            num_warps=WARPS,
+        )
     return tuple(buffers[:, 0] if splits == 1 else buffers.sum(1))

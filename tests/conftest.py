@@ -16,7 +16,9 @@ import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 END = time.monotonic() + float(os.environ.get("FASTLR_TEST_SECONDS") or "inf")
-FIRST = {  # of the long tests (True) the most telling; of the others the slow files, so that no worker ends with one
+# Of the long tests (True) the most telling; of the others the slow files, so that no worker ends
+# with one.
+FIRST = {
     True: ("ghost/test_fuzz", "distributed", "ghost", "experiments", "integrations"),
     False: (
         "ops/test_kernels_",

@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/interpreting.md").read_text()
-CLAIMS = [  # what is said since the paragraph's last citation, and "problem/table, table: row, row; problem/table"
+# What is said since the paragraph's last citation, and "problem/table, table: row, row;
+# problem/table".
+CLAIMS = [
     claim
     for paragraph in PAGE.split("\n\n")
     for claim in re.findall(r"(.*?)\(\*([a-z-]+/[a-z].*?)\*\)", paragraph.replace("\n", " "))

@@ -21,7 +21,8 @@ from fastlr.errors import InputError, ModelError
 from fastlr.models import load_model
 
 NETWORKS = {"mobilenet_v3_large": 2, "resnet18": 1000, "vit_b_16": 1000}  # and their classes
-TOLERANCE = 2e-2  # of a sample's squared norm; in float32, ReLUs whose input is zero within rounding move it by 1e-4
+# Of a sample's squared norm; in float32, ReLUs whose input is zero within rounding move it by 1e-4.
+TOLERANCE = 2e-2
 CHECKED = 2
 
 

@@ -37,7 +37,8 @@ def prepare(
     resize: Annotated[
         str | None,
         typer.Option(
-            help="squash: both sides to the size, as in the paper; crop: the shorter side, then the centre. Without it "
+            help="squash: both sides to the size, as in the paper; crop: the shorter side, "
+            "then the centre. Without it "
             "squash, for a store that is there its own."
         ),
     ] = None,
@@ -125,15 +126,17 @@ def _limit(text: str | None) -> int | list[str] | None:
 def _print_summary(store: ImageStore) -> None:
     index, classes = store.index, store.classes
     plan, images = index["plan"], index["images"]
+    some = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     rows = {
         "store": str(store.path),
         "source": f"{plan['source']} ({plan['kind']})",
-        "images": f"{images['train']:,} train, {images['test']:,} test, {store.size} x {store.size}, "
+        "images": f"{images['train']:,} train, {images['test']:,} test, "
+        f"{store.size} x {store.size}, "
         f"{index['shape'][0] * store.size**2 * 3 / 1e6:,.1f} MB",
-        "classes": f"{len(classes)} ({', '.join(classes[:3])}{', ...' if len(classes) > 3 else ''}); "
+        "classes": f"{len(classes)} ({some}); "
         f"{_per_class(store, 'train')} train, {_per_class(store, 'test')} test each",
         "digest": store.digest,
     }

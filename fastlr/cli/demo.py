@@ -110,9 +110,8 @@ def run(
         numbers,
         screen=[],
     )
-    say.print(
-        "" if say.is_terminal else "\n"
-    )  # without a terminal the curves end without a line's end
+    # Without a terminal the curves end without a line's end.
+    say.print("" if say.is_terminal else "\n")
     for sentence in sentences:
         say.print(sentence + "\n", highlight=False)
     say.print(

@@ -166,7 +166,9 @@ def _print_capacity(model: str | None, inputs: str, given: dict[str, Any]) -> No
     from fastlr.experiments.runs.experiment import choose_device
     from fastlr.models import load_model
 
-    fitting = "n classes size context channels epochs learning_rate model_kwargs device threads seed".split()
+    fitting = (
+        "n classes size context channels epochs learning_rate model_kwargs device threads seed"
+    ).split()
     if model is None or (unfit := sorted(given.keys() - set(fitting))):
         raise InputError(
             "--inputs wants a model"

@@ -113,7 +113,8 @@ def ablate(
     real: Annotated[
         Path | None,
         typer.Option(
-            help="With --model: an image store (its test images); images [N, C, H, W] or series [N, length, features] in a "
+            help="With --model: an image store (its test images); images [N, C, H, W] or series "
+            "[N, length, features] in a "
             ".pt, .npy or .safetensors file; or a .csv series."
         ),
     ] = None,
@@ -273,7 +274,8 @@ def rank(
     by: Annotated[
         str,
         typer.Option(
-            help="The paper's strategies, side by side, with commas: local_redundancy (always), weight_norm, "
+            help="The paper's strategies, side by side, with commas: local_redundancy (always), "
+            "weight_norm, "
             "validation_loss and dormant_ratio (both of --source), linear_probe (on --target)."
         ),
     ] = "local_redundancy",

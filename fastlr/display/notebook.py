@@ -21,7 +21,8 @@ _ESTIMATE = HTML.from_string(
 _SUPPORT = HTML.from_string(
     """
 <div style="{{ style }}">{% for line in lines %}<div>{{ line }}</div>{% endfor %}
-<div><details><summary>{{ rows|length }} rows</summary>{% include "table" %}</details></div></div>"""
+<div><details><summary>{{ rows|length }} rows</summary>
+{% include "table" %}</details></div></div>"""
 )
 
 

@@ -17,9 +17,8 @@ from rich.text import Text
 WIDTH = 80
 DASH = "–"  # a cell without a value
 Item = TypeVar("Item")
-Columns = Mapping[
-    str, Callable[[Item], str]
-]  # name of a column to the text of an item's cell in it
+# Name of a column to the text of an item's cell in it.
+Columns = Mapping[str, Callable[[Item], str]]
 
 HTML = Environment(autoescape=True, trim_blocks=True)  # every text is escaped
 HTML.loader = DictLoader(
@@ -34,7 +33,8 @@ HTML.loader = DictLoader(
         "sheet": """
 <details id="{{ sheet.slug }}"><summary>{{ sheet.title }}</summary>
 {% if sheet.rows %}
-<div class="wide">{% with columns = sheet.columns, rows = sheet.rows %}{% include "table" %}{% endwith %}</div>
+<div class="wide">{% with columns = sheet.columns, rows = sheet.rows %}
+{%- include "table" %}{% endwith %}</div>
 {% endif %}
 {% for note in sheet.notes %}
 <p class="note">{{ note }}</p>

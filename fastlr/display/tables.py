@@ -83,9 +83,12 @@ def headlines(estimate: Any) -> list[str]:
     used = estimate.inputs_used or estimate.n
     milliseconds = 1000 * estimate.seconds / max(1, used)
     precision = f", autocast {estimate.dtype}" if estimate.dtype else ""
+    if estimate.n > 1:
+        shown = pm(value, stderr) + relative
+    else:
+        shown = f"{value:.7g} (n = 1: no standard error)"
     return [
-        "local redundancy  "
-        f"{pm(value, stderr) + relative if estimate.n > 1 else f'{value:.7g} (n = 1: no standard error)'}",
+        f"local redundancy  {shown}",
         f"n = {used}, probe {estimate.probe}, seed {estimate.seed}, {estimate.seconds:.1f} s "
         f"({milliseconds:.1f} ms each)",
         f"on {estimate.device}{precision}, {estimate.predictive}",

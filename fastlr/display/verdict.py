@@ -57,8 +57,10 @@ def verdict(
 
     Example:
         >>> part = {"body.w": 8.0, "head.w": 2.0}
-        >>> verdict({"value": 10, "stderr": 0.1, "per_parameter": part}, {"value": 10.1, "stderr": 0.1})
-        'Local redundancy is 10.10 ± 0.10, after 10.00 ± 0.10 at the start: a change cannot be told from its error. Which \
+        >>> first = {"value": 10, "stderr": 0.1, "per_parameter": part}
+        >>> verdict(first, {"value": 10.1, "stderr": 0.1})
+        'Local redundancy is 10.10 ± 0.10, after 10.00 ± 0.10 at the start: \
+a change cannot be told from its error. Which \
 blocks lost most cannot be told; dormant units were not measured.'
     """
     (a, error_a), (b, error_b) = (

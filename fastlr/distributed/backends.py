@@ -21,9 +21,8 @@ from fastlr.errors import DistributedError
 from fastlr.ops.reference.reductions import fixed_order_sum
 
 EXTENSION_DTYPES = (torch.bfloat16, torch.float32)
-_CHUNK = {
-    "cpu": 1 << 20
-}  # elements that the torch.distributed route works on at a time: it needs copies of them
+# Elements that the torch.distributed route works on at a time: it needs copies of them.
+_CHUNK = {"cpu": 1 << 20}
 _DEVICE_CHUNK = 1 << 25
 _GATHER = 1 << 14  # elements up to which everyone gathers everything: one exchange instead of two
 

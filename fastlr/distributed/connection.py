@@ -25,19 +25,19 @@ from fastlr.ops.reference.reductions import fixed_order_sum
 from fastlr.ops.torch_private import group_store
 
 REDUCTION_TIMEOUT = 600.0
+# Of each rank: two halves, that calls alternate between.
 BUFFER_BYTES = {
     "cpu": 4 << 20,
     "cuda": 128 << 20,
-}  # of each rank: two halves, that calls alternate between
+}
 TRIAL_TIMEOUT = (
     60.0  # of the trial sum: all ranks are there, so only memory that does not work takes long
 )
 _TRIAL = 5000  # elements of it
 BUILD = "pip install --no-build-isolation -e . in a clone of fastlr"  # makes the extension
 _CHOSEN: WeakKeyDictionary[Any, dict[str, Route]] = WeakKeyDictionary()  # group -> device -> route
-_TRIED: WeakKeyDictionary[Any, int] = (
-    WeakKeyDictionary()
-)  # group -> how often a connection was tried
+# Group -> how often a connection was tried.
+_TRIED: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 log = logging.getLogger("fastlr")
 
 

@@ -18,7 +18,8 @@ def ddp_comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[T
     ``model.register_comm_hook(None, fastlr.distributed.ddp_comm_hook)``. Gradients are reduced in
     their own dtype: those of a bfloat16 model are added in float32, divided, and rounded once. To
     send those of a float32 model as bfloat16, wrap it:
-    ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_wrapper(ddp_comm_hook)``.
+    ``default_hooks.bf16_compress_wrapper(ddp_comm_hook)`` of
+    ``torch.distributed.algorithms.ddp_comm_hooks``.
 
     Args:
         state: the process group; None for all ranks.

@@ -42,9 +42,8 @@ _REMEDY = (
 )
 
 PROOF = 28  # bytes for each parameter that a proof in float64 takes, as measured
-_frozen = (
-    WeakIdKeyDictionary()
-)  # frozen shard -> the parameter that stood for it, and the sums of its bits
+# Frozen shard -> the parameter that stood for it, and the sums of its bits.
+_frozen = WeakIdKeyDictionary()
 
 
 @contextmanager
@@ -259,9 +258,8 @@ def _in_memory(shards: list[tuple[Any, torch.dtype]], members: Team) -> list[nn.
 
     Every rank makes sure of room for them before anything is exchanged.
     """
-    whole, failure = _room(
-        shards
-    )  # an error in the midst of an exchange would leave the others waiting
+    # An error in the midst of an exchange would leave the others waiting.
+    whole, failure = _room(shards)
     failures = members.share(failure)
     if any(failures):
         rank = next(rank for rank, text in enumerate(failures) if text)
@@ -343,9 +341,8 @@ class _Casts:
         self.output_dtype = policy.output_dtype
         self.wanted = self.input_dtype is not None or self.output_dtype is not None
         inside = {part for module in unit.modules for part in module.modules()}
-        self.module, self.name = next(
-            (place for place in places if place[0] in inside), places[0]
-        )  # of a parameter
+        # Of a parameter.
+        self.module, self.name = next((place for place in places if place[0] in inside), places[0])
         self.to_run: set[nn.Module] = set()  # of several modules, in the pass that has begun
         self.groups: list[_Casts] = []  # units of several modules within the one of this
 

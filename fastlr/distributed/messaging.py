@@ -64,9 +64,8 @@ class Board:
             self.store.set(keys[self.rank], message)
             self._wait(keys)
             messages = [self.store.get(key) for key in keys]
-            if (
-                self.count > 1
-            ):  # everyone who has posted this time has read what was posted last time
+            if self.count > 1:
+                # Everyone who has posted this time has read what was posted last time.
                 self.store.delete_key(f"{self.count - 1}/{self.rank}")
         except FastlrError as error:
             raise self.fail(error) from None

@@ -32,9 +32,8 @@ from fastlr.ops.memory import give_back
 from fastlr.ops.torch_private import no_torch_function, run_backward
 
 RECENT = 1 << 24  # bytes of values that stay for their next use
-FREED = (
-    1 << 25
-)  # bytes of values after which malloc gives back: what it kept would be more than all parameters
+# Bytes of values after which malloc gives back: what it kept would be more than all parameters.
+FREED = 1 << 25
 _METHODS = (
     "dim ndimension size numel nelement is_floating_point is_complex element_size register_hook "
     "requires_grad_ __len__"
@@ -114,9 +113,8 @@ class OnDemand(TorchFunctionMode):
         ] = {}  # by address of its stub, and of its values while they are here
         self.saves_nothing = False
         self._made = 0  # bytes of values, since malloc last gave back
-        self._recent: OrderedDict[_Held, Tensor] = (
-            OrderedDict()
-        )  # values that are here, the latest last
+        # Values that are here, the latest last.
+        self._recent: OrderedDict[_Held, Tensor] = OrderedDict()
 
     def add(self, tensor: Tensor, number: int, make: Callable[[Tensor], Tensor]) -> None:
         """Have a tensor's values made of a tensor of the file whenever something uses them."""
@@ -231,9 +229,8 @@ class OnDemand(TorchFunctionMode):
                 return t.detach()  # itself would keep the graph for ever
             if held is None or t.dtype != held.tensor.dtype or held.stays:
                 return t.detach()
-            if (
-                t.untyped_storage().data_ptr() == held.stub.data_ptr()
-            ):  # it is saved between calls, as a whole
+            if t.untyped_storage().data_ptr() == held.stub.data_ptr():
+                # It is saved between calls, as a whole.
                 if t.shape != held.stub.shape:
                     return t.detach()
                 t = torch.empty(t.shape, device="meta")

@@ -59,7 +59,8 @@ def joined(timeout: float = RUN_TIMEOUT) -> Iterator[Team]:
             warnings.simplefilter("ignore", FastlrWarning)
         with sharded(timeout=timeout) as members:
             yield members
-    dist.destroy_process_group()  # not after an error: it would wait for exchanges that do not come; the process ends
+    # Not after an error: it would wait for exchanges that do not come; the process ends.
+    dist.destroy_process_group()
 
 
 def _take_gpu() -> str | None:

@@ -16,9 +16,8 @@ from fastlr.distributed.connection import route_for
 from fastlr.distributed.sharding import checked_group
 from fastlr.errors import InputError
 
-BUCKET_BYTES = (
-    8 << 20
-)  # tensors are joined up to this size: one rendezvous of the ranks for each bucket
+# Tensors are joined up to this size: one rendezvous of the ranks for each bucket.
+BUCKET_BYTES = 8 << 20
 
 
 def all_reduce(
@@ -58,9 +57,8 @@ def all_reduce(
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
     if not tensor.is_inference():
-        torch.autograd.graph.increment_version(
-            tensor
-        )  # so that autograd knows that a tensor it saved has changed
+        # So that autograd knows that a tensor it saved has changed.
+        torch.autograd.graph.increment_version(tensor)
     return tensor
 
 

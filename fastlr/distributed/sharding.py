@@ -308,9 +308,8 @@ def fingerprint(model: nn.Module) -> dict[str, list[Any]]:
     pairs_on: dict[torch.device, list[Tensor]] = {}
     for _, t in named:
         pairs_on.setdefault(t.device, []).append(bit_sums(t.detach()))
-    sums = {
-        device: iter(torch.stack(pairs).tolist()) for device, pairs in pairs_on.items()
-    }  # one wait for each device
+    # One wait for each device.
+    sums = {device: iter(torch.stack(pairs).tolist()) for device, pairs in pairs_on.items()}
     return {name: [list(t.shape), str(t.dtype), *next(sums[t.device])] for name, t in named}
 
 

@@ -76,17 +76,20 @@ class SharedFile:
             self.close()
             rank = next(rank for rank, text in enumerate(failures) if text)
             size, folder = f"{self._end / 1e9:.2f} GB", tempfile.gettempdir()
-            raise self._members.everybodys(DistributedError(
-                f"rank {rank} cannot keep {size} of whole parameters in {folder} "
-                f"({failures[rank]}): let the environment variable TMPDIR name a folder with room "
-                "that the ranks of a host share"
-            ))  # fmt: skip
+            raise self._members.everybodys(
+                DistributedError(
+                    f"rank {rank} cannot keep {size} of whole parameters in {folder} "
+                    f"({failures[rank]}): let the environment variable TMPDIR name a folder with "
+                    "room that the ranks of a host share"
+                )
+            )
 
     def write(self, number: int, values: Tensor) -> None:
         """Write a tensor, on one rank of each host; what fails is raised by `done`."""
         if not self._writes or self._failure is not None:
             return
-        rest = memoryview(values.cpu().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+        as_bytes = values.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        rest = memoryview(as_bytes)  # type: ignore[arg-type]
         at, _ = self._spans[number]
         with self._failing():
             while rest:

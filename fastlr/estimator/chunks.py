@@ -77,15 +77,13 @@ class Chunks:
         most = min(members.least(self._most), options.total)
         if options.batch_size is not None or options.probe == "batch":
             return most
-        if (
-            options.target_rel_stderr is not None and members.size > 1
-        ):  # all of them together do not go far beyond min_n
+        if options.target_rel_stderr is not None and members.size > 1:
+            # All of them together do not go far beyond min_n.
             most = min(most, max(CHECK_EVERY, -(-options.min_n // members.size)))
         size = _of_one_size(options.total, most, members.size)
         ragged = options.total % (size * members.size) != 0
-        if (
-            ragged and size % 2 and most > 1 and options.total % 2 == 0
-        ):  # the model may take no odd batch
+        if ragged and size % 2 and most > 1 and options.total % 2 == 0:
+            # The model may take no odd batch.
             size = _of_one_size(options.total, most - most % 2, members.size)
             size += size % 2
         return size
@@ -110,9 +108,8 @@ class Chunks:
                 if not out_of_memory(error):
                     raise
                 failure = first_line(error)
-            if (
-                failure is not None
-            ):  # outside the handler, so that its traceback frees the chunk's memory
+            if failure is not None:
+                # Outside the handler, so that its traceback frees the chunk's memory.
                 self._halve(end - start, failure)
                 continue
             start = end

@@ -39,7 +39,8 @@ from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import stop_allocating_from, tree_flatten, tree_map
 
-WARM_UP = 2  # runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces
+# Runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces.
+WARM_UP = 2
 CHANGED = "the model's modules or memory changed"
 COMPARED = 4  # samples whose outputs are held to the model's own
 AUDITED = 8  # samples of a chunk that are audited at once, at most
@@ -169,9 +170,8 @@ class Replay:
         make = passes.inputs_on_device()
         self.fixed = None if make is not None else tree_map(_copy, passes.inputs(0, size))
         self.fingerprint = fingerprint(self.view.module)
-        self.held = program.tensors_held(
-            self.view.module
-        )  # so that no replay reads memory that was given back
+        # So that no replay reads memory that was given back.
+        self.held = program.tensors_held(self.view.module)
         plan = self.engine.plan(size)
         assert plan is not None
 
@@ -401,9 +401,8 @@ class Replays:
         if size < whole <= stop and (whole in self.held or whole in self.planned):
             size = whole
         replay = self.held.get(size)
-        if (
-            replay is not None and size not in self.used and not replay.in_place()
-        ):  # once a measurement
+        if replay is not None and size not in self.used and not replay.in_place():
+            # Once a measurement.
             self.drop(CHANGED)
             return None
         try:
@@ -439,9 +438,8 @@ class Replays:
         """
         self.asked = [self.held[size] for size in self.used]
         self.used.clear()
-        if not all(
-            replay.current() for replay in self.asked
-        ):  # takes the host long: while the GPU works
+        if not all(replay.current() for replay in self.asked):
+            # Takes the host long: while the GPU works.
             self.drop(CHANGED)
             return None
         return torch.cat([replay.doubts() for replay in self.asked]) if self.asked else None

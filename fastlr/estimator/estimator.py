@@ -246,7 +246,8 @@ class LocalRedundancy:
 
 
 @with_arguments_of(EstimateOptions)
-def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417  (the arguments of EstimateOptions)
+# Its arguments are those of EstimateOptions.
+def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
     """Estimate the local redundancy of a model.
 
     That is ``LR = mean over x of E_{y ~ P(.|x)} ||grad_theta log P(y|x)||^2``.

@@ -99,7 +99,8 @@ def redundancy_loss(
 
     Example:
         >>> import torch, fastlr
-        >>> model, x = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.GELU(), torch.nn.Linear(4, 2)), torch.randn(8, 3)
+        >>> layers = torch.nn.Linear(3, 4), torch.nn.GELU(), torch.nn.Linear(4, 2)
+        >>> model, x = torch.nn.Sequential(*layers), torch.randn(8, 3)
         >>> fastlr.redundancy_loss(model, x, seed=0).backward()
         >>> model[0].weight.grad.shape
         torch.Size([4, 3])

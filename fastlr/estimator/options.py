@@ -163,7 +163,8 @@ def with_arguments_of(
         signature = inspect.signature(function)
         leading = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         parameters = [*leading, *inspect.signature(source).parameters.values()]
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        own = signature.replace(parameters=parameters)
+        function.__signature__ = own  # type: ignore[attr-defined]
         return function
 
     return declare

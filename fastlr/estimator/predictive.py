@@ -251,9 +251,8 @@ class Categorical(Predictive):
         A CUDA graph cannot copy it from the host.
         """
         assert self.mask is not None
-        if (
-            self.mask.device == device or self.mask.is_inference()
-        ):  # an inference tensor does not tell when it changes
+        if self.mask.device == device or self.mask.is_inference():
+            # An inference tensor does not tell when it changes.
             return self.mask.to(device)
         if device not in self._moved or self._moved[device][0] != self.mask._version:
             self._moved[device] = self.mask._version, self.mask.to(device)

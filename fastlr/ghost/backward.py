@@ -27,7 +27,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastlr.distributed import on_demand
 from fastlr.errors import ModelError
-from fastlr.ghost import rules_distance, rules_embedding, rules_grouped  # noqa: F401 - register their rules
+
+# Importing these registers their rules.
+from fastlr.ghost import rules_distance, rules_embedding, rules_grouped  # noqa: F401
 from fastlr.ghost.factors import CHUNK_ELEMENTS, Dense, Factor, Norms, Sum, combined_sq_norms
 from fastlr.ghost.fallback import by_node
 from fastlr.ghost.fusion.conv_bn import NODE as FOLDED
@@ -334,9 +336,8 @@ def _by_rule(
     except errors as error:
         if isinstance(error, CheckpointError):
             raise
-        if (
-            name == FOLDED and not tolerant
-        ):  # the node's own formula, sample by sample, knows no missing parameters
+        if name == FOLDED and not tolerant:
+            # The node's own formula, sample by sample, knows no missing parameters.
             refuse_blocks([weight_of(graph, uses[0].node)], str(error))
         for use in uses:
             routes[use.key] = "node"
@@ -386,9 +387,8 @@ def _through_parameter_side(
     parts = []
     for lo, hi in chunks(len(next(iter(totals.values()))), elements, CHUNK_ELEMENTS):
         grads = {s: total.dense(lo, hi) for s, total in totals.items()}
-        sums = {
-            s[0]: grads.pop(s) for s in totals if s[0] in graph.parameters
-        }  # parameters that are used as they are
+        # Parameters that are used as they are.
+        sums = {s[0]: grads.pop(s) for s in totals if s[0] in graph.parameters}
         if grads:
             cast = {s: g.to(graph.dtype(*s)) for s, g in grads.items()}
             for p, grad in zip(group.parameters, _pull_back(graph, cast, variables), strict=True):

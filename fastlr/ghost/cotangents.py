@@ -66,14 +66,15 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
         raise InputError(
             f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}"
         )
-    small = (
-        v.is_floating_point() and v.dtype != torch.float64
-    )  # float32 holds these values, and twice 2^75 scales any
+    # Float32 holds these values, and twice 2^75 scales any.
+    small = v.is_floating_point() and v.dtype != torch.float64
     v = v.detach().to(output.device, torch.float32 if small else torch.float64)
     others = [axis for axis in range(v.ndim) if axis != out_dim % v.ndim]
     if others and ops.backend_for(v) == "triton":  # one launch
         largest = torch.linalg.vector_norm(v, math.inf, others, True)
-    else:  # on a CPU up to 25 times as fast as that norm, and as those of axes outside of the samples with those inside
+    else:
+        # On a CPU up to 25 times as fast as that norm, and as those of axes outside of the samples
+        # with those inside.
         high = low = v
         outside = [axis for axis in others if v.stride(axis) > v.stride(out_dim)]
         for axes in filter(None, (outside, [axis for axis in others if axis not in outside])):
@@ -101,8 +102,7 @@ def batch_sq_norms(
 
     The gradients are those of ``<output, v>``, by one backward pass.
     """
-    exponent = max(
-        math.frexp(float(v.abs().max()))[1], -1000
-    )  # unit size, as above: small cotangents keep their bits
+    # Unit size, as above: small cotangents keep their bits.
+    exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
     unit = (v * 2.0**-exponent).to(output.dtype)
     return torch.stack(exact_grads(output, parameters, unit))[:, None] * (4.0**exponent * size)

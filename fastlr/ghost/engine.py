@@ -145,9 +145,8 @@ class Engine(Auditor):
                 if not (self.folding.active or self.folding.seen) or out_of_memory(error):
                     raise
                 reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-            if (
-                self.folding.replaced and not self.folding.literal
-            ):  # they are an earlier call's, where literal
+            if self.folding.replaced and not self.folding.literal:
+                # They are an earlier call's, where literal.
                 self.folding.give_up([], reason)
                 continue
             with unfolded():  # it is the folding's fault if it does not happen without
@@ -197,9 +196,8 @@ class Engine(Auditor):
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
-        if (
-            on_demand.active() and self._flags() not in self._ledgers
-        ):  # the proof, without this batch's graph beside it
+        if on_demand.active() and self._flags() not in self._ledgers:
+            # The proof, without this batch's graph beside it.
             with on_demand.structure_only():
                 unproven, _ = self._chunk(x)
             self._state(unproven)
@@ -240,9 +238,8 @@ class Engine(Auditor):
         with unfolded() if sizes in self._single else nullcontext():
             z = self._forward(x)
         count = self.view.sample_count(z)
-        if (
-            count == 1 and self.folding.active
-        ):  # its norms are not compared with anything: they are the model's own
+        if count == 1 and self.folding.active:
+            # Its norms are not compared with anything: they are the model's own.
             if len(self._single) > KEPT:
                 self._single.clear()
             self._single.add(sizes)
@@ -286,9 +283,8 @@ class Engine(Auditor):
             return plan or ShapePlan({}), plan is None
         fresh = plan is None
         if plan is None or plan.by_data or self.audits.failed:
-            self._batch(
-                chunk, compare=not self._compared
-            )  # do samples interact that did not before?
+            # Do samples interact that did not before?
+            self._batch(chunk, compare=not self._compared)
             self._try_program(chunk)
             plan = self._layouts(chunk, state, fresh=fresh)
         if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up

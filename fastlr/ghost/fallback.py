@@ -66,9 +66,8 @@ def by_node(site: Site, slots: Sequence[int]) -> dict[int, Dense]:
                 grad = torch.zeros(
                     site.shapes[slot], device=next(g for g in only if g is not None).device
                 )
-            gradients[slot].append(
-                dense(grad).sum_to_size(site.shapes[slot])
-            )  # the engine sums over broadcast axes
+            # The engine sums over broadcast axes.
+            gradients[slot].append(dense(grad).sum_to_size(site.shapes[slot]))
     return {slot: Dense(torch.stack(grads)) for slot, grads in gradients.items()}
 
 

@@ -23,9 +23,8 @@ from fastlr.ghost.sample_axis import Unsupported
 from fastlr.ops.torch_private import output_metadata, own_function
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-OF_COMPLEX = frozenset(
-    {"ViewAsComplexBackward0", "ViewAsRealBackward0"}
-)  # pairs of numbers as one, and back
+# Pairs of numbers as one, and back.
+OF_COMPLEX = frozenset({"ViewAsComplexBackward0", "ViewAsRealBackward0"})
 # Each element of the output is one element of the input, none twice: the squared norm goes through
 # unchanged.
 VIEWS = (
@@ -90,9 +89,8 @@ class Graph:
     names: list[str]
     children: list[tuple[Place, ...]]  # by slot; node -1 for an input that needs no gradient
     parameters: dict[int, str]  # AccumulateGrad node -> parameter name
-    others: list[
-        int
-    ]  # AccumulateGrad nodes of leaves that are not trainable parameters of the model
+    # AccumulateGrad nodes of leaves that are not trainable parameters of the model.
+    others: list[int]
     side: list[int] = field(default_factory=list)
     keys: list = field(default_factory=list)
     undecided: list[int] = field(default_factory=list)
@@ -135,9 +133,8 @@ class Graph:
         root = {i: i for i in self.parameters}  # parameters, and views of them -> which parameter
         views: list[tuple[int, int]] = []
         used: set[int] = set()
-        several: set[int] = (
-            set()
-        )  # parameters that are seen in several ways: there it matters which parts
+        # Parameters that are seen in several ways: there it matters which parts.
+        several: set[int] = set()
         for i, (node, name) in enumerate(zip(self.nodes, self.names, strict=True)):
             if "BatchNorm" in name:
                 details.append(getattr(node, "_saved_training", None))

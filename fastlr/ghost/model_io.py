@@ -28,8 +28,15 @@ from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten, tree_map
 OutputSelector = str | int | Callable[[Any], Tensor] | None
 # What models raise for a dtype, values or a number of samples that they cannot take.
 FAILURES = (
-    RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError, AttributeError, StopIteration
-)  # fmt: skip
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    StopIteration,
+)
 _OUTPUT_FIELDS = ("logits", "prediction_outputs")
 
 
@@ -213,9 +220,8 @@ def _holds_nan(t: Tensor) -> bool:
 
     The sum hides no NaN. Where infinities cancel, each value is looked at.
     """
-    return (t.itemsize == 1 or math.isnan(t.sum())) and bool(
-        torch.isnan(t).any()
-    )  # torch adds up no bytes
+    # Torch adds up no bytes.
+    return (t.itemsize == 1 or math.isnan(t.sum())) and bool(torch.isnan(t).any())
 
 
 def as_inputs(x: Any) -> Any:
@@ -437,9 +443,8 @@ class Batch:
     def pick(self, samples: Sequence[int], dtype: torch.dtype | None = None) -> Any:
         """Return the inputs of these samples; floating-point leaves cast to ``dtype`` if given."""
         batched = set(self.batched)
-        leaves = [
-            leaf if i in batched else copied(leaf) for i, leaf in enumerate(self.leaves)
-        ]  # models may write to them
+        # Models may write to them.
+        leaves = [leaf if i in batched else copied(leaf) for i, leaf in enumerate(self.leaves)]
         for i in self.batched:
             index = _index(samples, leaves[i].device)
             leaves[i] = _ordered_like(
@@ -473,9 +478,8 @@ class Batch:
                 if wide is not None:
                     last.select(wide, -1).zero_()
             elif not leaf.is_complex():
-                whole = leaf.to(
-                    torch.int64, copy=True
-                )  # comparisons of unsigned ones are not implemented
+                # Comparisons of unsigned ones are not implemented.
+                whole = leaf.to(torch.int64, copy=True)
                 _change(whole.select(self.in_dim, -1))
                 changed[i] = whole.to(leaf.dtype)
         for leaves in (scaled, changed):

@@ -71,9 +71,8 @@ class State:
     structure: Structure
     loop: frozenset[str]
     signature: tuple
-    plans: dict[tuple, ShapePlan] = field(
-        default_factory=dict
-    )  # by shapes and what the forward pass may branch on
+    # By shapes and what the forward pass may branch on.
+    plans: dict[tuple, ShapePlan] = field(default_factory=dict)
 
 
 Plan = tuple[State, ShapePlan, int]  # with the number of samples
@@ -222,9 +221,8 @@ class Planner:
         state = self._states.get(signature)
         sizes = tuple(graph.sizes(i) for i in range(len(graph.nodes)))
         key = (count, sizes, ownership.details(graph), self._seen)
-        if state is not None and (
-            count == 1 or key in state.plans or self._known(graph, state)
-        ):  # one needs no layouts
+        if state is not None and (count == 1 or key in state.plans or self._known(graph, state)):
+            # One needs no layouts.
             graph.side, graph.keys = state.side, state.keys
             return key, state
         assert self._last is not None
@@ -255,7 +253,8 @@ class Planner:
                 unproven = self._unproven(graph, ledger)
             for name in unproven:
                 if count == 1 and name in ledger.parameters:
-                    continue  # one sample needs no rule; its graph may look like that of no larger batch
+                    # One sample needs no rule; its graph may look like that of no larger batch.
+                    continue
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason=UNSEEN)
         state = State(
             graph.side, graph.keys, Structure.of(graph), frozenset(unproven), signature[1]
@@ -371,9 +370,8 @@ class Planner:
             except Exception as error:
                 if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
                     raise
-                failures.append(
-                    f"{type(error).__name__}: {error}".splitlines()[0]
-                )  # a model may raise anything
+                # A model may raise anything.
+                failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
                 continue
             if alike:
                 break
@@ -404,9 +402,8 @@ class Planner:
         order = torch.randperm(
             count, generator=torch.Generator().manual_seed(self.comparisons)
         ).tolist()
-        half = (
-            count // 2 if count % 2 else count // 4 * 2
-        )  # even ones of an even batch: the model may take no others
+        # Even ones of an even batch: the model may take no others.
+        half = count // 2 if count % 2 else count // 4 * 2
         groups = [order[:half], order[half:]] if count > SAMPLES else []
         groups += [[j, j] for j in (order[:ALONE] if self.ledger.by_data or not groups else [])]
         noise = self._noise_of(batch)
@@ -478,14 +475,12 @@ class Planner:
         by_graph = {place: held for place, held in options.items() if place in known}
         layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
         v = generic_cotangent(z)
-        if fresh and not (
-            by_data and state.plans
-        ):  # what the graph tells is held to the marks once
+        if fresh and not (by_data and state.plans):
+            # What the graph tells is held to the marks once.
             candidates = {place: by_graph.get(place, []) for place in options}
             confirmed = explained(graph, structure, z, v, out_dim, candidates, known)
-            options = {
-                place: options[place] for place in confirmed
-            }  # no gradient arrives at the others
+            # No gradient arrives at the others.
+            options = {place: options[place] for place in confirmed}
             for place in [
                 place for place, held in confirmed.items() if not held and place in by_graph
             ]:

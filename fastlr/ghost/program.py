@@ -36,9 +36,8 @@ from fastlr.ops.torch_private import (
     tree_leaves,
 )
 
-INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
-    "_compiled_call_impl"
-}  # nn.Module's own entries
+# Nn.Module's own entries.
+INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
 _PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
@@ -111,9 +110,8 @@ class _Program:
 
     def __init__(self, free: Collection[int] = (), versions: bool = True) -> None:
         self.reader = Reader(self.module, versions)
-        self.free = self.reader.free = set(
-            free
-        )  # and the trainable parameters, whatever holds them
+        # And the trainable parameters, whatever holds them.
+        self.free = self.reader.free = set(free)
         self.known: dict[int, int] = {}  # id of a module -> its place
 
     def read(self, model: nn.Module) -> tuple:

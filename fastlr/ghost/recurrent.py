@@ -36,9 +36,9 @@ from fastlr.ops.torch_private import fused_recurrence, set_fused_recurrence
 NODE = "ScanBackward"
 STATES = ("h0", "c0")
 WEIGHTS = ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")  # as torch orders them
-FEW = (
-    1 << 14
-)  # elements of a sample's gradients by inputs, states and one up to which a single product is faster on a CPU
+# Elements of a sample's gradients by inputs, states and one up to which a single product is faster
+# on a CPU.
+FEW = 1 << 14
 Sides = dict[str, tuple[Tensor | None, Tensor]]  # see `Scan.sweep`
 _KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 CALLS: dict[Callable, str] = {getattr(torch, kind): kind for kind in _KINDS}
@@ -282,9 +282,8 @@ class Scan(torch.autograd.Function):
         if g is None:
             states = s.before.new_zeros(len(gates) + 1, *s.before.shape[1:])
         else:
-            states = F.pad(
-                raised(g), (0, 0, 0, 0, 1, 0)
-            )  # the initial one first, each whole once the next is done
+            # The initial one first, each whole once the next is done.
+            states = F.pad(raised(g), (0, 0, 0, 0, 1, 0))
         at_states, all_gates = states.unbind(), gates.flatten(2).unbind()
         to_states = by_h.unbind() if gated else all_gates
         columns = (t.unbind() for t in (s.local.flatten(2), s.keep, s.cell) if t is not None)

@@ -9,7 +9,8 @@ that come from parameters. Out: for each slot a `Factor` (fastlr.ghost.factors),
 
 For a linear layer with input a, the gradient of sample b is sum_t g_bt a_bt^T over its rows t, so
 that the norm of one row is
-|g|^2 |a|^2 without the gradient (Goodfellow 2015, arXiv:1510.01799), and that of several the sum of <a_t, a_s> <g_t, g_s>
+|g|^2 |a|^2 without the gradient (Goodfellow 2015, arXiv:1510.01799),
+and that of several the sum of <a_t, a_s> <g_t, g_s>
 (Li et al. 2022, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683). Convolutions: Rochette et al.
 2019, arXiv:1912.06015.
 
@@ -364,9 +365,8 @@ def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     site.require_axis(0)
     if getattr(n, "_saved_training", True):
         raise Unsupported("batch statistics")
-    eps = (
-        n._saved_eps if hasattr(n, "_saved_eps") else n._saved_epsilon
-    )  # cuDNN's node has another name for it
+    # CuDNN's node has another name for it.
+    eps = n._saved_eps if hasattr(n, "_saved_eps") else n._saved_epsilon
     grads = batch_norm_grads(site, n._saved_input, n._saved_running_mean, n._saved_running_var, eps)
     return {slot: Dense(grads[slot - 1]) for slot in slots}
 
@@ -416,9 +416,8 @@ def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
                 "means of many standard deviations, and this torch's node (as of 2.15) does not "
                 "tell eps"
             )
-        rest = (x.reshape(*mean.shape[:2], -1) - mean).to(
-            gx.dtype
-        )  # the statistics themselves have lost digits
+        # The statistics themselves have lost digits.
+        rest = (x.reshape(*mean.shape[:2], -1) - mean).to(gx.dtype)
         var, off = torch.var_mean(rest, 2, correction=0, keepdim=True)
         gx, rstd = gx - wide(off) * gs, torch.rsqrt(var + n._saved_eps)
     grads = {1: gx * wide(rstd), 2: gs}

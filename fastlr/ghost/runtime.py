@@ -35,7 +35,9 @@ PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
 
 _CPU_BYTES, _GPU_BYTES, _LARGEST_CHUNK = 3 << 30, 48 << 30, 1024
 _WORK = 3  # a chunk's peak memory over the activations that its graph saves
-_SHARE = 0.4  # of the free memory, where the peak is known: a captured chunk keeps its own, one beside it takes as much
+# Of the free memory, where the peak is known: a captured chunk keeps its own, one beside it takes
+# as much.
+_SHARE = 0.4
 
 
 @contextmanager
@@ -205,10 +207,11 @@ def chunk_for_peak(device: torch.device, bytes_per_input: int) -> int:
 def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
     """Address -> bytes of the memory that autograd saves during a forward pass."""
     storages: dict[int, int] = {}
+    # Itself would keep the graph for ever.
     pack, unpack = on_demand.hooks() or (
         Tensor.detach,
         lambda t: t,
-    )  # itself would keep the graph for ever
+    )
 
     def saved(t: Tensor) -> Any:
         kept = pack(t)

@@ -150,9 +150,8 @@ def vanishing(dtypes: Collection[torch.dtype], tolerance: float) -> float:
 
 OCTAVES = {torch.float64: 18}  # that marks span, by the least precise dtype of the graph
 IN_SINGLE = 8
-TOLERANCE = {
-    torch.float64: 1e-6
-}  # of a row's factor: less than what a share of 2^-OCTAVES of another sample makes
+# Of a row's factor: less than what a share of 2^-OCTAVES of another sample makes.
+TOLERANCE = {torch.float64: 1e-6}
 SINGLE = 1e-3
 
 
@@ -226,14 +225,12 @@ def explains(
         least: row sum up to which a row tells nothing, beside those that are nothing but rounding
             (see `vanishing`).
     """
-    noise = max(
-        1e-12, marks.tolerance**3
-    )  # in parts of the largest sum: what is nothing but rounding, and nobody's
+    # In parts of the largest sum: what is nothing but rounding, and nobody's.
+    noise = max(1e-12, marks.tolerance**3)
     alive = plain > (plain.max() * noise).clamp_min(least) if plain.numel() else plain.bool()
     low = marks.tolerance >= 0.1 and plain.numel() > 0
-    size = (
-        plain.clamp_min(float(plain.max()) * 0.1) if low else plain
-    )  # what a row's rounding is in parts of
+    # What a row's rounding is in parts of.
+    size = plain.clamp_min(float(plain.max()) * 0.1) if low else plain
     if isinstance(layout, Regular):
         factors = marks.factors[:, layout.samples(len(plain), marks.factors.shape[1], plain.device)]
         wrong = (marked - plain * factors).abs() > marks.tolerance * size * factors

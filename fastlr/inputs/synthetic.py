@@ -122,7 +122,8 @@ class ShapeImages(Generated):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.normalize == "imagenet" and channels != 3:
             raise InputError(
-                f'normalize="imagenet" needs 3 channels, size has {channels}: pass (mean, std) or None'
+                f'normalize="imagenet" needs 3 channels, size has {channels}: '
+                "pass (mean, std) or None"
             )
         _mean_std(self.normalize, channels)
 
@@ -166,9 +167,8 @@ class ShapeImages(Generated):
         index, table = check_index(index), self.table()
         check_dtype(dtype)
         if index.is_cuda:
-            table = table.pin_memory().to(
-                index.device, non_blocking=True
-            )  # the host need not wait for the GPU
+            # The host need not wait for the GPU.
+            table = table.pin_memory().to(index.device, non_blocking=True)
         options = self._options(seed, table, dtype)
         return ops.get("shape_images_at", self._backend(index.device, options))(index, **options)
 

@@ -55,10 +55,10 @@ class LocalRedundancyMonitor(Integration, Callback):
         InputError: wrong arguments.
 
     Example:
-        >>> import fastlr                                                                # doctest: +SKIP
-        >>> from fastlr.integrations.lightning import LocalRedundancyMonitor             # doctest: +SKIP
-        >>> monitor = LocalRedundancyMonitor(fastlr.ShapeImages((3, 32, 32)))            # doctest: +SKIP
-        >>> lightning.Trainer(callbacks=[monitor]).fit(module, loader)                   # doctest: +SKIP
+        >>> import fastlr  # doctest: +SKIP
+        >>> from fastlr.integrations.lightning import LocalRedundancyMonitor  # doctest: +SKIP
+        >>> monitor = LocalRedundancyMonitor(fastlr.ShapeImages((3, 32, 32)))  # doctest: +SKIP
+        >>> lightning.Trainer(callbacks=[monitor]).fit(module, loader)  # doctest: +SKIP
     """
 
     def __init__(

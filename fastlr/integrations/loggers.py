@@ -50,7 +50,8 @@ class CallbackLogger(_Closing):
 
     Example:
         >>> seen = []
-        >>> CallbackLogger(lambda values, step: seen.append({"step": step, **values})).log({"accuracy": 0.5}, 3)
+        >>> logger = CallbackLogger(lambda values, step: seen.append({"step": step, **values}))
+        >>> logger.log({"accuracy": 0.5}, 3)
         >>> seen
         [{'step': 3, 'accuracy': 0.5}]
     """

@@ -72,11 +72,13 @@ class Monitor(Integration):
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 2))
         >>> rows = []
         >>> log = lambda values, step: rows.append((step, sorted(values)))
-        >>> monitor = Monitor(model, fastlr.ShapeImages((3, 8, 8)), n=16, every_n_steps=2, logger=log)
+        >>> inputs = fastlr.ShapeImages((3, 8, 8))
+        >>> monitor = Monitor(model, inputs, n=16, every_n_steps=2, logger=log)
         >>> for _ in range(5):
         ...     _ = monitor.step()
         >>> rows
-        [(2, ['local_redundancy', 'local_redundancy_stderr']), (4, ['local_redundancy', 'local_redundancy_stderr'])]
+        [(2, ['local_redundancy', 'local_redundancy_stderr']),
+         (4, ['local_redundancy', 'local_redundancy_stderr'])]
     """
 
     def __init__(

@@ -286,9 +286,8 @@ class Watch(TorchFunctionMode):
                 axis = 1 if a.ndim >= 4 else a.ndim - 1
             others = [d for d in range(a.ndim) if d != axis]
             a = a.detach()
-            wide = torch.promote_types(
-                a.dtype, torch.float32
-            )  # float64 would cost a copy of the activation
+            # Float64 would cost a copy of the activation.
+            wide = torch.promote_types(a.dtype, torch.float32)
             if self.signed:
                 sums = a.sum(others, dtype=wide).double() if others else a.double()
             else:

@@ -77,7 +77,8 @@ def activation_measures(
 
     Example:
         >>> import torch, fastlr
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+        >>> model = torch.nn.Sequential(*layers)
         >>> measures = fastlr.metrics.activation_measures(model, torch.randn(64, 4))
         >>> list(measures)[:2], float(measures["dormant_ratio"])
         (['dormant_ratio', 'dormant_ratio_tau'], 0.0)

@@ -66,8 +66,10 @@ def measures(
 
     Example:
         >>> import torch, fastlr
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> list(fastlr.metrics.measures(model, ["feature_rank", "weight_norm"], x=torch.randn(64, 4)))
+        >>> layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)
+        >>> model = torch.nn.Sequential(*layers)
+        >>> x = torch.randn(64, 4)
+        >>> list(fastlr.metrics.measures(model, ["feature_rank", "weight_norm"], x=x))
         ['feature_rank', 'weight_norm']
     """
     check_names(names, x=x, y=y, loss=loss, init_state=init_state)
@@ -83,9 +85,8 @@ def measures(
         )
 
     if activations:
-        shared = BATCH in gradients and isinstance(
-            x, (Tensor, tuple, list, Mapping)
-        )  # x is one batch
+        # X is one batch.
+        shared = BATCH in gradients and isinstance(x, (Tensor, tuple, list, Mapping))
         gradients = [name for name in gradients if name != BATCH or not shared]
         then = of_batch if shared else None
         results |= activation_measures(

@@ -24,7 +24,8 @@ from fastlr.ops.torch_private import tree_flatten, tree_map
 
 MEASURES = _PER_SAMPLE, BATCH = "train_grad_norm", "train_grad_norm_batch"
 _DEFINITIONS = {
-    _PER_SAMPLE: "training gradient norm, per sample: mean over samples of ||grad of the sample's loss||^2, eval mode",
+    _PER_SAMPLE: "training gradient norm, per sample: mean over samples of "
+    "||grad of the sample's loss||^2, eval mode",
     BATCH: "training gradient norm, batch: ||grad of the mean loss over samples||^2, eval mode",
 }
 
@@ -214,7 +215,8 @@ def gradient_noise_scale(
     Example:
         >>> import torch, fastlr
         >>> model, x = torch.nn.Linear(4, 2), torch.randn(64, 4)
-        >>> scale = fastlr.gradient_noise_scale(model, x, (x[:, 0] > 0).long(), torch.nn.functional.cross_entropy)
+        >>> y, loss = (x[:, 0] > 0).long(), torch.nn.functional.cross_entropy
+        >>> scale = fastlr.gradient_noise_scale(model, x, y, loss)
         >>> scale > 0 and scale.details["n"] == 64
         True
     """
@@ -304,9 +306,8 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
     total = len(labels[0])
     batch = adapt.Batch(x, total, in_dim)
     parts = -(-total // size)
-    bounds = [
-        total * i // parts for i in range(parts + 1)
-    ]  # no small rest, which might take another path
+    # No small rest, which might take another path.
+    bounds = [total * i // parts for i in range(parts + 1)]
     for start, stop in zip(bounds, bounds[1:], strict=False):
 
         def cut(t: Any, start: int = start, stop: int = stop) -> Any:

@@ -81,7 +81,8 @@ def trainability(
 
     Example:
         >>> import torch, fastlr
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+        >>> layers = torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)
+        >>> model = torch.nn.Sequential(*layers)
         >>> 0 < fastlr.metrics.trainability(model, torch.randn(16, 8), learning_rate=1e-2) <= 1
         True
     """
@@ -90,10 +91,11 @@ def trainability(
         _fit, model, x, steps, learning_rate, predictive=predictive, output=output, evaluate=False
     )
     fits = [fit(check_seed(seed) + (repeat << _APART)) for repeat in range(repeats)]
+    # Loss: [repeats, steps + 1].
     loss, n = (
         torch.tensor([fit.losses for fit in fits], dtype=torch.float64),
         fits[0].n,
-    )  # loss: [repeats, steps + 1]
+    )
     fall = loss[:, :1] - loss
     values = 1 - loss[:, -1] / (
         math.log(fits[0].classes) if fits[0].classes else 0.5 / fits[0].variance
@@ -167,7 +169,8 @@ def memorization_capacity(
     Example:
         >>> import torch, fastlr
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2))
-        >>> capacity = fastlr.memorization_capacity(model, fastlr.ShapeImages((3, 8, 8)), 8, learning_rate=0.1)
+        >>> inputs = fastlr.ShapeImages((3, 8, 8))
+        >>> capacity = fastlr.memorization_capacity(model, inputs, 8, learning_rate=0.1)
         >>> 7 < capacity.details["bits"] <= 8
         True
     """
@@ -313,9 +316,8 @@ def _labels(x: Any, z: Tensor, predictive: Any) -> Tensor:
     """Random labels for the outputs z of inputs x, for every position."""
     refuse_padding(x)
     if isinstance(predictive, Predictive):
-        predictive.cotangent(
-            z, "rademacher", range(len(z)), 0
-        )  # refuses what is no output of this kind
+        # Refuses what is no output of this kind.
+        predictive.cotangent(z, "rademacher", range(len(z)), 0)
     if isinstance(predictive, Categorical):
         if predictive.mask is not None:
             raise InputError(
@@ -385,7 +387,8 @@ def curvature_rank(
 
     Example:
         >>> import torch, fastlr
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+        >>> layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)
+        >>> model = torch.nn.Sequential(*layers)
         >>> 1 <= fastlr.metrics.curvature_rank(model, torch.randn(12, 8)) <= 12
         True
     """
@@ -405,9 +408,10 @@ def curvature_rank(
         unit, factors = scaled(v, z, 0)  # small cotangents keep their bits
         grads = sample_gradients(z, list(view.parameters.values()), unit)
     flat = (g.double().flatten(1) for g in grads if g is not None)
+    # [n, n].
     products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(
         factors.sqrt(), factors.sqrt()
-    )  # [n, n]
+    )
     if not products.isfinite().all():
         raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
     values = torch.linalg.eigvalsh(products).flip(0).clamp_min(0)

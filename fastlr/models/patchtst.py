@@ -66,15 +66,15 @@ class PatchTST(nn.Module):
 
     Parameters with the defaults, which are the paper's:
 
-    =====================================  ===========================================================  =========
-    embedding                              16 x 256 + 256                                                   4,352
-    4 layers                               attention 4 (256 x 256 + 256) = 263,168; feed-forward
-                                           256 x 512 + 512 + 512 x 256 + 256 = 262,912; two batch
-                                           norms 4 x 256 = 1,024: 527,104 each                          2,108,416
-    head                                   256 x 96 + 96, from the mean over the patches                   24,672
-    in all, trainable                                                                                   2,137,440
-    table of positions                     63 x 256, fixed unless ``learned_positions``                    16,128
-    =====================================  ===========================================================  =========
+    ========================  ===========================================================  =========
+    embedding                 16 x 256 + 256                                                   4,352
+    4 layers                  attention 4 (256 x 256 + 256) = 263,168; feed-forward
+                              256 x 512 + 512 + 512 x 256 + 256 = 262,912; two batch
+                              norms 4 x 256 = 1,024: 527,104 each                          2,108,416
+    head                      256 x 96 + 96, from the mean over the patches                   24,672
+    in all, trainable                                                                      2,137,440
+    table of positions        63 x 256, fixed unless ``learned_positions``                    16,128
+    ========================  ===========================================================  =========
 
     Hugging Face's model holds 2,153,568: the same with its fixed table of positions, which is a
     parameter there without a gradient. The paper says "approximately 2.26M"; no setting of Hugging
@@ -174,9 +174,8 @@ class PatchTST(nn.Module):
         scale = ((x - mean).square().mean(1, keepdim=True) + _SMALLEST_VARIANCE).sqrt()
         used = self.patch + self.stride * (self.patches - 1)
         z = ((x - mean) / scale)[:, self.context - used :].transpose(1, 2)
-        tokens = self.embedding(
-            z.unfold(2, self.patch, self.stride)
-        )  # [B, channels, patches, width]
+        # [B, channels, patches, width].
+        tokens = self.embedding(z.unfold(2, self.patch, self.stride))
         h = self.dropout(tokens + self.position.to(tokens.dtype)).flatten(0, 2)
         for layer in self.layers:
             h = layer(h, self.patches)

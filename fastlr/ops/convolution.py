@@ -19,9 +19,8 @@ from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import CACHED, chunks, linear_sq_norms, raised, square_sum
 from fastlr.ops.reference.norms import conv_grads as conv_grads
 
-FEW_BYTES = (
-    1 << 19
-)  # of one sample's input: below, calls for each sample cost more than a copy of the batch
+# Of one sample's input: below, calls for each sample cost more than a copy of the batch.
+FEW_BYTES = 1 << 19
 aten = torch.ops.aten
 
 

@@ -135,11 +135,26 @@ def laid_out(t: Tensor, layout: str) -> Tensor:
 
 
 def case(
-    count: int, inputs: int, outputs: int, size: tuple[int, ...], act: str = "relu", layout: str = "last", *,
-    kernel: int | tuple[int, ...] = 1, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1,
-    want: bool = True, residual: str | None = None, before: str | None = None, gate: bool = False,
-    settled: bool = False, more: str | None = None, mean: bool = False,
-) -> dict:  # fmt: skip
+    count: int,
+    inputs: int,
+    outputs: int,
+    size: tuple[int, ...],
+    act: str = "relu",
+    layout: str = "last",
+    *,
+    kernel: int | tuple[int, ...] = 1,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+    want: bool = True,
+    residual: str | None = None,
+    before: str | None = None,
+    gate: bool = False,
+    settled: bool = False,
+    more: str | None = None,
+    mean: bool = False,
+) -> dict:
     """Return the arguments of a forward and a backward call of a folded convolution.
 
     ``layout`` is one of LAYOUTS or MIXED.
@@ -320,7 +335,7 @@ def depthwise_cases() -> dict[str, dict]:
             before="gelu",
             settled=True,
             mean=True,
-        ),  # fmt: skip
+        ),
         "before-mean-columns": depthwise(
             1, 5, (5, 140), "relu", kernel=3, padding=1, before="none", mean=True
         ),

@@ -202,9 +202,8 @@ def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
     if call not in _serves:
         if not waiting():
             return False
-        start = torch.full(
-            (1,), (1 << 32) - 2, dtype=torch.int64, device=device
-        )  # high words are compared too
+        # High words are compared too.
+        start = torch.full((1,), (1 << 32) - 2, dtype=torch.int64, device=device)
         index = start + torch.arange(
             max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"]))), device=device
         )
@@ -283,9 +282,8 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
         return
     _warned.add(name)
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    built = "C compiler" in str(error) or isinstance(
-        error, CalledProcessError
-    )  # of the code that launches a kernel
+    # Of the code that launches a kernel.
+    built = "C compiler" in str(error) or isinstance(error, CalledProcessError)
     remedy = "install gcc and Python's headers, or set CC" if built else "please report it"
     warnings.warn(
         f"{name}: Triton could not compile its kernel for this call ({lines[-1][:200]}); plain "

@@ -109,7 +109,9 @@ def categorical_values(
     count, positions, classes = z.shape
     if probe == "sampled":
         draws = uniforms(index, positions, seed)
-    else:  # drawn together, a sixteenth of the memory of float32 logits: in small pieces this takes longer than the rest
+    else:
+        # Drawn together, a sixteenth of the memory of float32 logits: in small pieces this takes
+        # longer than the rest.
         draws = sign_words(index, positions * classes, seed)
 
     def part(samples: slice, where: slice) -> Tensor:
@@ -179,9 +181,8 @@ def scaled_blocks(
         low, high = values.flatten(1).aminmax(dim=1)
         largest = torch.maximum(-low, high)
         refuse(largest.isnan())
-        exponent = (
-            torch.frexp(largest).exponent.long().clamp_min(-1000)
-        )  # the power of its inverse is finite
+        # The power of its inverse is finite.
+        exponent = torch.frexp(largest).exponent.long().clamp_min(-1000)
         v[samples, positions] = values.mul_(power_of_two(-exponent).view(-1, 1, 1))
         exponents.append(torch.where(largest > 0, exponent, -(1 << 20)))
     highest = torch.full(shape[:1], -(1 << 20), dtype=torch.int64, device=device)
@@ -189,9 +190,8 @@ def scaled_blocks(
         highest[samples] = torch.maximum(highest[samples], exponent)
     highest = torch.where(highest > -(1 << 20), highest, 0)
     for (samples, positions), exponent in zip(parts, exponents, strict=True):
-        if (
-            positions.stop - positions.start < shape[1]
-        ):  # a part of a sample: to the size of the whole
+        if positions.stop - positions.start < shape[1]:
+            # A part of a sample: to the size of the whole.
             lower = (exponent - highest[samples]).clamp(-1000, 0)
             v[samples, positions] *= power_of_two(lower).view(-1, 1, 1)
     return v, highest

@@ -262,9 +262,15 @@ def fold_weights(
 
 
 def _folded(
-    dtype: torch.dtype, eps: float, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
-    mean: Tensor, var: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dtype: torch.dtype,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+) -> tuple[Tensor, Tensor]:
     """`fold_weights` of one convolution."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     rstd = torch.rsqrt(var.to(wide) + eps)

@@ -57,9 +57,8 @@ def linear_cases() -> dict[str, tuple]:
     # err by 4e-4 here.
     a, g = draw(2, 1, 48, 150, offset=100), draw(2, 1, 48, 170)
     cases["gram-common-part"] = (a, g - g.mean(2, keepdim=True) + 1e-4)
-    cases["heads"] = tuple(
-        draw(2, 5, 3, n).transpose(1, 2) for n in (8, 20)
-    )  # a view, as attention has them
+    # A view, as attention has them.
+    cases["heads"] = tuple(draw(2, 5, 3, n).transpose(1, 2) for n in (8, 20))
     cases["expanded"] = (draw(2, 1, 20, 6), draw(2, 1, 1, 6).expand(2, 1, 20, 6))
     return cases
 
@@ -262,10 +261,11 @@ IMAGES = [  # options of shape_images and its like
         ((4, 16, 16), torch.float16, True),
     )
 ]
+# Arguments without samples, in the dtype of the data.
 LOW = {
     "folded_conv": (1,),
     "folded_conv_backward": (4,),
-}  # arguments without samples, in the dtype of the data
+}
 
 
 def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tuple:

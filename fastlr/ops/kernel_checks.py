@@ -157,9 +157,8 @@ def compared(
                 _drawn(a, few if _has_samples(args, samples, i) else None)
                 for i, a in enumerate(args)
             ]
-            again = kernel(
-                *drawn
-            )  # on as many samples: on fewer it might be another compiled variant
+            # On as many samples: on fewer it might be another compiled variant.
+            again = kernel(*drawn)
             if again is not NotImplemented:
                 results = [_of(t, chosen) for t in _leaves(again)]
                 picked = _picked(drawn, samples, chosen)
@@ -319,9 +318,15 @@ class Comparisons:
         return [[name, kind] for name in sorted(self._off) for kind in sorted(self._off[name])]
 
     def agrees(
-        self, name: str, kind: str, kernel: Callable[..., Any], twin: Callable[..., Any], args: Sequence[Any],
-        samples: Sequence[int], result: Any,
-    ) -> bool | None:  # fmt: skip
+        self,
+        name: str,
+        kind: str,
+        kernel: Callable[..., Any],
+        twin: Callable[..., Any],
+        args: Sequence[Any],
+        samples: Sequence[int],
+        result: Any,
+    ) -> bool | None:
         """Return True if a kernel's result of a first call agrees with its twin's.
 
         None where memory did not suffice to tell.

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 23  # elements of intermediate products held at once
-ONE_BY_ONE = (
-    1 << 16
-)  # elements of a sample from which a call for each costs less than temporaries of the batch
+# Elements of a sample from which a call for each costs less than temporaries of the batch.
+ONE_BY_ONE = 1 << 16
 RUN = 1 << 12  # elements that a norm in float32 adds up at once
 FAINT = 1e-30  # a sum of squares in float32 below which those that vanish may show
-CENTRING = 40  # rows of products that a row costs of a Gram matrix on a CPU beside its products: centring, and the sums
-GRAM_STRIP = 64  # rows of a Gram matrix made at once on a CPU, or a multiple: what the BLAS' inner loops take on a side
-CACHED = (
-    1 << 19
-)  # elements of gradients held at once on a CPU, so that they stay in the cache for their sums
+# Rows of products that a row costs of a Gram matrix on a CPU beside its products: centring, and the
+# sums.
+CENTRING = 40
+# Rows of a Gram matrix made at once on a CPU, or a multiple: what the BLAS' inner loops take on a
+# side.
+GRAM_STRIP = 64
+# Elements of gradients held at once on a CPU, so that they stay in the cache for their sums.
+CACHED = 1 << 19
 COPIED = 1 << 21  # elements centred at once on a CPU: near the cache, and enough for all cores
 
 
@@ -83,9 +85,8 @@ def linear_sq_norms(
         ranges = chunks(count, max(2 * groups * rows * rows, copied), COPIED if on_cpu else None)
         parts = [_gram(raised(a[lo:hi]), raised(g[lo:hi])) for lo, hi in ranges]
     else:
-        small, large = (
-            (a, g) if outputs >= inputs else (g, a)
-        )  # the longer side last: up to six times as fast
+        # The longer side last: up to six times as fast.
+        small, large = (a, g) if outputs >= inputs else (g, a)
         copied = 0 if a.dtype == g.dtype == raised(g).dtype else copied
         ranges = chunks(count, max(groups * inputs * outputs, copied), CACHED if on_cpu else None)
         parts = [square_sum(raised(small[lo:hi]).mT @ raised(large[lo:hi])) for lo, hi in ranges]
@@ -118,9 +119,8 @@ def _gram(a: Tensor, g: Tensor) -> Tensor:
     a, g = _centred(a), _centred(g)
     inner = torch.zeros(count, dtype=torch.float64, device=a.device)
     with_means = a.new_zeros(())  # (a'_t . mean a) (g'_t . mean g), from the first strip
-    for lo, hi in gram_strips(
-        a[:, :, 1:]
-    ):  # both matrices are symmetric: a strip from its diagonal block down
+    for lo, hi in gram_strips(a[:, :, 1:]):
+        # Both matrices are symmetric: a strip from its diagonal block down.
         product, other = (t[:, :, 1 + lo :] @ t[:, :, lo + (lo > 0) : hi + 1].mT for t in (a, g))
         product = product.double().mul_(other)  # in float32 the product of small ones would be zero
         if lo == 0:

@@ -168,9 +168,8 @@ def random_words(seed: int, index: Tensor, stream: int, count: int, first: int =
         first // 4, -(-(first + count) // 4), dtype=torch.int64, device=index.device
     )
     index = index[:, None]
-    uses = torch.full(
-        (), stream, dtype=torch.int64, device=index.device
-    )  # a GPU need not wait for it
+    # A GPU need not wait for it.
+    uses = torch.full((), stream, dtype=torch.int64, device=index.device)
     words = philox4x32(blocks, uses, index & MASK, index >> 32 & MASK, seed & MASK, seed >> 32)
     offset = first % 4
     return torch.stack(words, dim=-1).flatten(1)[:, offset : offset + count]

@@ -24,16 +24,16 @@ from fastlr.ops.philox import (
 )
 
 MAX_SIDE = 1 << 14
+# Least and greatest, as shares of the image's side.
 RECTANGLE_SIDES, CIRCLE_RADII = (
     (1 / 8, 1 / 2),
     (1 / 16, 1 / 4),
-)  # least and greatest, as shares of the image's side
+)
 _OUTSIDE = (
     1 << 29
 ) + 1  # more than any squared distance inside the largest image, and twice it still fits int32
-_BLOCK_PIXELS = (
-    1 << 19
-)  # images are painted in blocks of about this many pixels, which stay in the cache
+# Images are painted in blocks of about this many pixels, which stay in the cache.
+_BLOCK_PIXELS = 1 << 19
 
 WORDS_PER_SHAPE = (
     8  # kind, colour, three or four for the geometry, the rest unused: two Philox blocks

@@ -22,9 +22,8 @@ import torch
 Arguments = ParamSpec("Arguments")
 Tile = TypeVar("Tile")
 
-TABLE = Path(__file__).with_name(
-    "tuned.json"
-)  # {"9.0": {"folded_pointwise.forward_tile(...)": {"positions": 64}}}
+# {"9.0": {"folded_pointwise.forward_tile(...)": {"positions": 64}}}.
+TABLE = Path(__file__).with_name("tuned.json")
 _asked: dict[str, Asked] | None = None
 _forced: dict[str, dict[str, int]] = {}
 

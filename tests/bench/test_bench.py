@@ -281,10 +281,11 @@ def test_the_table_the_picture_and_the_comparison_of_records(tmp_path, capsys) -
     assert "| not timed | not timed | 2.00" in table.markdown(
         {**RECORD, "benchmarks": RECORD["benchmarks"][1:]}
     )
+    # It failed as it was timed.
     broken = {
         "group": "resnet18",
         "extra_info": {"contender": "opacus", "peak_bytes": 1},
-    }  # it failed as it was timed
+    }
     assert table.markdown(
         {**RECORD, "benchmarks": [*RECORD["benchmarks"], broken]}
     ) == table.markdown(RECORD)

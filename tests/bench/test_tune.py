@@ -32,9 +32,8 @@ def test_the_fastest_that_is_right_is_taken_where_it_saves_enough() -> None:
 
     def clock(key: str, fields: dict[str, int]) -> float | None:
         if key == c:
-            return (
-                None if not fields else 0.1
-            )  # without the rule's own there is nothing to compare with
+            # Without the rule's own there is nothing to compare with.
+            return None if not fields else 0.1
         if fields == {"positions": of_a.tile.positions // 2}:
             return None  # wrong results, however fast
         gain = {a: 0.5, b: 0.96}[key]

@@ -84,9 +84,8 @@ def test_target_and_own_inputs_and_gaussian(cli):
     options = "--size 8 --n 3 --predictive gaussian --sigma 2.0"
     record = json.loads(cli(f"estimate cli_nets:regression --json - {options}").out)
     x = fastlr.ShapeImages(size=(3, 8, 8)).batch(0, 3, seed=0, device="cpu", dtype=torch.float32)
-    exact = (
-        5 / 2.0**2 * (x.flatten(1).square().sum(1) + 1).mean().item()
-    )  # one row per output: |x|^2 + 1
+    # One row per output: |x|^2 + 1.
+    exact = 5 / 2.0**2 * (x.flatten(1).square().sum(1) + 1).mean().item()
     assert record["value"] == pytest.approx(exact, rel=1e-5)
 
 

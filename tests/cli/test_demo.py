@@ -131,9 +131,8 @@ def test_the_command(tmp_path, cli, monkeypatch):
 def test_full_size_takes_at_most_two_minutes_of_two_cores_and_shows_the_effect(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     report = demo.run(tmp_path, console=Console(file=io.StringIO(), width=80))
-    spent = resource.getrusage(
-        resource.RUSAGE_CHILDREN
-    )  # not by the clock: the other core has other tests to run
+    # Not by the clock: the other core has other tests to run.
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert spent.ru_utime + spent.ru_stime - before.ru_utime - before.ru_stime < 2 * 120
     plain, helped = (read_run(tmp_path / "runs" / name) for name in demo.RUNS)
     assert (

@@ -198,5 +198,8 @@ def test_kernels_are_compared_in_threads_on_a_gpu(monkeypatch):
 
 def test_every_kernel_has_cases():
     assert {name for name in ops.TABLE if "triton" in ops.backends(name)} == {
-        *kernel_cases.CASES, "shape_images", "shape_images_from", "shape_images_at"
-    }  # fmt: skip
+        *kernel_cases.CASES,
+        "shape_images",
+        "shape_images_from",
+        "shape_images_at",
+    }

@@ -151,10 +151,15 @@ def test_a_rank_that_was_killed_is_an_error():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "mesh"), [
-    *itertools.product(["gpt2", "llama", "vit", "mixtral"], [(2,), (4,)]),
-    ("gpt2", (2, 2)), ("lora", (2,)), ("checkpointed", (2,)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *itertools.product(["gpt2", "llama", "vit", "mixtral"], [(2,), (4,)]),
+        ("gpt2", (2, 2)),
+        ("lora", (2,)),
+        ("checkpointed", (2,)),
+    ],
+)
 def test_transformers(name, mesh):
     pytest.importorskip("peft" if name == "lora" else "transformers")
     model, _, x, predictive, inputs = work.big(name)

@@ -101,9 +101,8 @@ def test_nvcc_compiles_and_links(every, tmp_path, setup_module_of_fastlr, monkey
     root = setup_module_of_fastlr.cuda_root()
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
     wanted = setup_module_of_fastlr.architectures()
-    assert (
-        wanted == "8.0 9.0 10.0+PTX" or "10.0" not in wanted
-    )  # an older nvcc does not know the last
+    # An older nvcc does not know the last.
+    assert wanted == "8.0 9.0 10.0+PTX" or "10.0" not in wanted
     archs = [a.replace(".", "") for a in wanted.removesuffix("+PTX").split()][0 if every else -1 :]
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs]
     library = tmp_path / "device_group.so"

@@ -75,9 +75,8 @@ def errors_are_those_of_one_rounding(errors, ranks):
     """Rounding once to 8 bits errs by about 2^-9 / sqrt(3); bfloat16 sums err more by rank."""
     assert errors["fastlr"] < 2.0**-9
     if ranks == 2:
-        assert errors["bfloat16"] == pytest.approx(
-            errors["fastlr"], rel=1e-6
-        )  # one addition, one rounding
+        # One addition, one rounding.
+        assert errors["bfloat16"] == pytest.approx(errors["fastlr"], rel=1e-6)
     else:
         assert errors["fastlr"] < 0.8 * errors["bfloat16"]
         assert errors["fastlr"] <= errors["gloo"]

@@ -54,9 +54,8 @@ def test_the_measured_peak_gives_the_chunk_once(peaks: list[int]) -> None:
     made = estimator(60)
     first, second = made.measure(), made.measure()
     assert peaks == [8], "measured once, on a chunk of the size that is safe"
-    assert (
-        first.batch_size == second.batch_size == 20
-    )  # 0.4 of the memory, then no more than as many chunks of one size
+    # 0.4 of the memory, then no more than as many chunks of one size.
+    assert first.batch_size == second.batch_size == 20
     assert first.bytes_per_input == first.to_dict()["bytes_per_input"] == BYTES
     assert torch.equal(first.per_sample, second.per_sample)
     again = fastlr.LocalRedundancy(made.model, made.options.inputs, 60)

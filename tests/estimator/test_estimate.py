@@ -164,9 +164,8 @@ def test_target_stops_at_the_same_n_for_every_chunk():
         torch.testing.assert_close(r.per_sample, results[0].per_sample, rtol=1e-12, atol=0)
         assert r.per_parameter == pytest.approx(results[0].per_parameter, rel=1e-11)
     before = torch.tensor(results[0].per_sample[: n - CHECK_EVERY].tolist())
-    assert (
-        before.std() / math.sqrt(len(before)) / before.mean() > 0.03
-    )  # it could not have stopped one look earlier
+    # It could not have stopped one look earlier.
+    assert before.std() / math.sqrt(len(before)) / before.mean() > 0.03
 
 
 def test_target_keeps_to_its_limits():
@@ -198,9 +197,8 @@ def test_batch_probe_has_the_same_expectation():
     assert float(got.per_sample[0]) == pytest.approx(
         8 * sum(float(g.square().sum()) for g in grads), rel=1e-10
     )
-    assert (
-        estimate(model, Normal(), 1001, probe="batch").n == 5
-    )  # 250 by default, the last one of a single input
+    # 250 by default, the last one of a single input.
+    assert estimate(model, Normal(), 1001, probe="batch").n == 5
 
 
 class Stateful(nn.Module):
@@ -303,9 +301,8 @@ def test_sample_axes_and_positions():
     by_hand = []
     for row in x:
         z = time_first(row[:, None])[:, 0]
-        by_hand.append(
-            sum(redundancy(time_first, one) for one in z)
-        )  # independent labels: F is block diagonal
+        # Independent labels: F is block diagonal.
+        by_hand.append(sum(redundancy(time_first, one) for one in z))
     torch.testing.assert_close(exact.per_sample, torch.stack(by_hand), rtol=1e-10, atol=0)
 
 

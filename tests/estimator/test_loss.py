@@ -45,12 +45,15 @@ CASES = {
     "gaussian": (lambda: mlp(nn.Tanh), (5, 4), fastlr.Gaussian(0.5)),
     "bernoulli": (lambda: mlp(nn.SiLU), (5, 4), fastlr.Bernoulli()),
     "batch-norm": (
-        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.GELU(), nn.Flatten(), nn.Linear(12, 3)),
-        (4, 2, 3, 3), None,
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.GELU(), nn.Flatten(), nn.Linear(12, 3)
+        ),
+        (4, 2, 3, 3),
+        None,
     ),
     "attention": (attending, (4, 3, 4), None),
     "recurrent": (recurrent, (4, 3, 4), None),
-}  # fmt: skip
+}
 
 
 FISHER = {
@@ -124,17 +127,19 @@ def test_on_average_value_and_gradient_are_exact(case, probe):
 def test_small_and_large_cotangents_keep_their_bits(double):
     model = mlp(outputs=2).float()
     with torch.no_grad():
-        model[2].bias.copy_(
-            torch.tensor([60.0, -60.0])
-        )  # p = 1e-52: its square vanishes in float32
+        # P = 1e-52: its square vanishes in float32.
+        model[2].bias.copy_(torch.tensor([60.0, -60.0]))
     x = torch.randn(4, 4, dtype=torch.float32)
     assert fastlr.redundancy_loss(model, x, reduction="none", seed=0).dtype == torch.float32
     model.double()
     for options in ({"seed": 0}, {"probe": "exact"}):  # two classes: no noise in the signs
         each = fastlr.redundancy_loss(model, x.double(), reduction="none", **options)
         assert 0 < float(each.detach().mean()) < 1e-45
-        want = fastlr.per_sample_grad_sq_norms(model, x.double(), fastlr.Categorical().cotangent(
-            model(x.double()), "rademacher", range(4), 0))  # fmt: skip
+        want = fastlr.per_sample_grad_sq_norms(
+            model,
+            x.double(),
+            fastlr.Categorical().cotangent(model(x.double()), "rademacher", range(4), 0),
+        )
         torch.testing.assert_close(each.detach(), want, rtol=1e-9, atol=0)
 
 
@@ -146,9 +151,9 @@ def test_the_model_is_left_alone_and_draws_are_its_callers(double):
     with untouched(model):
         loss = fastlr.redundancy_loss(model, x, seed=1)
     want = torch.autograd.grad(fastlr.redundancy_loss(model, x, seed=1), list(model.parameters()))
-    model(
-        x
-    )  # in train mode: batch norm writes its statistics, between the forward pass and the backward pass
+    # In train mode: batch norm writes its statistics, between the forward pass and the backward
+    # pass.
+    model(x)
     got = torch.autograd.grad(loss, list(model.parameters()))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)

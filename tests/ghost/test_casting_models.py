@@ -214,9 +214,17 @@ def by_rank(z: Tensor) -> Tensor:
 
 
 FAINT = (
-    less_mean(1e-3), one_masked, half_masked, masked_by_sample, constant_column, one_column, tiny_column, largest_columns,
-    one_output, by_rank,
-)  # fmt: skip
+    less_mean(1e-3),
+    one_masked,
+    half_masked,
+    masked_by_sample,
+    constant_column,
+    one_column,
+    tiny_column,
+    largest_columns,
+    one_output,
+    by_rank,
+)
 
 
 @pytest.mark.parametrize("mix", FAINT, ids=lambda mix: mix.__name__)
@@ -246,9 +254,13 @@ def test_faint_interactions_are_found_in_fewer_digits_within(
 
 
 LATER = (
-    "scaled_by_the_largest_of_the_batch", "chosen_by_the_mean_of_the_batch", "dropped_for_lack_of_places",
-    "capacity_that_overflows_later", "exchanged_from_eight_on", "switched_by_data",
-)  # fmt: skip
+    "scaled_by_the_largest_of_the_batch",
+    "chosen_by_the_mean_of_the_batch",
+    "dropped_for_lack_of_places",
+    "capacity_that_overflows_later",
+    "exchanged_from_eight_on",
+    "switched_by_data",
+)
 MASKS = [name for name in cases.LARGE if name.endswith(("interacting", "later"))]
 
 

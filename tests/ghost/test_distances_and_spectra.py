@@ -15,7 +15,9 @@ from torch import nn
 import fastlr
 from fastlr.ghost.api import engine_for
 
-COUNT = 40  # from 26 rows or points on, torch computes distances by a product of matrices, in a node of another kind
+# From 26 rows or points on, torch computes distances by a product of matrices, in a node of another
+# kind.
+COUNT = 40
 NAMES = [name for name in zoo.ZOO if name.startswith(("distances", "spectrum"))]
 
 

@@ -180,10 +180,11 @@ def test_distributed_data_parallel_is_looked_through() -> None:
 def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim: int) -> None:
     """A linear layer takes another path through autograd where its input is not contiguous."""
     model = nn.Linear(2, 3).double()
+    # Time first, in memory sample first.
     x, v = (
         draw(4, 6, 2).transpose(0, 1),
         draw(4, 6, 3).transpose(0, 1),
-    )  # time first, in memory sample first
+    )
     x, v = (x, v) if in_dim else (x.transpose(0, 1), v.transpose(0, 1))
     got = fastlr.per_sample_grad_sq_norms(model, x, v, in_dim=in_dim, out_dim=in_dim)
     want = truth(model, (draw(4, 6, 2),), draw(4, 6, 3))
@@ -330,9 +331,8 @@ def test_what_the_proof_could_not_see_is_not_trusted(monkeypatch: pytest.MonkeyP
 
     The sample that shows it is not the one of the spot check.
     """
-    monkeypatch.setattr(
-        audit, "SHARE", -1.0
-    )  # no audit beyond the first of the shape: another would find it earlier
+    # No audit beyond the first of the shape: another would find it earlier.
+    monkeypatch.setattr(audit, "SHARE", -1.0)
     wrong_rule(monkeypatch, lambda site: bool(site.g.any()) and site.g.shape[-1] == 1)
     gate = Written(
         lambda m, x: m.a(x) * (x[:, :1] > 0) + m.b(x), a=nn.Linear(5, 1), b=nn.Linear(5, 2)

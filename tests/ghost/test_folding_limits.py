@@ -160,9 +160,8 @@ def test_a_mean_by_numbers_of_other_kinds_is_left_alone() -> None:
 def test_where_a_replaced_call_does_not_do_the_rest_stays_folded() -> None:
     def made(last: Callable[[Written, Tensor], Tensor]) -> nn.Module:
         def forward(m: Written, x: Tensor) -> Tensor:
-            h = (
-                m.norm(m.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)
-            )  # lies as [B, S, E]
+            # Lies as [B, S, E].
+            h = m.norm(m.conv(x)).relu().flatten(2).mT.contiguous().transpose(0, 1)
             return last(m, m.attention(h, h, h, need_weights=False)[0])
 
         parts = {"conv": nn.Conv2d(4, 6, 3), "norm": nn.BatchNorm2d(6), "last": nn.Linear(6, 3)}
@@ -170,9 +169,8 @@ def test_where_a_replaced_call_does_not_do_the_rest_stays_folded() -> None:
 
     viewing = made(lambda m, h: m.last(h.view(len(h), -1, 6).mean(0)) if h.shape[1] else h.view(-1))
     assert exact(viewing, 3, 4, 6, 7).folded
-    model = made(
-        lambda m, h: m.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0))
-    )  # torch's result is contiguous
+    # Torch's result is contiguous.
+    model = made(lambda m, h: m.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0)))
     folding = exact(model, 3, 4, 6, 7)
     assert folding.folded and not folding.disabled and not folding.replaced
     assert "only convolutions and norms are folded" in str(

@@ -157,17 +157,23 @@ def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "bias_and_stride": lambda: block(nn.Conv2d(4, 6, 3, 2, 1)),
     "no_affine": lambda: block(act=nn.SiLU(), affine=False),
-    "depthwise": lambda: block(nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False), nn.Hardswish(inplace=True)),
+    "depthwise": lambda: block(
+        nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False), nn.Hardswish(inplace=True)
+    ),
     "depthwise_5x5": lambda: block(nn.Conv2d(4, 4, 5, stride=2, padding=2, groups=4), nn.ReLU6()),
     "grouped": lambda: block(nn.Conv2d(4, 6, (3, 1), groups=2), nn.GELU()),
     "dilated": lambda: block(nn.Conv2d(4, 6, 3, dilation=2, padding=(1, 2)), nn.GELU("tanh")),
     "no_activation": lambda: block(nn.Conv2d(4, 6, 1), nn.Identity()),
     "another_activation": lambda: block(nn.Conv2d(4, 6, 1), nn.Tanh()),
     "few_positions_many_channels": lambda: nn.Sequential(
-        nn.Conv2d(4, 40, 3, 3), nn.BatchNorm2d(40), nn.ReLU(), nn.Conv2d(40, 50, 3, padding=1), nn.BatchNorm2d(50),
+        nn.Conv2d(4, 40, 3, 3),
+        nn.BatchNorm2d(40),
+        nn.ReLU(),
+        nn.Conv2d(40, 50, 3, padding=1),
+        nn.BatchNorm2d(50),
         nn.Flatten(),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -492,9 +498,16 @@ def test_the_report_names_what_is_folded_and_what_is_not() -> None:
 def test_logits_near_zero_in_low_precision_do_not_forbid_folding() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(4, 64, 3, 2), nn.BatchNorm2d(64), nn.SiLU(), nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.SiLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3),
-    ).eval()  # fmt: skip
+        nn.Conv2d(4, 64, 3, 2),
+        nn.BatchNorm2d(64),
+        nn.SiLU(),
+        nn.Conv2d(64, 64, 3),
+        nn.BatchNorm2d(64),
+        nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, 3),
+    ).eval()
     x, v = torch.randn(1, 4, 17, 17) + 0.01 * torch.randn(8, 4, 17, 17), torch.randn(8, 3)
     with torch.no_grad():  # outputs that cancel to almost nothing
         model[-1].weight.mul_(100.0)

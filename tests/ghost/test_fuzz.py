@@ -18,10 +18,11 @@ from hypothesis import HealthCheck, given, seed, settings
 
 import fastlr
 
+# Of the value and of its sample's total; float64, float32.
 TOLERANCES = {
     True: (1e-8, 1e-11),
     False: (5e-3, 5e-4),
-}  # of the value and of its sample's total; float64, float32
+}
 SEEN = {True: 1e-5, False: 1e-2}  # samples so far apart from themselves alone interact beyond doubt
 
 
@@ -79,7 +80,6 @@ def test_many_random_models(capsys: pytest.CaptureFixture[str]) -> None:
     number = int(os.environ.get("FASTLR_FUZZ") or 200)
     fresh = int(os.environ.get("FASTLR_FUZZ_SEED") or secrets.randbits(32))
     with capsys.disabled():
-        print(
-            f"\n{number} random models, FASTLR_FUZZ_SEED={fresh}", file=sys.stderr
-        )  # which parallel workers share
+        # Which parallel workers share.
+        print(f"\n{number} random models, FASTLR_FUZZ_SEED={fresh}", file=sys.stderr)
     seed(fresh)(run(number)(given(specs())(check)))()

@@ -266,9 +266,8 @@ def test_a_hook_put_on_at_every_call_is_proven_once(proofs):
         handle = put_on(factor)
         right(model, (x,), v)
         handle.remove()
-    assert (
-        len(proofs) == 1
-    )  # the code is the same: another factor means new layouts and a sample that is looked at
+    # The code is the same: another factor means new layouts and a sample that is looked at.
+    assert len(proofs) == 1
 
 
 def test_one_sample_is_proven_once(proofs):

@@ -123,9 +123,8 @@ def test_every_sequence_as_if_alone(name, padded):
             (alone * v[i, :length]).sum(), list(model.parameters()), allow_unused=True
         )
         truth.append(sum(float(g.square().sum()) for g in grads if g is not None))
-    close = (
-        1e-7 if name in ("gemma2", "mamba") else 1e-12
-    )  # parts of these are float32 whatever the model
+    # Parts of these are float32 whatever the model.
+    close = 1e-7 if name in ("gemma2", "mamba") else 1e-12
     torch.testing.assert_close(
         got.per_sample, torch.tensor(truth, dtype=torch.float64), rtol=close, atol=0
     )
@@ -230,9 +229,8 @@ def test_blocks_change_no_bit(monkeypatch, probe, dtype):
     ).all()
     back = torch.ldexp(v.double(), exponent.view(-1, 1, 1))
     close = {torch.float64: 0, torch.float32: 6e-8, torch.bfloat16: 4e-3}[dtype]
-    torch.testing.assert_close(
-        back, whole, rtol=close, atol=1e-38
-    )  # below that float32 has nothing
+    # Below that float32 has nothing.
+    torch.testing.assert_close(back, whole, rtol=close, atol=1e-38)
     zero, none = Categorical(mask=torch.zeros(7, dtype=torch.bool)).scaled_cotangent(
         z, probe, range(3), 0
     )

@@ -114,9 +114,8 @@ def test_outputs_without_a_gradient_get_zeros() -> None:
 def test_a_formula_that_fails_by_itself_leaves_the_loop() -> None:
     def backward(ctx: Any, chosen: Tensor, g: Tensor, more: Tensor) -> tuple:
         x, w = ctx.saved_tensors
-        assert (
-            chosen.shape == g.shape[:1]
-        )  # autograd's engine knows the shape of an output that has no gradient
+        # Autograd's engine knows the shape of an output that has no gradient.
+        assert chosen.shape == g.shape[:1]
         return None, g @ w + 2 * more, g.T @ x, g.sum(0)
 
     with pytest.warns(FastlrWarning, match="formula of ProductBackward fails by itself"):

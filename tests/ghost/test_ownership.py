@@ -16,7 +16,9 @@ from fastlr.ghost.sample_axis import candidates
 
 SAMPLES = 2
 SIZES = (1, 2, 4)  # among them as many as samples, and axes that fold them
-ELSEWHERE = {  # of a GPU; of fastlr (test_trust.py, test_recurrent.py, test_kernels_folded.py); of functionalised graphs
+# Of a GPU; of fastlr (test_trust.py, test_recurrent.py, test_kernels_folded.py); of functionalised
+# graphs.
+ELSEWHERE = {
     *(f"ScaledDotProduct{kind}AttentionBackward0" for kind in ("Flash", "Efficient", "Cudnn")),
     *("FoldedConvBackward", "FixedNormBackward", "ScanBackward", "SqueezeBackward", "GateBackward"),
     "ActivatedBackward",

@@ -298,11 +298,19 @@ def test_numbers_are_not_given_twice():
 @pytest.mark.parametrize(
     "a, b",
     [
-        (0, 1), (1, 1.0), (Mode.OFF, Mode.ON), (np.int64(0), np.int64(1)), (torch.tensor(0), torch.tensor(1)),
-        (torch.arange(4), torch.arange(4).flip(0)), (Config(), Config(1.0)), ({"d": 1}, {"e": 1}), ("a", "b"),
-        (torch.zeros(50).bfloat16(), torch.ones(50).bfloat16()), (torch.eye(40) > 0, torch.eye(40) < 1),
+        (0, 1),
+        (1, 1.0),
+        (Mode.OFF, Mode.ON),
+        (np.int64(0), np.int64(1)),
+        (torch.tensor(0), torch.tensor(1)),
+        (torch.arange(4), torch.arange(4).flip(0)),
+        (Config(), Config(1.0)),
+        ({"d": 1}, {"e": 1}),
+        ("a", "b"),
+        (torch.zeros(50).bfloat16(), torch.ones(50).bfloat16()),
+        (torch.eye(40) > 0, torch.eye(40) < 1),
     ],
-)  # fmt: skip
+)
 def test_inputs_that_a_forward_pass_may_branch_on(a, b):
     x = torch.randn(8, 3)
     assert inputs_token((x, a), [0]) == inputs_token((x + 1, a), [0]) != inputs_token((x, b), [0])

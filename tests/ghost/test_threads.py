@@ -417,9 +417,8 @@ def test_what_reads_the_model_itself_is_proven_in_place(monkeypatch, make):
 @pytest.mark.parametrize("make", [closure_of_data, closure_of_number, closure_of_list])
 def test_a_parameter_that_is_read_without_a_graph_is_seen_to_move_the_output(monkeypatch, make):
     model = by_closure(make).eval()
-    model.layer.forward = lambda x: F.linear(
-        x, model.head.weight.new_ones(4, 4)
-    )  # its bias is read nowhere else
+    # Its bias is read nowhere else.
+    model.layer.forward = lambda x: F.linear(x, model.head.weight.new_ones(4, 4))
     with (
         clones(monkeypatch) as found,
         pytest.raises(fastlr.errors.HiddenParameterError, match=r"layer\.bias"),

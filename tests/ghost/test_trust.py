@@ -50,9 +50,8 @@ def check(call: Call) -> None:
         "the case itself is not what it says"
     )
     try:
-        right(
-            call.model, call.xs, v, want.norms
-        )  # also where samples interact by their gradients only: each beside a copy
+        # Also where samples interact by their gradients only: each beside a copy.
+        right(call.model, call.xs, v, want.norms)
     except fastlr.InteractionError:
         assert call.refused
 
@@ -376,9 +375,8 @@ def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     build, shape = FINE[name]
     model, axis = build().eval(), 1 if name == "encoder-time_first" else 0
-    front = Written(
-        lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model
-    )  # samples along axis 0
+    # Samples along axis 0.
+    front = Written(lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model)
     for count in (4, 2, 5, 4):
         x = torch.randn(count, *shape)
         v = output_like(model, (x,))
@@ -388,9 +386,8 @@ def test_models_that_keep_the_rules(name: str, dtype: torch.dtype) -> None:
         assert_norms({f"model.{n}": value for n, value in got.items()}, want, *TOLERANCES[dtype])
         report = fastlr.support_report(model, x, in_dim=axis, out_dim=axis)
         assert {report.routes[n] for n in got if want[f"model.{n}"].any()} == {"rule"}, report
-        assert any("every batch" in note for note in report.notes) == (name == "shuffled"), (
-            report
-        )  # by an index
+        # By an index.
+        assert any("every batch" in note for note in report.notes) == (name == "shuffled"), report
 
 
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")

@@ -15,10 +15,11 @@ from fastlr.ghost.api import engine_for
 from fastlr.ghost.sample_axis import Marks, Regular, explains, vanishing
 
 STEPS = 50
+# Of weights, so that gradients of the first steps are denormal.
 SHRINK = {
     torch.float32: 0.1,
     torch.float64: 1e-8,
-}  # of weights, so that gradients of the first steps are denormal
+}
 
 
 class Recurrence(nn.Module):

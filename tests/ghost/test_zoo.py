@@ -92,9 +92,8 @@ def test_zoo(name: str) -> None:
     compare(exact, cotangent, truth, itself=1e-10, total=1e-13)
     del exact
     single = zoo.make(name, torch.float32)
-    if (
-        single.kinked
-    ):  # hold it to float32 autograd on the same batch, which unfolded has the same kinks
+    if single.kinked:
+        # Hold it to float32 autograd on the same batch, which unfolded has the same kinks.
         truth = masked_norms(single, cotangent.float())
         compare(single, cotangent.float(), truth, itself=0.0, total=2e-3)
         with fuse.unfolded():

@@ -41,10 +41,11 @@ SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes
 REGISTERS, WARPS, PROGRAMS = 1 << 16, 64, 32
 # How it is given out: cuda_occupancy.h of CUDA 13.0, the occupancy calculator.
 PARTS = 4  # of a multiprocessor, each with a part of its registers and warps
+# Those of a warp, and the bytes of a program, are rounded up to multiples.
 REGISTERS_AT_ONCE, SHARED_AT_ONCE = (
     256,
     128,
-)  # those of a warp, and the bytes of a program, are rounded up to multiples
+)
 RESERVED = 1 << 10  # bytes of shared memory that a program takes beside its own
 
 
@@ -112,9 +113,8 @@ def compile_case(case: tuple, arch: int, **options: int) -> dict[str, object]:
     # ptxas puts spilled registers on the stack (local memory); these kernels have no arrays of
     # their own there.
     usage["spills"] = usage["stack"] + usage["local"]
-    usage["shared"] = (
-        compiled.metadata.shared
-    )  # cuobjdump knows nothing of it, but for what is reserved from 9.0 on
+    # Cuobjdump knows nothing of it, but for what is reserved from 9.0 on.
+    usage["shared"] = compiled.metadata.shared
     return {"case": name, "arch": arch, "warps": compiled.metadata.num_warps, **usage}
 
 

@@ -84,24 +84,43 @@ def write_run(
         skipped = t in skip
         lines.append(
             {
-                "kind": "task", "task": t, "round": 0, "classes": [t % 7, 7 + t % 5], "names": ["cat", "dog"],
-                "train_images": 400, "test_images": 100, "epochs": 3,
+                "kind": "task",
+                "task": t,
+                "round": 0,
+                "classes": [t % 7, 7 + t % 5],
+                "names": ["cat", "dog"],
+                "train_images": 400,
+                "test_images": 100,
+                "epochs": 3,
                 "accuracy": None if skipped else float(accuracy[t]),
-                "previous_accuracy": None if t == 0 or skipped or t - 1 in skip
+                "previous_accuracy": None
+                if t == 0 or skipped or t - 1 in skip
                 else float(accuracy[t - 1] - 0.1 - 0.02 * rng.standard_normal()),
-                "train_loss": 0.3, "optimiser_state": "kept", "measures": measures,
-                "seconds": {"train": 10.0, "evaluate": 0.5, "local_redundancy": 3.0 if t == 0 else 0.2,
-                            "dormant_ratio+srank": 0.04},
-                "skipped": "nan loss" if skipped else None, "something_new": [1, 2],
+                "train_loss": 0.3,
+                "optimiser_state": "kept",
+                "measures": measures,
+                "seconds": {
+                    "train": 10.0,
+                    "evaluate": 0.5,
+                    "local_redundancy": 3.0 if t == 0 else 0.2,
+                    "dormant_ratio+srank": 0.04,
+                },
+                "skipped": "nan loss" if skipped else None,
+                "something_new": [1, 2],
             }
-        )  # fmt: skip
+        )
     folder.mkdir(parents=True)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "records.jsonl").write_text(text + tail)
     config = {
-        "driver": "continual", "preset": "tiny", "options": {"model": "resnet18", "seed": seed},
-        "data": {"size": 32, "classes": 12}, "device": "cpu", "versions": {"torch": "2.11"}, "commit": "abc",
+        "driver": "continual",
+        "preset": "tiny",
+        "options": {"model": "resnet18", "seed": seed},
+        "data": {"size": 32, "classes": 12},
+        "device": "cpu",
+        "versions": {"torch": "2.11"},
+        "commit": "abc",
         "command": ["fastlr", "continual"],
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

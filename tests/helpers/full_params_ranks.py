@@ -166,9 +166,8 @@ def training(rank: int, whole: bool) -> dict[str, Any]:
                 model.set_requires_gradient_sync(part == 1)
                 z = model(batch(4, 10 * rank + 2 * step + part))
                 if measured and step == part == 0:
-                    found["in the midst"] = as_arrays(
-                        norms(model, batch(3, rank))
-                    )  # a graph waits; root is not resharded
+                    # A graph waits; root is not resharded.
+                    found["in the midst"] = as_arrays(norms(model, batch(3, rank)))
                 F.cross_entropy(z.flatten(0, 1), batch(4, 5).flatten()).backward()
                 if measured:
                     before = state(model)

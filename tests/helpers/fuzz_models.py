@@ -90,25 +90,49 @@ def dense(t: int, d: int) -> nn.Module:
     return nn.Linear(d, d)
 
 
-# fmt: off
 stage("linear", lambda m, h, i: m.a(h), a=dense)
 stage("perceptron", lambda m, h, i: m.b(F.gelu(m.a(h))), a=dense, b=dense)
-stage("over time", lambda m, h, i: m.a(h.transpose(1, 2)).transpose(1, 2).tanh(), a=lambda t, d: nn.Linear(t, t))
-stage("conv1d, batch norm", lambda m, h, i: m.norm(m.conv(h.transpose(1, 2))).tanh().transpose(1, 2),
-      conv=lambda t, d: nn.Conv1d(d, d, 3, padding=1, groups=2), norm=lambda t, d: nn.BatchNorm1d(d))
-stage("conv2d, batch norm", lambda m, h, i: m.back(F.silu(m.norm(m.conv(h[:, None]))))[:, 0],
-      conv=lambda t, d: nn.Conv2d(1, 3, 3, padding=1, bias=False), norm=lambda t, d: nn.BatchNorm2d(3),
-      back=lambda t, d: nn.Conv2d(3, 1, 1))
+stage(
+    "over time",
+    lambda m, h, i: m.a(h.transpose(1, 2)).transpose(1, 2).tanh(),
+    a=lambda t, d: nn.Linear(t, t),
+)
+stage(
+    "conv1d, batch norm",
+    lambda m, h, i: m.norm(m.conv(h.transpose(1, 2))).tanh().transpose(1, 2),
+    conv=lambda t, d: nn.Conv1d(d, d, 3, padding=1, groups=2),
+    norm=lambda t, d: nn.BatchNorm1d(d),
+)
+stage(
+    "conv2d, batch norm",
+    lambda m, h, i: m.back(F.silu(m.norm(m.conv(h[:, None]))))[:, 0],
+    conv=lambda t, d: nn.Conv2d(1, 3, 3, padding=1, bias=False),
+    norm=lambda t, d: nn.BatchNorm2d(3),
+    back=lambda t, d: nn.Conv2d(3, 1, 1),
+)
 stage("layer norm", lambda m, h, i: m.norm(h), norm=lambda t, d: nn.LayerNorm(d))
-stage("group norm", lambda m, h, i: m.norm(h.transpose(1, 2)).transpose(1, 2), norm=lambda t, d: nn.GroupNorm(2, d))
-stage("embedding", lambda m, h, i: h + m.words((i.x[..., 0] > 0).long() + 2 * i.mask) + m.places.weight,
-      words=lambda t, d: nn.Embedding(4, d), places=lambda t, d: nn.Embedding(t, d))
-stage("attention, padding mask", lambda m, h, i: m.attention(h, h, h, key_padding_mask=~i.mask, need_weights=False)[0],
-      attention=lambda t, d: nn.MultiheadAttention(d, 2, batch_first=True))
-stage("attention, time first", lambda m, h, i: m.attention(*[h.transpose(0, 1)] * 3)[0].transpose(0, 1),
-      attention=lambda t, d: nn.MultiheadAttention(d, 2))
+stage(
+    "group norm",
+    lambda m, h, i: m.norm(h.transpose(1, 2)).transpose(1, 2),
+    norm=lambda t, d: nn.GroupNorm(2, d),
+)
+stage(
+    "embedding",
+    lambda m, h, i: h + m.words((i.x[..., 0] > 0).long() + 2 * i.mask) + m.places.weight,
+    words=lambda t, d: nn.Embedding(4, d),
+    places=lambda t, d: nn.Embedding(t, d),
+)
+stage(
+    "attention, padding mask",
+    lambda m, h, i: m.attention(h, h, h, key_padding_mask=~i.mask, need_weights=False)[0],
+    attention=lambda t, d: nn.MultiheadAttention(d, 2, batch_first=True),
+)
+stage(
+    "attention, time first",
+    lambda m, h, i: m.attention(*[h.transpose(0, 1)] * 3)[0].transpose(0, 1),
+    attention=lambda t, d: nn.MultiheadAttention(d, 2),
+)
 stage("lstm", lambda m, h, i: m.rnn(h)[0], rnn=lambda t, d: nn.LSTM(d, d, batch_first=True))
-# fmt: on
 
 # Routings: samples and tokens in another order.
 

@@ -71,9 +71,8 @@ def train(
     x, y = data()
     losses = []
     for _ in range(steps):
-        with (
-            torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
-        ):  # around the step too
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            # Around the step too.
             for _ in range(accumulate):
                 rows = torch.randperm(len(x))[:16]
                 loss = F.cross_entropy(model(x[rows]).float(), y[rows]) / accumulate

@@ -49,8 +49,14 @@ def by_hand(rank: int) -> dict:
     with fastlr.distributed.sharded():
         shared = meter.measure().value
     alone = fastlr.estimate(network(), INPUTS, N, batch_size=N // 2).value
-    return {"same": all(same_bits(models[0], m) for m in models), "values": found, "wanted": wanted,
-            "shared": shared, "alone": alone, "logged": rows}  # fmt: skip
+    return {
+        "same": all(same_bits(models[0], m) for m in models),
+        "values": found,
+        "wanted": wanted,
+        "shared": shared,
+        "alone": alone,
+        "logged": rows,
+    }
 
 
 def by_lightning(rank: int) -> dict:
@@ -71,8 +77,14 @@ def by_lightning(rank: int) -> dict:
     except FastlrError as raised:
         error = str(raised)
     value = float(trainer.callback_metrics["local_redundancy"])
-    return {"same": same_bits(alone, watched), "steps": monitor.last.step, "value": monitor.last.value,
-            "metric": value, "wanted": wanted, "error": error}  # fmt: skip
+    return {
+        "same": same_bits(alone, watched),
+        "steps": monitor.last.step,
+        "value": monitor.last.value,
+        "metric": value,
+        "wanted": wanted,
+        "error": error,
+    }
 
 
 def by_huggingface(rank: int, folder: Path) -> dict:
@@ -132,8 +144,13 @@ def by_lightning_sharded(rank: int) -> dict:
     monitor = LocalRedundancyMonitor(INPUTS, N, every_n_steps=1)
     module, trainer = watched(monitor)
     wanted = fastlr.estimate(with_weights_of(module, Sharded()), INPUTS, N).value
-    return {"same": same_weights(alone, module), "value": monitor.last.value, "wanted": wanted,
-            "metric": float(trainer.callback_metrics["local_redundancy"]), "steps": monitor.last.step}  # fmt: skip
+    return {
+        "same": same_weights(alone, module),
+        "value": monitor.last.value,
+        "wanted": wanted,
+        "metric": float(trainer.callback_metrics["local_redundancy"]),
+        "steps": monitor.last.step,
+    }
 
 
 def by_huggingface_sharded(rank: int, folder: Path, bf16: bool) -> dict:
@@ -180,8 +197,14 @@ def by_huggingface_sharded(rank: int, folder: Path, bf16: bool) -> dict:
         dtype=torch.bfloat16 if bf16 else None,
     )
     values = [row["local_redundancy"] for row in logged(trainer, True)]
-    return {"same": same_weights(alone.model, trainer.model), "values": values, "value": callback.last.value,
-            "wanted": wanted.value, "by hand": by_hand.measure().value, "units": units(trainer.model)}  # fmt: skip
+    return {
+        "same": same_weights(alone.model, trainer.model),
+        "values": values,
+        "value": callback.last.value,
+        "wanted": wanted.value,
+        "by hand": by_hand.measure().value,
+        "units": units(trainer.model),
+    }
 
 
 def units(model: nn.Module) -> list[str]:
@@ -215,7 +238,6 @@ def as_launched(rank: int) -> None:
         "GROUP_RANK": 0,
     }
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    os.environ.update(
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    )  # there is a process group already
+    # There is a process group already.
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     os.environ.update({"TORCHELASTIC_RUN_ID": "test", "ACCELERATE_USE_CPU": "true"})

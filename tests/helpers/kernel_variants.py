@@ -32,7 +32,8 @@ from fastlr.ops.convolution_cases import geometry
 from fastlr.ops.geometry import ConvGeometry
 
 TORCH = {short: dtype for dtype, short in DTYPES.items()}
-LAYOUTS = {  # channels are contiguous (else positions), bytes of a load; "strided": nothing is contiguous
+# Channels are contiguous (else positions), bytes of a load; "strided": nothing is contiguous.
+LAYOUTS = {
     "last": (True, 16),
     "last,1": (True, 1),
     "first": (False, 16),
@@ -250,10 +251,17 @@ def products(*, window: bool, folded: bool) -> Iterator[tuple]:
             form = "packed" if packed else "window" if window else "plain"
             for outputs, columns, rows, num_warps, num_stages in sorted(tiles):
                 constants = ones | {
-                    "X_PLAIN": not window, "G_PLAIN": not window or bool(ones), "X_LAST": last, "G_LAST": last,
-                    "PACKED": packed, "FOLDED": folded, "ALIGN": align,
-                    "OUTPUTS": outputs, "COLUMNS": columns, "ROWS": rows,
-                }  # fmt: skip
+                    "X_PLAIN": not window,
+                    "G_PLAIN": not window or bool(ones),
+                    "X_LAST": last,
+                    "G_LAST": last,
+                    "PACKED": packed,
+                    "FOLDED": folded,
+                    "ALIGN": align,
+                    "OUTPUTS": outputs,
+                    "COLUMNS": columns,
+                    "ROWS": rows,
+                }
                 label = f"{form}{'_folded' if folded else ''}[{short},{layout},{outputs}x{columns}]"
                 how = {"num_warps": num_warps, "num_stages": num_stages}
                 yield variant(label, product_norms.product_norms_kernel, kinds, constants, **how)
@@ -326,9 +334,19 @@ def depthwise_layers() -> Iterator[
     Each is (name, dtype, channels_last, vector, channels, columns, kernel, geometry).
     """
     for channels, columns, kernel, stride in (
-        (16, 112, 3, 1), (64, 112, 3, 2), (72, 56, 3, 1), (72, 56, 5, 2), (120, 28, 5, 1), (240, 28, 3, 2),
-        (200, 14, 3, 1), (672, 14, 5, 2), (960, 7, 5, 1), (512, 16, 7, 1), (5, 7, 3, 1), (3, 9, 2, 2),
-    ):  # fmt: skip
+        (16, 112, 3, 1),
+        (64, 112, 3, 2),
+        (72, 56, 3, 1),
+        (72, 56, 5, 2),
+        (120, 28, 5, 1),
+        (240, 28, 3, 2),
+        (200, 14, 3, 1),
+        (672, 14, 5, 2),
+        (960, 7, 5, 1),
+        (512, 16, 7, 1),
+        (5, 7, 3, 1),
+        (3, 9, 2, 2),
+    ):
         kinds = [("bf16", True)]
         kinds += [("bf16", False), ("fp32", True)] if channels in (5, 64, 120, 512) else []
         kinds += [("fp16", True)] if channels in (72, 672) else []
@@ -555,7 +573,19 @@ def folded_pointwise() -> list[tuple]:
 VARIANTS: dict[str, Callable[[], Iterable[tuple]]] = {
     make.__name__: make
     for make in (
-        broadcast_sums, channel_sums, conv_norms, depthwise, embedding_norms, fisher_root, fold_weights,
-        folded, folded_depthwise, folded_pointwise, layer_norm_sums, linear_norms, row_norms, shape_images,
+        broadcast_sums,
+        channel_sums,
+        conv_norms,
+        depthwise,
+        embedding_norms,
+        fisher_root,
+        fold_weights,
+        folded,
+        folded_depthwise,
+        folded_pointwise,
+        layer_norm_sums,
+        linear_norms,
+        row_norms,
+        shape_images,
     )
-}  # fmt: skip
+}

@@ -35,9 +35,14 @@ sys.path.append(str(Path(__file__).parents[2]))  # bench/ is beside tests/
 from bench import traffic  # noqa: E402
 
 POINTERS = {
-    torch.float32: "*fp32", torch.float64: "*fp64", torch.bfloat16: "*bf16", torch.float16: "*fp16",
-    torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8",
-}  # fmt: skip
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 BATCH = 4
 
@@ -54,9 +59,8 @@ def variant(kernel: JITFunction, args: tuple, given: dict[str, Any]) -> tuple:
             constants[name] = value
         elif isinstance(value, Tensor):
             signature[name] = POINTERS[value.dtype]
-            divisible.append(
-                name
-            )  # what torch allocates is aligned; views that are not have the same code, or narrower
+            # What torch allocates is aligned; views that are not have the same code, or narrower.
+            divisible.append(name)
         elif isinstance(value, bool):
             signature[name] = "i1"
         elif isinstance(value, int):

@@ -93,9 +93,8 @@ def estimates(rank: int) -> dict[str, dict[str, Any]]:
             "training": model.training,
             "rank": rank,
         }
-    estimator = fastlr.LocalRedundancy(
-        mlp(), Drawn(), 40, seed=1
-    )  # made outside, shared and not, the model changed
+    # Made outside, shared and not, the model changed.
+    estimator = fastlr.LocalRedundancy(mlp(), Drawn(), 40, seed=1)
     with sharded(timeout=60):
         first = estimator.measure()
         with torch.no_grad():
@@ -245,9 +244,14 @@ def halved(rank: int) -> dict[str, dict[str, Any]]:
                 state["sizes"] = []
                 again = meter.measure()
         found[name] = {
-            "values": got.per_sample.tolist(), "value": got.value, "notes": got.notes, "chunk": got.batch_size,
-            "sizes": sizes, "again": [again.value, again.notes, again.batch_size], "sizes again": state["sizes"],
-        }  # fmt: skip
+            "values": got.per_sample.tolist(),
+            "value": got.value,
+            "notes": got.notes,
+            "chunk": got.batch_size,
+            "sizes": sizes,
+            "again": [again.value, again.notes, again.batch_size],
+            "sizes again": state["sizes"],
+        }
     return found
 
 

@@ -216,9 +216,8 @@ def bmm_of_as_many_heads_as_samples():
 
     def how(net, x):
         mask = permutation(x[:, 0]).expand(4, len(x), len(x))
-        h = torch.bmm(mask, net.a(x).tanh().permute(2, 0, 1)).permute(
-            1, 2, 0
-        )  # heads first, then [B, T, heads]
+        # Heads first, then [B, T, heads].
+        h = torch.bmm(mask, net.a(x).tanh().permute(2, 0, 1)).permute(1, 2, 0)
         h = torch.bmm(mask.transpose(1, 2), net.b(h).tanh().permute(2, 0, 1)).permute(1, 2, 0)
         return net.c(h.sum(1))
 
@@ -426,7 +425,9 @@ def actions(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 5), mask
 
 
-WHEN = {  # samples interact by a detached mean, small beside the largest output: (how many samples, whether they do)
+# Samples interact by a detached mean, small beside the largest output: (how many samples, whether
+# they do).
+WHEN = {
     "right": ((6, False), (6, False), (9, False)),
     "interacting": ((6, True), (6, True), (9, True)),
     "later": ((6, False), (6, True), (6, False)),

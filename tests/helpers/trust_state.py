@@ -119,50 +119,129 @@ def zero() -> Tensor:
     return torch.zeros(())
 
 
-# fmt: off
-def own(net): return net.alpha  # noqa: E704
-def put(net, alpha): net.alpha = alpha  # noqa: E704
+def own(net):
+    return net.alpha  # noqa: E704
 
 
-holder("buffer in place", own, lambda net, alpha: net.alpha.fill_(alpha), alpha=lambda: nn.Buffer(zero()))
-holder("buffer replaced", own, lambda net, alpha: put(net, torch.tensor(alpha)), alpha=lambda: nn.Buffer(zero()))
+def put(net, alpha):
+    net.alpha = alpha  # noqa: E704
+
+
+holder(
+    "buffer in place",
+    own,
+    lambda net, alpha: net.alpha.fill_(alpha),
+    alpha=lambda: nn.Buffer(zero()),
+)
+holder(
+    "buffer replaced",
+    own,
+    lambda net, alpha: put(net, torch.tensor(alpha)),
+    alpha=lambda: nn.Buffer(zero()),
+)
 holder("tensor in place", own, lambda net, alpha: net.alpha.fill_(alpha), alpha=zero)
 holder("tensor replaced", own, lambda net, alpha: put(net, torch.tensor(alpha)))
-holder("tensor in a list", lambda net: net.all[0], lambda net, alpha: net.all[0].fill_(alpha), all=lambda: [zero()])
-holder("frozen parameter", own, lambda net, alpha: net.alpha.data.fill_(alpha),
-       alpha=lambda: nn.Parameter(zero(), requires_grad=False))
+holder(
+    "tensor in a list",
+    lambda net: net.all[0],
+    lambda net, alpha: net.all[0].fill_(alpha),
+    all=lambda: [zero()],
+)
+holder(
+    "frozen parameter",
+    own,
+    lambda net, alpha: net.alpha.data.fill_(alpha),
+    alpha=lambda: nn.Parameter(zero(), requires_grad=False),
+)
 holder("attribute", own, put)
-holder("dict", lambda net: net.all["alpha"], lambda net, alpha: net.all.update(alpha=alpha), all=dict)
-holder("nested list", lambda net: net.all["a"][0][1], lambda net, alpha: net.all["a"][0].__setitem__(1, alpha),
-       all=lambda: {"a": [[1, 0.0]]})
-holder("namespace", lambda net: net.config.alpha, lambda net, alpha: put(net.config, alpha), config=SimpleNamespace)
-holder("dataclass", lambda net: net.config.alpha, lambda net, alpha: put(net.config, alpha), config=Config)
-holder("slots", lambda net: net.config.alpha, lambda net, alpha: put(net.config, alpha), config=Slotted)
+holder(
+    "dict", lambda net: net.all["alpha"], lambda net, alpha: net.all.update(alpha=alpha), all=dict
+)
+holder(
+    "nested list",
+    lambda net: net.all["a"][0][1],
+    lambda net, alpha: net.all["a"][0].__setitem__(1, alpha),
+    all=lambda: {"a": [[1, 0.0]]},
+)
+holder(
+    "namespace",
+    lambda net: net.config.alpha,
+    lambda net, alpha: put(net.config, alpha),
+    config=SimpleNamespace,
+)
+holder(
+    "dataclass",
+    lambda net: net.config.alpha,
+    lambda net, alpha: put(net.config, alpha),
+    config=Config,
+)
+holder(
+    "slots", lambda net: net.config.alpha, lambda net, alpha: put(net.config, alpha), config=Slotted
+)
 holder("class attribute", own, lambda net, alpha: put(OnClass, alpha), OnClass)
 holder("enum", lambda net: net.mode.value, lambda net, alpha: setattr(net, "mode", Mode(alpha)))
 holder("numpy scalar", lambda net: float(net.alpha), lambda net, alpha: put(net, np.float32(alpha)))
-holder("numpy array", lambda net: float(net.alpha[0]), lambda net, alpha: net.alpha.fill(alpha), alpha=lambda: np.zeros(1))
-holder("submodule exchanged", lambda net: net.inner.values[0], lambda net, alpha: setattr(net, "inner", Listed(alpha)))
+holder(
+    "numpy array",
+    lambda net: float(net.alpha[0]),
+    lambda net, alpha: net.alpha.fill(alpha),
+    alpha=lambda: np.zeros(1),
+)
+holder(
+    "submodule exchanged",
+    lambda net: net.inner.values[0],
+    lambda net, alpha: setattr(net, "inner", Listed(alpha)),
+)
 holder("global", lambda net: ALPHA, lambda net, alpha: setattr(THIS, "ALPHA", alpha))
 holder("global class", lambda net: Config.alpha, lambda net, alpha: put(Config, alpha))
 holder("global of a helper", lambda net: helper(), lambda net, alpha: OPTIONS.update(alpha=alpha))
-holder("user dict", lambda net: net.all["alpha"], lambda net, alpha: net.all.update(alpha=alpha), all=UserDict)
-holder("chain map", lambda net: net.all["alpha"], lambda net, alpha: net.all.maps[1].update(alpha=alpha),
-       all=lambda: ChainMap({}, {}))
-holder("weak reference", lambda net: net.found().alpha, lambda net, alpha: put(net.found(), alpha),
-       found=lambda: weakref.ref(SHARED))
-holder("weak proxy", lambda net: net.all[0].alpha, lambda net, alpha: put(SHARED, alpha),
-       all=lambda: [weakref.proxy(SHARED)])
-holder("array of objects", lambda net: net.all[0].alpha, lambda net, alpha: put(net.all[0], alpha),
-       all=lambda: np.array([Config(), None], dtype=object))
-holder("context variable", lambda net: net.shared.held.get(),
-       lambda net, alpha: net.shared.held.set(alpha),
-       shared=lambda: Shared(ContextVar("alpha")))
-holder("thread local", lambda net: net.shared.held.alpha,
-       lambda net, alpha: put(net.shared.held, alpha),
-       shared=lambda: Shared(threading.local()))
-holder("entry of a global", lambda net: OPTIONS["alpha"], lambda net, alpha: OPTIONS.update(alpha=alpha))
-# fmt: on
+holder(
+    "user dict",
+    lambda net: net.all["alpha"],
+    lambda net, alpha: net.all.update(alpha=alpha),
+    all=UserDict,
+)
+holder(
+    "chain map",
+    lambda net: net.all["alpha"],
+    lambda net, alpha: net.all.maps[1].update(alpha=alpha),
+    all=lambda: ChainMap({}, {}),
+)
+holder(
+    "weak reference",
+    lambda net: net.found().alpha,
+    lambda net, alpha: put(net.found(), alpha),
+    found=lambda: weakref.ref(SHARED),
+)
+holder(
+    "weak proxy",
+    lambda net: net.all[0].alpha,
+    lambda net, alpha: put(SHARED, alpha),
+    all=lambda: [weakref.proxy(SHARED)],
+)
+holder(
+    "array of objects",
+    lambda net: net.all[0].alpha,
+    lambda net, alpha: put(net.all[0], alpha),
+    all=lambda: np.array([Config(), None], dtype=object),
+)
+holder(
+    "context variable",
+    lambda net: net.shared.held.get(),
+    lambda net, alpha: net.shared.held.set(alpha),
+    shared=lambda: Shared(ContextVar("alpha")),
+)
+holder(
+    "thread local",
+    lambda net: net.shared.held.alpha,
+    lambda net, alpha: put(net.shared.held, alpha),
+    shared=lambda: Shared(threading.local()),
+)
+holder(
+    "entry of a global",
+    lambda net: OPTIONS["alpha"],
+    lambda net, alpha: OPTIONS.update(alpha=alpha),
+)
 
 
 def closure_of_a_hook(mix: Mix) -> Held:

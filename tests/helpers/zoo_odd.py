@@ -15,48 +15,130 @@ from zoo_registry import B, bag, emb, ids, lin, r, written, zoo
 
 from bench.cases import Case
 
-# fmt: off
 # ----------------------------------------------------------------------------------------
 # embeddings, tables, indexing
 written("embedding", lambda m, i: m.lin(m.emb(i)), ids(7, B, 6), emb=emb(7, 5), lin=lin(5, 3))
 written("embedding_repeated_ids", lambda m, i: m.emb(i).tanh().sum(1), ids(2, B, 9), emb=emb(7, 5))
-written("embedding_padding_idx", lambda m, i: m.emb(i).tanh(), ids(3, B, 9), emb=emb(7, 5, padding_idx=1))
+written(
+    "embedding_padding_idx",
+    lambda m, i: m.emb(i).tanh(),
+    ids(3, B, 9),
+    emb=emb(7, 5, padding_idx=1),
+)
 written("embedding_sparse", lambda m, i: m.emb(i).tanh(), ids(3, B, 9), emb=emb(7, 5, sparse=True))
 written("embedding_one_id", lambda m, i: m.emb(i), ids(7, B), emb=emb(7, 5))
-written("embedding_scaled_by_frequency", lambda m, i: m.emb(i).tanh(), ids(3, B, 9), expected="ok|ModelError",
-        emb=emb(7, 5, scale_grad_by_freq=True))
-written("embedding_tied", lambda m, i: m.emb(i).tanh() @ m.emb.weight.t(), ids(7, B, 6), emb=emb(7, 5))
+written(
+    "embedding_scaled_by_frequency",
+    lambda m, i: m.emb(i).tanh(),
+    ids(3, B, 9),
+    expected="ok|ModelError",
+    emb=emb(7, 5, scale_grad_by_freq=True),
+)
+written(
+    "embedding_tied", lambda m, i: m.emb(i).tanh() @ m.emb.weight.t(), ids(7, B, 6), emb=emb(7, 5)
+)
 written("embedding_bag_sum", lambda m, i: m.emb(i).tanh(), ids(4, B, 6), emb=bag(7, 5, mode="sum"))
-written("embedding_bag_mean", lambda m, i: m.emb(i).tanh(), ids(4, B, 6), emb=bag(7, 5, mode="mean", padding_idx=2))
+written(
+    "embedding_bag_mean",
+    lambda m, i: m.emb(i).tanh(),
+    ids(4, B, 6),
+    emb=bag(7, 5, mode="mean", padding_idx=2),
+)
 written("embedding_bag_max", lambda m, i: m.emb(i).tanh(), ids(4, B, 6), emb=bag(7, 5, mode="max"))
-written("embedding_bag_weighted", lambda m, i, w: m.emb(i, per_sample_weights=w),
-        lambda: (torch.randint(0, 4, (B, 6)), torch.rand(B, 6)), emb=bag(7, 5, mode="sum"))
-written("position_table", lambda m, x: m.lin(x + m.pos[:, : x.shape[1]]).tanh(), r(B, 6, 5), pos=(1, 9, 5),
-        lin=lin(5, 3))
-written("position_table_length_equals_batch", lambda m, x: (x + m.pos[: x.shape[1]]).tanh(), r(B, B, 5), pos=(9, 5))
-written("position_ids_1_by_T", lambda m, x, p: m.lin(x + m.pos(p)).tanh(),
-        lambda: (torch.randn(B, 6, 5), torch.arange(6)[None]), pos=emb(9, 5), lin=lin(5, 3))
-written("position_ids_made_inside", lambda m, x: (x + m.pos(torch.arange(x.shape[1]))).tanh(), r(B, 6, 5),
-        pos=emb(9, 5))
-written("class_token", lambda m, x: m.lin(torch.cat([m.cls.expand(len(x), -1, -1), x], 1) + m.pos)[:, 0], r(B, 6, 5),
-        cls=(1, 1, 5), pos=(1, 7, 5), lin=lin(5, 3))
-written("class_token_repeated", lambda m, x: torch.cat([m.cls.repeat(len(x), 1, 1), x], 1).tanh(), r(B, 6, 5),
-        cls=(1, 2, 5))
-written("position_bias_through_index", lambda m, x: (x @ x.transpose(1, 2) + m.table[m.index]).softmax(-1) @ x,
-        r(B, 5, 4), table=(9,), index=lambda: torch.arange(5)[:, None] - torch.arange(5)[None] + 4)
-written("position_bias_per_head",
-        lambda m, x: x + m.table[m.index.flatten()].view(5, 5, 2).permute(2, 0, 1)[None].tanh(), r(B, 2, 5, 5),
-        table=(9, 2), index=lambda: torch.arange(5)[:, None] - torch.arange(5)[None] + 4)
-written("parameter_indexed_by_sample", lambda m, x, i: m.table[i] * x,
-        lambda: (torch.randn(B, 5), torch.randint(0, 3, (B,))), table=(6, 5))
-written("parameter_gathered", lambda m, x, i: m.t[None].expand(len(x), -1).gather(1, i) * x,
-        lambda: (torch.randn(B, 5), torch.randint(0, 8, (B, 5))), t=(8,))
-written("index_select_rows", lambda m, x: x @ m.t.index_select(0, m.i), r(B, 5, 4), t=(6, 3),
-        i=lambda: torch.tensor([0, 2, 2, 5]))
+written(
+    "embedding_bag_weighted",
+    lambda m, i, w: m.emb(i, per_sample_weights=w),
+    lambda: (torch.randint(0, 4, (B, 6)), torch.rand(B, 6)),
+    emb=bag(7, 5, mode="sum"),
+)
+written(
+    "position_table",
+    lambda m, x: m.lin(x + m.pos[:, : x.shape[1]]).tanh(),
+    r(B, 6, 5),
+    pos=(1, 9, 5),
+    lin=lin(5, 3),
+)
+written(
+    "position_table_length_equals_batch",
+    lambda m, x: (x + m.pos[: x.shape[1]]).tanh(),
+    r(B, B, 5),
+    pos=(9, 5),
+)
+written(
+    "position_ids_1_by_T",
+    lambda m, x, p: m.lin(x + m.pos(p)).tanh(),
+    lambda: (torch.randn(B, 6, 5), torch.arange(6)[None]),
+    pos=emb(9, 5),
+    lin=lin(5, 3),
+)
+written(
+    "position_ids_made_inside",
+    lambda m, x: (x + m.pos(torch.arange(x.shape[1]))).tanh(),
+    r(B, 6, 5),
+    pos=emb(9, 5),
+)
+written(
+    "class_token",
+    lambda m, x: m.lin(torch.cat([m.cls.expand(len(x), -1, -1), x], 1) + m.pos)[:, 0],
+    r(B, 6, 5),
+    cls=(1, 1, 5),
+    pos=(1, 7, 5),
+    lin=lin(5, 3),
+)
+written(
+    "class_token_repeated",
+    lambda m, x: torch.cat([m.cls.repeat(len(x), 1, 1), x], 1).tanh(),
+    r(B, 6, 5),
+    cls=(1, 2, 5),
+)
+written(
+    "position_bias_through_index",
+    lambda m, x: (x @ x.transpose(1, 2) + m.table[m.index]).softmax(-1) @ x,
+    r(B, 5, 4),
+    table=(9,),
+    index=lambda: torch.arange(5)[:, None] - torch.arange(5)[None] + 4,
+)
+written(
+    "position_bias_per_head",
+    lambda m, x: x + m.table[m.index.flatten()].view(5, 5, 2).permute(2, 0, 1)[None].tanh(),
+    r(B, 2, 5, 5),
+    table=(9, 2),
+    index=lambda: torch.arange(5)[:, None] - torch.arange(5)[None] + 4,
+)
+written(
+    "parameter_indexed_by_sample",
+    lambda m, x, i: m.table[i] * x,
+    lambda: (torch.randn(B, 5), torch.randint(0, 3, (B,))),
+    table=(6, 5),
+)
+written(
+    "parameter_gathered",
+    lambda m, x, i: m.t[None].expand(len(x), -1).gather(1, i) * x,
+    lambda: (torch.randn(B, 5), torch.randint(0, 8, (B, 5))),
+    t=(8,),
+)
+written(
+    "index_select_rows",
+    lambda m, x: x @ m.t.index_select(0, m.i),
+    r(B, 5, 4),
+    t=(6, 3),
+    i=lambda: torch.tensor([0, 2, 2, 5]),
+)
 written("pad_and_roll", lambda m, x: x + F.pad(m.t, (1, 1)).roll(1, 0), r(B, 6, 5), t=(6, 3))
-written("stack_of_parameters", lambda m, x: x @ torch.stack([m.a, m.b, m.a * m.b], 1), r(B, 5), a=(5,), b=(5,))
-written("learned_queries", lambda m, x: F.scaled_dot_product_attention(m.q.expand(len(x), -1, -1), m.k(x), x),
-        r(B, 6, 4), q=(3, 4), k=lin(4, 4))
+written(
+    "stack_of_parameters",
+    lambda m, x: x @ torch.stack([m.a, m.b, m.a * m.b], 1),
+    r(B, 5),
+    a=(5,),
+    b=(5,),
+)
+written(
+    "learned_queries",
+    lambda m, x: F.scaled_dot_product_attention(m.q.expand(len(x), -1, -1), m.k(x), x),
+    r(B, 6, 4),
+    q=(3, 4),
+    k=lin(4, 4),
+)
 
 
 def _masked(m: Written, x: Tensor, mask: Tensor) -> Tensor:
@@ -72,9 +154,17 @@ def _mask() -> tuple[Tensor, Tensor]:
 
 
 written("masked_rows", _masked, _mask, a=lin(5, 4), b=lin(4, 3))
-written("masked_rows_inner", lambda m, x, mask: _masked(m, m.first(x), mask), _mask, first=lin(5, 5), a=lin(5, 4),
-        b=lin(4, 3))
-written("rows_by_data", lambda m, x: _masked(m, x, x[..., 0] > 0), r(B, 6, 5), a=lin(5, 4), b=lin(4, 3))
+written(
+    "masked_rows_inner",
+    lambda m, x, mask: _masked(m, m.first(x), mask),
+    _mask,
+    first=lin(5, 5),
+    a=lin(5, 4),
+    b=lin(4, 3),
+)
+written(
+    "rows_by_data", lambda m, x: _masked(m, x, x[..., 0] > 0), r(B, 6, 5), a=lin(5, 4), b=lin(4, 3)
+)
 
 
 def _experts(m: Written, x: Tensor) -> Tensor:
@@ -88,8 +178,16 @@ def _experts(m: Written, x: Tensor) -> Tensor:
     return out.view_as(x) + x
 
 
-written("mixture_of_experts", _experts, r(B, 6, 5), first=lin(5, 5), router=lin(5, 3),
-        experts=lambda: nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)) for _ in range(3)))
+written(
+    "mixture_of_experts",
+    _experts,
+    r(B, 6, 5),
+    first=lin(5, 5),
+    router=lin(5, 3),
+    experts=lambda: nn.ModuleList(
+        nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)) for _ in range(3)
+    ),
+)
 
 
 # --------------------------------------------------------------------------------------- weights
@@ -109,7 +207,10 @@ class LoRA(nn.Module):
 
 def _parametrised(layer: nn.Module, change: Callable[[nn.Module], Any], *shape: int) -> Case:
     change(layer)
-    return Case(nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).eval(), torch.randn(B, *shape))
+    return Case(
+        nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)).eval(),
+        torch.randn(B, *shape),
+    )
 
 
 def _lazy(case: Case) -> Case:
@@ -118,7 +219,9 @@ def _lazy(case: Case) -> Case:
     return case
 
 
-def parametrised(name: str, layer: Callable[[], nn.Module], change: Callable[[nn.Module], Any], *shape: int) -> None:
+def parametrised(
+    name: str, layer: Callable[[], nn.Module], change: Callable[[nn.Module], Any], *shape: int
+) -> None:
     """Register a layer whose weight is computed from other parameters."""
     zoo(name)(lambda: _lazy(_parametrised(layer(), change, *shape)))
 
@@ -128,22 +231,45 @@ def _frozen_lora(layer: nn.Module) -> None:
     parametrize.register_parametrization(layer, "weight", LoRA(*layer.weight.shape))
 
 
-parametrised("lora", lin(5, 6), lambda m: parametrize.register_parametrization(m, "weight", LoRA(6, 5)), 7, 5)
+parametrised(
+    "lora", lin(5, 6), lambda m: parametrize.register_parametrization(m, "weight", LoRA(6, 5)), 7, 5
+)
 parametrised("lora_frozen_base", lin(5, 6), _frozen_lora, 5)
 parametrised("weight_norm_old", lin(5, 6), weight_norm, 7, 5)
 parametrised("weight_norm_old_conv", lambda: nn.Conv1d(4, 6, 3), weight_norm, 4, 8)
 parametrised("weight_norm", lin(5, 6), parametrizations.weight_norm, 7, 5)
 parametrised("weight_norm_conv", lambda: nn.Conv2d(4, 6, 3), parametrizations.weight_norm, 4, 5, 6)
-parametrised("weight_norm_transposed", lambda: nn.ConvTranspose2d(4, 6, 3),
-             lambda m: parametrizations.weight_norm(m, dim=1), 4, 3, 3)
+parametrised(
+    "weight_norm_transposed",
+    lambda: nn.ConvTranspose2d(4, 6, 3),
+    lambda m: parametrizations.weight_norm(m, dim=1),
+    4,
+    3,
+    3,
+)
 parametrised("spectral_norm", lin(5, 6), parametrizations.spectral_norm, 7, 5)
 parametrised("orthogonal", lin(5, 5), parametrizations.orthogonal, 7, 5)
-written("factored_weight", lambda m, x: F.linear(x, (m.a @ m.b).t(), m.c.square()), r(B, 7, 5), a=(5, 2), b=(2, 6),
-        c=(6,))
-written("hyper_scale", lambda m, x: F.conv2d(x, F.layer_norm(m.w.flatten(1), (12,)).view_as(m.w) * m.g), r(B, 3, 5, 6),
-        w=(4, 3, 2, 2), g=(4, 1, 1, 1))
-written("weight_per_sample", lambda m, x: torch.bmm(m.h(x).view(len(x), 3, 5), x[:, :, None]).squeeze(2), r(B, 5),
-        h=lin(5, 15))
+written(
+    "factored_weight",
+    lambda m, x: F.linear(x, (m.a @ m.b).t(), m.c.square()),
+    r(B, 7, 5),
+    a=(5, 2),
+    b=(2, 6),
+    c=(6,),
+)
+written(
+    "hyper_scale",
+    lambda m, x: F.conv2d(x, F.layer_norm(m.w.flatten(1), (12,)).view_as(m.w) * m.g),
+    r(B, 3, 5, 6),
+    w=(4, 3, 2, 2),
+    g=(4, 1, 1, 1),
+)
+written(
+    "weight_per_sample",
+    lambda m, x: torch.bmm(m.h(x).view(len(x), 3, 5), x[:, :, None]).squeeze(2),
+    r(B, 5),
+    h=lin(5, 15),
+)
 
 
 # ------------------------------------------------------------------------------------------
@@ -164,26 +290,65 @@ _encoder("encoder_batch_first_length_equals_batch", B, True)
 _encoder("encoder_time_first", 6, False)
 _encoder("encoder_time_first_length_equals_batch", B, False)
 _encoder("encoder_norm_first_no_bias", 6, True, norm_first=True, bias=False)
-written("attention_kdim_vdim", lambda m, x, y: m.a(x, y, y.tanh())[0],
-        lambda: (torch.randn(B, 5, 8), torch.randn(B, 6, 3)),
-        a=lambda: nn.MultiheadAttention(8, 2, kdim=3, vdim=3, batch_first=True, add_bias_kv=True))
-written("time_first_inside", lambda m, x: m.b(m.a(x.transpose(0, 1)).tanh()).transpose(0, 1), r(B, B, 5), a=lin(5, 6),
-        b=lin(6, 3))
-written("time_first", lambda m, x: m.b(m.a(x).tanh() + m.t), r(6, B, 5), kwargs={"in_dim": 1, "out_dim": 1},
-        a=lin(5, 6), t=(6,), b=lin(6, 3))
-written("time_first_output_reduced", lambda m, x: m.b(m.a(x).tanh()).mean(0), r(6, B, 5), kwargs={"in_dim": 1},
-        a=lin(5, 6), b=lin(6, 3))
-written("folded_before_and_after", lambda m, x: m.b(m.a(x.flatten(0, 1)).tanh().view(*x.shape[:2], -1)).sum(1),
-        r(B, 3, 5), a=lin(5, 6), b=lin(6, 2))
-written("folded_with_batch_inside",
-        lambda m, x: m.a(x.transpose(0, 1).flatten(0, 1)).view(3, len(x), -1).transpose(0, 1).tanh(), r(B, 3, 5),
-        a=lin(5, 6))
+written(
+    "attention_kdim_vdim",
+    lambda m, x, y: m.a(x, y, y.tanh())[0],
+    lambda: (torch.randn(B, 5, 8), torch.randn(B, 6, 3)),
+    a=lambda: nn.MultiheadAttention(8, 2, kdim=3, vdim=3, batch_first=True, add_bias_kv=True),
+)
+written(
+    "time_first_inside",
+    lambda m, x: m.b(m.a(x.transpose(0, 1)).tanh()).transpose(0, 1),
+    r(B, B, 5),
+    a=lin(5, 6),
+    b=lin(6, 3),
+)
+written(
+    "time_first",
+    lambda m, x: m.b(m.a(x).tanh() + m.t),
+    r(6, B, 5),
+    kwargs={"in_dim": 1, "out_dim": 1},
+    a=lin(5, 6),
+    t=(6,),
+    b=lin(6, 3),
+)
+written(
+    "time_first_output_reduced",
+    lambda m, x: m.b(m.a(x).tanh()).mean(0),
+    r(6, B, 5),
+    kwargs={"in_dim": 1},
+    a=lin(5, 6),
+    b=lin(6, 3),
+)
+written(
+    "folded_before_and_after",
+    lambda m, x: m.b(m.a(x.flatten(0, 1)).tanh().view(*x.shape[:2], -1)).sum(1),
+    r(B, 3, 5),
+    a=lin(5, 6),
+    b=lin(6, 2),
+)
+written(
+    "folded_with_batch_inside",
+    lambda m, x: m.a(x.transpose(0, 1).flatten(0, 1)).view(3, len(x), -1).transpose(0, 1).tanh(),
+    r(B, 3, 5),
+    a=lin(5, 6),
+)
 for _cell in ("RNN", "LSTM", "GRU"):
     _make = getattr(nn, _cell)
-    written(f"{_cell.lower()}", lambda m, x: m.lin(m.rnn(x)[0]), r(B, 5, 4),
-            rnn=lambda k=_make: k(4, 3, batch_first=True), lin=lin(3, 2))
-    written(f"{_cell.lower()}_two_layers_both_ways_time_first", lambda m, x: m.rnn(x)[0], r(5, B, 4),
-            kwargs={"in_dim": 1, "out_dim": 1}, rnn=lambda k=_make: k(4, 3, num_layers=2, bidirectional=True))
+    written(
+        f"{_cell.lower()}",
+        lambda m, x: m.lin(m.rnn(x)[0]),
+        r(B, 5, 4),
+        rnn=lambda k=_make: k(4, 3, batch_first=True),
+        lin=lin(3, 2),
+    )
+    written(
+        f"{_cell.lower()}_two_layers_both_ways_time_first",
+        lambda m, x: m.rnn(x)[0],
+        r(5, B, 4),
+        kwargs={"in_dim": 1, "out_dim": 1},
+        rnn=lambda k=_make: k(4, 3, num_layers=2, bidirectional=True),
+    )
 
 
 def _unrolled(m: Written, x: Tensor) -> Tensor:
@@ -197,15 +362,34 @@ written("gru_cell_unrolled", _unrolled, r(B, 5, 4), cell=lambda: nn.GRUCell(4, 3
 
 # ------------------------------------------------------------------------------------------------
 # odd but well-defined
-written("checkpoint_non_reentrant", lambda m, x: m.b(checkpoint(m.a, m.first(x), use_reentrant=False)), r(B, 5),
-        expected="ok|ModelError", first=lin(5, 5), a=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh()), b=lin(6, 3))
-written("unused_parameters", lambda m, x: m.a(x), r(B, 5), a=lin(5, 3), unused=lin(5, 3), extra=(4,))
+written(
+    "checkpoint_non_reentrant",
+    lambda m, x: m.b(checkpoint(m.a, m.first(x), use_reentrant=False)),
+    r(B, 5),
+    expected="ok|ModelError",
+    first=lin(5, 5),
+    a=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh()),
+    b=lin(6, 3),
+)
+written(
+    "unused_parameters", lambda m, x: m.a(x), r(B, 5), a=lin(5, 3), unused=lin(5, 3), extra=(4,)
+)
 written("dead_branch", lambda m, x: m.a(x) + 0.0 * m.b(x), r(B, 5), a=lin(5, 3), b=lin(5, 3))
 written("interaction_without_effect", lambda m, x: m.a(x) + 0.0 * x.mean(), r(B, 5), a=lin(5, 3))
-written("complex_weights",
-        lambda m, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.view_as_complex(m.w), n=8, dim=1), r(B, 8, 3),
-        w=(5, 3, 2))
-written("custom_function", lambda m, x: m.b(Double.apply(m.a(x), m.s)), r(B, 5), a=lin(5, 5), s=(5,), b=lin(5, 3))
+written(
+    "complex_weights",
+    lambda m, x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.view_as_complex(m.w), n=8, dim=1),
+    r(B, 8, 3),
+    w=(5, 3, 2),
+)
+written(
+    "custom_function",
+    lambda m, x: m.b(Double.apply(m.a(x), m.s)),
+    r(B, 5),
+    a=lin(5, 5),
+    s=(5,),
+    b=lin(5, 3),
+)
 
 
 class Double(torch.autograd.Function):
@@ -226,28 +410,105 @@ class Double(torch.autograd.Function):
 
 # --------------------------------------------------------------------------------------------------
 # must be refused
-written("fault_batchnorm_in_train_mode", lambda m, x: m.b(m.n(m.a(x))), r(B, 5), train=True,
-        expected="InteractionError", a=lin(5, 6), n=lambda: nn.BatchNorm1d(6), b=lin(6, 3))
-written("fault_batch_mean", lambda m, x: m.b(m.a(x) - m.a(x).mean(0)), r(B, 5), expected="InteractionError",
-        a=lin(5, 6), b=lin(6, 3))
-written("fault_detached_batch_mean", lambda m, x: m.b(m.a(x) - m.a(x).mean(0).detach()), r(B, 5),
-        expected="InteractionError", a=lin(5, 6), b=lin(6, 3))
-written("fault_softmax_over_batch", lambda m, x: m.a(x).softmax(0), r(B, 5), expected="InteractionError", a=lin(5, 6))
-written("fault_attention_over_batch", lambda m, x: m.a(x, x, x)[0], r(B, 6, 8), expected="InteractionError",
-        a=lambda: nn.MultiheadAttention(8, 2))
-written("fault_rolled_batch", lambda m, x: m.a(x) + x.roll(1, 0).sum(1, keepdim=True), r(B, 5),
-        expected="InteractionError", a=lin(5, 6))
-written("fault_dropout_in_train_mode", lambda m, x: m.d(m.a(x)), r(B, 50), train=True, expected="RandomForwardError",
-        a=lin(50, 60), d=lambda: nn.Dropout(0.5))
-written("fault_checkpoint_reentrant", lambda m, x: m.b(checkpoint(m.a, m.first(x), use_reentrant=True)), r(B, 5),
-        expected="HiddenParameterError", first=lin(5, 5), a=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh()),
-        b=lin(6, 3))
-written("fault_detached_branch", lambda m, x: m.b(x) + m.a(x).detach(), r(B, 5), expected="HiddenParameterError",
-        a=lin(5, 3), b=lin(5, 3))
-written("fault_output_without_graph", lambda m, x: m.a(x).detach(), r(B, 5), expected="ModelError", a=lin(5, 3))
+written(
+    "fault_batchnorm_in_train_mode",
+    lambda m, x: m.b(m.n(m.a(x))),
+    r(B, 5),
+    train=True,
+    expected="InteractionError",
+    a=lin(5, 6),
+    n=lambda: nn.BatchNorm1d(6),
+    b=lin(6, 3),
+)
+written(
+    "fault_batch_mean",
+    lambda m, x: m.b(m.a(x) - m.a(x).mean(0)),
+    r(B, 5),
+    expected="InteractionError",
+    a=lin(5, 6),
+    b=lin(6, 3),
+)
+written(
+    "fault_detached_batch_mean",
+    lambda m, x: m.b(m.a(x) - m.a(x).mean(0).detach()),
+    r(B, 5),
+    expected="InteractionError",
+    a=lin(5, 6),
+    b=lin(6, 3),
+)
+written(
+    "fault_softmax_over_batch",
+    lambda m, x: m.a(x).softmax(0),
+    r(B, 5),
+    expected="InteractionError",
+    a=lin(5, 6),
+)
+written(
+    "fault_attention_over_batch",
+    lambda m, x: m.a(x, x, x)[0],
+    r(B, 6, 8),
+    expected="InteractionError",
+    a=lambda: nn.MultiheadAttention(8, 2),
+)
+written(
+    "fault_rolled_batch",
+    lambda m, x: m.a(x) + x.roll(1, 0).sum(1, keepdim=True),
+    r(B, 5),
+    expected="InteractionError",
+    a=lin(5, 6),
+)
+written(
+    "fault_dropout_in_train_mode",
+    lambda m, x: m.d(m.a(x)),
+    r(B, 50),
+    train=True,
+    expected="RandomForwardError",
+    a=lin(50, 60),
+    d=lambda: nn.Dropout(0.5),
+)
+written(
+    "fault_checkpoint_reentrant",
+    lambda m, x: m.b(checkpoint(m.a, m.first(x), use_reentrant=True)),
+    r(B, 5),
+    expected="HiddenParameterError",
+    first=lin(5, 5),
+    a=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh()),
+    b=lin(6, 3),
+)
+written(
+    "fault_detached_branch",
+    lambda m, x: m.b(x) + m.a(x).detach(),
+    r(B, 5),
+    expected="HiddenParameterError",
+    a=lin(5, 3),
+    b=lin(5, 3),
+)
+written(
+    "fault_output_without_graph",
+    lambda m, x: m.a(x).detach(),
+    r(B, 5),
+    expected="ModelError",
+    a=lin(5, 3),
+)
 written("fault_nothing_trainable", lambda m, x: x.tanh(), r(B, 5), expected="ModelError")
-written("fault_not_finite", lambda m, x: m.a(x).sub(100).log(), r(B, 5), expected="NonFiniteError", a=lin(5, 3))
-written("fault_gradient_not_finite", lambda m, x: (m.a(x) * 0).abs().sqrt(), r(B, 5), expected="NonFiniteError",
-        a=lin(5, 3))
-written("fault_output_not_a_tensor", lambda m, x: {"first": m.a(x), "second": x}, r(B, 5),
-        expected="ModelError|InputError", a=lin(5, 3))
+written(
+    "fault_not_finite",
+    lambda m, x: m.a(x).sub(100).log(),
+    r(B, 5),
+    expected="NonFiniteError",
+    a=lin(5, 3),
+)
+written(
+    "fault_gradient_not_finite",
+    lambda m, x: (m.a(x) * 0).abs().sqrt(),
+    r(B, 5),
+    expected="NonFiniteError",
+    a=lin(5, 3),
+)
+written(
+    "fault_output_not_a_tensor",
+    lambda m, x: {"first": m.a(x), "second": x},
+    r(B, 5),
+    expected="ModelError|InputError",
+    a=lin(5, 3),
+)

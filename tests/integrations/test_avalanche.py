@@ -108,9 +108,8 @@ def save_and_load(folder):
     strategy.train(benchmark.train_stream[0])
     save_checkpoint(strategy, str(folder / "strategy.pkl"))
     again = prepare(network(), Watched(INPUTS, N))[1]
-    load = partial(
-        torch.load, weights_only=False
-    )  # what this call of Avalanche means, from before torch 2.6
+    # What this call of Avalanche means, from before torch 2.6.
+    load = partial(torch.load, weights_only=False)
     with mock.patch("avalanche.checkpointing.checkpoint.torch.load", load):
         again, done = maybe_load_checkpoint(again, str(folder / "strategy.pkl"))
     assert done == 1

@@ -233,10 +233,11 @@ def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches() -> None:
     first, second = torch.tensor([[1.0, -1.0]]), torch.tensor([[-1.0, 1.0]])
     assert metrics.dormant_ratio(model, first) == metrics.dormant_ratio(model, second) == 0.5
     assert metrics.dormant_ratio(model, iter([first, second])) == 0
+    # Each unit's mean is 1 in one batch, 1/2 over both.
     half = {
         "threshold": 0.6,
         "normalize": False,
-    }  # each unit's mean is 1 in one batch, 1/2 over both
+    }
     assert (
         metrics.dormant_ratio(model, iter([first, second]), **half) == 1
         and metrics.dormant_ratio(model, first, **half) < 1
@@ -269,9 +270,8 @@ def test_which_units_count() -> None:
     assert metrics.dormant_ratio(model, x, units="all").details == {"units": 7, "dormant": 3}
     sokar = metrics.dormant_ratio(model, x, threshold=0.1)
     assert sokar.details == {"units": 7, "dormant": 3} and "tau-dormant" in sokar.definition
-    assert (
-        metrics.dormant_ratio(model, x, threshold=1.01).details["dormant"] == 3 + 1
-    )  # 50 is under the mean, 50.0
+    # 50 is under the mean, 50.0.
+    assert metrics.dormant_ratio(model, x, threshold=1.01).details["dormant"] == 3 + 1
     raw = metrics.dormant_ratio(model, x, threshold=60.0, normalize=False)
     assert raw.details["dormant"] == 4
     more = metrics.dormant_ratio(model, x, units="all", also=(torch.tanh, F.hardsigmoid))

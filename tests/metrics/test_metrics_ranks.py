@@ -131,9 +131,8 @@ def test_layer_by_name() -> None:
     plain, x2 = made(PlainCNN), data(PlainCNN)
     with torch.no_grad():
         wanted = plain_ranks(plain.hidden(plain.body(x2).flatten(1)))
-    before_the_change = metrics.effective_rank(
-        plain, x2, layer="act", kind="entropy"
-    )  # which works in place
+    # Which works in place.
+    before_the_change = metrics.effective_rank(plain, x2, layer="act", kind="entropy")
     assert before_the_change == pytest.approx(wanted["effective_rank_entropy"], rel=1e-5)
     with pytest.raises(InputError, match="no module of the model; its linear layers: fc"):
         metrics.feature_rank(model, x, layer="classifier")

@@ -174,8 +174,12 @@ def test_labels_are_drawn_for_all_positions_of_the_right_outputs_alone(measure):
 
 def test_what_trainability_refuses():
     model, x = net(), torch.randn(4, 5)
-    for options, says in (({"steps": 0}, "steps"), ({"repeats": 0}, "repeats"), ({"learning_rate": 0.0}, "learning_rate=0"),
-                          ({"predictive": fastlr.Categorical}, "give a fastlr.Categorical")):  # fmt: skip
+    for options, says in (
+        ({"steps": 0}, "steps"),
+        ({"repeats": 0}, "repeats"),
+        ({"learning_rate": 0.0}, "learning_rate=0"),
+        ({"predictive": fastlr.Categorical}, "give a fastlr.Categorical"),
+    ):
         with pytest.raises(InputError, match=says):
             trainability(model, x, **options)
     with pytest.raises(NonFiniteError, match=r"learning_rate=1e\+30"):
@@ -235,9 +239,8 @@ def test_gain_and_ceiling_of_all_labelings_are_those_by_hand():
     found = memorization_capacity(
         constant, torch.zeros(2, 1), enumerated=True, steps=200, learning_rate=0.2
     )
-    assert found.details["ceiling"] == pytest.approx(
-        math.log2(2.5), abs=0.01
-    )  # log2 sum over y of P_fit(y)
+    # Log2 sum over y of P_fit(y).
+    assert found.details["ceiling"] == pytest.approx(math.log2(2.5), abs=0.01)
     assert (
         found.details["bits"] == pytest.approx(1.0, abs=0.01) and found.details["parameters"] == 2
     )
@@ -261,9 +264,8 @@ def test_capacity_stops_at_what_the_model_can_hold():
     alike = memorization_capacity(
         small, torch.zeros(64, 3, 8, 8), steps=100, learning_rate=0.05, repeats=2
     )
-    assert (
-        abs(alike.details["bits"]) < 8
-    )  # one look for all labels: only the counts of the classes are held
+    # One look for all labels: only the counts of the classes are held.
+    assert abs(alike.details["bits"]) < 8
 
 
 @pytest.mark.parametrize(

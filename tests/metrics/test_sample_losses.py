@@ -327,9 +327,8 @@ def test_losses_of_samples_along_another_axis(length: int) -> None:
     assert value == pytest.approx(
         looped(model, x, lambda z: of_tokens(z, y).view(y.shape).T, samples=4), rel=1e-9
     )
-    with pytest.raises(
-        InputError, match="mixes samples"
-    ):  # its classes are on axis 1, where the samples are
+    with pytest.raises(InputError, match="mixes samples"):
+        # Its classes are on axis 1, where the samples are.
         metrics.train_grad_norm(
             model, x, torch.randint(0, 4, (length, CLASSES)), F.cross_entropy, **axes
         )

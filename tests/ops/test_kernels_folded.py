@@ -43,7 +43,13 @@ NORMS = {
 }
 x, g, weight, geometry = NORMS["no-padding"]["conv_sq_norms"]
 NORMS["transposed"] = {"conv_sq_norms": (g, x, weight, geometry._replace(transposed=True))}
-SLOW = "^(depthwise-|)((rows|columns)-split|3x5|5x5|7x7|even|wide|dilation-stride|stride-3|silu|gelu_tanh|sliced|expanded|residual-other|(planes|last|x-last)-odd)|^depthwise-(before-)?(relu6?|gelu|gelu_tanh|silu|none)$|^depthwise-(before-(mean-stride|rows-split|stride-more|mean-columns)|norms-only|no-padding|1x1-stride|x-last|planes)$"
+SLOW = (
+    "^(depthwise-|)((rows|columns)-split|3x5|5x5|7x7|even|wide|dilation-stride|stride-3|silu|gelu_tanh"
+    "|sliced|expanded|residual-other|(planes|last|x-last)-odd)"
+    "|^depthwise-(before-)?(relu6?|gelu|gelu_tanh|silu|none)$"
+    "|^depthwise-(before-(mean-stride|rows-split|stride-more|mean-columns)"
+    "|norms-only|no-padding|1x1-stride|x-last|planes)$"
+)
 LOW = {  # chosen for the tiles of low precision
     "expand": case(2, 8, 40, (9, 8), "hardswish"),
     "expand-far": case(1, 24, 136, (6, 7), "relu"),

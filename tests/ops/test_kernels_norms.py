@@ -32,9 +32,11 @@ TOLERANCE = {
 
 
 OPS = {
-    "dense_sq_norms": dense_cases(), "linear_sq_norms": linear_cases(), "conv_sq_norms": conv_cases(),
+    "dense_sq_norms": dense_cases(),
+    "linear_sq_norms": linear_cases(),
+    "conv_sq_norms": conv_cases(),
     "folded_conv_sq_norms": moments_cases(),
-}  # fmt: skip
+}
 CASES = {(op, name): args for op, cases in OPS.items() for name, args in cases.items()}
 
 

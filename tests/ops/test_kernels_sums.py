@@ -20,9 +20,13 @@ from fastlr.ops.kernel_cases import CASES as EVERY
 from fastlr.ops.kernel_cases import moved
 
 OPS = (
-    "channel_sums", "layer_norm_sums", "rms_norm_sums", "broadcast_sums", "embedding_sq_norms",
+    "channel_sums",
+    "layer_norm_sums",
+    "rms_norm_sums",
+    "broadcast_sums",
+    "embedding_sq_norms",
     "categorical_root_cotangent",
-)  # fmt: skip
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CASES: dict[str, dict[str, tuple]] = {op: EVERY[op]() for op in OPS}
@@ -169,9 +173,8 @@ results = found, ran
 def test_estimates_reach_the_kernels(tmp_path):
     """Whole models with these ops on their kernels, in the interpreter, against plain torch."""
     found, ran = interpreter.interpreted(RUN_MODELS, tmp_path, OPS)
-    assert set(OPS) - {"rms_norm_sums"} <= set(
-        ran
-    )  # the fused RMS norm has a node of its own on a GPU only
+    # The fused RMS norm has a node of its own on a GPU only.
+    assert set(OPS) - {"rms_norm_sums"} <= set(ran)
     for name in ("images", "tokens", "cotangent"):
         plain, fast = found[name, "torch"], found[name, "triton"]
         assert list(plain) == list(fast)

@@ -22,9 +22,12 @@ class SqueezeExcite(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.pool, self.scale = nn.AdaptiveAvgPool2d(1), nn.Sequential(
-            nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
-        )  # fmt: skip
+        self.pool, self.scale = (
+            nn.AdaptiveAvgPool2d(1),
+            nn.Sequential(
+                nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
+            ),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.scale(self.pool(x))
@@ -38,11 +41,16 @@ class Inverted(nn.Module):
     ) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide, eps=1e-3), act(),
-            nn.Conv2d(wide, wide, kernel, padding=kernel // 2, groups=wide, bias=False), nn.BatchNorm2d(wide), act(),
+            nn.Conv2d(channels, wide, 1, bias=False),
+            nn.BatchNorm2d(wide, eps=1e-3),
+            act(),
+            nn.Conv2d(wide, wide, kernel, padding=kernel // 2, groups=wide, bias=False),
+            nn.BatchNorm2d(wide),
+            act(),
             SqueezeExcite(wide) if se else nn.Identity(),
-            nn.Conv2d(wide, channels, 1, bias=False), nn.BatchNorm2d(channels),
-        )  # fmt: skip
+            nn.Conv2d(wide, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x)
@@ -50,11 +58,18 @@ class Inverted(nn.Module):
 
 def mobile() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.Hardswish(),
-        Inverted(6, 17, 3, nn.ReLU, False), Inverted(6, 12, 5, nn.Hardswish, True),
-        nn.Conv2d(6, 10, 3, 2, 1), nn.BatchNorm2d(10), nn.ReLU6(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(10, 3),
-    )  # fmt: skip
+        nn.Conv2d(3, 6, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.Hardswish(),
+        Inverted(6, 17, 3, nn.ReLU, False),
+        Inverted(6, 12, 5, nn.Hardswish, True),
+        nn.Conv2d(6, 10, 3, 2, 1),
+        nn.BatchNorm2d(10),
+        nn.ReLU6(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(10, 3),
+    )
 
 
 def transformer() -> nn.Module:
@@ -62,10 +77,15 @@ def transformer() -> nn.Module:
         12, 2, 20, 0.0, batch_first=True, norm_first=True, activation="gelu"
     )
     return nn.Sequential(
-        nn.Conv2d(3, 12, 4, 4), nn.Flatten(2), nn.Unflatten(2, (-1,)), Rows(),
+        nn.Conv2d(3, 12, 4, 4),
+        nn.Flatten(2),
+        nn.Unflatten(2, (-1,)),
+        Rows(),
         nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
-        nn.LayerNorm(12), nn.Flatten(), nn.Linear(12 * 9, 3),
-    )  # fmt: skip
+        nn.LayerNorm(12),
+        nn.Flatten(),
+        nn.Linear(12 * 9, 3),
+    )
 
 
 class Rows(nn.Module):

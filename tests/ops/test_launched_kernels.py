@@ -40,9 +40,8 @@ def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
         and signature["bias"] == "*fp32"
         and signature["positions"] == "i32"
     )
-    assert (
-        constants["ALIGN"] == 8 and constants["x_channel"] == 1
-    )  # a constant, as the launch has it
+    # A constant, as the launch has it.
+    assert constants["ALIGN"] == 8 and constants["x_channel"] == 1
     assert "inputs" in options["divisible"] and "positions" not in options["divisible"]
     assert torch.empty(3).shape == (3,) and ops.run("folded_conv", *given)[0].all(), (
         "all is as before"
@@ -80,10 +79,11 @@ def test_networks_launch_what_compiles(network: str, dtype: str, architectures: 
     assert compile_kernels.problems(found["records"]) == []
 
 
+# Bytes that a variant which no network of the above launches may spill, and the share that may.
 SLIGHT, RARE = (
     64,
     0.02,
-)  # bytes that a variant which no network of the above launches may spill, and the share that may
+)
 
 
 @pytest.mark.long

@@ -36,9 +36,8 @@ TOLERANCE = {
     torch.bfloat16: 2e-5,
 }  # low precision is raised before products
 DTYPES = list(TOLERANCE)
-pytestmark = pytest.mark.filterwarnings(
-    "error"
-)  # what is switched off is said once, and nothing else is said
+# What is switched off is said once, and nothing else is said.
+pytestmark = pytest.mark.filterwarnings("error")
 
 
 def hold(name: str, *args: object, dtype: torch.dtype) -> None:
@@ -111,10 +110,11 @@ def test_conv_channels_last(name: str, dtype: torch.dtype) -> None:
     hold("conv_sq_norms", channels_last(x), channels_last(g), *rest, dtype=dtype)
 
 
+# Noise, relative error.
 NEARLY_CONSTANT = [
     (torch.float64, 1e-5, 1e-10),
     (torch.float32, 1e-3, 1e-4),
-]  # noise, relative error
+]
 
 
 def nearly_constant(shape: tuple[int, ...], noise: float) -> Tensor:

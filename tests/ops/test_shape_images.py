@@ -393,9 +393,8 @@ def test_gpu_has_the_same_bits(case):
 
 @pytest.mark.parametrize("how", [{}, {"channels_last": True}], ids=["", "channels-last"])
 def test_at_numbers_in_any_order(how, monkeypatch):
-    monkeypatch.setattr(
-        "fastlr.ops.shape_images._BLOCK_PIXELS", 20 * 20 * 2
-    )  # blocks of two images
+    # Blocks of two images.
+    monkeypatch.setattr("fastlr.ops.shape_images._BLOCK_PIXELS", 20 * 20 * 2)
     numbers = [5, 0, (1 << 64) - 1, 5, 1 << 40, (1 << 63) + 2, 3]
     index = torch.tensor([signed64(i) for i in numbers])
     how |= {"size": (3, 20, 20), "seed": 3, "table": NORMALISED}

@@ -78,9 +78,8 @@ def test_equals_the_definition(classes, count, n, own):
 def test_own_steps_tend_to_n_times_local_redundancy(classes, n):
     """log Z / eps - n LR is of first order in eps: it halves with eps."""
     model, x = tiny(classes), candidate_inputs(2)
-    limit = n * float(
-        redundancies(model, x).max()
-    )  # to first order the best x^n repeats the best candidate
+    # To first order the best x^n repeats the best candidate.
+    limit = n * float(redundancies(model, x).max())
     errors = [
         local_redundancy_exact(model, x, n, eps, own_dataset_only=True) / eps - limit
         for eps in (4e-3, 2e-3, 1e-3, 5e-4)
@@ -148,9 +147,8 @@ def test_regression_bound_is_reached_by_the_rate_distortion_channel():
     n, m, variance, distortion = 20_000, 3, 4.0, 0.5
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randn(n, m, generator=generator, dtype=torch.float64) for _ in range(2)]
-    fit = (
-        math.sqrt(variance - distortion) * draw[0]
-    )  # y = fit + noise, independent: the backward channel
+    # Y = fit + noise, independent: the backward channel.
+    fit = math.sqrt(variance - distortion) * draw[0]
     y = fit + math.sqrt(distortion) * draw[1]
     correlation = float((fit * y).mean() / (fit.square().mean() * y.square().mean()).sqrt())
     information = -n * m / 2 * math.log(1 - correlation**2)

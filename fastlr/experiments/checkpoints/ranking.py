@@ -109,7 +109,7 @@ def ranking(estimates: Mapping[str, Estimate], level: float = LEVEL) -> Ranking:
         >>> a = torch.nn.Linear(3, 2)
         >>> b = torch.nn.Linear(3, 2)
         >>> b.weight.data, b.bias.data = a.weight.data * 5, a.bias.data * 5
-        >>> ranked = ranking({name: fastlr.estimate(model, x, 64) for name, model in (("b", b), ("a", a))})
+        >>> ranked = ranking({"b": fastlr.estimate(b, x, 64), "a": fastlr.estimate(a, x, 64)})
         >>> ranked.best, ranked.distinguishable, ranked.ties
         ('a', True, [])
     """

@@ -26,9 +26,8 @@ from fastlr.experiments.statistics.correlation import (
     straight,
 )
 
-FEWEST = (
-    SHORTEST_BLOCK * 2 + 1
-)  # tasks of a run: three blocks, of which its level and slope take two
+# Tasks of a run: three blocks, of which its level and slope take two.
+FEWEST = SHORTEST_BLOCK * 2 + 1
 FREEDOM = 2  # blocks beyond those two that all runs must have together: four blocks in a single run
 KINDS = ("semi-partial", "partial")
 METHODS = ("pearson", "spearman")

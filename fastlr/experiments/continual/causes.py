@@ -31,10 +31,11 @@ from fastlr.experiments.runs.records import Array, as_dict, finite, number
 from fastlr.experiments.statistics.bootstrap import LEVEL, deviation
 from fastlr.experiments.statistics.seeds import Mean, mean_over_seeds
 
+# Interventions or seeds behind an interval; blocks of tasks, each predicted from the others.
 FEWEST, FOLDS = (
     4,
     5,
-)  # interventions or seeds behind an interval; blocks of tasks, each predicted from the others
+)
 _OFF = {key: getattr(ContinualOptions(), key) for key in INTERVENTIONS}
 KINDS = ("between", "within", "change")
 _LR = "local_redundancy"

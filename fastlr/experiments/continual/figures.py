@@ -315,9 +315,16 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
         )
         axes.plot([100 * c.value], [y], marker, color=colour, markersize=5, label=name)
         axes.annotate(
-            hundred(c.value), (100 * c.value, y), (0, 4 * side), textcoords="offset points", fontsize=7, color=colour,
-            ha="center", va="bottom" if side > 0 else "top", bbox=_BEHIND,
-        )  # fmt: skip
+            hundred(c.value),
+            (100 * c.value, y),
+            (0, 4 * side),
+            textcoords="offset points",
+            fontsize=7,
+            color=colour,
+            ha="center",
+            va="bottom" if side > 0 else "top",
+            bbox=_BEHIND,
+        )
     axes.set_yticks(range(len(names)), [label(name) for name in names], fontsize=8, color=INK)
     axes.set_ylim(len(names) - 0.4, -0.6)
     handles, texts = axes.get_legend_handles_labels()
@@ -398,9 +405,16 @@ def _curve(
     shown = np.exp if exponential else np.asarray
     long = len(values) >= _FROM
     axes.plot(
-        tasks, shown(values), color=colour, linewidth=0.6 if long else 1.4, alpha=0.35 if long else 1.0,
-        marker="o" if marked or len(values) == 1 else "", markersize=4, label=None if long else name or None, linestyle=line,
-    )  # fmt: skip
+        tasks,
+        shown(values),
+        color=colour,
+        linewidth=0.6 if long else 1.4,
+        alpha=0.35 if long else 1.0,
+        marker="o" if marked or len(values) == 1 else "",
+        markersize=4,
+        label=None if long else name or None,
+        linestyle=line,
+    )
     if long:
         axes.plot(
             tasks,

@@ -258,7 +258,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Options that change no number, or only its last bits, or are reported in their own place; tau is
 # of no measure of the paper.
 _NO_MATTER = set(
-    "seed device threads layout fused step on_nan redundancy_batch measures tau data synthetic_classes".split()
+    (
+        "seed device threads layout fused step on_nan redundancy_batch measures tau data "
+        "synthetic_classes"
+    ).split()
 )
 _NO_MATTER |= {"random_images", "random_classes", "reduce_dtype", "batch_norm_updates"}
 _PAPER_IMAGES = {"images": "ImageNet's", "classes": 1000, "size": 224, "resize": "squash"}
@@ -276,7 +279,8 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
     Example:
         >>> data = {"classes": 60, "size": 224, "resize": "crop"}
         >>> substitutions(ContinualOptions(epochs=10), data, 500)
-        ['tasks 500 for 3000 (500 in Table 5)', 'epochs 10 for 100', 'classes 60 for 1000', 'resize crop for squash']
+        ['tasks 500 for 3000 (500 in Table 5)', 'epochs 10 for 100',
+         'classes 60 for 1000', 'resize crop for squash']
     """
     paper = {**vars(ContinualOptions()), **_PAPER_IMAGES}
     if options.data in (*MEMORISED, PERMUTED_DIGITS, SYNTHETIC):

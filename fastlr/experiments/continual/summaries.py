@@ -83,9 +83,10 @@ def forgetting_by_blocks(runs: Sequence[ContinualRun], blocks: int = 10) -> list
             float(np.concatenate(accuracies).mean()),
             float(np.concatenate(lost).mean()),
         )
+        # NaN stays NaN.
         variance = sum(
             (len(values) / n * mean_error(values)) ** 2 for values in lost if len(values)
-        )  # NaN stays NaN
+        )
         result.append(
             ForgettingBlock(
                 start, stop - 1, n, right_after, right_after - mean, mean, math.sqrt(variance)

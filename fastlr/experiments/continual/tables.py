@@ -123,9 +123,8 @@ def correlation_sheets(correlations: list[Correlation] | TooShort, target: str) 
     tables: list[Sheet] = []
     for kind, transform in product(KINDS, TRANSFORMS):
         name = slug(target, f"{kind}-{transform}")
-        number = (
-            f"Table {NUMBERS[target]}: " if not tables else "Correlations with "
-        )  # the first is the paper's
+        # The first is the paper's.
+        number = f"Table {NUMBERS[target]}: " if not tables else "Correlations with "
         title = f"{number}{TARGET_LABELS[target]}; {kind}, {_TRANSFORMS[transform]}"
         if isinstance(correlations, TooShort):
             return [Sheet(name, title, notes=(str(correlations),))]

@@ -150,9 +150,8 @@ class Trainer(TrainingLoop):
         before = copy.deepcopy(self.state()) if self.options.on_nan == "skip" else None
         seed_everything(self.parallel.stream_seed(self.options.seed, "task", number))
         if self.options.optimiser_state == "reset":
-            for t in optimiser_tensors(
-                self.optimiser
-            ):  # in place, where captured steps find it; zeros: a fresh state
+            for t in optimiser_tensors(self.optimiser):
+                # In place, where captured steps find it; zeros: a fresh state.
                 t.zero_()
         for intervention in self.interventions:
             intervention.before_task(task, number)

@@ -25,10 +25,12 @@ from PIL import Image
 CHANNELS = 3
 SPLITS = ("train", "test")
 RULES = {  # how an image is brought to the size of a store
-    "squash": "RGB (Pillow's convert); both sides resized to the size whatever their ratio, bilinear with antialiasing (as "
+    "squash": "RGB (Pillow's convert); both sides resized to the size whatever their ratio, "
+    "bilinear with antialiasing (as "
     "torchvision's Resize to a pair on PIL images); an image that has the size already is copied "
     "as it is",
-    "crop": "RGB (Pillow's convert); shorter side resized to the size, bilinear with antialiasing, then centre crop (as "
+    "crop": "RGB (Pillow's convert); shorter side resized to the size, bilinear with "
+    "antialiasing, then centre crop (as "
     "torchvision's Resize and CenterCrop on PIL images); an image that has the size already is "
     "copied as it is",
 }
@@ -69,9 +71,8 @@ def decode(data: bytes, size: int, resize: str) -> np.ndarray:
     Any exception means that the file is corrupt.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # odd metadata, palettes with transparency, very large images
+        # Odd metadata, palettes with transparency, very large images.
+        warnings.simplefilter("ignore")
         with Image.open(io.BytesIO(data)) as image:
             image.load()
             return to_pixels(image, size, resize)

@@ -35,9 +35,8 @@ from fastlr.ops.philox import STREAMS, random_words
 FORMATS = ("imagenet", "folder", "npy")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 SPLIT_STREAM = STREAMS["split"]
-_HEADER = (
-    1 << 16
-)  # bytes in which the header of a .npy file ends, which may say that it is of any length
+# Bytes in which the header of a .npy file ends, which may say that it is of any length.
+_HEADER = 1 << 16
 
 
 @dataclass

@@ -341,7 +341,8 @@ def split_series(
 
     Example:
         >>> split = split_series(generated_series(rows=1000), context=48, horizon=12)
-        >>> len(split.train), len(split.validation), split.train.batch(torch.tensor([0, 5]))[1].shape
+        >>> _, targets = split.train.batch(torch.tensor([0, 5]))
+        >>> len(split.train), len(split.validation), targets.shape
         (741, 141, torch.Size([2, 12, 7]))
     """
     if context < 1 or horizon < 1 or not 0 < share < 1:

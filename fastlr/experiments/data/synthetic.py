@@ -26,7 +26,8 @@ from fastlr.files import replace_file
 from fastlr.ops.philox import STREAMS, check_seed, indices, random_words, uniform_integers
 
 GRID = 6  # cells of a texture along a side: bumps of a sixth of the image
-_CLASS_BITS = 32  # image i of class c is drawn at index (c + 1) * 2**32 + i, the texture of class c at index c
+# Image i of class c is drawn at index (c + 1) * 2**32 + i, the texture of class c at index c.
+_CLASS_BITS = 32
 
 
 def synthetic_store(

@@ -163,9 +163,8 @@ def pairs(classes: int | Sequence[Any], count: int, seed: int = 0, start: int = 
 def _round(n: int, seed: int, turn: int, stop: int) -> list[tuple[int, int]]:
     """Return the first ``stop`` pairs of a round."""
     position, block = turn << _ROUND_BITS, max(64, stop + stop // 4)
-    drawn = torch.empty(
-        0, 3, dtype=torch.int64
-    )  # key, class 0, class 1 of the pairs in the order of their first draw
+    # Key, class 0, class 1 of the pairs in the order of their first draw.
+    drawn = torch.empty(0, 3, dtype=torch.int64)
     while len(drawn) < stop:
         words = random_words(seed, indices(position, position + block), STREAMS["pairs"], 2)
         zero, one = uniform_integers(words[:, 0], n), uniform_integers(words[:, 1], n - 1)
@@ -346,9 +345,8 @@ def normalise(
             f"{std}"
         )
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    constants = (
-        _constants if torch.compiler.is_compiling() else _cached_constants
-    )  # compiled: part of the code
+    # Compiled: part of the code.
+    constants = _constants if torch.compiler.is_compiling() else _cached_constants
     shift, scale = constants(tuple(mean), tuple(std), working, images.device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return images.to(working, memory_format=layout).sub_(shift).mul_(scale).to(dtype)

@@ -122,7 +122,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Options that change no number, or only its last bits, or when one is recorded, or of which the
 # paper says nothing; and the epochs, which may still change.
 _NO_MATTER = set(
-    "seed device threads step epochs evaluate_every measure_every redundancy_n redundancy_batch".split()
+    (
+        "seed device threads step epochs evaluate_every measure_every redundancy_n redundancy_batch"
+    ).split()
 )
 _NO_MATTER |= {"redundancy_probe", "reduce_dtype", "batch_norm_updates"}
 _OF_THE_OTHER = {"vision": {"context", "horizon", "channels"}, "series": {"classes", "size"}}

@@ -38,9 +38,11 @@ _KINDS = {"series": "Gaussian series", "vision": "images with random labels"}
 _PAPER = {"series": 1.7, "vision": 1.0}  # bits a parameter, section 4.3
 _LINES, _SHOWN = 13, 4  # rows of a table over epochs; runs that have one in the terminal
 _DEFINITIONS = {
-    "series": "Gaussian series: bits = (n m / 2) log2(1 / D), D the mean squared error an element over all n targets of m "
+    "series": "Gaussian series: bits = (n m / 2) log2(1 / D), D the mean squared error an "
+    "element over all n targets of m "
     "elements, whose variance is 1 (Proposition 3.5). There is no ceiling.",
-    "vision": "Images with random labels: bits = n log2 C - n CE / ln 2, CE the mean cross-entropy in nats over all n "
+    "vision": "Images with random labels: bits = n log2 C - n CE / ln 2, CE the mean "
+    "cross-entropy in nats over all n "
     "images of C classes (Theorem 3.2); the ceiling is n log2 C.",
 }
 

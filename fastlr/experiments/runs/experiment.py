@@ -195,9 +195,12 @@ class Driver:
             fewer = [
                 f"{key}={value}"
                 for key, value in settings.items()
-                if isinstance(value, int) and value < getattr(before, key)
-                and self.finished(dataclasses.replace(options, **{**settings, key: value + 1}), run.records)
-            ]  # fmt: skip
+                if isinstance(value, int)
+                and value < getattr(before, key)
+                and self.finished(
+                    dataclasses.replace(options, **{**settings, key: value + 1}), run.records
+                )
+            ]
             if fewer:
                 text = (
                     f"{run.path} has done more than {fewer[0]} already: nothing is left to do, its "

@@ -1,11 +1,13 @@
 """A run folder: one writer, append-only records, atomic checkpoints, resumption after a crash.
 
-=====================  ================================================================================================
-``config.json``        What runs: resolved options, versions, commit, command, data; written when the run begins.
+=====================  ============================================================================
+``config.json``        What runs: resolved options, versions, commit, command, data; written when
+                       the run begins.
 ``records.jsonl``      One JSON object a line, flushed to disk with every line.
-``checkpoints/``       ``last.pt`` (replaced atomically) and files that are written once, such as ``initial.pt``.
+``checkpoints/``       ``last.pt`` (replaced atomically) and files that are written once, such as
+                       ``initial.pt``.
 ``run.lock``           Held by the process that writes.
-=====================  ================================================================================================
+=====================  ============================================================================
 
 The checkpoint is the point of commitment: `Run.commit` writes the state *together with the record
 of the step that led there*, and then appends the record. Whatever the moment of a crash, the

@@ -172,7 +172,9 @@ def differences(
 ) -> list[str]:
     """Return the options in which a run differs from the paper's, each as "NAME VALUE for PAPER'S".
 
-    >>> differences({"n": 3, "seed": 1, "model_kwargs": {"width": 2}}, {"n": 5, "seed": 0, "model_kwargs": {}}, {"seed"})
+    >>> one = {"n": 3, "seed": 1, "model_kwargs": {"width": 2}}
+    >>> other = {"n": 5, "seed": 0, "model_kwargs": {}}
+    >>> differences(one, other, {"seed"})
     ['n 3 for 5', 'model with width 2']
     """
     texts = {

@@ -144,7 +144,8 @@ class _Process:
                     stderr=output,
                     env={**os.environ, **slot, _MESSAGES: str(write_end)},
                     pass_fds=[write_end],
-                    start_new_session=True,  # Ctrl-C comes to this process alone, which ends the others
+                    # Ctrl-C comes to this process alone, which ends the others.
+                    start_new_session=True,
                 )
         except OSError as error:
             from fastlr.errors import FastlrError

@@ -1,12 +1,13 @@
 """Run a driver many times in one folder: seeds, configurations or both, on this machine or on Ray.
 
-=====================  ================================================================================================
-``many.json``          The driver, the preset, and the settings of every run by name, such as "seed-3".
-``NAME/``              The run folder of each (`fastlr.experiments.runs.folder`): the same files, and on a CPU the same bits, as
-                       of a single run with these settings.
+=====================  ============================================================================
+``many.json``          The driver, the preset, and the settings of every run by name, such as
+                       "seed-3".
+``NAME/``              The run folder of each (`fastlr.experiments.runs.folder`): the same files,
+                       and on a CPU the same bits, as of a single run with these settings.
 ``logs/NAME.txt``      What its process printed.
 ``run.lock``           Held while the queue runs.
-=====================  ================================================================================================
+=====================  ============================================================================
 
 Each run is a process of its own. One that fails is reported and the others go on; `resume` goes on
 with those that are not finished and begins those that never began.
@@ -109,9 +110,8 @@ class Queue:
             options = self._options(settings)
             on_gpu = _on_gpu(options) if self.cluster is None else self.cluster.on_gpu(options)
             runs[name] = {**settings, "threads": options.threads or _threads(on_gpu)}
-            if (
-                self.cluster is not None and options.device == "auto"
-            ):  # what this machine has does not matter
+            if self.cluster is not None and options.device == "auto":
+                # What this machine has does not matter.
                 runs[name]["device"] = "cuda" if on_gpu else "cpu"
         self._check(runs)
         with _folder(self.path, make=True):
@@ -172,9 +172,8 @@ class Queue:
         opened = set()
         for settings in runs.values():
             options = self._options(settings)
-            texts = tuple(
-                value for value in vars(options).values() if isinstance(value, str)
-            )  # the data's among them
+            # The data's among them.
+            texts = tuple(value for value in vars(options).values() if isinstance(value, str))
             if texts not in opened:
                 self.driver.open_data(options)
                 opened.add(texts)

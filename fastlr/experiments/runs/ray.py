@@ -39,7 +39,8 @@ from fastlr.files import LOCK, lock_folder
 from fastlr.ghost.runtime import versions
 
 RETRIES = 3
-_PATIENCE = 30.0  # seconds in which a network file system shows what was written, or drops the lock of a dead node
+# Seconds in which a network file system shows what was written, or drops the lock of a dead node.
+_PATIENCE = 30.0
 _DYING = 1.0  # seconds in which a worker that Ray ends, after the job that it has started, is gone
 _CONNECT = 20.0  # seconds
 _OBJECTS = 100 << 20  # bytes of shared memory for Ray's objects: only short messages pass
@@ -352,7 +353,8 @@ def _sent_whole() -> Any:
             from fastlr.experiments.runs import ray
         except ImportError as error:
             yield {
-                "unfit": f"node {socket.gethostname()} cannot import fastlr ({error}): install the same there"
+                "unfit": f"node {socket.gethostname()} cannot import fastlr ({error}): "
+                "install the same there"
             }
             return
         yield from ray.run_on_node(*pickle.loads(packed))

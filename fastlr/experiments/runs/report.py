@@ -20,29 +20,36 @@ from fastlr.files import write_text
 FIGURES = ("png", "none")
 Figure = tuple[Path, str]  # the picture and its caption
 
-_PAGE = HTML.from_string(  # self-contained: pictures are embedded as base64, nothing is fetched from anywhere
+# Self-contained: pictures are embedded as base64, nothing is fetched from anywhere.
+_PAGE = HTML.from_string(
     """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; background: #fff; max-width: 62rem; margin: 2rem auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; background: #fff;
+  max-width: 62rem; margin: 2rem auto;
   padding: 0 1rem; }
-p { overflow-wrap: anywhere; } h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
+p { overflow-wrap: anywhere; } h1 { font-size: 1.5rem; margin-bottom: .2rem; }
+h2 { font-size: 1.1rem; margin: 2.2rem 0 .5rem; }
 .finding { font-size: 1.05rem; max-width: 52rem; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .22rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e7eb; }
+th, td { padding: .22rem .7rem; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid #e3e7eb; }
 th:first-child, td:first-child, #definitions td, #definitions th { text-align: left; }
 #definitions td { white-space: normal; vertical-align: top; }
 thead th { border-bottom: 2px solid #66717d; }
-.wide { overflow-x: auto; } .note { color: #66717d; font-size: .85rem; margin: .4rem 0; max-width: 52rem; }
+.wide { overflow-x: auto; }
+.note { color: #66717d; font-size: .85rem; margin: .4rem 0; max-width: 52rem; }
 figure { margin: 1.5rem 0; } figure img { max-width: 100%; height: auto; }
-figcaption { color: #66717d; font-size: .85rem; } pre { font-size: .75rem; overflow-x: auto; background: #f5f7f9;
+figcaption { color: #66717d; font-size: .85rem; }
+pre { font-size: .75rem; overflow-x: auto; background: #f5f7f9;
   padding: .8rem; } summary { cursor: pointer; margin: .6rem 0; }
 </style></head>
 <body>
 {% macro figure(caption, data) %}
 
-<figure><img alt="{{ caption }}" src="data:image/png;base64,{{ data }}"><figcaption>{{ caption }}</figcaption></figure>
+<figure><img alt="{{ caption }}" src="data:image/png;base64,{{ data }}">
+<figcaption>{{ caption }}</figcaption></figure>
 {% endmacro %}
 <h1>{{ title }}</h1>
 {% for caption, data in pictures[:1] %}
@@ -63,7 +70,8 @@ figcaption { color: #66717d; font-size: .85rem; } pre { font-size: .75rem; overf
 {% endfor %}
 {% for run in runs if run.config %}
 
-<details><summary>Configuration of {{ run.name }}</summary><pre>{{ json(run.config, indent=2) }}</pre></details>
+<details><summary>Configuration of {{ run.name }}</summary>
+<pre>{{ json(run.config, indent=2) }}</pre></details>
 {% endfor %}
 </body></html>
 """

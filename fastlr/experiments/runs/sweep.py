@@ -38,7 +38,8 @@ def parse_grids(kind: type, grids: Iterable[str]) -> dict[str, tuple[Any, ...]]:
 
     Example:
         >>> from fastlr.experiments.continual.options import ContinualOptions
-        >>> parse_grids(ContinualOptions, ["learning_rate=1e-3,0.01", "measures=[srank,weight_norm],[srank]"])
+        >>> grids = ["learning_rate=1e-3,0.01", "measures=[srank,weight_norm],[srank]"]
+        >>> parse_grids(ContinualOptions, grids)
         {'learning_rate': (0.001, 0.01), 'measures': (('srank', 'weight_norm'), ('srank',))}
     """
     values_by_key: dict[str, tuple[Any, ...]] = {}

@@ -43,9 +43,8 @@ def correlation(method: str, x: ArrayLike, y: ArrayLike) -> float:
         >>> round(correlation("pearson", [1.0, 2.0, 3.0], [1.0, 3.0, 2.0]), 12)
         0.5
     """
-    from scipy import (
-        stats,
-    )  # its import takes most of a second, which only what correlates shall wait for
+    # Its import takes most of a second, which only what correlates shall wait for.
+    from scipy import stats
 
     if constant(np.asarray(x)) or constant(np.asarray(y)):
         return float("nan")

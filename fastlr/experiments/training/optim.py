@@ -86,7 +86,8 @@ def mixed_order(
         Indices of all batches, one after another, and where each begins and ends.
 
     Example:
-        >>> index, bounds = mixed_order([(0, 2), (2, 4), (4, 6)], 4, 1.0, torch.Generator().manual_seed(0))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> index, bounds = mixed_order([(0, 2), (2, 4), (4, 6)], 4, 1.0, generator)
         >>> bounds, sorted(index[:8].tolist())[4:]
         ([(0, 4), (4, 8), (8, 12)], [6, 7, 8, 9])
     """

@@ -50,7 +50,8 @@ _PRECISION = {
     "bf16-weights": "in bfloat16, with weights and optimiser state in it too",
 }
 _UPDATES = {
-    "first-part": "only the first updates the running statistics of batch norms, as of one device of several",
+    "first-part": "only the first updates the running statistics of batch norms, as of one "
+    "device of several",
     "every-part": "each updates the running statistics of batch norms",
 }
 

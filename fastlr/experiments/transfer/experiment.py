@@ -84,9 +84,8 @@ def pick(strategy: str, epochs: Sequence[Mapping[str, Any]]) -> Record:
     if not by:
         return {"epoch": 0, "by": None, "rule": None, "value": None, "candidates": {}}
     values = {record["epoch"]: value_of(record, by) for record in epochs}
-    best = min(
-        values, key=lambda epoch: values[epoch] if rule == "least" else -values[epoch]
-    )  # the first of equal ones
+    # The first of equal ones.
+    best = min(values, key=lambda epoch: values[epoch] if rule == "least" else -values[epoch])
     candidates = {str(epoch): value for epoch, value in values.items()}
     return {"epoch": best, "by": by, "rule": rule, "value": values[best], "candidates": candidates}
 

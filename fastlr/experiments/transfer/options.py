@@ -162,7 +162,8 @@ def substitutions(options: TransferOptions, **actual: str | int) -> list[str]:
             of the series), ``steps_per_epoch`` and ``finetune_steps_per_epoch``.
 
     Example:
-        >>> actual = {"source": "ETTh1", "target": "ETTh2", "steps_per_epoch": 14, "finetune_steps_per_epoch": 14}
+        >>> actual = {"source": "ETTh1", "target": "ETTh2"}
+        >>> actual |= {"steps_per_epoch": 14, "finetune_steps_per_epoch": 14}
         >>> substitutions(TransferOptions(epochs=3), **actual)
         ['source ETTh1 for ETTm1', 'epochs 3 for 12', 'steps_per_epoch 14 for 54']
     """

@@ -36,10 +36,11 @@ from fastlr.experiments.transfer.records import (
 )
 
 _TRAIN, _VALIDATION, _REDUNDANCY = COLOURS[:3]
+# As in Figure 5, of fine-tuning.
 _CURVES = {
     "validation_loss": _TRAIN,
     "local_redundancy": _VALIDATION,
-}  # as in Figure 5, of fine-tuning
+}
 
 
 def write_transfer_report(
@@ -71,9 +72,8 @@ def write_transfer_report(
         tables.picks_sheet(runs),
         tables.runs_sheet(runs),
     ]
-    sheets = [
-        replace(sheet, notes=(*sheet.notes, *setting)) for sheet in sheets
-    ]  # on every table, wherever it is shown
+    # On every table, wherever it is shown.
+    sheets = [replace(sheet, notes=(*sheet.notes, *setting)) for sheet in sheets]
     numbers: dict[str, Any] = {
         "runs": [str(run.path) for run in runs],
         "setting": list(setting),

@@ -102,9 +102,8 @@ class FoldedWeights:
         """Fold these, those of the same dtypes together."""
         alike: dict[tuple, list[tuple]] = {}
         for dtype, eps, tensors in calls:
-            if (
-                tensors[0] is not None and tensors[4] is not None and tensors[5] is not None
-            ):  # else they are gone
+            if tensors[0] is not None and tensors[4] is not None and tensors[5] is not None:
+                # Else they are gone.
                 dtypes = [t if t is None else t.dtype for t in tensors]
                 one = {*dtypes} - {None}
                 alike.setdefault((dtype, *(one if len(one) == 1 else dtypes)), []).append(
@@ -183,9 +182,8 @@ class FoldedConv(torch.autograd.Function):
         gate: Tensor | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
         given, mean_out = x, None
-        last = (
-            x.ndim == 4 and dtype != torch.float64
-        )  # the faster order for convolutions, on CPUs too
+        # The faster order for convolutions, on CPUs too.
+        last = x.ndim == 4 and dtype != torch.float64
         x = x.to(dtype, memory_format=torch.channels_last if last else torch.preserve_format)
         folded, numbers = weights.get(dtype, eps, (weight, bias, gamma, beta, mean, var))
         folded_bias, statistics = numbers[0], numbers[1:]
@@ -235,9 +233,8 @@ class FoldedConv(torch.autograd.Function):
         act = "none" if entry is not None and entry.mean and of_mean is None else ctx.act
         if grad is None:  # nothing but the mean was used
             grad = kept.new_zeros(()).expand(kept.shape)
-        if (
-            ctx.adds and kept is not None
-        ):  # the gradient before the activation has to be made anyway
+        if ctx.adds and kept is not None:
+            # The gradient before the activation has to be made anyway.
             grad, kept, act = ops.run("activation_grad", grad, kept, act), None, "none"
         kept = grad if kept is None else kept
         given = (x, grad, kept, act, folded, weight, statistics, ctx.geometry, want)

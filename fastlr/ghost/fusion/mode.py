@@ -75,9 +75,8 @@ def enabled() -> bool:
     return _enabled.get()
 
 
-OURS = frozenset(
-    {folded.NODE, fixed_norm.NODE}
-)  # kinds of nodes that a folded forward pass has and the model has not
+# Kinds of nodes that a folded forward pass has and the model has not.
+OURS = frozenset({folded.NODE, fixed_norm.NODE})
 _DTYPE: Any = Tensor.dtype
 _ALONE = "no batch norm follows"
 _ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
@@ -90,9 +89,8 @@ _REPLACEMENTS: dict[Callable, tuple[str, Callable[[Callable, tuple, dict], Any]]
     **dict.fromkeys(recurrent.CALLS, ("recurrent", recurrent.scanned)),
     ATTENTION: ("attention", self_attention),
 }
-_FIRST = frozenset(
-    {F.batch_norm, *_CONVOLUTIONS, *_REPLACEMENTS}
-)  # calls of interest where nothing is pending
+# Calls of interest where nothing is pending.
+_FIRST = frozenset({F.batch_norm, *_CONVOLUTIONS, *_REPLACEMENTS})
 
 
 def _activation(func: Callable, args: tuple, kwargs: dict) -> tuple[str, bool] | None:
@@ -178,9 +176,8 @@ class Folding(TorchFunctionMode):
             result = computed(result)
             self.weights.begin()
             if not self.again and not self.disabled:
-                self.idle = not (self.active or has_steps) and set(self.plain.values()) <= {
-                    _ALONE
-                }  # look no more
+                # Look no more.
+                self.idle = not (self.active or has_steps) and set(self.plain.values()) <= {_ALONE}
                 return result
         else:
             self.disabled = self.disabled or "its blocks change from one forward pass to the next"
@@ -245,9 +242,8 @@ class Folding(TorchFunctionMode):
             return func(*args, **kwargs)
         operand = args[0] if args else kwargs.get("input")
         if func not in METADATA and saved_tensors_are_hooked(on_demand.hooks()):
-            return func(
-                *computed(args), **computed(kwargs)
-            )  # checkpointing: the part is run again, as the model says
+            # Checkpointing: the part is run again, as the model says.
+            return func(*computed(args), **computed(kwargs))
         if func in _CONVOLUTIONS:
             first, rest = args[:1], computed(args[1:])
             first = first if first and isinstance(first[0], Lazy) else computed(first)
@@ -284,9 +280,16 @@ class Folding(TorchFunctionMode):
         return func(*computed(args), **computed(kwargs))
 
     def _convolution(
-        self, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None,
-        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-    ) -> Pending | None:  # fmt: skip
+        self,
+        func: Callable,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Pending | None:
         name = self.names.get(id(weight))
         axes = _CONVOLUTIONS[func]
         if name is None or name in self.refused or not torch.is_grad_enabled():
@@ -456,8 +459,7 @@ class Folding(TorchFunctionMode):
         self.folded[self.names[id(pending.source[1])]] = (
             act if pending.residual is None else f"add, {act}"
         )
-        result = (
-            pending if inplace else pending.followed(pending.normed)
-        )  # in place: whoever holds it sees the change
+        # In place: whoever holds it sees the change.
+        result = pending if inplace else pending.followed(pending.normed)
         result.act = act
         return result

@@ -123,7 +123,9 @@ class Lazy(Tensor):
         return func(*computed(args), **computed(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override] # noqa: D105
+    def __torch_dispatch__(  # type: ignore[override] # noqa: D105
+        cls, func, types, args=(), kwargs=None
+    ):
         for lazy in [a for a in tree_leaves((args, kwargs)) if isinstance(a, Lazy)]:
             # reached without torch's Python interface: autograd has not seen it
             lazy.folding.refuse_all(f"{func} got a result past torch's Python interface")
@@ -159,9 +161,8 @@ class Product(Lazy):
     def compute(self) -> Tensor:  # noqa: D102
         if self.value is None:
             if self.numbers._version != self.version:
-                raise RuntimeError(
-                    "the factor of a product was changed in place"
-                )  # then nothing is folded
+                # Then nothing is folded.
+                raise RuntimeError("the factor of a product was changed in place")
             self.value = Gate.apply(self.origin.compute(), self.numbers)
         return self.value
 

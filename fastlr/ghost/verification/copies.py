@@ -101,9 +101,8 @@ def _perturbed_state(
     """All parameters and buffers of a model by name, perturbed."""
     state = {}
     for n, t in (*model.named_parameters(), *model.named_buffers()):
-        if on_demand.is_on_demand(
-            t
-        ):  # noise of its own seed, drawn again whenever the values are made
+        if on_demand.is_on_demand(t):
+            # Noise of its own seed, drawn again whenever the values are made.
             seed = int(torch.randint(1 << 60, (), generator=generator))
             state[n] = on_demand.derived(
                 t, torch.float64, partial(_perturbed_anew, n, scale, seed, n in trainable)

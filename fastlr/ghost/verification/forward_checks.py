@@ -287,7 +287,8 @@ class ForwardChecks:
             raise HiddenParameterError(
                 f"parameter {culprits[0]}"
                 + (f" and {len(culprits) - 1} more" if len(culprits) > 1 else "")
-                + f" of module {module or '(root)'} ({kind}) change the output but are not in its autograd graph: "
+                + f" of module {module or '(root)'} ({kind}) change the output "
+                "but are not in its autograd graph: "
                 "reentrant activation checkpointing (use use_reentrant=False or switch it off), "
                 "no_grad, detach or .data in the forward pass; or freeze them with "
                 "requires_grad_(False) if they should not count"

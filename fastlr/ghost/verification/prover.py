@@ -420,9 +420,8 @@ class Prover(ForwardChecks):
                 name: f"no route but the loop is right (off by {off[name]:.1e})" for name in wrong
             }
         for use in structure.uses:
-            if getattr(
-                graph.nodes[use.node], "_saved_scale_grad_by_freq", False
-            ):  # no sample's of its own in a batch
+            if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):
+                # No sample's of its own in a batch.
                 counted = "scale_grad_by_freq counts the ids of the whole batch"
                 by_loop |= dict.fromkeys(graph.names_below(use.child), counted)
             by_output = {
@@ -496,8 +495,7 @@ def generic_cotangent(z: Tensor) -> Tensor:
     """Return a dense random cotangent for an output, always the same."""
     generator = torch.Generator().manual_seed(1)
     v = torch.empty_like(z, memory_format=torch.contiguous_format)
-    for part in (
-        v if v.ndim > 1 else [v]
-    ):  # no float64 copy of the whole: it may be a language model's logits
+    for part in v if v.ndim > 1 else [v]:
+        # No float64 copy of the whole: it may be a language model's logits.
         part.copy_(torch.randn(part.shape, generator=generator, dtype=torch.float64))
     return v

@@ -48,15 +48,12 @@ class Ledger:
     sample_side: set[tuple] = field(default_factory=set)  # keys
     uses: dict[tuple, UseProof] = field(default_factory=dict)
     parameters: dict[str, ParameterProof] = field(default_factory=dict)
-    absent: list[frozenset[str]] = field(
-        default_factory=list
-    )  # sets of parameters found not to move the output
-    varying: set[tuple] = field(
-        default_factory=set
-    )  # keys of what is computed of parameters and data
-    programs: set[bytes] = field(
-        default_factory=set
-    )  # fingerprints of the model whose samples were tried on copies
+    # Sets of parameters found not to move the output.
+    absent: list[frozenset[str]] = field(default_factory=list)
+    # Keys of what is computed of parameters and data.
+    varying: set[tuple] = field(default_factory=set)
+    # Fingerprints of the model whose samples were tried on copies.
+    programs: set[bytes] = field(default_factory=set)
     by_data: str = ""  # why every batch must be looked at, whatever the graph tells
     hooked: bool = (
         False  # a hook moves gradients between rows, so that the graph does not tell whose they are

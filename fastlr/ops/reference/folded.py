@@ -6,7 +6,8 @@ With sigma = sqrt(running variance + eps), s = gamma / sigma and, for each sampl
 channel c, M_bc the gradient of the folded weight s_c W_c and S_bc = sum_t g_bct the gradient of the
 folded bias, the gradients of the original parameters are
 
-    dW_c = s_c M_c      dgamma_c = (<W_c, M_c> + (bias_c - mean_c) S_c) / sigma_c      dbeta_c = S_c      dbias_c = s_c S_c
+    dW_c = s_c M_c      dgamma_c = (<W_c, M_c> + (bias_c - mean_c) S_c) / sigma_c
+    dbeta_c = S_c       dbias_c = s_c S_c
 
 so one pass over the inputs and the gradients at the folded convolution's output gives the norms of
 all of them. Throughout, x is [B, C, *spatial] with one image a sample, outputs are [B, O,
@@ -210,9 +211,8 @@ def folded_conv_backward(
     norms = folded_conv_sq_norms(inputs, g, weight, statistics, geometry)
     if not want_input:
         return None, *norms
-    given = (
-        t.contiguous() for t in (g, inputs, folded.double())
-    )  # as in fastlr.ops.reference.norms.conv_grads
+    # As in fastlr.ops.reference.norms.conv_grads.
+    given = (t.contiguous() for t in (g, inputs, folded.double()))
     gx = torch.ops.aten.convolution_backward(*given, None, *geometry, [True, False, False])[0]
     of_gate: list[Tensor] = []
     if gate is not None:

@@ -125,9 +125,8 @@ def local_redundancy_exact(
             f"{members} family members, {pairs_needed} pairs: more than limit = {limit}; use fewer "
             "candidates, a smaller n or fewer etas"
         )
-    datasets = torch.tensor(
-        list(_multisets(inputs * classes, n)), dtype=torch.float64
-    )  # [M, K * C] counts
+    # [M, K * C] counts.
+    datasets = torch.tensor(list(_multisets(inputs * classes, n)), dtype=torch.float64)
 
     # One family member for each dataset and positive step; the step is up the summed score, down
     # the loss.

@@ -214,9 +214,8 @@ def test_windows_of_a_csv_file_are_of_its_last_fifth(tmp_path):
     real = real_inputs(tmp_path / "walk.csv", 5, context=8)
     mean, std = walk[:160].mean(0), walk[:160].std(0)
     found = real.inputs.batch(0, 5, device="cpu").double().numpy()
-    for window, start in zip(
-        found, (160, 168, 176, 183, 191)
-    ):  # 32 windows, the last before the end
+    for window, start in zip(found, (160, 168, 176, 183, 191)):
+        # 32 windows, the last before the end.
         np.testing.assert_allclose(
             window, (walk[start : start + 8] - mean) / std, rtol=1e-5, atol=1e-5
         )

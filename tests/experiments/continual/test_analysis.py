@@ -66,13 +66,11 @@ def test_forgetting_compares_a_task_with_itself_one_task_later(tmp_path):
 def test_future_accuracy_is_of_the_tasks_after_the_boundary(tmp_path):
     run = read_run(write_run(tmp_path / "run", 25, skip=(12,)))
     future = run.future_accuracy()
-    assert (
-        np.isfinite(future[:15]).all() and np.isnan(future[15:]).all()
-    )  # task 14 is followed by 15..24
+    # Task 14 is followed by 15..24.
+    assert np.isfinite(future[:15]).all() and np.isnan(future[15:]).all()
     assert future[14] == pytest.approx(run.accuracy[15:25].mean())
-    assert future[5] == pytest.approx(
-        np.nanmean(run.accuracy[6:16])
-    )  # the skipped task 12 is left out
+    # The skipped task 12 is left out.
+    assert future[5] == pytest.approx(np.nanmean(run.accuracy[6:16]))
     many = read_run(write_run(tmp_path / "many", 25, skip=tuple(range(5, 11))))
     assert np.isnan(many.future_accuracy()[3])  # of tasks 4..13 only four are there
     assert np.isfinite(many.future_accuracy()[4:6]).tolist() == [False, True]
@@ -145,9 +143,8 @@ def test_a_copy_of_a_run_is_no_evidence(tmp_path, cli):
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     write_run(tmp_path / "short", 6)
     options_are(tmp_path / "short", tasks=6, threads=2)  # neither makes it another run
-    options_are(
-        tmp_path / "copy", norm_batch=256
-    )  # the default, which an earlier version did not write
+    # The default, which an earlier version did not write.
+    options_are(tmp_path / "copy", norm_batch=256)
     for other, longest in (("copy", "copy"), ("short", "run")):
         for command in ("report", "ablate", "cost"):
             error = cli(f"{command} {tmp_path / other} {tmp_path / 'run'} --pool", code=2).err
@@ -223,18 +220,18 @@ def test_resampled_correlations_are_those_of_the_written_out_resample():
         for row, w in enumerate(weights.astype(int)):
             tt, xx, yy = (np.repeat(each, w) for each in (t, x, y))
             a, b = residuals(xx, tt) if partial else xx, residuals(yy, tt)
+            # Copies of one task differ by rounding, which would break their ties.
             a, b = (
                 np.round(a, 9),
                 np.round(b, 9),
-            )  # copies of one task differ by rounding, which would break their ties
+            )
             assert fast["pearson"][row] == pytest.approx(stats.pearsonr(a, b)[0], abs=1e-7)
             assert fast["spearman"][row] == pytest.approx(stats.spearmanr(a, b)[0], abs=1e-7)
 
 
 def test_several_runs_are_averaged_by_their_tasks(tmp_path):
-    runs = [
-        read_run(write_run(tmp_path / f"{n}", n, seed=n)) for n in (140, 270, 40)
-    ]  # the last is too short
+    # The last is too short.
+    runs = [read_run(write_run(tmp_path / f"{n}", n, seed=n)) for n in (140, 270, 40)]
     single = [correlations([run], ["weight_norm"], resamples=100) for run in runs[:2]]
     pooled = correlations(runs, ["weight_norm"], resamples=100)
     for a, b, both in zip(*single, pooled):
@@ -257,9 +254,8 @@ def test_the_lead_of_local_redundancy_is_paired(tmp_path):
             assert math.isnan(c.lead)
             continue
         assert c.lead == pytest.approx(first.value - c.value) and c.lead_stderr > 0
-        if (
-            name == "local_redundancy_next_task"
-        ):  # nearly the same series: far less than independent errors would give
+        if name == "local_redundancy_next_task":
+            # Nearly the same series: far less than independent errors would give.
             assert c.lead_stderr < 0.4 * math.hypot(first.stderr, c.stderr)
         if name == "train_grad_norm":  # pure noise
             assert c.lead_stderr == pytest.approx(math.hypot(first.stderr, c.stderr), rel=0.35)

@@ -22,9 +22,8 @@ from fastlr.experiments.continual.findings import brief
 from fastlr.experiments.continual.options import INTERVENTIONS
 from fastlr.experiments.continual.report import write_report
 
-GRID = [
-    (u, v) for u in (0, 1, -1) for v in (0, 1, -1)
-]  # what each intervention does to plasticity, and to weight norm
+# What each intervention does to plasticity, and to weight norm.
+GRID = [(u, v) for u in (0, 1, -1) for v in (0, 1, -1)]
 
 
 def write_grid(parent, seeds=4, tasks=100, grid=GRID):

@@ -342,9 +342,8 @@ def test_the_command(tmp_path, images, cli):
 
 
 def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys):
-    before = signal.getsignal(
-        signal.SIGTERM
-    )  # another library in this process may have set its own
+    # Another library in this process may have set its own.
+    before = signal.getsignal(signal.SIGTERM)
     out = tmp_path / "run"
     arguments = [
         "continual",
@@ -367,9 +366,8 @@ def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys
     def stopping(driver):
         def show(at):
             if (at.done, at.epoch) in stops:
-                if (
-                    how == signal.SIGINT
-                ):  # may be ignored, and inherited so, where the tests run in the background
+                if how == signal.SIGINT:
+                    # May be ignored, and inherited so, where the tests run in the background.
                     raise KeyboardInterrupt
                 signal.raise_signal(how)
 
@@ -398,9 +396,8 @@ def test_interrupted_at_a_terminal_it_says_so_too(tmp_path, images):
     arguments = ["continual", "demo", "--out", str(tmp_path / "run"), "--set", "measures="]
     process, terminal = pty.fork()
     if not process:
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # ignored, and inherited so, where the tests run in the background
+        # Ignored, and inherited so, where the tests run in the background.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, "-m", "fastlr", *arguments])
     text, sent = b"", False
     while True:

@@ -235,9 +235,8 @@ def test_a_layer_without_bias_has_the_mean_taken_from_its_batch_norm():
         cbp.after_step()
         layer = next(layer for layer in cbp.layers if layer.units.name == "expand")
         before = learner.model.eval()(x)
-        cbp.initial = {
-            name: torch.zeros_like(value) for name, value in initial.items()
-        }  # silent, whatever is drawn
+        # Silent, whatever is drawn.
+        cbp.initial = {name: torch.zeros_like(value) for name, value in initial.items()}
         cbp.replace(layer, torch.tensor([1, 2, 5]))
         after = learner.model(x)
         assert (after - before).abs().max() > 0.1

@@ -345,10 +345,11 @@ def test_every_batch_has_its_share_of_the_memory(store, share, counts):
     )
     learner.model.seen.clear()
     learner.learn(tasks[1], 1)
+    # All of it is in the memory.
     own, memory = (
         normalise(tasks[1].train_x),
         normalise(tasks[0].train_x),
-    )  # all of it is in the memory
+    )
 
     def matches(x, of):
         return (x[:, None] == of).flatten(2).all(2)

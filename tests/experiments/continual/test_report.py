@@ -51,9 +51,8 @@ def test_the_page_is_whole_and_needs_nothing_else(report):
     assert embedded == {file.read_bytes() for file, _ in report.figures}
     for sheet in report.sheets:
         assert f'id="{sheet.slug}"' in page
-    assert (
-        "fastlr continual" in page and "commit: abc" in page
-    )  # what made the figures stands beside them
+    # What made the figures stands beside them.
+    assert "fastlr continual" in page and "commit: abc" in page
 
 
 def test_all_files_are_there_and_agree(report):

@@ -47,51 +47,148 @@ def norm_twice(m, x):
 
 CONV, FLAT = (2, 4, 6, 6), (2, 6)
 CASES = {
-    "plain": (Written(lambda m, x: m.head(F.relu(m.a(x))), a=nn.Linear(6, 5), head=nn.Linear(5, 2)), FLAT, {"a": ["a"]}),
+    "plain": (
+        Written(lambda m, x: m.head(F.relu(m.a(x))), a=nn.Linear(6, 5), head=nn.Linear(5, 2)),
+        FLAT,
+        {"a": ["a"]},
+    ),
     "in place and pooled": (
-        nn.Sequential(nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"), nn.BatchNorm2d(3), nn.SiLU(inplace=True),
-                      nn.MaxPool2d(2), nn.Dropout(), nn.Flatten(), nn.Linear(27, 2)),
-        CONV, {"0": ["0"]}),
+        nn.Sequential(
+            nn.Conv2d(4, 3, 3, padding=1, padding_mode="reflect"),
+            nn.BatchNorm2d(3),
+            nn.SiLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Dropout(),
+            nn.Flatten(),
+            nn.Linear(27, 2),
+        ),
+        CONV,
+        {"0": ["0"]},
+    ),
     "squeeze": (
-        Written(squeeze, a=nn.Conv2d(4, 6, 1, bias=False), n1=nn.BatchNorm2d(6),
-                depthwise=nn.Conv2d(6, 6, 3, padding=1, groups=6), n2=nn.BatchNorm2d(6), down=nn.Conv2d(6, 3, 1),
-                up=nn.Conv2d(3, 6, 1), b=nn.Conv2d(6, 4, 1), n3=nn.BatchNorm2d(4), head=nn.Linear(144, 2)),
-        CONV, {"a": ["a", "up", "depthwise"], "down": ["down"]}),
+        Written(
+            squeeze,
+            a=nn.Conv2d(4, 6, 1, bias=False),
+            n1=nn.BatchNorm2d(6),
+            depthwise=nn.Conv2d(6, 6, 3, padding=1, groups=6),
+            n2=nn.BatchNorm2d(6),
+            down=nn.Conv2d(6, 3, 1),
+            up=nn.Conv2d(3, 6, 1),
+            b=nn.Conv2d(6, 4, 1),
+            n3=nn.BatchNorm2d(4),
+            head=nn.Linear(144, 2),
+        ),
+        CONV,
+        {"a": ["a", "up", "depthwise"], "down": ["down"]},
+    ),
     "residual": (
-        Written(lambda m, x: m.head((m.a(x) + m.c(F.relu(m.b(x)))).mean((2, 3))), a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(4, 5, 1),
-             c=nn.Conv2d(5, 3, 1), head=nn.Linear(3, 2)),
-        CONV, {"b": ["b"]}),
+        Written(
+            lambda m, x: m.head((m.a(x) + m.c(F.relu(m.b(x)))).mean((2, 3))),
+            a=nn.Conv2d(4, 3, 1),
+            b=nn.Conv2d(4, 5, 1),
+            c=nn.Conv2d(5, 3, 1),
+            head=nn.Linear(3, 2),
+        ),
+        CONV,
+        {"b": ["b"]},
+    ),
     "grouped": (
-        nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 3, groups=2), nn.BatchNorm2d(4), nn.ReLU(),
-                      nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)),
-        CONV, {"0": ["0"], "2": ["2"]}),
+        nn.Sequential(
+            nn.Conv2d(4, 6, 1),
+            nn.ReLU(),
+            nn.Conv2d(6, 4, 3, groups=2),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 2),
+        ),
+        CONV,
+        {"0": ["0"], "2": ["2"]},
+    ),
     "a depthwise convolution of what is read elsewhere": (
-        Written(depthwise_branch,
-             a=nn.Conv2d(4, 3, 1), d=nn.Conv2d(3, 3, 3, padding=1, groups=3), c=nn.Conv2d(3, 3, 1), head=nn.Linear(3, 2)),
-        CONV, {"d": ["d"]}),
+        Written(
+            depthwise_branch,
+            a=nn.Conv2d(4, 3, 1),
+            d=nn.Conv2d(3, 3, 3, padding=1, groups=3),
+            c=nn.Conv2d(3, 3, 1),
+            head=nn.Linear(3, 2),
+        ),
+        CONV,
+        {"d": ["d"]},
+    ),
     "several filters a channel": (
-        nn.Sequential(nn.Conv2d(4, 3, 1), nn.Conv2d(3, 6, 3, groups=3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 2)),
-        CONV, {"1": ["1"]}),
+        nn.Sequential(
+            nn.Conv2d(4, 3, 1),
+            nn.Conv2d(3, 6, 3, groups=3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(96, 2),
+        ),
+        CONV,
+        {"1": ["1"]},
+    ),
     "tokens": (
-        Written(lambda m, x: m.head((m.b(F.gelu(m.a(x))) + x).mean(1)),
-             a=nn.Linear(6, 5), b=nn.Linear(5, 6), head=nn.Linear(6, 2)),
-        (2, 3, 6), {"a": ["a"]}),
+        Written(
+            lambda m, x: m.head((m.b(F.gelu(m.a(x))) + x).mean(1)),
+            a=nn.Linear(6, 5),
+            b=nn.Linear(5, 6),
+            head=nn.Linear(6, 2),
+        ),
+        (2, 3, 6),
+        {"a": ["a"]},
+    ),
     "gated": (
-        Written(lambda m, x: m.head(F.silu(m.a(x)) * m.b(x)), a=nn.Linear(6, 5), b=nn.Linear(6, 5), head=nn.Linear(5, 2)),
-        FLAT, {"a": ["a", "b"]}),
+        Written(
+            lambda m, x: m.head(F.silu(m.a(x)) * m.b(x)),
+            a=nn.Linear(6, 5),
+            b=nn.Linear(6, 5),
+            head=nn.Linear(5, 2),
+        ),
+        FLAT,
+        {"a": ["a", "b"]},
+    ),
     "a norm over channels": (
-        nn.Sequential(nn.Conv2d(4, 3, 1), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 2)), CONV, {}),
+        nn.Sequential(
+            nn.Conv2d(4, 3, 1), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 2)
+        ),
+        CONV,
+        {},
+    ),
     "concatenated": (
-        Written(lambda m, x: m.head(torch.cat([m.a(x), m.b(x)], 1)), a=nn.Linear(6, 3), b=nn.Linear(6, 3),
-                head=nn.Linear(6, 2)), FLAT, {}),
+        Written(
+            lambda m, x: m.head(torch.cat([m.a(x), m.b(x)], 1)),
+            a=nn.Linear(6, 3),
+            b=nn.Linear(6, 3),
+            head=nn.Linear(6, 2),
+        ),
+        FLAT,
+        {},
+    ),
     "one layer twice": (Written(twice, a=nn.Linear(6, 6), head=nn.Linear(6, 2)), FLAT, {}),
     "one weight in two layers": (tied(), FLAT, {}),
     "one norm twice": (
-        Written(norm_twice, a=nn.Conv2d(4, 3, 1), b=nn.Conv2d(3, 3, 1), n=nn.BatchNorm2d(3), head=nn.Linear(3, 2)), CONV, {}),
+        Written(
+            norm_twice,
+            a=nn.Conv2d(4, 3, 1),
+            b=nn.Conv2d(3, 3, 1),
+            n=nn.BatchNorm2d(3),
+            head=nn.Linear(3, 2),
+        ),
+        CONV,
+        {},
+    ),
     "leaky": (Written(leaky, a=nn.Linear(6, 5), head=nn.Linear(5, 2)), FLAT, {}),
     "frozen": (
-        Written(lambda m, x: m.head(F.relu(m.a(x))), a=nn.Linear(6, 5).requires_grad_(False), head=nn.Linear(5, 2)), FLAT, {}),
-}  # fmt: skip
+        Written(
+            lambda m, x: m.head(F.relu(m.a(x))),
+            a=nn.Linear(6, 5).requires_grad_(False),
+            head=nn.Linear(5, 2),
+        ),
+        FLAT,
+        {},
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -167,10 +264,11 @@ def test_the_network_of_dohare():
         ("fc1", 128),
         ("fc2", 128),
     ]
+    # 2 x 2 positions of a channel.
     assert [(r.name, r.repeat) for u in found for r in u.readers][2] == (
         "fc1",
         4,
-    )  # 2 x 2 positions of a channel
+    )
     assert left == {"fc3": "makes the model's output"}
 
 

@@ -77,9 +77,8 @@ def test_folder_holds_out_by_seed(tmp_path):
         limit_classes=["c2", "c1"],
     )
     assert limited.classes == ["c1", "c2"]
-    assert np.array_equal(
-        rows(limited, "c2", "test"), rows(one, "c2", "test")
-    )  # whatever other classes are there
+    # Whatever other classes are there.
+    assert np.array_equal(rows(limited, "c2", "test"), rows(one, "c2", "test"))
     others = [
         prepare(source, tmp_path / f"s{s}", size=SIZE, workers=1, test_fraction=0.3, seed=s)
         for s in (1, 2)
@@ -226,43 +225,92 @@ BROKEN_SOURCES = {
     "does not exist": (lambda root: root, {}),
     "holds no files": (lambda root: root.mkdir() or root, {}),
     "no readable .zip": (lambda root: root.write_text("text") and root, {}),
-    "none of the layouts": (lambda root: root.mkdir() or (root / "a.csv").write_text("1") and root, {}),
+    "none of the layouts": (
+        lambda root: root.mkdir() or (root / "a.csv").write_text("1") and root,
+        {},
+    ),
     "n9 of .* is empty": (lambda root: (imagenet(root) / "train/n9").mkdir() or root, {}),
-    "n9 of .* has no images in val": (lambda root: save(imagenet(root) / "train/n9/0.png", pixels(0)) or root, {}),
-    "no folder named like": (lambda root: save(imagenet(root, val=0) / "val/0.png", pixels(0)) or root, {}),
+    "n9 of .* has no images in val": (
+        lambda root: save(imagenet(root) / "train/n9/0.png", pixels(0)) or root,
+        {},
+    ),
+    "no folder named like": (
+        lambda root: save(imagenet(root, val=0) / "val/0.png", pixels(0)) or root,
+        {},
+    ),
     "a task needs two": (lambda root: imagenet(root, classes=1), {}),
     "has one image": (lambda root: folder(root, count=1), {}),
     "has 3 classes": (lambda root: imagenet(root), {"limit_classes": 4}),
     "no class zebra": (lambda root: imagenet(root), {"limit_classes": ["n0", "zebra"]}),
     "names n0 twice": (lambda root: imagenet(root), {"limit_classes": ["n0", "n0"]}),
-    "two classes of the name é": (lambda root: [folder(root), save(root / "é/0.png", pixels(0)),
-                                               save(root / "e\u0301/0.png", pixels(0))] and root, {}),
+    "two classes of the name é": (
+        lambda root: (
+            [
+                folder(root),
+                save(root / "é/0.png", pixels(0)),
+                save(root / "e\u0301/0.png", pixels(0)),
+            ]
+            and root
+        ),
+        {},
+    ),
     "float64": (lambda root: npy_folder(root, a=BYTES, b=BYTES.astype(float)), {"npy_train": 5}),
-    r"b.npy .* has shape \[6": (lambda root: npy_folder(root, a=BYTES, b=BYTES[:6]), {"npy_train": 5}),
-    r"is uint8 \[7, 4, 4, 3\]": (lambda root: npy_folder(root, a=BYTES.transpose(0, 2, 3, 1), b=BYTES), {"npy_train": 5}),
+    r"b.npy .* has shape \[6": (
+        lambda root: npy_folder(root, a=BYTES, b=BYTES[:6]),
+        {"npy_train": 5},
+    ),
+    r"is uint8 \[7, 4, 4, 3\]": (
+        lambda root: npy_folder(root, a=BYTES.transpose(0, 2, 3, 1), b=BYTES),
+        {"npy_train": 5},
+    ),
     "--npy-train": (lambda root: npy_folder(root, a=BYTES, b=BYTES), {}),
     "is object": (lambda root: npy_folder(root, a=np.array([{}]), b=BYTES), {"npy_train": 5}),
-    "is no whole .npy": (lambda root: npy_folder(root, a=BYTES, b=BYTES)
-                         and (root / "b.npy").write_bytes((root / "a.npy").read_bytes()[:-9]) and root, {"npy_train": 5}),
-    "is no .npy file": (lambda root: npy_folder(root, a=BYTES) and (root / "b.npy").write_bytes(b"") or root,
-                        {"npy_train": 5}),
-    "is not compressed by deflate": (lambda root: archive(root, zipfile.ZIP_BZIP2, **{"a/0.png": b""}), {}),
-    "holds /x.jpg, a path from the root": (lambda root: archive(root, **{"/x.jpg": b"", "a/0.png": b"", "b/0.png": b""}), {}),
-    "source/c1/up and .*/source are one folder": (lambda root: (folder(root) / "c1/up").symlink_to(root) or root, {}),
+    "is no whole .npy": (
+        lambda root: (
+            npy_folder(root, a=BYTES, b=BYTES)
+            and (root / "b.npy").write_bytes((root / "a.npy").read_bytes()[:-9])
+            and root
+        ),
+        {"npy_train": 5},
+    ),
+    "is no .npy file": (
+        lambda root: npy_folder(root, a=BYTES) and (root / "b.npy").write_bytes(b"") or root,
+        {"npy_train": 5},
+    ),
+    "is not compressed by deflate": (
+        lambda root: archive(root, zipfile.ZIP_BZIP2, **{"a/0.png": b""}),
+        {},
+    ),
+    "holds /x.jpg, a path from the root": (
+        lambda root: archive(root, **{"/x.jpg": b"", "a/0.png": b"", "b/0.png": b""}),
+        {},
+    ),
+    "source/c1/up and .*/source are one folder": (
+        lambda root: (folder(root) / "c1/up").symlink_to(root) or root,
+        {},
+    ),
     "source/train and .*/source/again are one folder": (
-        lambda root: (imagenet(root, val=0) / "again").symlink_to(root / "train") or root, {}),
+        lambda root: (imagenet(root, val=0) / "again").symlink_to(root / "train") or root,
+        {},
+    ),
     "val/n1/0.png of .* has 20.0 MB unpacked, and the limit is 0.5 MB: give a greater --max-file-mb": (
-        lambda root: swollen(root), {"max_file_mb": 0.5}),
+        lambda root: swollen(root),
+        {"max_file_mb": 0.5},
+    ),
     "a.npy of .* has 0.0 MB, and the limit is 0.0001 MB": (
-        lambda root: npy_folder(root, b=BYTES, a=BYTES), {"npy_train": 5, "max_file_mb": 1e-4}),
+        lambda root: npy_folder(root, b=BYTES, a=BYTES),
+        {"npy_train": 5, "max_file_mb": 1e-4},
+    ),
     "0.png of .* has 0.0 MB, and the limit is 0.0001 MB: give a greater --max-file-mb.*; mend it": (
-        lambda root: imagenet(root), {"max_file_mb": 1e-4}),
+        lambda root: imagenet(root),
+        {"max_file_mb": 1e-4},
+    ),
     "--max-file-mb nan": (lambda root: imagenet(root), {"max_file_mb": float("nan")}),
     "format pictures": (lambda root: imagenet(root), {"format": "pictures"}),
     "lies in the source": (lambda root: imagenet(root), {"out": "source/store"}),
     "size 0": (lambda root: imagenet(root), {"size": 0}),
     "workers must": (lambda root: imagenet(root), {"workers": 0}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", BROKEN_SOURCES)
@@ -367,9 +415,8 @@ def test_images_are_squashed_or_cropped_and_a_store_keeps_its_own(tmp_path, cli)
         index["plan"],
         {key: value for key, value in index["plan"].items() if key != "resize"},
     ):
-        path.write_text(
-            json.dumps({**index, "plan": plan})
-        )  # the second: as fastlr wrote them before there was a choice
+        # The second: as fastlr wrote them before there was a choice.
+        path.write_text(json.dumps({**index, "plan": plan}))
         again = prepare(source, tmp_path / "crop", size=SIZE, workers=1)
         assert again.resize == "crop" and (again.path / "images.u8").read_bytes() == whole[0]
         with pytest.raises(

@@ -80,9 +80,8 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
         workers=1,
         progress=lambda what, done, total: seen.append((what, done)),
     )
-    assert (
-        next(done for what, done in seen if what == "decoding") == 24 * kept
-    )  # nothing is done twice
+    # Nothing is done twice.
+    assert next(done for what, done in seen if what == "decoding") == 24 * kept
     assert content(out) == content(tmp_path / "whole")
     assert sorted(path.name for path in out.iterdir()) == [".lock", "images.u8", "index.json"]
 

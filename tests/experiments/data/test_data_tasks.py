@@ -330,9 +330,8 @@ def test_random_labels_are_all_that_changes_from_task_to_task():
     )
     assert first.test_x is first.train_x and first.test_y is first.train_y
     counts = torch.bincount(first.train_y, minlength=10).double()
-    assert (
-        len(counts) == 10 and ((counts - 500).square() / 500).sum() < 28
-    )  # chi-squared of 9: 0.1 %
+    # Chi-squared of 9: 0.1 %.
+    assert len(counts) == 10 and ((counts - 500).square() / 500).sum() < 28
     assert abs((first.train_y == second.train_y).double().mean() - 0.1) < 0.02
     values = torch.bincount(first.train_x.flatten().long(), minlength=256).double()
     assert ((values - values.mean()).square() / values.mean()).sum() < 330  # of 255

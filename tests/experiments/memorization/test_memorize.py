@@ -30,18 +30,37 @@ from fastlr.experiments.training.steps import TrainingSteps
 from fastlr.models.patchtst import PatchTST
 
 COMMON = {
-    "device": "cpu", "threads": 1, "dtype": "fp32", "batch_size": 12, "learning_rate": 1e-2, "epochs": 5,
-    "evaluate_every": 2, "redundancy_n": 12, "redundancy_batch": 6,
-}  # fmt: skip
+    "device": "cpu",
+    "threads": 1,
+    "dtype": "fp32",
+    "batch_size": 12,
+    "learning_rate": 1e-2,
+    "epochs": 5,
+    "evaluate_every": 2,
+    "redundancy_n": 12,
+    "redundancy_batch": 6,
+}
 VISION = {
-    **COMMON, "model": "continual_cases:net", "n": 40, "classes": 5, "size": 8, "norm_batch": 6,
+    **COMMON,
+    "model": "continual_cases:net",
+    "n": 40,
+    "classes": 5,
+    "size": 8,
+    "norm_batch": 6,
     "batch_norm_updates": "every-part",
-}  # fmt: skip
+}
 NETWORK = {"patch": 8, "stride": 8, "layers": 1, "width": 8, "heads": 2, "ffn": 12}
 SERIES = {
-    **COMMON, "kind": "series", "model": "fastlr.models.patchtst:PatchTST", "model_kwargs": NETWORK, "n": 30,
-    "context": 24, "horizon": 6, "channels": 2, "norm_batch": 0,
-}  # fmt: skip
+    **COMMON,
+    "kind": "series",
+    "model": "fastlr.models.patchtst:PatchTST",
+    "model_kwargs": NETWORK,
+    "n": 30,
+    "context": 24,
+    "horizon": 6,
+    "channels": 2,
+    "norm_batch": 0,
+}
 
 
 # -- the data
@@ -135,9 +154,8 @@ def test_bits_of_regression():
         2000 * m / 2
     ) ** 0.5 / math.log(2)
     noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
-    known = data.losses(
-        0.75 * y + 0.75**0.5 * 0.5 * noise, y
-    )  # the channel of rate one bit an element: D = 1/4
+    # The channel of rate one bit an element: D = 1/4.
+    known = data.losses(0.75 * y + 0.75**0.5 * 0.5 * noise, y)
     assert known.shape == (2000,)
     assert data.bits(known.mean().item()) == pytest.approx(2000 * m, rel=0.02)
     assert data.ceiling is None and data.right(y, y) is None
@@ -212,9 +230,8 @@ def test_records_say_what_the_checkpoint_holds(kind, runs):
     model.load_state_dict(checkpoint(runs / kind)["model"])
     model = model.double().eval()
     with torch.no_grad():
-        samples = [
-            data.batch(torch.tensor([i])) for i in range(data.n)
-        ]  # one sample at a time, float64
+        # One sample at a time, float64.
+        samples = [data.batch(torch.tensor([i])) for i in range(data.n)]
         outputs = [(model(x.double()), y) for x, y in samples]
     if kind == "vision":
         loss = sum(F.cross_entropy(z, y).item() for z, y in outputs) / 40
@@ -297,9 +314,8 @@ def test_replayed_steps_are_the_same(kind, device):
     options = MemorizeOptions(**{**settings_of(kind), "device": device.type, "step": "eager"})
     data, _ = memorize.DRIVER.open_data(options)
     plain, replayed = Memorizer(data, options, device), Memorizer(data, options, device)
-    for mine in (
-        (plain, replayed) if device.type == "cpu" else ()
-    ):  # the kind of optimiser that they have on a GPU
+    for mine in (plain, replayed) if device.type == "cpu" else ():
+        # The kind of optimiser that they have on a GPU.
         mine.optimiser = torch.optim.AdamW(
             mine.model.parameters(), lr=1e-2, weight_decay=0.01, fused=True
         )
@@ -376,9 +392,8 @@ def test_presets_are_the_papers():
     )
     assert (vision.batch_size, vision.norm_batch, vision.dtype) == (1024, 256, "bf16")
     data, config = memorize.DRIVER.open_data(vision)
-    assert config["ceiling_bits"] / 5_483_032 == pytest.approx(
-        1.489, abs=1e-3
-    )  # bits a parameter of MobileNetV3-Large
+    # Bits a parameter of MobileNetV3-Large.
+    assert config["ceiling_bits"] / 5_483_032 == pytest.approx(1.489, abs=1e-3)
     series = resolve(MemorizeOptions, PRESETS, "series", {})
     assert series.n * series.horizon * series.channels == 1_376_256
     assert memorize._arguments(series)["kwargs"] == {"channels": 7, "context": 512, "horizon": 96}

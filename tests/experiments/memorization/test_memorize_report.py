@@ -72,9 +72,13 @@ def write_run(
     (folder / "records.jsonl").write_text("".join(lines))
     ceiling = N * math.log2(CLASSES) if kind == "vision" else None
     config = {
-        "driver": "memorize", "preset": "vision-small", "data": {"ceiling_bits": ceiling}, "device": "cpu",
-        "options": {"kind": kind, "n": N, "seed": seed, "epochs": epochs, "model": "small"}, "commit": "abc",
-    }  # fmt: skip
+        "driver": "memorize",
+        "preset": "vision-small",
+        "data": {"ceiling_bits": ceiling},
+        "device": "cpu",
+        "options": {"kind": kind, "n": N, "seed": seed, "epochs": epochs, "model": "small"},
+        "commit": "abc",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -109,9 +113,15 @@ def test_numbers_of_a_run(tmp_path):
 def test_the_table_over_epochs_has_those_that_were_measured(tmp_path):
     rows = training_sheet(MemorizationRun.read(write_run(tmp_path / "run")), "t").rows
     assert [row[0] for row in rows] == ["0", "8", "16", "24", "32", "40"]
-    assert rows[-1][1:] == ("2.1", f"{4 * math.log(2) - bits_of(40, 0) / N * math.log(2):.4g}", "40.0 %",
-                            f"{bits_of(40, 0):,.0f}", f"{bits_of(40, 0) / PARAMETERS:.4f}", f"{bits_of(40, 0) / 4:.1f} %",
-                            "50.00 ± 0.50")  # fmt: skip
+    assert rows[-1][1:] == (
+        "2.1",
+        f"{4 * math.log(2) - bits_of(40, 0) / N * math.log(2):.4g}",
+        "40.0 %",
+        f"{bits_of(40, 0):,.0f}",
+        f"{bits_of(40, 0) / PARAMETERS:.4f}",
+        f"{bits_of(40, 0) / 4:.1f} %",
+        "50.00 ± 0.50",
+    )
     rows = training_sheet(MemorizationRun.read(write_run(tmp_path / "none", lr=False)), "t").rows
     assert (
         len(rows) == 13

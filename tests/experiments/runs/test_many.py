@@ -32,7 +32,8 @@ from fastlr.experiments.runs.experiment import Progress
 from fastlr.experiments.runs.processes import Job, run_jobs
 from fastlr.experiments.runs.sweep import product
 
-ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"  # without fastlr's imports
+# Without fastlr's imports.
+ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"
 
 
 def job(folder: Path, name: str, code: str) -> Job:

@@ -60,8 +60,11 @@ def test_every_combination_has_a_name_and_its_settings():
         for seed in (3, 4)
     ]
     assert runs["learning_rate=0.01,measures=srank+weight_norm,seed-4"] == {
-        "seed": 4, "epochs": 1, "learning_rate": 0.01, "measures": ("srank", "weight_norm"),
-    }  # fmt: skip
+        "seed": 4,
+        "epochs": 1,
+        "learning_rate": 0.01,
+        "measures": ("srank", "weight_norm"),
+    }
     assert list(sweep.product(DRIVER, "demo", {}, {}, 2)) == ["seed-0", "seed-1"]
     with pytest.raises(InputError, match="--seeds 0"):
         sweep.product(DRIVER, "demo", {}, grids, 0)

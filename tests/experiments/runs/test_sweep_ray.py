@@ -337,9 +337,8 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
         work = {"seed": settings["seed"], "path": str(path), "waits": victim}
         return [sys.executable, "-c", "import sys\n" + ATTACH + QUICK, "[]", json.dumps(work)]
 
-    def runs() -> list[
-        list[int]
-    ]:  # seed, process of its Ray worker and of its node, in the order in which they began
+    def runs() -> list[list[int]]:
+        # Seed, process of its Ray worker and of its node, in the order in which they began.
         return [[int(word) for word in line.split()] for line in begun.read_text().splitlines()]
 
     monkeypatch.setattr(many.worker, "command", command)

@@ -264,8 +264,7 @@ def test_compiled_steps(tmp_path, images):
     continual.resume(tmp_path / "parts", {"tasks": 2})
     assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
     torch._dynamo.reset()
-    missing = torch._inductor.config.patch(
-        {"cpp.cxx": (None, "no-such-compiler")}
-    )  # monkeypatch would leave it broken
+    # Monkeypatch would leave it broken.
+    missing = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})
     with missing, pytest.raises(ModelError, match="step=compile: .*; choose step=eager"):
         begin(tmp_path / "none", images, **settings, tasks=1, step="compile", dtype="bf16")

@@ -25,9 +25,20 @@ from fastlr.experiments.runs.options import resolve
 from fastlr.experiments.transfer.options import TransferOptions, substitutions
 
 MEMORIZE = {
-    "model": "continual_cases:net", "device": "cpu", "threads": 1, "n": 30, "classes": 5, "size": 8, "batch_size": 12,
-    "norm_batch": 6, "epochs": 3, "evaluate_every": 1, "measure_every": 1, "redundancy_n": 8, "redundancy_batch": 4,
-}  # fmt: skip
+    "model": "continual_cases:net",
+    "device": "cpu",
+    "threads": 1,
+    "n": 30,
+    "classes": 5,
+    "size": 8,
+    "batch_size": 12,
+    "norm_batch": 6,
+    "epochs": 3,
+    "evaluate_every": 1,
+    "measure_every": 1,
+    "redundancy_n": 8,
+    "redundancy_batch": 4,
+}
 SERIES = {**TINY, "norm_batch": 8, "finetune_runs": 1}
 
 

@@ -447,9 +447,14 @@ def test_the_command(tmp_path, cli):
         9,
     )
     assert config["data"]["source"] == {
-        "name": "generated:4", "path": None, "rows": 400, "features": [f"F{i}" for i in range(7)],
-        "step_seconds": 3600.0, "train_windows": 283, "validation_windows": 43,
-    }  # fmt: skip
+        "name": "generated:4",
+        "path": None,
+        "rows": 400,
+        "features": [f"F{i}" for i in range(7)],
+        "step_seconds": 3600.0,
+        "train_windows": 283,
+        "validation_windows": 43,
+    }
     assert [line["kind"] for line in lines(out)] == ["start", "pretrain", "selection"] + 4 * [
         "finetune"
     ]

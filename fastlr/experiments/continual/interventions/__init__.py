@@ -1,18 +1,26 @@
 """Interventions against loss of plasticity and against forgetting, options of ``fastlr continual``.
 
-=======================  ======================================  ========================================================
+=======================  ======================================  ===================================
 option                   intervention                            source
-=======================  ======================================  ========================================================
-``cbp_rate`` ...         continual backprop                      Dohare et al. 2024: `ContinualBackprop`
-``shrink``, ``perturb``  shrink-and-perturb                      Ash and Adams 2020: `ShrinkAndPerturb`
-``reset_every`` ...      periodic resets of the last layers      Nikishin et al. 2022: `PeriodicReset`
+=======================  ======================================  ===================================
+``cbp_rate`` ...         continual backprop                      Dohare et al. 2024:
+                                                                 `ContinualBackprop`
+``shrink``, ``perturb``  shrink-and-perturb                      Ash and Adams 2020:
+                                                                 `ShrinkAndPerturb`
+``reset_every`` ...      periodic resets of the last layers      Nikishin et al. 2022:
+                                                                 `PeriodicReset`
 ``l2_init``              L2 towards initialisation               Kumar et al. 2023: `TowardsInit`
-``norm``                 layer norm in place of batch norm       Ba et al. 2016: `layer_norm_for_batch_norm`
-``head_reset``           head set to zero before each task       Dohare et al. 2024: the trainer does it
+``norm``                 layer norm in place of batch norm       Ba et al. 2016:
+                                                                 `layer_norm_for_batch_norm`
+``head_reset``           head set to zero before each task       Dohare et al. 2024:
+                                                                 the trainer does it
 ``redundancy_floor``     a floor under local redundancy          here: `RedundancyFloor`
-``replay_images`` ...    experience replay                       Rolnick et al. 2019: `ExperienceReplay`
-``ewc`` ...              elastic weight consolidation, online    Kirkpatrick et al. 2017, Schwarz et al. 2018: `EWC`
-=======================  ======================================  ========================================================
+``replay_images`` ...    experience replay                       Rolnick et al. 2019:
+                                                                 `ExperienceReplay`
+``ewc`` ...              elastic weight consolidation, online    Kirkpatrick et al. 2017,
+                                                                 Schwarz et al. 2018:
+                                                                 `EWC`
+=======================  ======================================  ===================================
 
 They can be combined. Each keeps its state in the run's checkpoints, so that a resumed run is the
 same as an uninterrupted one, and what it did is in the records, under "interventions".

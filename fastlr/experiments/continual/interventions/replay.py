@@ -52,9 +52,8 @@ class ExperienceReplay(Intervention):
         super().__init__(trainer)
         self.tasks = tasks
         images = trainer.options.replay_images
-        needed = (
-            2 * images * 3 * tasks.size**2
-        )  # once more where a task's images are joined to them
+        # Once more where a task's images are joined to them.
+        needed = 2 * images * 3 * tasks.size**2
         if needed > free_bytes(trainer.device):
             raise InputError(
                 f"replay_images={images}: {needed / 2**30:.1f} GiB do not fit on {trainer.device}; "

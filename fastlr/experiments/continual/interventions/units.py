@@ -180,9 +180,8 @@ class _Trace(Watch):
         ] = {}  # units whose weights a layer holds, those it reads included
         self.depthwise: list[tuple[Units, Units, str]] = []  # (read, made, layer)
         self.norm_of: dict[str, Any] = {}
-        self.seen_raw: set[str] = (
-            set()
-        )  # layers whose output something other than a batch norm has read
+        # Layers whose output something other than a batch norm has read.
+        self.seen_raw: set[str] = set()
 
     def _add(self, kind: str, a: Tensor) -> None:
         """Do nothing: activations are not measured here."""
