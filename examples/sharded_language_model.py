@@ -4,7 +4,7 @@ Run ``torchrun --nproc-per-node 2 examples/sharded_language_model.py``: two proc
 one for each of two GPUs.
 
 The two lines that a loop of yours needs are marked: nothing in them is about shards. Characters are
-    tokens.
+tokens.
 """
 
 import os

@@ -7,11 +7,10 @@ column of the kernel, adds g x to the taps and w g to the window of the input gr
 rows that are complete and moves the windows on.
 
 The limit is traffic: x, grad and kept are read once and the input gradient is written once (the k
-    shifted reads of a row
-of gradients meet in the cache): with n elements in and m out, 2 n + 2 m elements; n + 2 m without
-the input gradient, one m less without an activation. Taps are summed over a program's threads once,
-at its end. Where rows or columns are shared between programs their parts (k k + 1 floats a channel)
-go through a workspace, in a fixed order.
+shifted reads of a row of gradients meet in the cache): with n elements in and m out, 2 n + 2 m
+elements; n + 2 m without the input gradient, one m less without an activation. Taps are summed over
+a program's threads once, at its end. Where rows or columns are shared between programs their parts
+(k k + 1 floats a channel) go through a workspace, in a fixed order.
 """
 
 from __future__ import annotations
@@ -465,7 +464,7 @@ def backward_tile(
     """Return block sizes of the backward kernel; None if windows and taps overfill the registers.
 
     ``bent``: a smooth activation is applied as ``x`` is loaded, and columns are stepped over or the
-        gradient of a mean added.
+    gradient of a mean added.
     """
     tiles = prod(kernel) + window_rows(kernel, geometry) * geometry.stride[1] * (2 if want else 1)
     if tiles > STATE:

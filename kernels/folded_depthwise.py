@@ -86,7 +86,7 @@ def folded_depthwise_kernel(
     """ROWS x COLUMNS of the output of one block of channels of one sample; ``weight``: [taps, C].
 
     MEAN: ``out`` is the activation's input, ``means`` the program's part of the mean of the
-        activation.
+    activation.
     """
     if ALIGN > 1:
         if LAST:

@@ -274,11 +274,10 @@ def folded_pointwise_backward_kernel(
 
     SPLIT: ``steps`` tiles of the positions only.
 
-    FEW: all positions are one tile, and the outputs several; else the other way about.
-    PLAIN: position t is t columns further in every tensor. X_LAST: x and gx are channels_last;
-        G_LAST: grad and kept.
-    M is first of ``before(x)`` without the gate: with the folded weight it gives the gate's
-        gradient too.
+    FEW: all positions are one tile, and the outputs several; else the other way about. PLAIN:
+    position t is t columns further in every tensor. X_LAST: x and gx are channels_last; G_LAST:
+    grad and kept. M is first of ``before(x)`` without the gate: with the folded weight it gives the
+    gate's gradient too.
     """
     if ALIGN > 1:
         if X_LAST:
@@ -518,9 +517,8 @@ def backward_tile(
     Plain torch serves there.
 
     ``last``: everything is channels_last. ``more``: the input is changed as it is loaded, or its
-        gradient added to another.
-    ``gated``: it is multiplied by factors. A stage only: Triton's own pipeline fails on three
-    products in one loop for compute capability 10.0 (3.6).
+    gradient added to another. ``gated``: it is multiplied by factors. A stage only: Triton's own
+    pipeline fails on three products in one loop for compute capability 10.0 (3.6).
     """
     across, cheap = block(outputs), act in CHEAP
     if dtype == torch.float32 or align == 1:

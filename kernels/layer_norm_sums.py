@@ -3,8 +3,7 @@
 The definitions are in ``fastlr.ops.reference.norms``.
 
 The normalised rows are never written: the limit is reading x and g once (in bf16 4 bytes an
-    element), and of the row
-statistics 8 bytes (RMS norm: 4) a row for each 64 columns.
+element), and of the row statistics 8 bytes (RMS norm: 4) a row for each 64 columns.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 The op is ``fastlr.ops.reference.norms.linear_sq_norms``.
 
 Three forms, by shape alone. One row: the product of two squared lengths. Otherwise the weight
-    gradient's tiles
-(product_norms) or, where rows are few, Gram matrices: <A A^T, G G^T> = ||G^T A||^2, one program for
-a pair of blocks of rows, which adds up both blocks of inner products in fp32 registers and writes
-the sum of their products.
+gradient's tiles (product_norms) or, where rows are few, Gram matrices: <A A^T, G G^T> = ||G^T
+A||^2, one program for a pair of blocks of rows, which adds up both blocks of inner products in fp32
+registers and writes the sum of their products.
 
 The limit is reading a and g once, T (I + O) elements a sample. The Gram form reads them once for
 each block of 64 or 128 rows, by programs of the same sample next to each other, so all but once
@@ -109,9 +108,8 @@ def gram_norms_kernel(
     The pairs above the diagonal count twice, those below write zero.
 
     CENTRED: both sides less their means over rows. With s = sum_t g_t, M = sum_t g'_t a'_t^T + s
-        mean(a)^T, so that
-    ||M||^2 = <A'A'^T, G'G'^T> + 2 sum_t (g'_t . s)(a'_t . mean a) + |s|^2 |mean a|^2; the launcher
-    adds the last term.
+    mean(a)^T, so that ||M||^2 = <A'A'^T, G'G'^T> + 2 sum_t (g'_t . s)(a'_t . mean a) + |s|^2 |mean
+    a|^2; the launcher adds the last term.
     """
     first, second = tl.program_id(0) % blocks, tl.program_id(0) // blocks % blocks
     which = (tl.program_id(0) // (blocks * blocks)).to(tl.int64)

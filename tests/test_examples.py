@@ -31,7 +31,7 @@ BY_TORCHRUN = {"sharded_language_model"}
 def test_all_are_here_and_short():
     files = {path.stem: path.read_text().splitlines() for path in EXAMPLES.glob("*.py")}
     assert set(files) == set(SAYS)
-    assert all(len(lines) < 80 for lines in files.values()), {
+    assert all(len(lines) < 100 for lines in files.values()), {
         name: len(lines) for name, lines in files.items()
     }
 

@@ -282,7 +282,7 @@ def _parameter(tensor: Tensor, shard: Any) -> nn.Parameter:
     A frozen one is the object of last time, if the values are those of last time.
 
     A forward pass may branch on what is frozen: the model would have to be proven anew for another
-        object.
+    object.
     """
     if shard.requires_grad:
         return nn.Parameter(tensor)

@@ -95,7 +95,7 @@ def redundancy_loss(
         ModelError: a node without a second derivative, by name; and the errors of `estimate`.
 
     Source: paper, Theorem 3.4; the square of a sum with random signs is Hutchinson's estimator of
-        its trace.
+    its trace.
 
     Example:
         >>> import torch, fastlr

@@ -416,7 +416,7 @@ class Bernoulli(Predictive):
     """P(y = 1) = sigmoid(z) for each element of the output, independent, log-likelihoods summed.
 
     Rademacher: ``v = +-sqrt(p (1 - p)) = +-1 / (2 cosh(z/2))``, exact for one logit per sample.
-        Sampled: ``y - p``.
+    Sampled: ``y - p``.
 
     Args:
         limit: most backward passes that ``probe="exact"`` may take: one for each output element of
@@ -466,7 +466,7 @@ class Gaussian(Predictive):
     """P = N(output, sigma^2 I), log-likelihood summed over all output elements of a sample.
 
     Rademacher: ``v = xi / sigma`` with random signs. Sampled: ``v = noise / sigma`` with normal
-        noise.
+    noise.
 
     Args:
         sigma: standard deviation in the units of the output, positive.

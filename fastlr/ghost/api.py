@@ -90,7 +90,7 @@ def per_sample_grad_sq_norms(
             norms meaningless.
 
     Source: the quantity under the mean in Theorem 3.4 of the paper; ghost norms: Goodfellow 2015
-        (arXiv:1510.01799).
+    (arXiv:1510.01799).
 
     Example:
         >>> import torch, fastlr

@@ -296,7 +296,7 @@ def call_with(
     ``within``: a context in which the call runs, and nothing else.
 
     Each module is named once: of two names of one module, torch would put back the tensors of this
-        call, not the model's.
+    call, not the model's.
     """
     held = {
         id(t): tensors[n]

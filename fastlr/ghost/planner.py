@@ -55,7 +55,7 @@ class ShapePlan:
     """The sample axes in batches of one shape whose forward pass sees the same attributes.
 
     ``by_data``: the kind of node below which rows may belong to other samples in every batch; "" if
-        the graph tells all.
+    the graph tells all.
     """
 
     layouts: dict[Place, Layout]

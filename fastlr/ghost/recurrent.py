@@ -148,10 +148,9 @@ class Steps:
     """Everything that going back through time needs, for each step: all [T, B, ...].
 
     ``before``: the states that the steps begin with. ``local`` [T, B, gates, H]: derivatives of the
-        state, or of an LSTM's
-    cell, by the gates. ``keep``: the part of the state (cell) that is carried over. ``cell``:
-        derivative of an LSTM's
-    output by its cell. ``hidden``: its outputs before the projection.
+    state, or of an LSTM's cell, by the gates. ``keep``: the part of the state (cell) that is
+    carried over. ``cell``: derivative of an LSTM's output by its cell. ``hidden``: its outputs
+    before the projection.
     """
 
     before: Tensor

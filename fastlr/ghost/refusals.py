@@ -44,7 +44,7 @@ def refusals(view: ModelView, x: Any) -> Iterator[None]:
         ModelError: its forward pass fails for another reason.
 
     Anything else that is raised within stays what it is: fastlr's own errors, lack of memory,
-        failures of other code.
+    failures of other code.
     """
     try:
         yield

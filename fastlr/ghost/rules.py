@@ -3,9 +3,8 @@
 A rule starts from what the node saved and the gradient at its output.
 
 In: a `Site` (a node, the gradients g at its outputs, where the samples are in them) and the slots,
-    those inputs of the node
-that come from parameters. Out: for each slot a `Factor` (fastlr.ghost.factors), which stands for
-    the gradients [B, *shape].
+those inputs of the node that come from parameters. Out: for each slot a `Factor`
+(fastlr.ghost.factors), which stands for the gradients [B, *shape].
 
 For a linear layer with input a, the gradient of sample b is sum_t g_bt a_bt^T over its rows t, so
 that the norm of one row is
@@ -95,7 +94,7 @@ def rule(*kinds: str, about: str, on_complex: bool = False) -> Callable[[Rule], 
     ``about`` says what it covers (the table of supported operations).
 
     ``on_complex``: it takes complex numbers. Their gradients are those of the conjugates, as
-        torch's are.
+    torch's are.
     """
 
     def add(function: Rule) -> Rule:
@@ -430,7 +429,7 @@ def _by_row(site: Site, op: str, names: Sequence[str]) -> list[Tensor]:
     They are made by an op: [B, *normalised shape] each.
 
     The op gets [B, rows, size]: the node's input, the gradient, and the statistics of each row
-        saved under ``names``.
+    saved under ``names``.
     """
     n = site.node
     shape = tuple(n._saved_normalized_shape)

@@ -162,12 +162,10 @@ class Marks:
     There is one row of factors for each marked backward pass.
 
     All are powers of two: they change no rounding, so that a row of one sample is scaled by its
-        factor to the last bit, be it
-    little else than rounding. The last pass is a check: each sample has a random factor. Those
-        before it spell the samples'
-    numbers, digit by digit: thousands of samples need three or four. A row that mixes two samples
-    differs from a power of two wherever their factors differ, unless their shares conspire, and
-    they would have to in every pass.
+    factor to the last bit, be it little else than rounding. The last pass is a check: each sample
+    has a random factor. Those before it spell the samples' numbers, digit by digit: thousands of
+    samples need three or four. A row that mixes two samples differs from a power of two wherever
+    their factors differ, unless their shares conspire, and they would have to in every pass.
 
     Attributes:
         factors: [passes, B], float64.

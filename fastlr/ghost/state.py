@@ -1,7 +1,7 @@
 """Attributes of modules and buffers that a forward pass writes, put back after it.
 
 In: a model. Out: a context within which forward passes may write what they like (`attributes_kept`,
-    `BufferKeeper`).
+`BufferKeeper`).
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ class SupportReport:
     """Every trainable parameter with its route; prints as a table.
 
     ``folded``: convolution weights that run as one with their batch norm -> activation;
-        ``unfolded``: the others -> why.
-    ``fixed``: weights of batch norms that run by themselves as a scaling and a shift; ``replaced``:
-    how many other calls of a kind run in another way (see REPLACED).
+    ``unfolded``: the others -> why. ``fixed``: weights of batch norms that run by themselves as a
+    scaling and a shift; ``replaced``: how many other calls of a kind run in another way (see
+    REPLACED).
     """
 
     parameters: tuple[ParameterSupport, ...]

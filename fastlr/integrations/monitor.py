@@ -76,9 +76,10 @@ class Monitor(Integration):
         >>> monitor = Monitor(model, inputs, n=16, every_n_steps=2, logger=log)
         >>> for _ in range(5):
         ...     _ = monitor.step()
-        >>> rows
-        [(2, ['local_redundancy', 'local_redundancy_stderr']),
-         (4, ['local_redundancy', 'local_redundancy_stderr'])]
+        >>> for row in rows:
+        ...     print(row)
+        (2, ['local_redundancy', 'local_redundancy_stderr'])
+        (4, ['local_redundancy', 'local_redundancy_stderr'])
     """
 
     def __init__(

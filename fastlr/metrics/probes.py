@@ -77,7 +77,7 @@ def trainability(
             trainable parameters.
 
     Source: target-fitting capacity, Lyle et al. 2022 (arXiv:2204.09560), section 3.1, with labels
-        for its targets.
+    for its targets.
 
     Example:
         >>> import torch, fastlr
@@ -383,7 +383,7 @@ def curvature_rank(
             for `fastlr.estimate`.
 
     Source: Lewandowski et al. 2023 (arXiv:2312.00246), section 3, by the Gauss-Newton matrix
-        instead of the Hessian.
+    instead of the Hessian.
 
     Example:
         >>> import torch, fastlr

@@ -37,7 +37,7 @@ def weight_norm(model: nn.Module) -> Measure:
         NonFiniteError: a parameter has values that are not finite.
 
     Source: appendix A.1 (i) of the paper, "total L2 norm of all parameters"; Lyle et al. 2023
-        (arXiv:2303.01486).
+    (arXiv:2303.01486).
 
     Example:
         >>> import torch, fastlr

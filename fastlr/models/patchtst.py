@@ -99,7 +99,7 @@ class PatchTST(nn.Module):
     Weights are drawn as Hugging Face does: normal with standard deviation 0.02, biases zero.
 
     Shapes: windows ``[B, context, channels]`` -> forecasts ``[B, horizon, channels]``, in the unit
-        of the windows.
+    of the windows.
 
     Raises:
         InputError: Sizes that do not fit; windows of another shape.

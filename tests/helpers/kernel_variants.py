@@ -54,7 +54,7 @@ def variant(
     """A variant whose arguments have the types of ``kinds``, or else are int32.
 
     ``divisible``: names of the arguments that are multiples of 16 or aligned to 16 bytes;
-        "pointers": all pointers.
+    "pointers": all pointers.
     """
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in constants}
     if divisible == "pointers":

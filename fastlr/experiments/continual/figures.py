@@ -66,7 +66,7 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLik
     Returns False if neither was recorded.
 
     Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local
-        redundancy).
+    redundancy).
     """
     lr = [run.measure("local_redundancy") for run in runs]
     has_lr = any(np.isfinite(values).any() for values in lr)

@@ -278,9 +278,11 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
 
     Example:
         >>> data = {"classes": 60, "size": 224, "resize": "crop"}
-        >>> substitutions(ContinualOptions(epochs=10), data, 500)
-        ['tasks 500 for 3000 (500 in Table 5)', 'epochs 10 for 100',
-         'classes 60 for 1000', 'resize crop for squash']
+        >>> print(*substitutions(ContinualOptions(epochs=10), data, 500), sep="\\n")
+        tasks 500 for 3000 (500 in Table 5)
+        epochs 10 for 100
+        classes 60 for 1000
+        resize crop for squash
     """
     paper = {**vars(ContinualOptions()), **_PAPER_IMAGES}
     if options.data in (*MEMORISED, PERMUTED_DIGITS, SYNTHETIC):

@@ -86,7 +86,7 @@ class PermutedDigits:
     """A sequence of tasks (`TaskSequence`): handwritten digits, their pixels permuted anew in each.
 
     Source: Goodfellow et al. 2013, "An empirical investigation of catastrophic forgetting"
-        (arXiv:1312.6211), with MNIST.
+    (arXiv:1312.6211), with MNIST.
 
     Args:
         images: The first so many of `load_digits` are trained on, the others tested on.

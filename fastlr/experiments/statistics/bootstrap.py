@@ -121,7 +121,7 @@ def mean_error(values: Array, length: int = SHORTEST_BLOCK) -> float:
     With fewer than two blocks it is sd / sqrt(n); NaN for one value.
 
     The block bootstrap of a mean needs no drawing: its variance is that of the means of all blocks,
-        over their number.
+    over their number.
     """
     n = len(values)
     if n < 2:

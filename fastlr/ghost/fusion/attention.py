@@ -36,7 +36,7 @@ def self_attention(
     None if it is not a plain self-attention.
 
     Plain: one tensor [S, B, E] that lies in memory as [B, S, E] (batch_first), no mask, no dropout,
-        no weights wanted.
+    no weights wanted.
     """
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()

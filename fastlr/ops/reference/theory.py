@@ -3,11 +3,10 @@
 The sum runs over exponentially many labelings.
 
 Paper, section 3: ``R(theta_0, eps) = sup_x^n log Z(x^n)``, ``Z(x^n) = sum_y^n sup_theta P_theta(y^n
-    | x^n)``; the
-inner supremum over the local parameter set: ``theta_0 - eta grad L(theta_0; x'^n, y'^n)`` for any
-dataset (x'^n, y'^n) and any eta in [0, eps], L the negative log-likelihood summed over the dataset
-(Definition 3.1). Theorem 3.4 bounds it below by ``eps * E ||grad L||^2 + O(eps^2)``, which is ``eps
-* n * LR``.
+| x^n)``; the inner supremum over the local parameter set: ``theta_0 - eta grad L(theta_0; x'^n,
+y'^n)`` for any dataset (x'^n, y'^n) and any eta in [0, eps], L the negative log-likelihood summed
+over the dataset (Definition 3.1). Theorem 3.4 bounds it below by ``eps * E ||grad L||^2 +
+O(eps^2)``, which is ``eps * n * LR``.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def diagonal_fisher(
         ModelError: The model does not return ``[B, C]`` with C of at least 2.
 
     Source: Kirkpatrick et al. 2017 (arXiv:1612.00796); on the labels: Kunstner et al. 2019
-        (arXiv:1905.12558).
+    (arXiv:1905.12558).
     """
     sums = [torch.zeros_like(p) for p in parameters]
     with as_it_was(model, x.device):
@@ -78,10 +78,9 @@ class EWC(Intervention):
         trainer: Its options give ``ewc`` (the strength), ``ewc_decay`` and ``ewc_images``.
 
     Source: Kirkpatrick et al. 2017, "Overcoming catastrophic forgetting in neural networks"
-        (arXiv:1612.00796); one penalty
-    around the latest parameters, with decay: Schwarz et al. 2018, "Progress & Compress"
-        (arXiv:1805.06370), online EWC
-    (their penalty has ``decay F``: the same with another strength).
+    (arXiv:1612.00796); one penalty around the latest parameters, with decay: Schwarz et al. 2018,
+    "Progress & Compress" (arXiv:1805.06370), online EWC (their penalty has ``decay F``: the same
+    with another strength).
     """
 
     name = "ewc"

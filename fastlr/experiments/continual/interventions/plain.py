@@ -169,7 +169,7 @@ def layer_norm_for_batch_norm(model: nn.Module) -> int:
     epsilon of the batch norm and new parameters.
 
     Source: Ba, Kiros and Hinton 2016 (arXiv:1607.06450); as one group: Wu and He 2018
-        (arXiv:1803.08494).
+    (arXiv:1803.08494).
     """
     count = 0
     for module in list(model.modules()):
