@@ -101,7 +101,7 @@ def main() -> None:
     if given.command == "make":
         given.folder.mkdir(parents=True, exist_ok=True)
         for part in given.parts:
-            PARTS[part](given.folder, given.reports_of or given.folder)
+            PARTS[part](given.folder, (given.reports_of or given.folder).resolve())
         return
     differences = list(compared(given.old, given.new))
     print("\n".join(differences) or "no difference")
@@ -173,7 +173,7 @@ def make_reports(folder: Path, reported: Path) -> None:
     for name, path in runs.items():
         out = folder / "reports" / name
         run(["fastlr", "report", str(path), "--out", str(out)])
-    keep_texts(folder / "reports", TEXTS, {reported.resolve(): "FOLDER", ROOT: "ROOT"})
+    keep_texts(folder / "reports", TEXTS, {reported: "FOLDER", ROOT: "ROOT"})
 
 
 def keep_texts(folder: Path, suffixes: tuple[str, ...], names: dict[Path, str]) -> None:

@@ -1,0 +1,49 @@
+"""What changes of structure must keep, as commit 116e285 made it: see bench/frozen.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import frozen
+
+FROZEN = Path(frozen.__file__).parent / "results/cpu/frozen"
+CLOSE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 5e-2}  # of values on another processor
+
+
+@pytest.mark.long
+def test_estimates_are_the_same_to_the_bit(tmp_path):
+    frozen.make_estimates(tmp_path, tmp_path)
+    old, new = (
+        json.loads((folder / "estimates.json").read_text()) for folder in (FROZEN, tmp_path)
+    )
+    if old["made_by"] == new["made_by"]:
+        assert list(frozen.values_that_differ("estimates", old, new)) == []
+    assert old.keys() == new.keys()
+    for name in old.keys() - {"made_by"}:
+        value, wanted = (float.fromhex(table[name]["value"]) for table in (new, old))
+        assert value == pytest.approx(wanted, rel=CLOSE[name.split()[-1]]), name
+        assert new[name]["routes"] == old[name]["routes"]
+
+
+@pytest.mark.long
+def test_reports_are_the_same_to_the_digit(tmp_path):
+    frozen.make_reports(tmp_path, FROZEN)
+    for path in frozen.files(FROZEN / "reports"):
+        old, new = (folder / "reports" / path for folder in (FROZEN, tmp_path))
+        assert list(frozen.texts_that_differ(old, new, str(path))) == []
+
+
+def test_differences_are_listed(tmp_path):
+    for name, value in (("old", 0.5), ("new", 0.25)):
+        for room in ("runs", "reports"):
+            (tmp_path / name / room).mkdir(parents=True)
+        (tmp_path / name / "estimates.json").write_text(json.dumps({"net": {"value": value}}))
+        (tmp_path / name / "reports/a.md").write_text(f"value {value}\n")
+        (tmp_path / name / "runs/a.jsonl").write_text(json.dumps({"a": value, "seconds": value}))
+    assert list(frozen.compared(tmp_path / "old", tmp_path / "new")) == [
+        "estimates.net.value: 0.5, now 0.25",
+        "runs/a.jsonl:0.a: 0.5, now 0.25",
+        "reports/a.md: -value 0.5",
+        "reports/a.md: +value 0.25",
+    ]
