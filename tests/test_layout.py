@@ -17,7 +17,8 @@ ORDER = """
 errors files ops display distributed ghost inputs estimator metrics models integrations __init__ experiments cli
 """.split()
 APART = {"__main__", "kernels"}
-HEAVY = ("pandas", "scipy", "jinja2", "matplotlib", "rich", "typer")
+LIBRARIES = ("pandas", "scipy", "jinja2", "matplotlib", "rich", "typer")
+HEAVY = (*LIBRARIES, "torch._dynamo", "torch.distributed.fsdp")  # of torch: seconds
 
 
 @cache

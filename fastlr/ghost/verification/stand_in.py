@@ -246,6 +246,11 @@ class _Operations(TorchDispatchMode):
         self.storages, self.found = storages, False
         self.seen: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch that the mode needs no compiler, which it would import: seconds, once."""
+        return False
+
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:  # noqa: D105
