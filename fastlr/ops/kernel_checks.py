@@ -23,6 +23,7 @@ from torch import Tensor
 from fastlr.errors import FastlrWarning
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import full_products, tree_flatten
 
 MOST = 8  # samples compared
@@ -31,6 +32,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 5e-3, torc
 OF_TORCH = 8  # times the deviation of plain torch in the same dtype
 ROUNDING = {torch.float64: 2.0**-40}  # of the terms that are summed
 IN_FLOAT32 = 2.0**-20
+MOST_CALLS = 1 << 16  # kept in mind
 SEVERAL = 2  # kinds of call that disagree: then no other kind of that op is trusted
 
 
@@ -291,14 +293,18 @@ def with_strides(values: Tensor, t: Tensor) -> Tensor:
 
 
 class Comparisons:
-    """The kinds of call whose kernels were compared in this process.
+    """What was found of kernels in this process: the kinds of call that were compared or are off.
 
-    It also knows those that are switched off.
+    Attributes:
+        serves: Calls whose kind was looked up, and whether the kernel serves them.
+        uncompiled: The ops that a warning has named as not compiled.
     """
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, int]] = set()
         self._off: dict[str, set[str]] = {}
+        self.serves = Recent[tuple, bool](MOST_CALLS)
+        self.uncompiled: set[str] = set()
 
     def known(self, name: str, kind: str, args: Sequence[Any]) -> bool:
         """Return True if a call of this kind was compared on the device of the arguments."""
@@ -312,6 +318,7 @@ class Comparisons:
     def switch_off(self, name: str, kind: str) -> None:
         """Let plain torch serve calls of this kind."""
         self._off.setdefault(name, set()).add(kind)
+        self.serves.forget()
 
     def switched_off(self) -> list[list[str]]:
         """The kinds that plain torch serves: [op, kind], sorted."""
@@ -355,7 +362,7 @@ class Comparisons:
             "explains; it is switched off for such calls in this process, and plain torch serves. "
             "Please report it with what `fastlr doctor --kernels` prints.",
             FastlrWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         return False
 
