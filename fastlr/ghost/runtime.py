@@ -10,7 +10,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,9 +22,7 @@ from fastlr.distributed import on_demand
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
-from fastlr.ghost.program import own_attributes
-from fastlr.ghost.state import shortens_weights
-from fastlr.ghost.tokens import version as tensor_version
+from fastlr.ghost.state import BufferKeeper
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
 from fastlr.ops.torch_private import tree_flatten
@@ -50,7 +48,7 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     modules = list(model.modules())
     flags = [module.training for module in modules]
-    with buffers_kept(modules):
+    with BufferKeeper().kept(modules, with_attributes=True):
         try:
             with (
                 torch.inference_mode(False),
@@ -64,39 +62,6 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
         finally:
             for module, flag in zip(modules, flags, strict=True):
                 module.training = flag
-
-
-@contextmanager
-def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back what is written into buffers or comes in their place.
-
-    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Not where
-    a number that the module holds has changed with them, as with a table that grows: they belong
-    together.
-    """
-    places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
-    places += [(m, m._parameters) for m in modules if shortens_weights(m)]
-    held = [
-        (module, place, name, t, tensor_version(t), t.detach().clone())
-        for module, place in places
-        for name, t in place.items()
-        if t is not None
-    ]
-    numbers = {id(module): (module, own_attributes(module)) for module, *_ in held}
-    try:
-        yield
-    finally:
-        moved_on = {
-            key for key, (module, before) in numbers.items() if own_attributes(module) != before
-        }
-        for module, place, name, tensor, seen, copy in held:
-            if id(module) in moved_on:
-                continue
-            if tensor_version(tensor) != seen:
-                with torch.no_grad():
-                    tensor.copy_(copy)
-            if name not in place or place[name] is not tensor:
-                place[name] = tensor
 
 
 @contextmanager

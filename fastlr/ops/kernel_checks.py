@@ -318,7 +318,7 @@ class Comparisons:
     def switch_off(self, name: str, kind: str) -> None:
         """Let plain torch serve calls of this kind."""
         self._off.setdefault(name, set()).add(kind)
-        self.serves.forget()
+        self.serves.clear()
 
     def switched_off(self) -> list[list[str]]:
         """The kinds that plain torch serves: [op, kind], sorted."""

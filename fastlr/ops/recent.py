@@ -1,49 +1,58 @@
-"""What was used most recently, up to a limit: the one cache that forgets by itself."""
+"""What was used most recently, kept up to a limit."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
+KEPT = 256  # entries, unless a cache says otherwise
+
 
 class Recent(Generic[Key, Value]):
-    """Keeps the values of the keys that were used last, and drops the one used longest ago.
+    """A cache: the entry that was used least recently goes when there are too many.
 
-    What was dropped must be found again by whoever asks: it costs time, never a check. Threads may
-    use it at the same time.
+    A missing entry may cost time, never a check: whoever finds none does the work again.
 
     Args:
-        limit: Number of values kept.
+        limit: number of entries that are kept.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int = KEPT) -> None:
         self._limit = limit
-        self._values: OrderedDict[Key, Value] = OrderedDict()  # the one used last is the last
-
-    def __len__(self) -> int:
-        return len(self._values)
+        self._entries: OrderedDict[Key, Value] = OrderedDict()
 
     def get(self, key: Key) -> Value | None:
-        """Return the value of a key, which counts as used now, or None if it is not kept."""
+        """Return the value of a key, which is then the one used last; None where there is none."""
         try:
-            self._values.move_to_end(key)
-            return self._values[key]
-        except KeyError:  # never put, or dropped, perhaps by another thread just now
+            self._entries.move_to_end(key)
+            return self._entries[key]
+        except KeyError:
             return None
 
     def put(self, key: Key, value: Value) -> Value:
-        """Keep a value, drop what was used longest ago beyond the limit, and return the value."""
-        self._values[key] = value
-        self._values.move_to_end(key)
-        if len(self._values) > self._limit:
-            self._values.popitem(last=False)
+        """Keep a value, and return it."""
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        while len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
         return value
 
-    def forget(self, which: Callable[[Key], bool] = lambda key: True) -> None:
-        """Drop the values of the keys for which ``which`` is true: by default all."""
-        for key in [key for key in list(self._values) if which(key)]:
-            self._values.pop(key, None)
+    def drop(self, key: Key) -> None:
+        """Forget the value of a key, if there is one."""
+        self._entries.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget every value."""
+        self._entries.clear()
+
+    def __contains__(self, key: Key) -> bool:
+        """Return True if there is a value of this key; that is no use of it."""
+        return key in self._entries
+
+    def __len__(self) -> int:
+        """Return the number of values."""
+        return len(self._entries)

@@ -116,7 +116,7 @@ class TrainingSteps:
 
         (The pool of no capture cannot be gone on with.)
         """
-        self._captures.forget()
+        self._captures.clear()
         self._pool = torch.cuda.graph_pool_handle() if self._pool is not None else None
 
     def _capture(self, key: tuple, inputs: tuple[Tensor | int, ...]) -> Captured | None:
