@@ -299,7 +299,7 @@ def checked_group(group: Any) -> Any:
     return group
 
 
-def fingerprint(model: nn.Module) -> dict[str, list[Any]]:
+def bit_sums_of_model(model: nn.Module) -> dict[str, list[Any]]:
     """Return the shape, dtype and sums of the bits of every parameter and buffer by name.
 
     Other values give other sums.

@@ -32,7 +32,7 @@ from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import (
     as_it_was,
     describe,
-    digest,
+    inputs_hash,
     read_together,
     reporter,
     same_device,
@@ -238,10 +238,10 @@ class LocalRedundancy:
         It is made anew at each measurement where nothing tells whether the inputs are as they were.
         """
         if not tells_all(identity):
-            return digest(self.options.inputs, used, self.options.seed)
+            return inputs_hash(self.options.inputs, used, self.options.seed)
         key = used, identity
         if key not in self._digests:
-            self._digests[key] = digest(self.options.inputs, used, self.options.seed)
+            self._digests[key] = inputs_hash(self.options.inputs, used, self.options.seed)
         return self._digests[key]
 
 

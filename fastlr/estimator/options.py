@@ -14,7 +14,7 @@ from fastlr.errors import InputError
 from fastlr.estimator.predictive import PROBES, Predictive
 from fastlr.estimator.statistics import count
 from fastlr.ghost.model_io import OutputSelector
-from fastlr.ghost.runtime import Report
+from fastlr.ghost.runtime import OnProgress
 from fastlr.ops.philox import check_seed
 
 Arguments = ParamSpec("Arguments")
@@ -48,7 +48,7 @@ class EstimateOptions:
     target_rel_stderr: float | None = None
     min_n: int = 512
     max_n: int | None = None
-    progress: bool | Report | None = None
+    progress: bool | OnProgress | None = None
     total: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
 from fastlr.ops.torch_private import tree_flatten
 
-Report = Callable[[int, int, float, float], Any]
+OnProgress = Callable[[int, int, float, float], Any]
 
 PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
 
@@ -190,7 +190,7 @@ def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
 
 
 @contextmanager
-def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | None]:
+def reporter(progress: bool | OnProgress | None, total: int) -> Iterator[OnProgress | None]:
     """Yield a function to call as (done, total, value, stderr).
 
     It is a progress bar's, the user's, or None.
@@ -204,7 +204,7 @@ def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | No
         yield None if progress is False else progress
     else:
         with ExitStack() as late:
-            begun, shown = time.monotonic(), list[Report]()
+            begun, shown = time.monotonic(), list[OnProgress]()
 
             def report(done: int, total: int, value: float, stderr: float) -> None:
                 if not shown and done < total and time.monotonic() - begun >= PATIENCE:
@@ -216,7 +216,7 @@ def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | No
 
 
 @contextmanager
-def _bar(total: int, *, stderr: bool = False) -> Iterator[Report]:
+def _bar(total: int, *, stderr: bool = False) -> Iterator[OnProgress]:
     """A progress bar; one on stderr goes when it is done."""
     from rich.console import Console
     from rich.progress import (
@@ -263,7 +263,7 @@ def describe(thing: Any) -> str:
     return type(thing).__name__ if type(thing).__repr__ is object.__repr__ else repr(thing)
 
 
-def digest(inputs: Any, used: int, seed: int) -> str:
+def inputs_hash(inputs: Any, used: int, seed: int) -> str:
     """Return a hash of the first two inputs and the last.
 
     They are made on the CPU in float32 whatever the model.

@@ -68,7 +68,7 @@ def _forget(key: int, gone: weakref.ref) -> None:
 # -- hashes of tokens ------------------------------------------------------------------------------
 
 
-def digest(token: Any) -> bytes:
+def token_hash(token: Any) -> bytes:
     """A hash of a token by which tokens are compared."""
     return hashlib.blake2b(written(token), digest_size=32).digest()
 
