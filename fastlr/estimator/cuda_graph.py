@@ -321,7 +321,9 @@ class Replays:
             # Takes the host long: while the GPU works.
             self.drop(CHANGED)
             return None
-        return torch.cat([replay.doubts() for replay in self.asked]) if self.asked else None
+        if not self.asked:
+            return None
+        return torch.cat([replay.doubts() for replay in self.asked])
 
     def clean(self, doubts: Tensor | None) -> bool:
         """Return True if what `doubts` asked of holds, given its answers on the host.

@@ -100,7 +100,9 @@ def _layout(t: Tensor, by_sample: bool) -> str:
     """
     order = sorted(range(t.ndim), key=lambda i: (t.stride(i), t.shape[i]))
     pairs = zip(order, order[1:], strict=False)
-    joins = "".join("-" if t.stride(j) == t.stride(i) * t.shape[i] else "/" for i, j in pairs)
+    joins = ""
+    for inner, outer in pairs:
+        joins += "-" if t.stride(outer) == t.stride(inner) * t.shape[inner] else "/"
     known = [f"%{divisor(n)}" for n in t.shape]
     known = ["", *known[1:]] if by_sample and known else known
     axes = ",".join(
@@ -155,10 +157,9 @@ def compared(
         results = [_of(t, chosen) for t in _leaves(result)]
         deviation, empty = _deviation(results, picked, twin, by_sample)
         if empty:  # zero or not finite: nothing was learnt
-            drawn = [
-                _drawn(a, few if _has_samples(args, samples, i) else None)
-                for i, a in enumerate(args)
-            ]
+            drawn = []
+            for i, a in enumerate(args):
+                drawn.append(_drawn(a, few if _has_samples(args, samples, i) else None))
             # On as many samples: on fewer it might be another compiled variant.
             again = kernel(*drawn)
             if again is not NotImplemented:
@@ -180,7 +181,8 @@ def _deviation(
         return _exact(results, _leaves(twin(*args)))
     lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     truth, rounded = _leaves(twin(*map(_wide, args))), _leaves(twin(*args))
-    terms = _leaves(twin(*(_wide(a.abs()) if isinstance(a, Tensor) else _wide(a) for a in args)))
+    sizes = [a.abs() if isinstance(a, Tensor) else a for a in args]
+    terms = _leaves(twin(*map(_wide, sizes)))
     worst, empty = Deviation(0.0, 0.0), True
     for got, right, low, size in zip(results, truth, rounded, terms, strict=True):
         if got.shape != right.shape:
@@ -214,13 +216,10 @@ def _exact(results: list[Tensor], truth: list[Tensor]) -> tuple[Deviation, bool]
 
 
 def _largest(t: Tensor, by_sample: bool) -> Tensor:
-    return (
-        t.double().flatten(1).amax(1)
-        if by_sample and t.ndim > 1
-        else t.double()
-        if by_sample
-        else t.double().amax()
-    )
+    """Return the largest element in float64, of each sample [B] or of all []."""
+    if not by_sample:
+        return t.double().amax()
+    return t.double().flatten(1).amax(1) if t.ndim > 1 else t.double()
 
 
 def _leaves(result: Any) -> list[Tensor]:
@@ -249,7 +248,12 @@ def _has_samples(args: Sequence[Any], samples: Sequence[int], i: int) -> bool:
 
 
 def _picked(args: Sequence[Any], samples: Sequence[int], chosen: Tensor | None) -> list[Any]:
-    return [_of(a, chosen) if _has_samples(args, samples, i) else a for i, a in enumerate(args)]
+    """Return the arguments of a call on some of its samples."""
+    picked = list(args)
+    for i, a in enumerate(args):
+        if _has_samples(args, samples, i):
+            picked[i] = _of(a, chosen)
+    return picked
 
 
 def _of(t: Tensor, chosen: Tensor | None) -> Tensor:
@@ -280,7 +284,8 @@ def _drawn(a: Any, few: int | None) -> Any:
 
 def without_repeats(t: Tensor) -> Tensor:
     """The first of the elements along axes on which a tensor is expanded (strides of 0)."""
-    return t[tuple(slice(0, 1 if s == 0 else None) for s in t.stride())]
+    first, every = slice(0, 1), slice(None)
+    return t[tuple([first if step == 0 else every for step in t.stride()])]
 
 
 def with_strides(values: Tensor, t: Tensor) -> Tensor:
