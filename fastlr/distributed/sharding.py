@@ -110,11 +110,9 @@ class Team:
             for part in self.board.share_bytes(message.tobytes())
         ]
         everyone = torch.from_numpy(np.concatenate([part[:-1] for part in parts]))
-        return (
-            everyone,
-            sum(len(part) - 1 for part in parts[: self.rank]),
-            int(min(part[-1] for part in parts)),
-        )
+        before = sum(len(part) - 1 for part in parts[: self.rank])
+        smallest = min(part[-1] for part in parts)
+        return everyone, before, int(smallest)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

@@ -99,7 +99,7 @@ def twin(name: str) -> Callable[..., Any]:
     return get(name, "torch" if "torch" in TABLE[name] else "reference")
 
 
-class Asked(NamedTuple):
+class Choice(NamedTuple):
     """Which backend ops are asked of, and how far it is trusted.
 
     Attributes:
@@ -114,7 +114,7 @@ class Asked(NamedTuple):
 
 
 # Of the process, not of a context: the backward pass on a GPU runs in another thread.
-_asked = Asked()
+_choice = Choice()
 _comparisons = kernel_checks.Comparisons()
 
 
@@ -127,18 +127,18 @@ def using(backend: str | None, *, checked: bool = False, twins: bool = False) ->
     ``checked``: kernels that are asked for by name are held to plain torch all the same. ``twins``:
     models run in the blocks that this backend has, and plain torch serves them.
     """
-    global _asked
-    before, _asked = _asked, Asked(backend, checked or backend is None, twins)
+    global _choice
+    before, _choice = _choice, Choice(backend, checked or backend is None, twins)
     try:
         yield
     finally:
-        _asked = before
+        _choice = before
 
 
 def backend_for(*args: Any) -> str:
     """The backend that an op on these arguments is first asked of."""
-    if _asked.backend is not None:
-        return _asked.backend
+    if _choice.backend is not None:
+        return _choice.backend
     return "triton" if _on_gpu(args) and has_triton() else "torch"
 
 
@@ -148,9 +148,9 @@ def run(name: str, *args: Any) -> Any:
     Plain torch serves also where no kernel covers the case.
     """
     backend = backend_for(*args)
-    if backend not in TABLE[name] or _asked.by_twins:
+    if backend not in TABLE[name] or _choice.by_twins:
         backend = "torch"
-    if backend == "triton" and _asked.checked:
+    if backend == "triton" and _choice.checked:
         result = _by_checked_kernel(name, args)
     else:
         result = get(name, backend)(*args)
@@ -216,7 +216,7 @@ def _launched(name: str, args: tuple[Any, ...], call: tuple) -> Any:
     try:
         return get(name, "triton")(*args)
     except Exception as error:
-        if _asked.backend is not None or not _is_compilers(error):
+        if _choice.backend is not None or not _is_compilers(error):
             raise
         _warn_uncompiled(name, error)
         _comparisons.serves.put(call, False)
