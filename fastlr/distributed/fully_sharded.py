@@ -349,7 +349,9 @@ class _Casts:
     def _cast(self, values: Any, dtype: torch.dtype | None) -> Any:
         parameter: Any = self.module._parameters[self.name]
         wide = parameter.dtype == torch.float64
-        return values if dtype is None else cast_floating(values, torch.float64 if wide else dtype)
+        if dtype is None:
+            return values
+        return cast_floating(values, torch.float64 if wide else dtype)
 
     def inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The pre-hook, with keywords."""

@@ -110,11 +110,9 @@ class Team:
             for part in self.board.share_bytes(message.tobytes())
         ]
         everyone = torch.from_numpy(np.concatenate([part[:-1] for part in parts]))
-        return (
-            everyone,
-            sum(len(part) - 1 for part in parts[: self.rank]),
-            int(min(part[-1] for part in parts)),
-        )
+        before = sum(len(part) - 1 for part in parts[: self.rank])
+        smallest = min(part[-1] for part in parts)
+        return everyone, before, int(smallest)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -299,7 +297,7 @@ def checked_group(group: Any) -> Any:
     return group
 
 
-def fingerprint(model: nn.Module) -> dict[str, list[Any]]:
+def bit_sums_of_model(model: nn.Module) -> dict[str, list[Any]]:
     """Return the shape, dtype and sums of the bits of every parameter and buffer by name.
 
     Other values give other sums.

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fastlr.distributed.sharding import ALONE, Team
 from fastlr.errors import FastlrWarning, ModelError, first_line
-from fastlr.estimator.cuda_graph import CudaRecorder, Replays
+from fastlr.estimator.capture import CudaRecorder
+from fastlr.estimator.cuda_graph import Replays
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.statistics import CHECK_EVERY
 from fastlr.ghost.engine import ChunkNorms

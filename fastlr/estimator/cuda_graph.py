@@ -6,7 +6,7 @@ A chunk is generation of the inputs, forward pass, cotangent, backward pass and 
 kernels of a few microseconds each; replayed, they follow each other without the host. The graph
 reads the weights where they are, so training may go on in between. What it cannot see is a change
 of the *program*: storage that moved, a module or a hook that came or went, a number that a forward
-pass reads. Where the weights are is looked at before a measurement's first replay; `fingerprint`
+pass reads. Where the weights are is looked at before a measurement's first replay; `relied_on`
 and a comparison with the model's own output find the rest while the GPU works and after: then the
 graph is dropped and the measurement is made anew, without it.
 """
@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
+from fastlr.estimator.capture import Captured, Recorder, ReliedOn, ShapeChanged, places, relied_on
 from fastlr.estimator.passes import Passes
-from fastlr.ghost import program
 from fastlr.ghost.backward import Rerouted
 from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
 from fastlr.ghost.planner import Plan
@@ -36,120 +36,11 @@ from fastlr.ghost.verification.agreement import (
 )
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import gathered
-from fastlr.ops.model_lock import all_modules
-from fastlr.ops.torch_private import stop_allocating_from, tree_flatten, tree_map
+from fastlr.ops.torch_private import tree_flatten, tree_unflatten
 
-# Runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces.
-WARM_UP = 2
 CHANGED = "the model's modules or memory changed"
 COMPARED = 4  # samples whose outputs are held to the model's own
 AUDITED = 8  # samples of a chunk that are audited at once, at most
-
-
-class Recorder(Protocol):
-    """Captures a function that works on fixed memory, and repeats it."""
-
-    def capture(self, function: Callable[[], Any]) -> Any:
-        """Run the function to warm up, then capture it; return its result.
-
-        Every replay fills the tensors of the result anew.
-        """
-
-    def replay(self) -> None:
-        """Repeat what was captured."""
-
-
-class CudaRecorder:
-    """A CUDA graph.
-
-    Args:
-        device: Where its work is done.
-        pool: Of `torch.cuda.graph_pool_handle`, for graphs that may share memory: the results of
-            one are used before another is replayed.
-    """
-
-    def __init__(self, device: torch.device, pool: Any = None) -> None:
-        self.device, self.graph = device, torch.cuda.CUDAGraph()
-        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-
-    def capture(self, function: Callable[[], Any]) -> Any:
-        """Warm up on a side stream of the device, then capture on it.
-
-        Without a stream of its own, `torch.cuda.graph` takes the one that it made for the first
-        capture of the process, on whatever device that was: on another, nothing is captured, and
-        replays leave stale values.
-        """
-        with torch.cuda.device(self.device):
-            side = torch.cuda.Stream(self.device)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP):
-                    function()
-            torch.cuda.current_stream().wait_stream(side)
-            before = torch.cuda.current_stream()
-            _capture_with_own_generator(self.graph)
-            try:
-                # thread_local: a thread that loads the next task may allocate meanwhile
-                with torch.cuda.graph(
-                    self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"
-                ):
-                    return function()
-            except BaseException:
-                # torch 2.11 may stay on the capture's stream, and allocate from its pool, after an
-                # error
-                torch.cuda.set_stream(before)
-                with suppress(RuntimeError):
-                    stop_allocating_from(self.pool, before.device_index)
-                raise
-
-    def replay(self) -> None:
-        """Launch the graph on the device's current stream."""
-        with torch.cuda.device(self.device):
-            self.graph.replay()
-
-
-def _capture_with_own_generator(graph: Any) -> None:
-    """Let a capture take a new generator of random numbers in place of the device's default one.
-
-    torch makes the default generator part of every capture, and until its end a draw from it in any
-    other thread raises. What is captured here draws nothing. So another one stands in its place
-    while the capture begins, and no longer.
-    """
-    begin = getattr(graph, "capture_begin", None)
-    if begin is None:
-        return
-
-    def capture_begin(*args: Any, **options: Any) -> None:
-        default = torch.cuda.default_generators[torch.cuda.current_device()]
-        own = default.graphsafe_get_state()
-        default.graphsafe_set_state(torch.Generator(default.device))
-        try:
-            begin(*args, **options)
-        finally:
-            default.graphsafe_set_state(own)
-
-    graph.capture_begin = capture_begin
-
-
-def fingerprint(model: nn.Module) -> tuple:
-    """Return all about a model that a captured graph relies on, but its tensors' values.
-
-    A graph reads tensors where they are, so their values may change.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    modules = tuple(map(id, all_modules(model)))
-    return (
-        modules,
-        addresses(model),
-        program.fingerprint(model, free=[id(t) for t in tensors], versions=False),
-    )
-
-
-def addresses(model: nn.Module) -> tuple:
-    """Return where a model's parameters and buffers are, what they hold and which are trained."""
-    return tuple(
-        (t.data_ptr(), t.dtype, t.requires_grad) for t in (*model.parameters(), *model.buffers())
-    )
 
 
 class Replay:
@@ -159,32 +50,34 @@ class Replay:
         passes: their engine has run on a chunk of this shape (`Engine.plan`).
         size: samples in a chunk.
         recorder: captures; `CudaRecorder` on a GPU.
+        relied_on: of the model as it is.
     """
 
-    def __init__(self, passes: Passes, size: int, recorder: Recorder) -> None:
+    def __init__(self, passes: Passes, size: int, recorder: Recorder, relied_on: ReliedOn) -> None:
         self.passes, self.view, self.engine = passes, passes.view, passes.engine
-        self.size, self.recorder = size, recorder
+        self.size, self.recorder, self.relied_on = size, recorder, relied_on
         device = self.view.device
         self.first = torch.zeros(1, dtype=torch.int64, device=device)
         offsets = torch.arange(size, dtype=torch.int64, device=device)
-        make = passes.inputs_on_device()
-        self.fixed = None if make is not None else tree_map(_copy, passes.inputs(0, size))
-        self.fingerprint = fingerprint(self.view.module)
-        # So that no replay reads memory that was given back.
-        self.held = program.tensors_held(self.view.module)
+        make = self._make = passes.inputs_on_device()
+        leaves, structure = ([], None) if make is not None else tree_flatten(passes.inputs(0, size))
         plan = self.engine.plan(size)
         assert plan is not None
 
-        def chunk() -> tuple[Tensor, Tensor, Any, Tensor]:
+        def chunk(*given: Any) -> tuple[Tensor, Tensor, Any, Tensor]:
             with gathered() as flags, passes.autocast():
-                x = self.fixed if make is None else as_inputs(make(self.first, size))
+                if make is None:
+                    x = tree_unflatten(given, structure)
+                else:
+                    x = as_inputs(make(self.first, size))
                 table, output = self.engine.run_planned(
                     plan, x, passes.cotangent(offsets + self.first, x)
                 )
                 bad = torch.stack(flags).any()
             return table, output, x, bad
 
-        self.table, self.output, self.x, self.bad = recorder.capture(chunk)
+        self.captured = Captured(recorder, chunk, leaves, self.view.module)
+        self.table, self.output, self.x, self.bad = self.captured.result
         self.cotangent = lambda: passes.cotangent(offsets + self.first, self.x)
         self.seen_bad = torch.zeros((), dtype=torch.bool, device=device)
         self.noise: NoiseShare | None = None  # of the outputs, as last measured
@@ -194,26 +87,20 @@ class Replay:
 
         Then replaying reads no memory of others.
         """
-        return self.fingerprint[1] == addresses(self.view.module)
+        return self.relied_on.places == places(self.view.module)
 
     def current(self) -> bool:
         """Return True if the model is still the program that was captured."""
-        return self.fingerprint == fingerprint(self.view.module)
+        return self.relied_on == relied_on(self.view.module)
 
     def run(self, start: int) -> Tensor:
         """Squared norms [parameters, B] of samples start .. start + size - 1; see `doubts`."""
         self.first.fill_(start)
-        if self.fixed is not None:
-            inputs = self.passes.inputs(start, start + self.size)
-            for fixed, given in zip(
-                tree_flatten(self.fixed)[0], tree_flatten(inputs)[0], strict=True
-            ):
-                if isinstance(fixed, Tensor):
-                    if given.shape != fixed.shape:
-                        raise ShapeChanged
-                    fixed.copy_(given)
+        leaves: list[Any] = []
+        if self._make is None:
+            leaves, _ = tree_flatten(self.passes.inputs(start, start + self.size))
         self.table.fill_(math.nan)  # a replay that writes nothing leaves it so
-        self.recorder.replay()
+        self.captured.replay(leaves)
         self.seen_bad |= self.bad | self.table.isnan().any()
         return self.table.clone()
 
@@ -311,14 +198,6 @@ def _largest(t: Tensor, dim: int) -> Tensor:
     return torch.where(t.isfinite(), t.double().abs(), 0.0).amax(dim, keepdim=True)
 
 
-class ShapeChanged(Exception):
-    """A batch has other shapes than the captured one."""
-
-
-def _copy(t: Any) -> Any:
-    return t.clone() if isinstance(t, Tensor) else t
-
-
 class Replays:
     """Decides when a chunk is captured and replayed, for one estimator.
 
@@ -337,7 +216,7 @@ class Replays:
         self.passes, self.engine, self.recorder = passes, passes.engine, recorder
         self.held: dict[int, Replay] = {}
         # by size, with the flags and the program of that run
-        self.planned: dict[int, tuple[Plan, tuple | None, tuple]] = {}
+        self.planned: dict[int, tuple[Plan, tuple | None, ReliedOn]] = {}
         self.used: set[int] = set()
         self.asked: list[Replay] = []  # what `doubts` was last asked of
         self.failures = 0
@@ -358,7 +237,7 @@ class Replays:
         self.planned.pop(size, None)
         plan = self.engine.plan(size) if self._wanted() else None
         if plan is not None:
-            self.planned[size] = plan, self.engine._last, fingerprint(self.engine.model)
+            self.planned[size] = plan, self.engine._last, relied_on(self.engine.model)
 
     def _wanted(self) -> bool:
         """Return True unless chunks are to run as they are.
@@ -379,12 +258,12 @@ class Replays:
         if self.recorder is None or size not in self.planned:
             return None
         plan, flags, before = self.planned.pop(size)
-        if fingerprint(self.engine.model) != before:
+        if relied_on(self.engine.model) != before:
             return None
         self.engine._plan, self.engine._last = plan, flags  # others use the engine too
         if self.engine.plan(size) is None:
             return None
-        return Replay(self.passes, size, self.recorder(self.passes.view.device))
+        return Replay(self.passes, size, self.recorder(self.passes.view.device), before)
 
     def run(self, start: int, stop: int, whole: int) -> Tensor | None:
         """Return the squared norms [parameters, B] of a chunk by replay.
@@ -442,7 +321,9 @@ class Replays:
             # Takes the host long: while the GPU works.
             self.drop(CHANGED)
             return None
-        return torch.cat([replay.doubts() for replay in self.asked]) if self.asked else None
+        if not self.asked:
+            return None
+        return torch.cat([replay.doubts() for replay in self.asked])
 
     def clean(self, doubts: Tensor | None) -> bool:
         """Return True if what `doubts` asked of holds, given its answers on the host.

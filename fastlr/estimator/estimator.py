@@ -5,6 +5,7 @@ The estimate has its standard error (paper, Theorem 3.4).
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from typing import Any
@@ -18,7 +19,7 @@ from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
 from fastlr.estimator.chunks import Chunks
 from fastlr.estimator.identity import of_inputs, tells_all
-from fastlr.estimator.options import EstimateOptions, method_with_arguments_of, with_arguments_of
+from fastlr.estimator.options import EstimateOptions
 from fastlr.estimator.passes import Passes
 from fastlr.estimator.ranks import agree, merged, settled
 from fastlr.estimator.result import Estimate, paired_difference
@@ -32,7 +33,7 @@ from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import (
     as_it_was,
     describe,
-    digest,
+    inputs_hash,
     read_together,
     reporter,
     same_device,
@@ -65,7 +66,8 @@ class LocalRedundancy:
         progress: that of the options, or another from the next measurement on.
     """
 
-    @method_with_arguments_of(EstimateOptions)
+    __signature__ = inspect.signature(EstimateOptions)  # for help and documentation
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.options = options = EstimateOptions(*args, **kwargs)
         self.progress = options.progress
@@ -238,14 +240,13 @@ class LocalRedundancy:
         It is made anew at each measurement where nothing tells whether the inputs are as they were.
         """
         if not tells_all(identity):
-            return digest(self.options.inputs, used, self.options.seed)
+            return inputs_hash(self.options.inputs, used, self.options.seed)
         key = used, identity
         if key not in self._digests:
-            self._digests[key] = digest(self.options.inputs, used, self.options.seed)
+            self._digests[key] = inputs_hash(self.options.inputs, used, self.options.seed)
         return self._digests[key]
 
 
-@with_arguments_of(EstimateOptions)
 # Its arguments are those of EstimateOptions.
 def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
     """Estimate the local redundancy of a model.
@@ -303,3 +304,9 @@ def estimate(*args: Any, **kwargs: Any) -> Estimate:  # noqa: D417
     Source: paper, Theorem 3.4, Corollary 3.6 and section 3.6.
     """
     return LocalRedundancy(*args, **kwargs).measure()
+
+
+# for help and documentation
+estimate.__signature__ = inspect.signature(EstimateOptions).replace(  # type: ignore[attr-defined]
+    return_annotation=Estimate
+)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,11 +12,8 @@ from fastlr.errors import InputError
 from fastlr.estimator.predictive import PROBES, Predictive
 from fastlr.estimator.statistics import count
 from fastlr.ghost.model_io import OutputSelector
-from fastlr.ghost.runtime import Report
+from fastlr.ghost.runtime import OnProgress
 from fastlr.ops.philox import check_seed
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,7 +43,7 @@ class EstimateOptions:
     target_rel_stderr: float | None = None
     min_n: int = 512
     max_n: int | None = None
-    progress: bool | Report | None = None
+    progress: bool | OnProgress | None = None
     total: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -149,29 +144,3 @@ def total_inputs(n: int, inputs: Any, target: float | None, min_n: int, max_n: i
     if length is not None and total > length:
         raise InputError(f"{total} inputs are asked for but there are {length}: lower n (or max_n)")
     return count("the number of inputs", total)
-
-
-def with_arguments_of(
-    source: Callable[Arguments, Any],
-) -> Callable[[Callable[..., Result]], Callable[Arguments, Result]]:
-    """Give a function of ``*args, **kwargs`` the signature of ``source``.
-
-    Inspection and type checkers see it.
-    """
-
-    def declare(function: Callable[..., Result]) -> Callable[..., Result]:
-        signature = inspect.signature(function)
-        leading = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        parameters = [*leading, *inspect.signature(source).parameters.values()]
-        own = signature.replace(parameters=parameters)
-        function.__signature__ = own  # type: ignore[attr-defined]
-        return function
-
-    return declare
-
-
-def method_with_arguments_of(
-    source: Callable[Arguments, Any],
-) -> Callable[[Callable[..., Result]], Callable[Concatenate[Any, Arguments], Result]]:
-    """Give a method of ``self, *args, **kwargs`` the signature of ``source`` after ``self``."""
-    return with_arguments_of(source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.distributed.sharding import Team, fingerprint
+from fastlr.distributed.sharding import Team, bit_sums_of_model
 from fastlr.estimator.chunks import Chunks
 from fastlr.estimator.options import EstimateOptions
 from fastlr.ghost.engine import Engine
@@ -33,7 +33,7 @@ def agree(members: Team, options: EstimateOptions, inputs_digest: str) -> None:
     arguments |= {"dtype": str(options.dtype), "inputs": inputs_digest}
     arguments["predictive"] = None if options.predictive is None else describe(options.predictive)
     members.agree("what they measure", arguments, "pass the same arguments on every rank")
-    values = fingerprint(unwrap(options.model))
+    values = bit_sums_of_model(unwrap(options.model))
     members.agree(
         "the model", values, "load the same weights and buffers on every rank, or broadcast them"
     )

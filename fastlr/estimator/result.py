@@ -140,14 +140,16 @@ class Estimate:
         error = f"+- {self.stderr:.2g} ({100 * self.rel_stderr:.2g} %)"
         if self.n == 1:
             error = f"(one {what.removesuffix('es').removesuffix('s')} gives no standard error)"
+        precision = f", autocast {self.dtype}" if self.dtype else ""
+        audited = "none audited: the plan was audited earlier"
+        if self.audits:
+            audited = f"{self.audits} audited: right"
         lines = [
             f"local redundancy {self.value:.6g} {error}, nats for each input and unit step",
             f"  n = {self.n} {what}, probe {self.probe}, seed {self.seed}, {self.seconds:.1f} s on "
-            f"{self.device}" + (f", autocast {self.dtype}" if self.dtype else ""),
+            f"{self.device}{precision}",
             f"  inputs {self.inputs}, predictive {self.predictive}",
-            f"  {self.audits} audited: right"
-            if self.audits
-            else "  none audited: the plan was audited earlier",
+            f"  {audited}",
         ]
         top = sorted(self.per_parameter.items(), key=lambda item: -item[1])[:3]
         if self.value > 0:

@@ -247,7 +247,7 @@ def as_inputs(x: Any) -> Any:
         return clean(x) if isinstance(x, Tensor) else tree_map(clean, x)
 
 
-def versions(x: Any) -> list[int]:
+def times_written(x: Any) -> list[int]:
     """How often each tensor among the inputs has been written to."""
     return [version(leaf) for leaf in tree_flatten(x)[0] if isinstance(leaf, Tensor)]
 

@@ -24,7 +24,16 @@ from fastlr.ghost.fusion.batch_norm import norm_arguments
 from fastlr.ghost.fusion.pending import METADATA
 from fastlr.ghost.introspection import attribute, bases
 from fastlr.ghost.reader import Reader
-from fastlr.ghost.tokens import TENSORS, code, digest, dtype_name, number, of_tensor, of_values, own
+from fastlr.ghost.tokens import (
+    TENSORS,
+    code,
+    dtype_name,
+    number,
+    of_tensor,
+    of_values,
+    own,
+    token_hash,
+)
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import (
     BatchNorm,
@@ -61,7 +70,7 @@ def fingerprint(model: nn.Module, free: Collection[int] = (), *, versions: bool 
     Returns:
         32 bytes, to be compared within this process only.
     """
-    return digest(_Program(free, versions).read(model))
+    return token_hash(_Program(free, versions).read(model))
 
 
 def tensors_held(model: nn.Module) -> list[Tensor]:
@@ -79,7 +88,7 @@ def function_key(function: Any) -> bytes:
 
     Modules in them count as the objects they are.
     """
-    return digest(Reader().top(function))
+    return token_hash(Reader().top(function))
 
 
 def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
@@ -102,7 +111,7 @@ def inputs_token(x: Any, batched: Collection[int] = ()) -> bytes:
             return dtype_name(leaf.dtype), leaf.ndim
         return of_values(leaf.detach()) if leaf.ndim else of_tensor(leaf.detach().cpu())
 
-    return digest((repr(spec), *(token(i, leaf) for i, leaf in enumerate(leaves))))
+    return token_hash((repr(spec), *(token(i, leaf) for i, leaf in enumerate(leaves))))
 
 
 class _Program:
@@ -303,7 +312,7 @@ def _program(hook: Any) -> int:
 def own_attributes(module: nn.Module) -> bytes:
     """Of one module: a hash of the attributes that are plain values."""
     plain = [(name, value) for name, value in vars(module).items() if is_plain(value)]
-    return digest(tuple(Reader().named(plain)))
+    return token_hash(tuple(Reader().named(plain)))
 
 
 def is_plain(value: Any) -> bool:

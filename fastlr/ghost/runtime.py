@@ -10,7 +10,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -22,14 +22,12 @@ from fastlr.distributed import on_demand
 from fastlr.errors import InputError
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.process_state import quiet_rng
-from fastlr.ghost.program import own_attributes
-from fastlr.ghost.state import shortens_weights
-from fastlr.ghost.tokens import version as tensor_version
+from fastlr.ghost.state import BufferKeeper
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.memory import free_bytes
 from fastlr.ops.torch_private import tree_flatten
 
-Report = Callable[[int, int, float, float], Any]
+OnProgress = Callable[[int, int, float, float], Any]
 
 PATIENCE = 3.0  # seconds before a progress bar that nobody has asked for
 
@@ -50,7 +48,7 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
     """
     modules = list(model.modules())
     flags = [module.training for module in modules]
-    with buffers_kept(modules):
+    with BufferKeeper().kept(modules, with_attributes=True):
         try:
             with (
                 torch.inference_mode(False),
@@ -64,39 +62,6 @@ def as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
         finally:
             for module, flag in zip(modules, flags, strict=True):
                 module.training = flag
-
-
-@contextmanager
-def buffers_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put back what is written into buffers or comes in their place.
-
-    So for the weights of embeddings with ``max_norm``, which their forward pass shortens. Not where
-    a number that the module holds has changed with them, as with a table that grows: they belong
-    together.
-    """
-    places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
-    places += [(m, m._parameters) for m in modules if shortens_weights(m)]
-    held = [
-        (module, place, name, t, tensor_version(t), t.detach().clone())
-        for module, place in places
-        for name, t in place.items()
-        if t is not None
-    ]
-    numbers = {id(module): (module, own_attributes(module)) for module, *_ in held}
-    try:
-        yield
-    finally:
-        moved_on = {
-            key for key, (module, before) in numbers.items() if own_attributes(module) != before
-        }
-        for module, place, name, tensor, seen, copy in held:
-            if id(module) in moved_on:
-                continue
-            if tensor_version(tensor) != seen:
-                with torch.no_grad():
-                    tensor.copy_(copy)
-            if name not in place or place[name] is not tensor:
-                place[name] = tensor
 
 
 @contextmanager
@@ -225,7 +190,7 @@ def _saved_storages(forward: Callable[[], Any]) -> dict[int, int]:
 
 
 @contextmanager
-def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | None]:
+def reporter(progress: bool | OnProgress | None, total: int) -> Iterator[OnProgress | None]:
     """Yield a function to call as (done, total, value, stderr).
 
     It is a progress bar's, the user's, or None.
@@ -239,7 +204,7 @@ def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | No
         yield None if progress is False else progress
     else:
         with ExitStack() as late:
-            begun, shown = time.monotonic(), list[Report]()
+            begun, shown = time.monotonic(), list[OnProgress]()
 
             def report(done: int, total: int, value: float, stderr: float) -> None:
                 if not shown and done < total and time.monotonic() - begun >= PATIENCE:
@@ -251,7 +216,7 @@ def reporter(progress: bool | Report | None, total: int) -> Iterator[Report | No
 
 
 @contextmanager
-def _bar(total: int, *, stderr: bool = False) -> Iterator[Report]:
+def _bar(total: int, *, stderr: bool = False) -> Iterator[OnProgress]:
     """A progress bar; one on stderr goes when it is done."""
     from rich.console import Console
     from rich.progress import (
@@ -298,7 +263,7 @@ def describe(thing: Any) -> str:
     return type(thing).__name__ if type(thing).__repr__ is object.__repr__ else repr(thing)
 
 
-def digest(inputs: Any, used: int, seed: int) -> str:
+def inputs_hash(inputs: Any, used: int, seed: int) -> str:
     """Return a hash of the first two inputs and the last.
 
     They are made on the CPU in float32 whatever the model.

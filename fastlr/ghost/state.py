@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.ghost.introspection import attribute, is_instance
-from fastlr.ghost.program import INTERNAL
+from fastlr.ghost.program import INTERNAL, own_attributes
 from fastlr.ghost.tokens import version
 from fastlr.ops.model_lock import all_modules
 
@@ -218,29 +218,42 @@ class BufferKeeper:
         ] = {}  # id of a buffer -> buffer, its version, copy
 
     @contextmanager
-    def kept(self, modules: Sequence[nn.Module], *, unseen: bool = False) -> Iterator[list[str]]:
+    def kept(
+        self, modules: Sequence[nn.Module], *, unseen: bool = False, with_attributes: bool = False
+    ) -> Iterator[list[str]]:
         """Put them back at the end; the list yielded then has their names.
 
         Args:
             modules: all modules of a model.
             unseen: also what leaves no trace, as batch norm's running statistics in train mode do.
+            with_attributes: not those of a module that holds another number than before, as with a
+                table that grows: they belong together.
         """
         places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
         places += [(m, m._parameters) for m in modules if shortens_weights(m)]
         held = [
-            (place, name, t) for _, place in places for name, t in place.items() if t is not None
+            (module, place, name, t)
+            for module, place in places
+            for name, t in place.items()
+            if t is not None
         ]
-        self._refresh([t for _, _, t in held], unseen)
+        self._refresh([t for *_, t in held], unseen)
+        numbers: dict[int, tuple[nn.Module, bytes]] = {}
+        if with_attributes:
+            numbers = {id(module): (module, own_attributes(module)) for module, *_ in held}
         changed: list[str] = []
         try:
             yield changed
         finally:
-            for place, name, tensor in held:
+            moved_on = {
+                key for key, (module, before) in numbers.items() if own_attributes(module) != before
+            }
+            for module, place, name, tensor in held:
+                if id(module) in moved_on:
+                    continue
                 _, seen, copy = self._copies[id(tensor)]
-                written, replaced = (
-                    version(tensor) != seen,
-                    name not in place or place[name] is not tensor,
-                )
+                written = version(tensor) != seen
+                replaced = name not in place or place[name] is not tensor
                 if written or replaced:
                     changed.append(name)
                 if unseen or written:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.ghost.introspection import class_dict, module_dict, module_name
+from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import no_torch_function_of_subclasses
 
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type(Ellipsis)))
@@ -67,7 +68,7 @@ def _forget(key: int, gone: weakref.ref) -> None:
 # -- hashes of tokens ------------------------------------------------------------------------------
 
 
-def digest(token: Any) -> bytes:
+def token_hash(token: Any) -> bytes:
     """A hash of a token by which tokens are compared."""
     return hashlib.blake2b(written(token), digest_size=32).digest()
 
@@ -160,8 +161,9 @@ def of_values(t: Tensor) -> tuple:
 
 # -- code and classes ------------------------------------------------------------------------------
 
-_codes: dict[int, tuple[CodeType, int, tuple[str, ...]]] = {}  # id of code -> it, number, names
-_equal_codes: dict[CodeType, int] = {}  # code -> the number of all that equal it
+CODES = 20_000  # pieces of code that are known at a time
+_codes = Recent[int, tuple[CodeType, int, tuple[str, ...]]](CODES)  # id of code: it, number, names
+_equal_codes = Recent[CodeType, int](CODES)  # code: the number of all that equal it
 
 
 def code(held: CodeType) -> tuple[int, tuple[str, ...]]:
@@ -171,12 +173,10 @@ def code(held: CodeType) -> tuple[int, tuple[str, ...]]:
     """
     known = _codes.get(id(held))
     if known is None:
-        if len(_codes) > 20_000:
-            _codes.clear()
-            _equal_codes.clear()
-        names = () if held.co_filename.startswith(_INSTALLED) else tuple(sorted(_names(held)))
-        known = held, _equal_codes.setdefault(held, next(_next)), names
-        _codes[id(held)] = known
+        installed = held.co_filename.startswith(_INSTALLED)
+        equal = _equal_codes.get(held) or _equal_codes.put(held, next(_next))
+        known = held, equal, () if installed else tuple(sorted(_names(held)))
+        _codes.put(id(held), known)
     return known[1:]
 
 

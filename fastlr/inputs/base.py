@@ -85,7 +85,9 @@ def _plain(value: Any) -> Any:
     """Tuples to lists, so that a record equals itself after a round trip through JSON."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:

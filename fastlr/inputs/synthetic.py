@@ -76,7 +76,7 @@ class Generated(Inputs):
         record.pop("channels_last", None)
         if record.get("normalize") is not None:
             mean_std = _mean_std(record["normalize"], record["size"][0])
-            record["normalize"] = [] if mean_std is None else [t.tolist() for t in mean_std]
+            record["normalize"] = [t.tolist() for t in mean_std or ()]
         return f"arguments:{json.dumps(record, sort_keys=True)}"
 
 

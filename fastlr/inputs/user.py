@@ -143,15 +143,13 @@ class TensorInputs(Inputs):
     def _describe(self) -> str:
         if self.dataset is not None:
             return type(self.dataset).__name__
-        return ", ".join(
-            name
-            + (
-                f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
-                if isinstance(v, Tensor)
-                else repr(v)
-            )
-            for name, v in _leaves(self.tensors)
-        )
+        parts = []
+        for name, v in _leaves(self.tensors):
+            if isinstance(v, Tensor):
+                parts.append(f"{name}{str(v.dtype).removeprefix('torch.')}{list(v.shape)}")
+            else:
+                parts.append(f"{name}{v!r}")
+        return ", ".join(parts)
 
     def _common_length(self, tensors: Any) -> int:
         lengths = {}
@@ -219,10 +217,14 @@ def _leaves(tensors: Any) -> Iterator[tuple[str, Any]]:
 
 def _map(tensors: Any, function: Callable[[Tensor], Tensor]) -> Batch:
     """Apply ``function`` to the tensors; a mapping becomes a dict."""
+
+    def mapped(value: Any) -> Any:
+        return function(value) if isinstance(value, Tensor) else value
+
     if isinstance(tensors, Mapping):
-        return {key: function(v) if isinstance(v, Tensor) else v for key, v in tensors.items()}
+        return {key: mapped(value) for key, value in tensors.items()}
     if isinstance(tensors, tuple):
-        return tuple(function(v) if isinstance(v, Tensor) else v for v in tensors)
+        return tuple(map(mapped, tensors))
     return function(tensors)
 
 

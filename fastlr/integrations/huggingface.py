@@ -101,7 +101,9 @@ class LocalRedundancyCallback(Integration, TrainerCallback):
         Returns None where the measurement failed with a warning.
         """
         args, state = self.trainer.args, self.trainer.state
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        dtype = torch.bfloat16 if args.bf16 else None
+        if args.fp16 and not args.bf16:
+            dtype = torch.float16
         model = self.trainer.model
 
         def measure() -> Reading | None:

@@ -123,10 +123,7 @@ class JsonLinesLogger(_FileLogger):
     """
 
     def _text(self, rows: list[dict[str, Any]]) -> str:
-        finite = [
-            {name: v if v is not None and math.isfinite(v) else None for name, v in row.items()}
-            for row in rows
-        ]
+        finite = [{name: _finite(v) for name, v in row.items()} for row in rows]
         return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
 
     def _read(self) -> Iterable[dict[str, Any]]:
@@ -244,3 +241,8 @@ def _row(values: Values, step: int) -> dict[str, Any]:
             "a value is called step, which is the name of the step itself: give it another name"
         )
     return {"step": step, **{name: float(value) for name, value in values.items()}}
+
+
+def _finite(value: float | None) -> float | None:
+    """Return a number that JSON can hold; None for one that is not finite."""
+    return value if value is not None and math.isfinite(value) else None

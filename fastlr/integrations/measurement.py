@@ -224,10 +224,11 @@ class Meter:
 
     def _measures(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Measure]:
         device = next(model.parameters()).device
-        x, y = (
-            tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, data)
-            for data in (self.x, self.y)
-        )
+
+        def on_device(t: Any) -> Any:
+            return t.to(device) if isinstance(t, Tensor) else t
+
+        x, y = tree_map(on_device, self.x), tree_map(on_device, self.y)
         axes = {
             key: self.options[key] for key in ("output", "in_dim", "out_dim") if key in self.options
         }

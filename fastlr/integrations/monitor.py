@@ -128,9 +128,8 @@ class Monitor(Integration):
         if not main and team() is ALONE and not holds_fully_sharded(self.model):
             return None
         with locked(self.model), full_params(self.model):
-            reading = self.meter.measure(
-                lambda: self.model, self.steps, self.epochs, keep=self.keeper.see if main else None
-            )
+            keep = self.keeper.see if main else None
+            reading = self.meter.measure(lambda: self.model, self.steps, self.epochs, keep=keep)
         if reading is not None:
             self.last = reading
             self.first = self.first or _numbers(reading)

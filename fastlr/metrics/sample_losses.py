@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost import model_io as adapt
-from fastlr.ghost.runtime import buffers_kept
+from fastlr.ghost.state import BufferKeeper
 from fastlr.ghost.verification.agreement import MARGIN, agree
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import out_of_memory
@@ -84,9 +84,9 @@ class SampleLosses:
         self.given, self.losses, self.out_dim = loss, _unreduced(loss), out_dim
         self.modules = list(loss.modules()) if isinstance(loss, nn.Module) else []
 
-    def state_kept(self) -> AbstractContextManager[None]:
+    def state_kept(self) -> AbstractContextManager[Any]:
         """Put back the buffers that a loss with a state writes to, after its backward pass."""
-        return buffers_kept(self.modules) if self.modules else nullcontext()
+        return BufferKeeper().kept(self.modules, with_attributes=True)
 
     def gradient(self, z: Tensor, y: Any) -> Tensor:
         """Return the gradient of the losses' sum at the output z, in float32 at least.

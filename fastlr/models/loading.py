@@ -187,9 +187,11 @@ def load_state_dict(
         for k, v in wanted.items()
         if isinstance(v, torch.Tensor) and k in state and _shape(state[k]) != tuple(v.shape)
     ]
+    missing = [k for k in absent if not k.endswith("num_batches_tracked")]
+    unexpected = [k for k in state if k not in wanted]
     wrong = {
-        "missing": [k for k in absent if not k.endswith("num_batches_tracked")],
-        "unexpected": [k for k in state if k not in wanted],
+        "missing": missing,
+        "unexpected": unexpected,
         "of another shape": shapes,
     }
     if any(wrong.values()):
@@ -303,7 +305,9 @@ def _timm_has(name: str) -> bool:
 
 def _timm_names() -> list[str]:
     timm = _timm()
-    return [f"timm/{name}" for name in timm.list_models()] if timm is not None else []
+    if timm is None:
+        return []
+    return [f"timm/{name}" for name in timm.list_models()]
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from math import prod
 from subprocess import CalledProcessError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,15 +67,14 @@ _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
         (0, 1, 2, 9, 12, 13, 14),
     ),
 }
-TABLE: dict[str, dict[str, str]] = {
-    name: {
-        backend: f"fastlr.{module}"
-        for backend, module in zip(("reference", "torch", "triton"), modules)
-        if module
+TABLE: dict[str, dict[str, str]] = {}  # op -> backend -> module
+SAMPLES: dict[str, tuple[int, ...]] = {}  # op -> its arguments that have samples
+for _name, (_reference, _torch, _triton, _samples) in _OPS.items():
+    _modules = {"reference": _reference, "torch": _torch, "triton": _triton}
+    TABLE[_name] = {
+        backend: f"fastlr.{module}" for backend, module in _modules.items() if module is not None
     }
-    for name, (*modules, _) in _OPS.items()
-}
-SAMPLES: dict[str, tuple[int, ...]] = {name: samples for name, (*_, samples) in _OPS.items()}
+    SAMPLES[_name] = _samples
 
 
 @cache
@@ -100,9 +99,47 @@ def twin(name: str) -> Callable[..., Any]:
     return get(name, "torch" if "torch" in TABLE[name] else "reference")
 
 
+class Choice(NamedTuple):
+    """Which backend ops are asked of, and how far it is trusted.
+
+    Attributes:
+        backend: The one that `using` names; None: Triton on a GPU, else plain torch.
+        checked: Kernels are held to plain torch at the first call of each kind.
+        by_twins: Models run in the blocks that the backend has, and plain torch serves them.
+    """
+
+    backend: str | None = None
+    checked: bool = True
+    by_twins: bool = False
+
+
+# Of the process, not of a context: the backward pass on a GPU runs in another thread.
+_choice = Choice()
+_comparisons = kernel_checks.Comparisons()
+
+
+@contextmanager
+def using(backend: str | None, *, checked: bool = False, twins: bool = False) -> Iterator[None]:
+    """Run ops on this backend where it has them, for tests and benchmarks.
+
+    ``None``: the backend goes by the device, as usual.
+
+    ``checked``: kernels that are asked for by name are held to plain torch all the same. ``twins``:
+    models run in the blocks that this backend has, and plain torch serves them.
+    """
+    global _choice
+    before, _choice = _choice, Choice(backend, checked or backend is None, twins)
+    try:
+        yield
+    finally:
+        _choice = before
+
+
 def backend_for(*args: Any) -> str:
     """The backend that an op on these arguments is first asked of."""
-    return _forced or ("triton" if _on_gpu(args) and has_triton() else "torch")
+    if _choice.backend is not None:
+        return _choice.backend
+    return "triton" if _on_gpu(args) and has_triton() else "torch"
 
 
 def run(name: str, *args: Any) -> Any:
@@ -110,25 +147,14 @@ def run(name: str, *args: Any) -> Any:
 
     Plain torch serves also where no kernel covers the case.
     """
-    chosen = backend_for(*args)
-    if chosen in TABLE[name] and chosen != "torch" and not _by_twins:
-        result = get(name, chosen)(*args) if _forced and not _checked else _by_kernel(name, args)
-        if result is not NotImplemented:
-            return result
-    return get(name, "torch")(*args)
-
-
-_forced: str | None = (
-    None  # of the process, not of a context: the backward pass on a GPU runs in another thread
-)
-_by_twins = False  # whether plain torch serves all calls of the backend that is forced
-_checked = False  # whether a kernel that is forced is held to plain torch all the same
-_warned: set[str] = set()  # the ops that a warning has named as not compiled
-_serves: dict[
-    tuple, bool
-] = {}  # call -> whether its kernel serves; what is not here has not been looked at
-_comparisons = kernel_checks.Comparisons()
-MOST_CALLS = 1 << 16  # kept in mind
+    backend = backend_for(*args)
+    if backend not in TABLE[name] or _choice.by_twins:
+        backend = "torch"
+    if backend == "triton" and _choice.checked:
+        result = _by_checked_kernel(name, args)
+    else:
+        result = get(name, backend)(*args)
+    return get(name, "torch")(*args) if result is NotImplemented else result
 
 
 def switched_off() -> list[list[str]]:
@@ -143,32 +169,43 @@ def switch_off(kernels: list[list[str]]) -> None:
     """Leave to plain torch what `switched_off` has given, in another process perhaps."""
     for name, signature in kernels:
         _comparisons.switch_off(name, signature)
-    _serves.clear()
 
 
-def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
-    """Return the kernel's result, or NotImplemented where plain torch serves.
+def _by_checked_kernel(name: str, args: tuple[Any, ...]) -> Any:
+    """Return the result of a kernel that is trusted for this call; NotImplemented without one.
 
-    The first call of a kind is compared with plain torch.
+    What was found at the first such call decides. The first call of a kind is compared with plain
+    torch.
     """
     call = _call(name, args)
-    if call in _serves:
-        return _launched(name, args, call) if _serves[call] else NotImplemented
+    serves = _comparisons.serves.get(call)
+    if serves is None:
+        return _at_first_call(name, args, call)
+    return _launched(name, args, call) if serves else NotImplemented
+
+
+def _at_first_call(name: str, args: tuple[Any, ...], call: tuple) -> Any:
+    """Launch a kernel that was not launched for such a call, and note whether it serves.
+
+    Returns its result, or NotImplemented where plain torch serves: the kernel's kind of call is
+    switched off or cannot be compared now, or the kernel does not cover it or disagrees.
+    """
     kind = kernel_checks.kind_of_call(_launcher(name), args, SAMPLES[name])
-    if _comparisons.off(name, kind):
-        return _note(call, False)
-    known = _comparisons.known(name, kind, args)
-    if not known and (not waiting() or _capturing()):
-        return NotImplemented  # nothing can be compared now
-    result = _launched(name, args, call)
-    if result is NotImplemented:
-        return _note(call, False)
-    agrees = known or _comparisons.agrees(
-        name, kind, get(name, "triton"), twin(name), args, SAMPLES[name], result
-    )
-    if agrees is not None:  # else memory did not suffice: next time
-        _note(call, agrees)
-    return NotImplemented if agrees is False else result
+    compared = _comparisons.known(name, kind, args)
+    result, serves = NotImplemented, False
+    if not _comparisons.off(name, kind):
+        if not compared and (not waiting() or _capturing()):
+            return NotImplemented  # nothing can be compared now: another time
+        result = _launched(name, args, call)
+        serves = result is not NotImplemented
+    if serves and not compared:
+        kernel = get(name, "triton")
+        agrees = _comparisons.agrees(name, kind, kernel, twin(name), args, SAMPLES[name], result)
+        if agrees is None:  # memory did not suffice: it is compared another time
+            return result
+        serves = agrees
+    _comparisons.serves.put(call, serves)
+    return result if serves else NotImplemented
 
 
 def _launched(name: str, args: tuple[Any, ...], call: tuple) -> Any:
@@ -179,10 +216,11 @@ def _launched(name: str, args: tuple[Any, ...], call: tuple) -> Any:
     try:
         return get(name, "triton")(*args)
     except Exception as error:
-        if _forced or not _is_compilers(error):
+        if _choice.backend is not None or not _is_compilers(error):
             raise
         _warn_uncompiled(name, error)
-        return _note(call, False)
+        _comparisons.serves.put(call, False)
+        return NotImplemented
 
 
 def _launcher(name: str) -> Callable[..., Any] | None:
@@ -195,41 +233,31 @@ def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
 
     They are compared once for these options.
     """
-    call = (
-        str(device),
-        repr({name: value for name, value in options.items() if name not in ("table", "seed")}),
-    )
-    if call not in _serves:
-        if not waiting():
-            return False
-        # High words are compared too.
-        start = torch.full((1,), (1 << 32) - 2, dtype=torch.int64, device=device)
-        index = start + torch.arange(
-            max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"]))), device=device
-        )
-        right = True
-        for name, args in {
-            "shape_images_from": (start, len(index)),
-            "shape_images_at": (index,),
-        }.items():
-            kernel, define = (
-                partial(get(name, backend), **options) for backend in ("triton", "reference")
-            )
-            off = _comparisons.off(name, call[1])
-            right &= not off and bool(
-                _comparisons.agrees(
-                    name, call[1], kernel, define, args, SAMPLES[name], kernel(*args)
-                )
-            )
-        _note(call, right)
-    return _serves[call]
-
-
-def _note(call: tuple, serves: bool) -> Any:
-    if len(_serves) >= MOST_CALLS:
-        _serves.clear()
-    _serves[call] = serves
-    return NotImplemented
+    told = {name: value for name, value in options.items() if name not in ("table", "seed")}
+    kind = repr(told)
+    call = (str(device), kind)
+    known = _comparisons.serves.get(call)
+    if known is not None:
+        return known
+    if not waiting():
+        return False
+    count = max(1, min(4, kernel_checks.ELEMENTS // prod(options["size"])))
+    # High words are compared too.
+    start = torch.full((1,), (1 << 32) - 2, dtype=torch.int64, device=device)
+    index = start + torch.arange(count, device=device)
+    right = True
+    for name, args in {
+        "shape_images_from": (start, count),
+        "shape_images_at": (index,),
+    }.items():
+        kernel = partial(get(name, "triton"), **options)
+        define = partial(get(name, "reference"), **options)
+        if _comparisons.off(name, kind):
+            right = False
+            continue
+        agrees = _comparisons.agrees(name, kind, kernel, define, args, SAMPLES[name], kernel(*args))
+        right = right and agrees is True
+    return _comparisons.serves.put(call, right)
 
 
 def _capturing() -> bool:
@@ -278,9 +306,9 @@ _COMPILER_SAYS = (
 
 
 def _warn_uncompiled(name: str, error: Exception) -> None:
-    if name in _warned:
+    if name in _comparisons.uncompiled:
         return
-    _warned.add(name)
+    _comparisons.uncompiled.add(name)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # Of the code that launches a kernel.
     built = "C compiler" in str(error) or isinstance(error, CalledProcessError)
@@ -289,26 +317,8 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
         f"{name}: Triton could not compile its kernel for this call ({lines[-1][:200]}); plain "
         f"torch serves, slower and right. Remedy: {remedy} (`fastlr doctor` shows the versions).",
         FastlrWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
-
-
-@contextmanager
-def using(backend: str | None, *, checked: bool = False, twins: bool = False) -> Iterator[None]:
-    """Run ops on this backend where it has them, for tests and benchmarks.
-
-    ``None``: the backend goes by the device, as usual.
-
-    ``checked``: kernels that are asked for by name are held to plain torch all the same. ``twins``:
-    models run in the blocks that this backend has, and plain torch serves them.
-    """
-    global _forced, _checked, _by_twins
-    before = _forced, _checked, _by_twins
-    _forced, _checked, _by_twins = backend, checked, twins
-    try:
-        yield
-    finally:
-        _forced, _checked, _by_twins = before
 
 
 def _on_gpu(args: tuple[Any, ...]) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from fastlr.errors import FastlrWarning
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import full_products, tree_flatten
 
 MOST = 8  # samples compared
@@ -31,6 +32,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 5e-3, torc
 OF_TORCH = 8  # times the deviation of plain torch in the same dtype
 ROUNDING = {torch.float64: 2.0**-40}  # of the terms that are summed
 IN_FLOAT32 = 2.0**-20
+MOST_CALLS = 1 << 16  # kept in mind
 SEVERAL = 2  # kinds of call that disagree: then no other kind of that op is trusted
 
 
@@ -98,7 +100,9 @@ def _layout(t: Tensor, by_sample: bool) -> str:
     """
     order = sorted(range(t.ndim), key=lambda i: (t.stride(i), t.shape[i]))
     pairs = zip(order, order[1:], strict=False)
-    joins = "".join("-" if t.stride(j) == t.stride(i) * t.shape[i] else "/" for i, j in pairs)
+    joins = ""
+    for inner, outer in pairs:
+        joins += "-" if t.stride(outer) == t.stride(inner) * t.shape[inner] else "/"
     known = [f"%{divisor(n)}" for n in t.shape]
     known = ["", *known[1:]] if by_sample and known else known
     axes = ",".join(
@@ -153,10 +157,9 @@ def compared(
         results = [_of(t, chosen) for t in _leaves(result)]
         deviation, empty = _deviation(results, picked, twin, by_sample)
         if empty:  # zero or not finite: nothing was learnt
-            drawn = [
-                _drawn(a, few if _has_samples(args, samples, i) else None)
-                for i, a in enumerate(args)
-            ]
+            drawn = []
+            for i, a in enumerate(args):
+                drawn.append(_drawn(a, few if _has_samples(args, samples, i) else None))
             # On as many samples: on fewer it might be another compiled variant.
             again = kernel(*drawn)
             if again is not NotImplemented:
@@ -178,7 +181,8 @@ def _deviation(
         return _exact(results, _leaves(twin(*args)))
     lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     truth, rounded = _leaves(twin(*map(_wide, args))), _leaves(twin(*args))
-    terms = _leaves(twin(*(_wide(a.abs()) if isinstance(a, Tensor) else _wide(a) for a in args)))
+    sizes = [a.abs() if isinstance(a, Tensor) else a for a in args]
+    terms = _leaves(twin(*map(_wide, sizes)))
     worst, empty = Deviation(0.0, 0.0), True
     for got, right, low, size in zip(results, truth, rounded, terms, strict=True):
         if got.shape != right.shape:
@@ -212,13 +216,10 @@ def _exact(results: list[Tensor], truth: list[Tensor]) -> tuple[Deviation, bool]
 
 
 def _largest(t: Tensor, by_sample: bool) -> Tensor:
-    return (
-        t.double().flatten(1).amax(1)
-        if by_sample and t.ndim > 1
-        else t.double()
-        if by_sample
-        else t.double().amax()
-    )
+    """Return the largest element in float64, of each sample [B] or of all []."""
+    if not by_sample:
+        return t.double().amax()
+    return t.double().flatten(1).amax(1) if t.ndim > 1 else t.double()
 
 
 def _leaves(result: Any) -> list[Tensor]:
@@ -247,7 +248,12 @@ def _has_samples(args: Sequence[Any], samples: Sequence[int], i: int) -> bool:
 
 
 def _picked(args: Sequence[Any], samples: Sequence[int], chosen: Tensor | None) -> list[Any]:
-    return [_of(a, chosen) if _has_samples(args, samples, i) else a for i, a in enumerate(args)]
+    """Return the arguments of a call on some of its samples."""
+    picked = list(args)
+    for i, a in enumerate(args):
+        if _has_samples(args, samples, i):
+            picked[i] = _of(a, chosen)
+    return picked
 
 
 def _of(t: Tensor, chosen: Tensor | None) -> Tensor:
@@ -278,7 +284,8 @@ def _drawn(a: Any, few: int | None) -> Any:
 
 def without_repeats(t: Tensor) -> Tensor:
     """The first of the elements along axes on which a tensor is expanded (strides of 0)."""
-    return t[tuple(slice(0, 1 if s == 0 else None) for s in t.stride())]
+    first, every = slice(0, 1), slice(None)
+    return t[tuple([first if step == 0 else every for step in t.stride()])]
 
 
 def with_strides(values: Tensor, t: Tensor) -> Tensor:
@@ -291,14 +298,18 @@ def with_strides(values: Tensor, t: Tensor) -> Tensor:
 
 
 class Comparisons:
-    """The kinds of call whose kernels were compared in this process.
+    """What was found of kernels in this process: the kinds of call that were compared or are off.
 
-    It also knows those that are switched off.
+    Attributes:
+        serves: Calls whose kind was looked up, and whether the kernel serves them.
+        uncompiled: The ops that a warning has named as not compiled.
     """
 
     def __init__(self) -> None:
         self._known: set[tuple[str, str, int]] = set()
         self._off: dict[str, set[str]] = {}
+        self.serves = Recent[tuple, bool](MOST_CALLS)
+        self.uncompiled: set[str] = set()
 
     def known(self, name: str, kind: str, args: Sequence[Any]) -> bool:
         """Return True if a call of this kind was compared on the device of the arguments."""
@@ -312,6 +323,7 @@ class Comparisons:
     def switch_off(self, name: str, kind: str) -> None:
         """Let plain torch serve calls of this kind."""
         self._off.setdefault(name, set()).add(kind)
+        self.serves.clear()
 
     def switched_off(self) -> list[list[str]]:
         """The kinds that plain torch serves: [op, kind], sorted."""
@@ -355,7 +367,7 @@ class Comparisons:
             "explains; it is switched off for such calls in this process, and plain torch serves. "
             "Please report it with what `fastlr doctor --kernels` prints.",
             FastlrWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         return False
 

@@ -243,7 +243,8 @@ def layer_norm_sums(
             )[1:]
             for xb, gb, m, r in zip(x, g, mean.to(x.dtype), rstd.to(x.dtype), strict=True)
         ]
-        return torch.stack([gx for gx, _ in sums]), torch.stack([gs for _, gs in sums])
+        products, gradients = zip(*sums, strict=True)
+        return torch.stack(products), torch.stack(gradients)
     normal = (x - mean.to(x.dtype)) * rstd.to(x.dtype)
     return normal.mul_(g).sum(1), g.sum(1)
 

@@ -69,11 +69,10 @@ StatisticsNorm = _get("nn.modules.batchnorm._NormBase")  # that may have running
 InstanceNorm = _get("nn.modules.instancenorm._InstanceNorm")
 Convolution = _get("nn.modules.conv._ConvNd")
 
-for _name in (
-    *(f"nn.modules.module._global_{kind}" for kind in _HOOKS),
-    *(f"nn.Module.{name}" for name in _CALLS),
-):
-    _get(_name)  # read anew at every call, as they may be replaced
+for _name in _HOOKS:  # read anew at every call, as they may be replaced
+    _get(f"nn.modules.module._global_{_name}")
+for _name in _CALLS:
+    _get(f"nn.Module.{_name}")
 
 
 # -- calls and tensors
@@ -497,17 +496,21 @@ class Unit:
         self.shards = [
             (_of(parameter, "sharded_param"), _holders(parameter)) for parameter in managed
         ]
-        meshes = [shard.device_mesh for shard, _ in self.shards]
-        self.mesh = meshes[0] if meshes else None
-        self.foreign: str | None = None
+        self.mesh = self.shards[0][0].device_mesh if self.shards else None
+        self.foreign = self._foreign(managed)
+
+    def _foreign(self, managed: list[Any]) -> str | None:
+        """Return why these parameters cannot be gathered as plain tensors; None if they can."""
+        shards = [shard for shard, _ in self.shards]
         if any(_of(parameter, "is_dtensor") for parameter in managed):
-            self.foreign = "its parameters are DTensors of tensor parallelism as well"
-        elif any(_of(parameter, "offload_to_cpu") for parameter in managed):
-            self.foreign = "its shards are offloaded to the CPU"
-        elif any(hasattr(shard.to_local(), "fsdp_pre_all_gather") for shard, _ in self.shards):
-            self.foreign = "its shards are of a tensor subclass that is gathered in its own way"
-        elif any(mesh != self.mesh for mesh in meshes):
-            self.foreign = "its parameters lie on several meshes"
+            return "its parameters are DTensors of tensor parallelism as well"
+        if any(_of(parameter, "offload_to_cpu") for parameter in managed):
+            return "its shards are offloaded to the CPU"
+        if any(hasattr(shard.to_local(), "fsdp_pre_all_gather") for shard in shards):
+            return "its shards are of a tensor subclass that is gathered in its own way"
+        if any(shard.device_mesh != self.mesh for shard in shards):
+            return "its parameters lie on several meshes"
+        return None
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:
@@ -515,7 +518,10 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
 
     The containers may be of any kind, dataclasses too.
     """
-    cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() else t
+
     return _get("distributed.utils._apply_to_tensors")(cast, values)
 
 

@@ -18,7 +18,8 @@ from single_samples import Written
 from torch import Tensor, nn
 
 import fastlr
-from fastlr.estimator.cuda_graph import AUDITED, CudaRecorder, Replay, fingerprint
+from fastlr.estimator.capture import CudaRecorder, relied_on
+from fastlr.estimator.cuda_graph import AUDITED, Replay
 from fastlr.ghost.verification import agreement, audit
 from fastlr.ghost.verification.agreement import output_differs
 from fastlr.ghost.verification.audit import Audits
@@ -147,12 +148,12 @@ def test_a_measurement_reads_from_the_device_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(recorder, "replay", replay)
     monkeypatch.setattr(
-        "fastlr.estimator.cuda_graph.fingerprint",
-        lambda model: events.append("fingerprint") or fingerprint(model),
+        "fastlr.estimator.cuda_graph.relied_on",
+        lambda model: events.append("program") or relied_on(model),
     )
     with waits.noting(monkeypatch):
         graphs.measure()
-    assert events == ["launch"] * 5 + ["fingerprint", "copied"]
+    assert events == ["launch"] * 5 + ["program", "copied"]
 
 
 @pytest.mark.parametrize("read", ["item", "__bool__", "tolist", "nonzero", "cpu"])
@@ -199,7 +200,7 @@ def test_memory_that_a_graph_reads_outlives_what_held_it() -> None:
     model = Shifted()
     graphs = estimator(model)
     graphs.measure()
-    held = graphs.chunks.replays.held[8].held
+    held = graphs.chunks.replays.held[8].captured._held
     assert model.table["shift"].data_ptr() in {t.data_ptr() for t in held}
     model.table["shift"] = torch.full((40, 3), 2.0)
     agree(graphs.measure(), estimator(model, graphs=False).measure())
@@ -256,8 +257,8 @@ def test_the_program_is_compared_once_a_measurement(
     graphs.measure()
     asked: list[nn.Module] = []
     monkeypatch.setattr(
-        "fastlr.estimator.cuda_graph.fingerprint",
-        lambda model: asked.append(model) or fingerprint(model),
+        "fastlr.estimator.cuda_graph.relied_on",
+        lambda model: asked.append(model) or relied_on(model),
     )
     graphs.measure()
     assert len(asked) == 1  # of five chunks
@@ -598,13 +599,13 @@ def test_each_device_captures_and_replays_on_a_stream_of_its_own(
     assert captured == [(0, 0), (1, 1)] and replayed == [0, 1]
 
 
-def test_fingerprint_knows_the_model() -> None:
+def test_what_a_graph_relies_on_is_known_of_the_model() -> None:
     model = Net()
-    before = fingerprint(model)
-    assert before == fingerprint(model)
+    before = relied_on(model)
+    assert before == relied_on(model)
     with torch.no_grad():
         model.head.weight.add_(1.0)
-    assert before == fingerprint(model), "values may change"
+    assert before == relied_on(model), "values may change"
 
 
 def test_graphs_go_with_the_estimator() -> None:

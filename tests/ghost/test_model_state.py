@@ -20,7 +20,6 @@ from untouched import untouched
 import fastlr
 from bench import cases
 from fastlr.ghost import model_io as adapt
-from fastlr.ghost import runtime
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.program import all_modules
 from fastlr.ghost.state import BufferKeeper, attributes_kept, emptied, tensor_caches
@@ -226,7 +225,7 @@ def test_buffers_of_modules_that_compare_equal():
             return 1
 
     a, b = Counts(), Counts()
-    with runtime.buffers_kept([a, b]):
+    with BufferKeeper().kept([a, b], with_attributes=True):
         a.n += 1
         b.n += 1
         b.calls = 1  # which belongs to b's buffer alone

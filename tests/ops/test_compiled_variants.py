@@ -96,7 +96,6 @@ def test_a_new_variant_is_compared_at_its_first_call(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(kernel_checks.Comparisons, "agrees", agrees)
     monkeypatch.setattr(dispatch, "_comparisons", kernel_checks.Comparisons())
-    monkeypatch.setattr(dispatch, "_serves", {})
     monkeypatch.setattr(dispatch, "_on_gpu", lambda args: True)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     asked: list[str] = []

@@ -390,9 +390,7 @@ def with_kernel(
     monkeypatch.setattr(ops, "get", get)
     monkeypatch.setattr(ops, "_on_gpu", lambda args: True)
     monkeypatch.setattr(ops, "has_triton", lambda: True)
-    monkeypatch.setattr(ops, "_serves", {})
     monkeypatch.setattr(ops, "_comparisons", kernel_checks.Comparisons())
-    monkeypatch.setattr(ops, "_warned", set())
     return asked
 
 

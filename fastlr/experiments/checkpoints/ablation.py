@@ -18,7 +18,12 @@ import fastlr
 from fastlr.errors import InputError
 from fastlr.estimator.predictive import Predictive
 from fastlr.estimator.result import Estimate, count
-from fastlr.experiments.checkpoints.measure import Progress, existing, measure_each, no_progress
+from fastlr.experiments.checkpoints.measure import (
+    ProgressContext,
+    existing,
+    measure_each,
+    no_progress,
+)
 from fastlr.experiments.continual.measures import CurrentImages
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.data import ImageStore, split_series
@@ -132,7 +137,7 @@ def measure_checkpoints(
     batch_size: int | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
-    progress: Progress = no_progress,
+    progress: ProgressContext = no_progress,
 ) -> list[dict[str, Estimate]]:
     """Measure local redundancy on synthetic and on real inputs at each of a list of checkpoints.
 

@@ -15,7 +15,7 @@ from fastlr.estimator.result import Estimate
 from fastlr.experiments.continual.summaries import INPUTS
 from fastlr.models.loading import load_state_dict, read_checkpoint
 
-Progress = Callable[[str, int], AbstractContextManager[Any]]
+ProgressContext = Callable[[str, int], AbstractContextManager[Any]]
 
 
 def no_progress(label: str, total: int) -> AbstractContextManager[Any]:
@@ -48,7 +48,7 @@ def measure_each(
     paths: Sequence[Path],
     sources: Mapping[str, tuple[Any, int]],
     *,
-    progress: Progress = no_progress,
+    progress: ProgressContext = no_progress,
     **options: Any,
 ) -> list[dict[str, Estimate]]:
     """Measure local redundancy at each checkpoint, on the same inputs each time.

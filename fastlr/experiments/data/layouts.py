@@ -91,7 +91,7 @@ class Source:
         """Open a file below the prefix."""
         return open_file(str(self.path), self.zipped, self.prefix + name)
 
-    def fingerprint(self, classes: Sequence[ClassFiles]) -> str:
+    def names_checksum(self, classes: Sequence[ClassFiles]) -> str:
         """Return the SHA-256 over the classes and file names that a store is made of.
 
         Files in archives count with their checksums.

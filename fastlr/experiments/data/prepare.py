@@ -48,7 +48,7 @@ from fastlr.ops.philox import check_seed
 JOURNAL, LOCK = "blocks.jsonl", ".lock"
 MAX_SIZE = 4096
 _OURS = {IMAGES, INDEX, PLAN, JOURNAL, LOCK}
-Progress = Callable[[str, int, int], None]
+ShowProgress = Callable[[str, int, int], None]
 Blocks = dict[str, dict[str, Any]]
 
 
@@ -65,7 +65,7 @@ def prepare(
     npy_train: int = 600,
     seed: int = 0,
     max_file_mb: float = MAX_FILE_MB,
-    progress: Progress | None = None,
+    progress: ShowProgress | None = None,
 ) -> ImageStore:
     """Make an image store, go on with one that was interrupted, or check and mend a finished one.
 
@@ -133,7 +133,7 @@ def prepare(
         "npy_train": npy_train if layout.kind == "npy" else None,
         "classes": len(layout.classes),
         "listed": sum(entry.rows for entry in layout.classes),
-        "fingerprint": listing.fingerprint(layout.classes),
+        "fingerprint": listing.names_checksum(layout.classes),
         "ignored": layout.ignored,
     }
     try:
@@ -188,7 +188,7 @@ def _make(
     plan: dict[str, Any],
     max_file_mb: float,
     workers: int,
-    progress: Progress,
+    progress: ShowProgress,
 ) -> None:
     blocks = _earlier(folder, plan)
     plan["rule"] = RULES[plan["resize"]]
@@ -244,7 +244,7 @@ def _make(
     _tidy(folder)
 
 
-def counter(progress: Progress, what: str, total: int, done: int = 0) -> Callable[[int], None]:
+def counter(progress: ShowProgress, what: str, total: int, done: int = 0) -> Callable[[int], None]:
     """Return a function that adds to the number of finished images and reports it.
 
     The number ``done`` is reported at once, too.
@@ -336,7 +336,7 @@ def _intact(
     size: int,
     blocks: Blocks,
     workers: int,
-    progress: Progress,
+    progress: ShowProgress,
 ) -> Blocks:
     """Return the blocks whose checksum holds, in the order of the classes."""
     row_bytes, path = size**2 * CHANNELS, str(folder / IMAGES)

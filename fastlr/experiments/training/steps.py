@@ -12,14 +12,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from fastlr.errors import FastlrWarning, InputError, ModelError, first_line
-from fastlr.estimator.cuda_graph import CudaRecorder, Recorder, fingerprint
+from fastlr.estimator.capture import Captured, CudaRecorder, Recorder, ReliedOn, relied_on
 from fastlr.experiments.runs.folder import random_states, set_random_states
+from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import compile_errors
 
 StepMode = Literal["auto", "eager", "compile", "graph"]
@@ -85,36 +86,29 @@ class TrainingSteps:
         self.captured, self.strict, self.recorder = graph, strict, recorder
         self.captures = 0
         self._pool = torch.cuda.graph_pool_handle() if graph and device.type == "cuda" else None
-        self._captures: dict[tuple, _Capture] = {}  # the last one used is the last one
+        self._captures = Recent[tuple, Captured](HELD)
         self._launched: set[tuple] = set()
-        self._program: tuple | None = None
+        self._relied_on: ReliedOn | None = None
 
     def __call__(self, *inputs: Tensor | int) -> Any:
         """Do a step; the result is valid until the next one."""
         if not self.captured:
             return self.work(*inputs)
         key = tuple((t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t for t in inputs)
-        capture = self._captures.pop(key, None)
-        if capture is None and key in self._launched:
-            capture = self._capture(inputs)
-        if capture is None:
+        captured = self._captures.get(key)
+        if captured is None and key in self._launched:
+            captured = self._capture(key, inputs)
+        if captured is None:
             self._launched.add(key)
             return self.work(*inputs)
-        while len(self._captures) >= HELD:
-            del self._captures[next(iter(self._captures))]
-        self._captures[key] = capture
-        for fixed, new in zip(capture.inputs, inputs, strict=True):
-            if isinstance(fixed, Tensor):
-                fixed.copy_(new)  # type: ignore[arg-type]
-        capture.recorder.replay()
-        return capture.result
+        return captured.replay(inputs)
 
     def check(self) -> None:
         """Drop the captures if what they refer to has been replaced since they were made.
 
         This is the model and the tensors that a step changes.
         """
-        if self._captures and self._program != self._current_program():
+        if len(self._captures) and self._relied_on != relied_on(self.model, self.changed()):
             self.discard()
 
     def discard(self) -> None:
@@ -125,15 +119,12 @@ class TrainingSteps:
         self._captures.clear()
         self._pool = torch.cuda.graph_pool_handle() if self._pool is not None else None
 
-    def _current_program(self) -> tuple:
-        return fingerprint(self.model), tuple(t.data_ptr() for t in self.changed())
-
-    def _capture(self, inputs: tuple[Tensor | int, ...]) -> _Capture | None:
-        fixed = tuple(t.clone() if isinstance(t, Tensor) else t for t in inputs)
+    def _capture(self, key: tuple, inputs: tuple[Tensor | int, ...]) -> Captured | None:
+        """Capture a step, and change nothing; None where that fails and steps go on without."""
         recorder = self.recorder(self.device, self._pool)
         try:
             with unchanged(self.changed):
-                result = recorder.capture(lambda: self.work(*fixed))
+                captured = Captured(recorder, self.work, inputs, self.model)
         except RuntimeError as error:
             reason = first_line(error)[:200]
             if self.strict:
@@ -147,14 +138,8 @@ class TrainingSteps:
             self.discard()
             return None
         self.captures += 1
-        self._program = self._current_program()
-        return _Capture(recorder, fixed, result)
-
-
-class _Capture(NamedTuple):
-    recorder: Recorder
-    inputs: tuple[Tensor | int, ...]
-    result: Any
+        self._relied_on = relied_on(self.model, self.changed())
+        return self._captures.put(key, captured)
 
 
 @contextmanager

@@ -128,7 +128,9 @@ def test_capturing_changes_nothing(device, images):
     before = copy.deepcopy((learner.state(), random_states()))
     task = load_task(ImageStore.open(images), (0, 1), device)
     assert (
-        learner.steps._capture((len(task.train_x), task.train_x, task.train_y, task.train_y > 0))
+        learner.steps._capture(
+            (), (len(task.train_x), task.train_x, task.train_y, task.train_y > 0)
+        )
         is not None
     )
     assert_same((learner.state(), random_states()), before)

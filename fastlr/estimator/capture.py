@@ -1,0 +1,184 @@
+"""A function of a model captured as a CUDA graph, and replayed on other inputs.
+
+The graph reads and writes memory where it is. So a captured function has inputs of its own, into
+which those of a call are copied, and results that each replay fills anew; and it holds as long as
+the model's tensors are where they were and the model is the same program (`relied_on`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fastlr.ghost import program
+from fastlr.ops.model_lock import all_modules
+from fastlr.ops.torch_private import stop_allocating_from
+
+# Runs before the capture: kernels are compiled, libraries choose algorithms and take workspaces.
+WARM_UP = 2
+
+
+class Recorder(Protocol):
+    """Captures a function that works on fixed memory, and repeats it."""
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Run the function to warm up, then capture it; return its result.
+
+        Every replay fills the tensors of the result anew.
+        """
+
+    def replay(self) -> None:
+        """Repeat what was captured."""
+
+
+class CudaRecorder:
+    """A CUDA graph.
+
+    Args:
+        device: Where its work is done.
+        pool: Of `torch.cuda.graph_pool_handle`, for graphs that may share memory: the results of
+            one are used before another is replayed.
+    """
+
+    def __init__(self, device: torch.device, pool: Any = None) -> None:
+        self.device, self.graph = device, torch.cuda.CUDAGraph()
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        """Warm up on a side stream of the device, then capture on it.
+
+        Without a stream of its own, `torch.cuda.graph` takes the one that it made for the first
+        capture of the process, on whatever device that was: on another, nothing is captured, and
+        replays leave stale values.
+        """
+        with torch.cuda.device(self.device):
+            side = torch.cuda.Stream(self.device)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP):
+                    function()
+            torch.cuda.current_stream().wait_stream(side)
+            before = torch.cuda.current_stream()
+            _capture_with_own_generator(self.graph)
+            try:
+                # thread_local: a thread that loads the next task may allocate meanwhile
+                with torch.cuda.graph(
+                    self.graph, pool=self.pool, stream=side, capture_error_mode="thread_local"
+                ):
+                    return function()
+            except BaseException:
+                # torch 2.11 may stay on the capture's stream, and allocate from its pool, after an
+                # error
+                torch.cuda.set_stream(before)
+                with suppress(RuntimeError):
+                    stop_allocating_from(self.pool, before.device_index)
+                raise
+
+    def replay(self) -> None:
+        """Launch the graph on the device's current stream."""
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+
+
+def _capture_with_own_generator(graph: Any) -> None:
+    """Let a capture take a new generator of random numbers in place of the device's default one.
+
+    torch makes the default generator part of every capture, and until its end a draw from it in any
+    other thread raises. What is captured here draws nothing. So another one stands in its place
+    while the capture begins, and no longer.
+    """
+    begin = getattr(graph, "capture_begin", None)
+    if begin is None:
+        return
+
+    def capture_begin(*args: Any, **options: Any) -> None:
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        own = default.graphsafe_get_state()
+        default.graphsafe_set_state(torch.Generator(default.device))
+        try:
+            begin(*args, **options)
+        finally:
+            default.graphsafe_set_state(own)
+
+    graph.capture_begin = capture_begin
+
+
+class ReliedOn(NamedTuple):
+    """All about a model that a captured graph relies on, but its tensors' values.
+
+    Attributes:
+        places: Of `places`: a graph reads tensors where they are, so their values may change.
+        modules: Ids of the modules.
+        program: What a forward pass may branch on.
+    """
+
+    places: tuple
+    modules: tuple[int, ...]
+    program: bytes
+
+
+def relied_on(model: nn.Module, others: Iterable[Tensor] = ()) -> ReliedOn:
+    """Return what a graph relies on that reads a model and other tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    modules = tuple(map(id, all_modules(model)))
+    known = program.fingerprint(model, free=[id(t) for t in tensors], versions=False)
+    return ReliedOn(places(model, others), modules, known)
+
+
+def places(model: nn.Module, others: Iterable[Tensor] = ()) -> tuple:
+    """Return where a model's parameters and buffers are, what they hold and which are trained.
+
+    And where other tensors are.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    of_model = tuple((t.data_ptr(), t.dtype, t.requires_grad) for t in tensors)
+    return of_model, tuple(t.data_ptr() for t in others)
+
+
+class ShapeChanged(Exception):
+    """A batch has other shapes than the captured one."""
+
+
+class Captured:
+    """A function captured on copies of its inputs, to be replayed on others of their shapes.
+
+    Args:
+        recorder: Captures.
+        function: Works on fixed memory and makes no decision by the values of tensors.
+        inputs: Its arguments, tensors and others.
+        model: Which the function runs; memory that its attributes hold is kept as long as this, so
+            that no replay reads memory that was given back.
+
+    Attributes:
+        result: The function's result, whose tensors every replay fills anew.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        model: nn.Module,
+    ) -> None:
+        self.recorder = recorder
+        self._inputs = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
+        self._held = program.tensors_held(model)
+        self.result = recorder.capture(lambda: function(*self._inputs))
+
+    def replay(self, inputs: Sequence[Any]) -> Any:
+        """Repeat the function on other inputs and return its result.
+
+        Raises:
+            ShapeChanged: An input has another shape than the captured one.
+        """
+        for fixed, given in zip(self._inputs, inputs, strict=True):
+            if isinstance(fixed, Tensor):
+                if given.shape != fixed.shape:
+                    raise ShapeChanged
+                fixed.copy_(given)
+        self.recorder.replay()
+        return self.result
