@@ -268,7 +268,7 @@ _PAPER_IMAGES = {"images": "ImageNet's", "classes": 1000, "size": 224, "resize":
 
 
 def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int) -> list[str]:
-    """Say in what a run differs from the paper's, each as "NAME VALUE for PAPER'S".
+    r"""Say in what a run differs from the paper's, each as "NAME VALUE for PAPER'S".
 
     Args:
         options: Of the run.
@@ -278,7 +278,7 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
 
     Example:
         >>> data = {"classes": 60, "size": 224, "resize": "crop"}
-        >>> print(*substitutions(ContinualOptions(epochs=10), data, 500), sep="\\n")
+        >>> print(*substitutions(ContinualOptions(epochs=10), data, 500), sep="\n")
         tasks 500 for 3000 (500 in Table 5)
         epochs 10 for 100
         classes 60 for 1000
