@@ -9,11 +9,14 @@ gradient at its output, for any values of its operands. That depends on the node
 axes that it works along, never on sizes that happen to equal the number of samples. Kinds that are
 not listed here, and listed ones that sum, contract or permute along the samples' axis, are not
 trusted: below them the rows are found anew in every batch (fastlr.ghost.verification.batch_checks).
+
+A kind that has a rule says in the rule how it keeps rows (`rows=` of fastlr.ghost.rules.rule, which
+calls `keep`); the kinds below are those without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -68,23 +71,46 @@ def details(graph: Graph) -> tuple:
     )
 
 
-def _list(names: str, keeps: Keeps, *read: str) -> None:
-    """Enter kinds of nodes that keep rows in the table.
+def keep(kinds: Iterable[str], rows: Keeps, *read: str) -> None:
+    """Enter kinds of nodes that keep rows.
 
-    With what they have saved of the axes along which they work.
+    Args:
+        kinds: names of autograd's nodes.
+        rows: tells where a sample's rows are in an input's gradient, from where they are in the
+            output's; None where they cannot be told.
+        read: what the nodes have saved of the axes along which they work.
     """
-    for name in names.split():
-        kind = name if "Backward" in name else f"{name}Backward0"
-        KEEPS[kind] = keeps
+    for kind in kinds:
+        KEEPS[kind] = rows
         if read:
             READ[kind] = tuple(f"_saved_{attribute}" for attribute in read)
+
+
+def without_rows(graph: Graph) -> set[str]:
+    """Return the kinds of nodes of a classified graph that nobody said the rows of.
+
+    They lie between the output and other nodes that depend on the samples.
+    """
+    return {
+        name
+        for name, side, children in zip(graph.names, graph.side, graph.children, strict=True)
+        if side == SAMPLE
+        and name not in KEEPS
+        and any(child >= 0 and graph.side[child] == SAMPLE for child, _ in children)
+    }
+
+
+def _list(names: str, rows: Keeps, *read: str) -> None:
+    """Enter kinds of nodes that have no rule; "Backward0" is added to names without Backward."""
+    kinds = [name if "Backward" in name else f"{name}Backward0" for name in names.split()]
+    keep(kinds, rows, *read)
 
 
 # -- elementwise, with broadcasting
 # ------------------------------------------------------------------------------------
 
 
-def _elementwise(s: Step) -> Regular | None:
+def elementwise(s: Step) -> Regular | None:
     """Follow rows through an elementwise node: axes correspond from the last on.
 
     An input that is broadcast along the samples would get the sum over them.
@@ -93,19 +119,18 @@ def _elementwise(s: Step) -> Regular | None:
 
 
 _list(
-    "Abs Acos Acosh Add Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Ceil Celu Clamp "
+    "Abs Acos Acosh Addcdiv Addcmul Alias Asin Asinh Atan Atan2 Atanh Ceil Celu Clamp "
     "ClampBackward1 ClampMax ClampMaxBackward1 ClampMin ClampMinBackward1 Clone Copysign Cos Cosh "
-    "Div DivBackward1 DivBackward2 Elu Erf Erfc Erfinv Exp Exp2 Expand Expm1 Floor Fmax Fmin Frac "
-    "Gelu Hardshrink Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu Lerp LerpBackward1 Lgamma Log "
+    "DivBackward1 DivBackward2 Elu Erf Erfc Erfinv Exp Exp2 Expm1 Floor Fmax Fmin Frac Gelu "
+    "Hardshrink Hardsigmoid Hardswish Hardtanh Hypot LeakyRelu Lerp LerpBackward1 Lgamma Log "
     "Log10 Log1P Log2 LogSigmoid Logaddexp Logaddexp2 Logit MaskedFill MaskedFillBackward1 "
-    "Maximum Minimum Mish Mul MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 "
-    "PowBackward2 PreluKernel Reciprocal Relu Remainder Repeat Round Rsqrt Rsub RsubBackward1 Sgn "
-    "Sigmoid Sign Silu Sin Sinc Sinh Softplus Softshrink SpecialNdtri Sqrt Sub SubBackward1 Tan "
-    "Tanh Threshold ToCopy Tril Triu Trunc Where Xlogy GateBackward ActivatedBackward "
-    "torch::autograd::CopyBackwards",
-    _elementwise,
+    "Maximum Minimum Mish MulBackward1 NanToNum NativeDropout Neg Pow PowBackward1 PowBackward2 "
+    "Reciprocal Relu Remainder Round Rsqrt Rsub RsubBackward1 Sgn Sigmoid Sign Silu Sin Sinc Sinh "
+    "Softplus Softshrink SpecialNdtri Sqrt SubBackward1 Tan Tanh Threshold ToCopy Tril Triu Trunc "
+    "Where Xlogy GateBackward ActivatedBackward torch::autograd::CopyBackwards",
+    elementwise,
 )
-_list("Angle Complex Conj ConjPhysical Polar", _elementwise)
+_list("Angle Complex Conj ConjPhysical Polar", elementwise)
 
 
 # -- other orders and shapes of the same elements
@@ -284,7 +309,7 @@ _list("UpsampleTrilinear3D PixelShuffle PixelUnshuffle", _leading(3))
 _list("ChannelShuffle", lambda s: _same_axis(s) if s.layout.dim != 1 else None)
 
 
-def _first_axis(s: Step) -> Regular | None:
+def first_axis(s: Step) -> Regular | None:
     """Alike for every index of the first axis."""
     return (
         s.at(0)
@@ -298,15 +323,15 @@ def _columns(s: Step) -> Regular | None:
     return s.at(0) if s.layout.dim == 0 and {len(s.inner), len(s.outer)} == {3, 4} else None
 
 
-_list("Convolution NativeGroupNorm", _first_axis)
 _list("Im2Col Col2Im", _columns)
 
 
-def _layer_norm(s: Step) -> Regular | None:
+def over_normalized_axes(s: Step) -> Regular | None:
+    """Follow rows through a norm over the last axes, as many as its normalized_shape has."""
     return _leading(len(s.node._saved_normalized_shape))(s)
 
 
-def _batch_norm(s: Step) -> Regular | None:
+def batch_norm_rows(s: Step) -> Regular | None:
     """Follow rows through a batch norm.
 
     With running statistics it scales every element; with the batch's (instance norm) it works alike
@@ -320,15 +345,11 @@ def _batch_norm(s: Step) -> Regular | None:
     )
 
 
-_list("NativeLayerNorm FusedRmsNorm", _layer_norm, "normalized_shape")
-_list("NativeBatchNorm", _batch_norm, "training")
-
-
 # -- products
 # --------------------------------------------------------------------------------------------------
 
 
-def _product(first: int) -> Keeps:
+def product_rows(first: int) -> Keeps:
     """Return the keeper of rows for ``left @ right``, in slots ``first`` and ``first + 1``.
 
     Before the factors is what is added to the product.
@@ -339,7 +360,7 @@ def _product(first: int) -> Keeps:
 
     def keeps(s: Step) -> Regular | None:
         if s.slot < first:
-            return _elementwise(s)
+            return elementwise(s)
         from_end = len(s.outer) - s.layout.dim
         if (
             from_end == 2
@@ -355,27 +376,11 @@ def _product(first: int) -> Keeps:
 
 
 def _matrix_vector(first: int) -> Keeps:
-    return lambda s: _elementwise(s) if s.slot < first else s.at(0) if s.slot == first else None
+    return lambda s: elementwise(s) if s.slot < first else s.at(0) if s.slot == first else None
 
 
-_list("Mm Bmm", _product(0))
-_list("Addmm Baddbmm", _product(1))
 _list("Mv", _matrix_vector(0))
 _list("Addmv", _matrix_vector(1))
-
-
-def _distances(s: Step) -> Regular | None:
-    """Distances between the rows of two matrices.
-
-    Rows of the result are rows of the first, its columns are rows of the second.
-    """
-    from_end = len(s.outer) - s.layout.dim
-    if from_end > 2:
-        return s.at(len(s.inner) - from_end)
-    return s.at(len(s.inner) - 2) if from_end == 2 - s.slot else None
-
-
-_list("Cdist", _distances)
 
 
 # queries, keys, values and what is added to the scores are [B, heads, ., .]: alike for every sample
@@ -394,17 +399,7 @@ def _folded_conv(s: Step) -> Regular | None:
     return s.at(0) if role in ("x", "residual", "gate") and s.layout.dim == 0 else None
 
 
-def _scan(s: Step) -> Regular | None:
-    """Sequences are [T, B, .], states [B, .]; weights are all samples'."""
-    role = s.node.roles[s.slot] if s.slot < len(s.node.roles) else ""
-    dim = {"x": 1, "h0": 0, "c0": 0}.get(role)
-    return (
-        s.at(dim) if dim is not None and s.layout.dim == (1 if len(s.outer) == 3 else 0) else None
-    )
-
-
 _list("FoldedConvBackward", _folded_conv)
-_list("ScanBackward", _scan)
 _list("FixedNormBackward", lambda s: _same_axis(s) if s.slot == 0 else None)
 _list("SqueezeBackward", lambda s: _same_axis(s) if s.layout.dim < 2 else None)
 

@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from fastlr import ops
 from fastlr.ghost.factors import Dense, Factor, Norms, Outer
+from fastlr.ghost.ownership import Step
 from fastlr.ghost.rules import Site, rule
-from fastlr.ghost.sample_axis import Unsupported
+from fastlr.ghost.sample_axis import Regular, Unsupported
 from fastlr.ops.linear import raised
 from fastlr.ops.torch_private import fused_recurrence, set_fused_recurrence
 
@@ -333,8 +334,18 @@ class Scan(torch.autograd.Function):
         return *(found.get(role) for role in ctx.roles), None, None
 
 
+def _rows_of_steps(s: Step) -> Regular | None:
+    """Sequences are [T, B, .], states [B, .]; weights are all samples'."""
+    role = s.node.roles[s.slot] if s.slot < len(s.node.roles) else ""
+    dim = {"x": 1, "h0": 0, "c0": 0}.get(role)
+    if dim is None or s.layout.dim != (1 if len(s.outer) == 3 else 0):
+        return None
+    return s.at(dim)
+
+
 @rule(
     NODE,
+    rows=_rows_of_steps,
     about=(
         "recurrent layers, of nn.LSTM, nn.GRU and nn.RNN: each weight by one product over all steps"
     ),

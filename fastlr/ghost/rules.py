@@ -30,6 +30,15 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.ghost.factors import Bilinear, ComplexOuter, Conv, Dense, Factor, Norms, Outer
+from fastlr.ghost.ownership import (
+    Keeps,
+    batch_norm_rows,
+    elementwise,
+    first_axis,
+    keep,
+    over_normalized_axes,
+    product_rows,
+)
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
@@ -88,16 +97,30 @@ COMPLEX: set[str] = set()  # kinds whose rule takes complex numbers, too
 DESCRIPTIONS: dict[str, str] = {}
 
 
-def rule(*kinds: str, about: str, on_complex: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for autograd node kinds.
+def rule(
+    *kinds: str,
+    about: str,
+    rows: Keeps | None = None,
+    read: Sequence[str] = (),
+    on_complex: bool = False,
+) -> Callable[[Rule], Rule]:
+    """Register a rule for autograd node kinds: all that fastlr knows of them is said here.
 
-    ``about`` says what it covers (the table of supported operations).
-
-    ``on_complex``: it takes complex numbers. Their gradients are those of the conjugates, as
-    torch's are.
+    Args:
+        kinds: names of autograd's nodes, as ``support_report`` shows them.
+        about: what the rule covers (the table of supported operations).
+        rows: how the node keeps the rows of a sample apart (fastlr.ghost.ownership), such as
+            `elementwise`; None: it is not known, so that below such nodes the samples' rows are
+            found anew in every batch, by four more backward passes, and no CUDA graph is made.
+        read: what ``rows`` reads of the node without "_saved_": batches in which it differs are
+            different ones.
+        on_complex: it takes complex numbers. Their gradients are those of the conjugates, as
+            torch's are.
     """
 
     def add(function: Rule) -> Rule:
+        if rows is not None:
+            keep(kinds, rows, *read)
         if on_complex:
             COMPLEX.update(kinds)
         for kind in kinds:
@@ -110,6 +133,7 @@ def rule(*kinds: str, about: str, on_complex: bool = False) -> Callable[[Rule], 
 @rule(
     "ConvolutionBackward0",
     about="convolution 1d/2d/3d: stride, padding, dilation, groups, transposed; bias",
+    rows=first_axis,
 )
 def convolution(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: see fastlr.ops.reference.norms.conv_grads. Bias: sum of g over positions."""
@@ -168,6 +192,7 @@ def _product(
     "MmBackward0",
     "BmmBackward0",
     about="matrix products mm, bmm, matmul, einsum, linear without bias",
+    rows=product_rows(0),
     on_complex=True,
 )
 def product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
@@ -181,6 +206,7 @@ def product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     "AddmmBackward0",
     "BaddbmmBackward0",
     about="addmm, baddbmm: linear with bias, any number of leading dimensions",
+    rows=product_rows(1),
 )
 def added_product(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Return the factors of an added term and of the operands of a product.
@@ -266,6 +292,7 @@ def _times(t: Tensor, factor: float) -> Tensor:
     "SubBackward0",
     "ExpandBackward0",
     about="additive parameters with broadcasting, expand",
+    rows=elementwise,
     on_complex=True,
 )
 def additive(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
@@ -287,6 +314,7 @@ def additive(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     "MulBackward0",
     "DivBackward0",
     about="scale parameters with broadcasting: products and quotients",
+    rows=elementwise,
     on_complex=True,
 )
 def scale(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
@@ -321,7 +349,7 @@ def bilinear(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     return {1: Bilinear(x, y, g, tuple(site.shapes[1]))}
 
 
-@rule("PreluKernelBackward0", about="PReLU")
+@rule("PreluKernelBackward0", about="PReLU", rows=elementwise)
 def prelu(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Output gradient times the negative part of the input."""
     site.require_slot(slots, 1)
@@ -331,6 +359,7 @@ def prelu(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
 @rule(
     "RepeatBackward0",
     about="repeated parameters (instance norm repeats its weight for every sample)",
+    rows=elementwise,
 )
 def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """The copies that belong to a sample are added."""
@@ -357,6 +386,8 @@ def repeat(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     "CudnnBatchNormBackward0",
     "MiopenBatchNormBackward0",
     about="batch norm in eval mode",
+    rows=batch_norm_rows,
+    read=["training"],
 )
 def batch_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum g (x - mean) / sigma; bias: sum g; running statistics."""
@@ -386,7 +417,7 @@ def batch_norm_grads(
 LARGE_MEAN = 64.0  # standard deviations from which the rounding of a saved mean shows in float32
 
 
-@rule("NativeGroupNormBackward0", about="group norm")
+@rule("NativeGroupNormBackward0", about="group norm", rows=first_axis)
 def group_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum g (x - mean) / sigma with the sample's own group statistics; bias: sum g."""
     n = site.node
@@ -446,14 +477,24 @@ def _by_row(site: Site, op: str, names: Sequence[str]) -> list[Tensor]:
     return [t.reshape(site.count, *shape) for t in (sums if isinstance(sums, tuple) else [sums])]
 
 
-@rule("NativeLayerNormBackward0", about="layer norm, with or without bias")
+@rule(
+    "NativeLayerNormBackward0",
+    about="layer norm, with or without bias",
+    rows=over_normalized_axes,
+    read=["normalized_shape"],
+)
 def layer_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum over rows of g (x - mean) / sigma; bias: sum of g."""
     grads = _by_row(site, "layer_norm_sums", ("result1", "result2"))
     return {slot: Dense(grads[slot - 1]) for slot in slots}
 
 
-@rule("FusedRmsNormBackward0", about="fused RMS norm")
+@rule(
+    "FusedRmsNormBackward0",
+    about="fused RMS norm",
+    rows=over_normalized_axes,
+    read=["normalized_shape"],
+)
 def rms_norm(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """Weight: sum over rows of g x / rms."""
     site.require_slot(slots, 1)

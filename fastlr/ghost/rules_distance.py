@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.factors import CHUNK_ELEMENTS, Dense, Factor
+from fastlr.ghost.ownership import Step
 from fastlr.ghost.rules import Site, Unsupported, rule
+from fastlr.ghost.sample_axis import Regular
 from fastlr.ops.linear import chunks
 from fastlr.ops.torch_private import distance_gradients
 
@@ -76,7 +78,19 @@ class Distances(Factor):
         return grads.sum_to_size(hi - lo, *missing, *self.shape).reshape(hi - lo, *self.shape)
 
 
-@rule("CdistBackward0", about="distances to points that are parameters (cdist), any norm")
+def _rows_of_distances(s: Step) -> Regular | None:
+    """Rows of the distances are rows of the first matrix, their columns are rows of the second."""
+    from_end = len(s.outer) - s.layout.dim
+    if from_end > 2:
+        return s.at(len(s.inner) - from_end)
+    return s.at(len(s.inner) - 2) if from_end == 2 - s.slot else None
+
+
+@rule(
+    "CdistBackward0",
+    about="distances to points that are parameters (cdist), any norm",
+    rows=_rows_of_distances,
+)
 def distance(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """The rule where one side is the parameter.
 

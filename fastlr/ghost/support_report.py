@@ -59,6 +59,7 @@ class SupportReport:
     unfolded: dict[str, str] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     replaced: dict[str, int] = field(default_factory=dict)
+    without_rows: tuple[str, ...] = ()
 
     @staticmethod
     def of(names: list[str], ledger: Ledger, folding: Folding | None = None) -> SupportReport:
@@ -79,7 +80,14 @@ class SupportReport:
             (dict(folding.folded), folding.plain | folding.refused) if folding else ({}, {})
         )
         report = SupportReport(
-            tuple(rows), ledger.subject, dtype, ledger.others, tuple(notes), folded, unfolded
+            tuple(rows),
+            ledger.subject,
+            dtype,
+            ledger.others,
+            tuple(notes),
+            folded,
+            unfolded,
+            without_rows=tuple(sorted(ledger.without_rows)),
         )
         if folding is None:
             return report
@@ -150,6 +158,11 @@ class SupportReport:
         lines += dict.fromkeys(
             f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule"
         )
+        lines += [
+            f"no rows known for {kind}: every batch is looked at anew, by four more backward "
+            "passes, and no CUDA graph is made"
+            for kind in self.without_rows
+        ]
         if self.others:
             lines.append(
                 f"{len(self.others)} other leaves require grad and are not counted: "

@@ -22,6 +22,7 @@ ELSEWHERE = {
     *(f"ScaledDotProduct{kind}AttentionBackward0" for kind in ("Flash", "Efficient", "Cudnn")),
     *("FoldedConvBackward", "FixedNormBackward", "ScanBackward", "SqueezeBackward", "GateBackward"),
     "ActivatedBackward",
+    *("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
     *("FusedRmsNormBackward0", "ReshapeCopyBackward0", "UnsqueezeBackward1", "SqueezeBackward3"),
 }
 Op = Callable[..., Tensor | Sequence[Tensor]]

@@ -1,66 +1,71 @@
-"""Run the Python blocks of CONTRIBUTING.md in this process.
+"""Follow CONTRIBUTING.md in a copy of the package, and run its examples on the copy.
 
-Those that begin with ``# in FILE`` run as a part of that file.
+Blocks that begin with ``# in FILE`` are added to that file, those with ``# in FILE, in _OPS`` to
+the table there; the others are examples.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PLACE = re.compile(r"# in (?:fastlr/)?(\S+\.py)(, in _OPS)?.*\n")
 
 
-def module_of(file: str) -> str:
-    """Name of the module that a file is, such as fastlr.kernels.gate for kernels/gate.py."""
-    return re.sub("^kernels", "fastlr.kernels", file.removesuffix(".py").replace("/", "."))
+def copy_package(folder: Path) -> Path:
+    """Copy the package, with the kernels in it as they are installed."""
+    home = folder / "fastlr"
+    leave = shutil.ignore_patterns("__pycache__", "kernels")
+    shutil.copytree(ROOT / "fastlr", home, ignore=leave)
+    shutil.copytree(ROOT / "kernels", home / "kernels", ignore=leave)
+    return home
 
 
-def add_to_module(file: str, text: str, folder: Path) -> None:
-    """Execute the text in the module's namespace; a module that is not there is made of it."""
-    name = module_of(file)
-    path = folder / file.replace("/", "-")
-    path.write_text(text)
-    package = name.rpartition(".")[0]
-    try:
-        is_there = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a new folder
-        is_there = False
-        sys.modules[package] = ModuleType(package)
-    if is_there:
-        exec(compile(text, str(path), "exec"), vars(importlib.import_module(name)))
-        return
-    spec = importlib.util.spec_from_file_location(name, path)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+def add(path: Path, text: str) -> None:
+    """Add text to the end of a file, which may be new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(f"\n\n{text}")
 
 
-def enter_op(line: str) -> None:
-    """Enter a line of _OPS in the tables that are made of it."""
-    from fastlr.ops import dispatch
+def enter_op(path: Path, line: str) -> None:
+    """Put a line first into the table of ops."""
+    text = path.read_text()
+    start = re.search(r"^_OPS\b.*\{\n", text, re.MULTILINE)
+    path.write_text(text[: start.end()] + line + text[start.end() :])
 
-    ((name, (*modules, samples)),) = eval(f"{{{line}}}").items()
-    kinds = zip(("reference", "torch", "triton"), modules, strict=True)
-    dispatch.TABLE[name] = {backend: f"fastlr.{module}" for backend, module in kinds}
-    dispatch.SAMPLES[name] = samples
+
+def follow(page: Path, home: Path) -> list[str]:
+    """Change the package as the page says; return its examples."""
+    examples = []
+    for text in PYTHON.findall(page.read_text()):
+        assert text.count("\n") < 60, text
+        place = PLACE.match(text)
+        if place is None:
+            examples.append(text)
+        elif place[2]:
+            enter_op(home / place[1], text[place.end() :])
+        else:
+            add(home / place[1], text[place.end() :])
+    return examples
 
 
 def main(page: Path, folder: Path) -> None:
+    home = copy_package(folder)
+    examples = follow(page, home)
+    sys.path.insert(0, str(folder))
+
+    import fastlr
     from fastlr.cli.doctor import repair_interpreter
 
+    assert Path(fastlr.__file__).parent == home
     repair_interpreter()  # before any kernel
-
-    for text in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-        assert text.count("\n") < 60, text
-        place = re.match(r"# in (\S+\.py)(, in _OPS)?", text)
-        if place is None:
-            exec(compile(text, str(page), "exec"), {"__name__": "example"})
-        elif place[2]:
-            enter_op(text.partition("\n")[2])
-        else:
-            add_to_module(place[1], text, folder)
-        print(text.partition("\n")[0])
+    for text in examples:
+        exec(compile(text, str(page), "exec"), {"__name__": "example"})
 
 
 if __name__ == "__main__":

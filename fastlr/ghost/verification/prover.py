@@ -41,7 +41,7 @@ from fastlr.ghost.fallback import all_beside_copy
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS
 from fastlr.ghost.graph import CASTS, Graph, Place, Use, walk
-from fastlr.ghost.ownership import trace
+from fastlr.ghost.ownership import trace, without_rows
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ghost.verification.batch_checks import every_layout, explained
 from fastlr.ghost.verification.copies import Subject, subjects
@@ -158,6 +158,7 @@ class Prover(ForwardChecks):
         if irregular and self.is_folded:
             raise FoldRefuted([], irregular)
         self._absent(subject, batch, z, graph, ledger)
+        ledger.without_rows |= without_rows(graph)
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = generic_cotangent(z)
         truth = self._truth(subject, batch, z, v, ledger)

@@ -62,6 +62,8 @@ class Ledger:
     dtype: torch.dtype | None = None
     subject: str = ""
     notes: list[str] = field(default_factory=list)
+    # Kinds of nodes of which nobody said how they keep the rows of samples apart.
+    without_rows: set[str] = field(default_factory=set)
 
     def decide(self, graph: Graph) -> Callable[[int, tuple], bool | None]:
         """Sides of nodes as far as proven (see Graph.classify)."""
