@@ -1,13 +1,11 @@
-"""Watching one forward pass, for the activations of its units.
-
-The layer that the output comes from is found, too.
+"""Watch a forward pass: sum the activations of its units, find the layer that makes the output.
 
 A `Watch` is a TorchFunctionMode, so it sees functional calls (``F.relu`` in a model's forward) as
 well as modules, and it reduces each activation to one sum a unit at once, so that nothing is kept
 and later in-place changes do not matter.
 
-Two things are followed from tensor to tensor, in weak tables: which axis holds the units, and which
-layer made it.
+It follows two things from tensor to tensor, in weak tables: which axis holds the units, and which
+layer made the tensor.
 """
 
 from __future__ import annotations
@@ -26,13 +24,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastlr.errors import InputError, ModelError
-from fastlr.ops.torch_private import no_torch_function, tree_leaves
+from fastlr.ops.torch_private import Convolution, no_torch_function, tree_leaves
 
 RELU = {"relu", "relu6"}
 
 
-def _functions(names: str, *owners: Any) -> dict[Any, str]:
-    """The functions of these names that the modules and classes have, and their names."""
+def functions_named(names: str, *owners: Any) -> dict[Any, str]:
+    """Return the functions of these names that any of the modules and classes has, each's name.
+
+    Args:
+        names: Separated by spaces.
+        owners: Modules and classes.
+    """
     return {
         getattr(owner, name): name
         for owner in owners
@@ -45,7 +48,7 @@ _ACTIVATIONS = "relu relu6 hardswish gelu silu mish elu selu celu leaky_relu pre
 FUNCTIONS = {
     function: name.replace("_", "")
     for names in (_ACTIVATIONS, _ACTIVATIONS.replace(" ", "_ ") + "_")
-    for function, name in _functions(names, F, torch, Tensor).items()
+    for function, name in functions_named(names, F, torch, Tensor).items()
 }
 # Written-out formulas (Hugging Face's NewGELUActivation, a user's SquaredReLU) are known by the
 # names of their classes.
@@ -56,20 +59,26 @@ _CHANNEL_NORMS = {F.batch_norm, F.group_norm, F.instance_norm}
 _LAST_NORMS = {F.layer_norm, F.rms_norm}
 CONVOLUTIONS = {getattr(F, f"conv{kind}{n}d"): n for kind in ("", "_transpose") for n in (1, 2, 3)}
 _PRODUCTS = {
-    *_functions("matmul mm bmm addmm baddbmm einsum __matmul__ __rmatmul__", torch, Tensor),
+    *functions_named("matmul mm bmm addmm baddbmm einsum __matmul__ __rmatmul__", torch, Tensor),
     F.scaled_dot_product_attention,
 }
 MOVES = {
-    *_functions("permute transpose swapaxes swapdims movedim moveaxis t adjoint", torch, Tensor),
+    *functions_named(
+        "permute transpose swapaxes swapdims movedim moveaxis t adjoint", torch, Tensor
+    ),
     *(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH")),
 }
 
 
 @dataclass(eq=False)
 class Activation:
-    """One call of an activation: its units' sums of |a| (signed: of a).
+    """One call of an activation function, summed unit by unit.
 
-    With the number of values behind each sum.
+    Attributes:
+        name: Of the module that makes the call, with ``#2`` for its second call.
+        kind: Of activation function, such as ``relu``.
+        sums: ``[units]``, float64: sums of |a|, or of a where the watch is signed.
+        count: Values behind each sum.
     """
 
     name: str
@@ -111,12 +120,10 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.model, self.layer, self.signed = model, layer, signed
         self.classes = tuple(a for a in also if isinstance(a, type))
-        self.functions = FUNCTIONS | {
-            a: getattr(a, "__name__", str(a)) for a in also if not isinstance(a, type)
-        }
+        self.functions = FUNCTIONS | {a: name_of(a) for a in also if not isinstance(a, type)}
         self.activations: dict[tuple[str, str, int], Activation] = {}
         self.layer_input: Tensor | None = None
-        self.layer_input_axis: int | None = None
+        self.layer_input_axis = -1
         self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()} - {0}
         self.thread = threading.get_ident()
         self.here: set[str] = set()  # names of the modules that ran in this thread, in all passes
@@ -164,46 +171,61 @@ class Watch(TorchFunctionMode):
                 "model meanwhile"
             )
 
+    @property
+    def module_name(self) -> str:
+        """Name of the module that is running; empty for the model itself."""
+        return self.path[-1] if self.path else ""
+
     def _ours(self, name: str) -> bool:
         """Note a call of a module; return True unless another thread makes it.
 
         Another thread's forward pass is not the one that is watched.
         """
         ours = threading.get_ident() == self.thread
-        (self.here if ours else self.elsewhere).add(name)
+        names = self.here if ours else self.elsewhere
+        names.add(name)
         return ours
 
     def _is_activation(self, module: nn.Module) -> bool:
+        """Return True for a module that the user named, or a small one with such a class's name."""
         if self.classes and isinstance(module, self.classes):
             return True
-        simple = next(module.children(), None) is None and all(
-            p.ndim < 2 for p in module.parameters()
-        )
-        return simple and bool(_MODULES.search(type(module).__name__))
+        if list(module.children()) or any(p.ndim >= 2 for p in module.parameters()):
+            return False
+        return bool(_MODULES.search(type(module).__name__))
 
     def _enter(self, name: str, active: bool) -> Callable:
+        """Return the hook that runs before a module's forward; ``active``: it is an activation."""
+
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             if not self._ours(name):
                 return
             self.path.append(name)
             self.inside += active
             if name == self.layer:
-                self.layer_input = next(
-                    (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None
-                )
-                if self.layer_input is not None:
-                    convolution = isinstance(module, nn.modules.conv._ConvNd)
-                    linear = isinstance(module, nn.Linear)
-                    tagged = self.axes.get(self.layer_input)
-                    self.layer_input_axis = (
-                        1 if convolution else -1 if linear or tagged is None else tagged
-                    )
-                    with no_torch_function():  # whatever happens to it in place later
-                        self.layer_input = self.layer_input.detach().clone()
+                self._keep_input(module, (*args, *kwargs.values()))
 
         return hook
 
+    def _keep_input(self, module: nn.Module, given: Sequence[Any]) -> None:
+        """Keep a copy of the first tensor that the user's layer is given, and its feature axis."""
+        tensors = [t for t in given if isinstance(t, Tensor)]
+        if not tensors:
+            self.layer_input = None
+            return
+        x = tensors[0]
+        if isinstance(module, Convolution):
+            self.layer_input_axis = 1
+        elif isinstance(module, nn.Linear):
+            self.layer_input_axis = -1
+        else:
+            self.layer_input_axis = self.axes.get(x, -1)
+        with no_torch_function():  # a copy: x may be changed in place later
+            self.layer_input = x.detach().clone()
+
     def _leave(self, active: bool) -> Callable:
+        """Return the hook that runs after a module's forward; ``active``: it is an activation."""
+
         def hook(module: nn.Module, args: Any, result: Any) -> None:
             if threading.get_ident() != self.thread:
                 return
@@ -222,30 +244,29 @@ class Watch(TorchFunctionMode):
         """Run a function of torch and look at its result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        results = [
-            t
-            for t in (result if isinstance(result, (tuple, list)) else [result])
-            if isinstance(t, Tensor)
-        ]
-        if results:
-            operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            self._follow_axis(func, args, kwargs, operands, results)
-            self._follow_origin(func, operands, results)
-            kind = self.functions.get(func)
-            if (
-                kind
-                and self.inside == 0
-                and not (operands and isinstance(operands[0], nn.Parameter))
-            ):
-                self._add(kind, results[0])
+        results = tensors_in(result)
+        if not results:
+            return result
+        operands = tensors_in((args, kwargs))
+        self._follow_axis(func, args, kwargs, operands, results)
+        origin = self._origin(func, operands)
+        if origin is not None:
+            for t in results:
+                self.origins[t] = origin
+        kind = self.functions.get(func)
+        of_parameter = bool(operands) and isinstance(operands[0], nn.Parameter)
+        if kind and self.inside == 0 and not of_parameter:
+            self._add(kind, results[0])
         return result
 
     def features(self, output: Tensor | None) -> tuple[Tensor, int, str]:
         """Return the representation behind the output.
 
-        Returned with it are its axis of features, and the name of the layer that it goes into.
+        Returns:
+            The representation, its axis of features, and the name of the layer that it goes into.
 
-        Raises ModelError where there is none.
+        Raises:
+            ModelError: There is none.
         """
         if self.layer is not None:
             if self.layer_input is None or not self.layer_input.is_floating_point():
@@ -253,11 +274,7 @@ class Watch(TorchFunctionMode):
                     f"layer={self.layer!r} was not called with floating-point features in this "
                     "forward pass: choose another"
                 )
-            return (
-                self.layer_input,
-                self.layer_input_axis if self.layer_input_axis is not None else -1,
-                self.layer,
-            )
+            return self.layer_input, self.layer_input_axis, self.layer
         origin = None if output is None else self.origins.get(output)
         remedy = "pass layer= with the name of the module whose input is the representation"
         if origin is None:
@@ -270,118 +287,131 @@ class Watch(TorchFunctionMode):
             raise ModelError(f"the input of {name} was changed in place after its use; {remedy}")
         return origin.features, -1, name
 
-    # -- activations
-    # ----------------------------------------------------------------------------------------------
+    def _add(self, kind: str, a: Tensor) -> None:
+        """Add one activation, of any axes with the units along one of them, to its units' sums.
 
-    def _add(self, kind: str, a: Tensor) -> None:  # a: any axes, the units along one of them
-        """Add one activation to the sums of its units."""
-        path = self.path[-1] if self.path else ""
+        Raises:
+            ModelError: It had another number of units in the batch before.
+        """
+        path = self.module_name
         at = self.seen[path, kind] = self.seen.get((path, kind), 0) + 1
         if a.ndim == 0 or not a.is_floating_point() or a.numel() == 0:
             return
-        name = (path or "(model)") + (f"#{at}" if at > 1 else "")
+        name = path or "(model)"
+        if at > 1:
+            name += f"#{at}"
         with no_torch_function(), torch.autocast(a.device.type, enabled=False):
-            axis = self.axes.get(a)
-            if axis is None:
-                axis = 1 if a.ndim >= 4 else a.ndim - 1
-            others = [d for d in range(a.ndim) if d != axis]
-            a = a.detach()
-            # Float64 would cost a copy of the activation.
-            wide = torch.promote_types(a.dtype, torch.float32)
-            if self.signed:
-                sums = a.sum(others, dtype=wide).double() if others else a.double()
-            else:
-                sums = (
-                    torch.linalg.vector_norm(a, 1, others, dtype=wide).double()
-                    if others
-                    else a.abs().double()
-                )
-            activation = self.activations.get((path, kind, at))
-            if activation is None:
-                self.activations[path, kind, at] = Activation(
-                    name, kind, sums, a.numel() // len(sums)
-                )
-            elif len(activation.sums) != len(sums):
+            sums = self._unit_sums(a)
+            new = Activation(name, kind, sums, a.numel() // len(sums))
+            activation = self.activations.setdefault((path, kind, at), new)
+            if activation is new:
+                return
+            if len(activation.sums) != len(sums):
                 raise ModelError(
                     f"{name} ({kind}) has {len(activation.sums)} units in one batch and "
                     f"{len(sums)} in another: give batches of one shape"
                 )
-            else:
-                activation.sums = activation.sums + sums
-                activation.count += a.numel() // len(sums)
+            activation.sums = activation.sums + sums
+            activation.count += new.count
 
-    # -- the axis that holds the units
-    # ------------------------------------------------------------------------------
+    def _unit_sums(self, a: Tensor) -> Tensor:
+        """Return the sums of |a| (signed: of a) over all axes but that of the units, float64."""
+        axis = self.axes.get(a, 1 if a.ndim >= 4 else a.ndim - 1)
+        others = [d for d in range(a.ndim) if d != axis]
+        a = a.detach()
+        if not others:  # torch takes an empty list of axes for all of them
+            return a.double() if self.signed else a.abs().double()
+        # Float64 would cost a copy of the activation.
+        wide = torch.promote_types(a.dtype, torch.float32)
+        if self.signed:
+            return a.sum(others, dtype=wide).double()
+        return torch.linalg.vector_norm(a, 1, others, dtype=wide).double()
 
     def _follow_axis(
         self, func: Any, args: Any, kwargs: Any, operands: list[Tensor], results: list[Tensor]
     ) -> None:
-        result = results[0]
-        if func in CONVOLUTIONS:
-            self.axes[result] = 1 if result.ndim == CONVOLUTIONS[func] + 2 else 0
-            return
-        weights = [t for t in operands if self._is_weight(t)]
-        if func is F.linear or (func in _PRODUCTS and weights and func is not torch.einsum):
-            self.axes[result] = result.ndim - (
-                2 if func is not F.linear and operands[0] is weights[0] else 1
-            )
+        """Note which axis of the results holds units, where a function makes or carries them."""
+        axis = self._new_axis(func, operands, results[0])
+        if axis is not None:
+            self.axes[results[0]] = axis
             return
         source = next((t for t in operands if t in self.axes), None)
         if source is None:
-            if func in _CHANNEL_NORMS and result.ndim > 1:
-                self.axes[result] = 1
-            elif func in _LAST_NORMS:
-                self.axes[result] = result.ndim - 1
+            axis = _axis_of_norm(func, results[0])
+            if axis is not None:
+                self.axes[results[0]] = axis
             return
         before: int = self.axes[source]
         for t in results:
-            after = (
-                moved(func, args, kwargs, source, before)
-                if func in MOVES
-                else _kept(source, before, t)
-            )
-            if after is not None:
-                self.axes[t] = after
+            if func in MOVES:
+                axis = moved(func, args, kwargs, source, before)
+            else:
+                axis = _kept(source, before, t)
+            if axis is not None:
+                self.axes[t] = axis
 
-    # -- the layer that it comes from
-    # -------------------------------------------------------------------------------
+    def _new_axis(self, func: Any, operands: list[Tensor], result: Tensor) -> int | None:
+        """Return the axis of the units that a layer makes; None for what is no layer."""
+        if func in CONVOLUTIONS:
+            return 1 if result.ndim == CONVOLUTIONS[func] + 2 else 0
+        if func is F.linear:
+            return result.ndim - 1
+        weights = [t for t in operands if self._is_weight(t)]
+        if not weights or func not in _PRODUCTS or func is torch.einsum:
+            return None
+        return result.ndim - (2 if operands[0] is weights[0] else 1)
 
     def _is_weight(self, t: Tensor) -> bool:
+        """Return True for a parameter of two axes or more, and for views of one."""
         return (
             t.layout == torch.strided
             and t.ndim >= 2
             and t.untyped_storage().data_ptr() in self.weights
         )
 
-    def _follow_origin(self, func: Any, operands: list[Tensor], results: list[Tensor]) -> None:
-        module = self.path[-1] if self.path else ""
-        function = getattr(func, "__name__", str(func))
-        weights = [t for t in operands if self._is_weight(t)]
-        origin: Origin | None = None
+    def _origin(self, func: Any, operands: list[Tensor]) -> Origin | None:
+        """Return the layer that a function's results come from; None if from no layer."""
         if func is F.linear:
-            origin = Origin("linear", module, operands[0], operands[0]._version)
-        elif func in _PRODUCTS:
-            origin = Origin(function, module)
-            rest = [t for t in operands if not self._is_weight(t) and t.ndim > 1]
-            if (
-                len(weights) == 1 == len(rest)
-                and weights[0].ndim == 2
-                and operands[0] is not weights[0]
-            ):
-                origin = Origin("linear", module, rest[0], rest[0]._version)
-        elif weights:
-            origin = Origin(function, module)
-        else:
-            origins = {id(o): o for o in (self.origins.get(t) for t in operands) if o is not None}
-            if len(origins) == 1:
-                (origin,) = origins.values()
-            elif origins:
-                origin = Origin(
-                    " and ".join(sorted({o.name or "(model)" for o in origins.values()})), ""
-                )
-        if origin is not None:
-            for t in results:
-                self.origins[t] = origin
+            return Origin("linear", self.module_name, operands[0], operands[0]._version)
+        weights = [t for t in operands if self._is_weight(t)]
+        if func in _PRODUCTS:
+            rows = _rows_of_product(operands, weights)
+            if rows is not None:
+                return Origin("linear", self.module_name, rows, rows._version)
+        if weights or func in _PRODUCTS:
+            return Origin(name_of(func), self.module_name)
+        origins = [self.origins[t] for t in operands if t in self.origins]
+        if not origins:
+            return None
+        if all(origin is origins[0] for origin in origins):
+            return origins[0]
+        names = {origin.name or "(model)" for origin in origins}
+        return Origin(" and ".join(sorted(names)), "")
+
+
+def _rows_of_product(operands: list[Tensor], weights: list[Tensor]) -> Tensor | None:
+    """Return what a product multiplies by one matrix from the right, as a linear layer does."""
+    others = [t for t in operands if t.ndim > 1 and all(t is not weight for weight in weights)]
+    if len(weights) != 1 or len(others) != 1 or weights[0].ndim != 2:
+        return None
+    return None if operands[0] is weights[0] else others[0]
+
+
+def name_of(func: Any) -> str:
+    """Return the name of a function of torch."""
+    return getattr(func, "__name__", str(func))
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in a nest of containers."""
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def _axis_of_norm(func: Any, result: Tensor) -> int | None:
+    """Return the axis of the units that a norm makes of a tensor in which none are known."""
+    if func in _CHANNEL_NORMS and result.ndim > 1:
+        return 1
+    return result.ndim - 1 if func in _LAST_NORMS else None
 
 
 def _plain(name: str) -> str:

@@ -1,13 +1,11 @@
-"""Measures of the activations, all from one forward pass.
-
-They are dormant units and the rank of the representation.
-"""
+"""Measures of the activations in one forward pass: dormant units, ranks of the representation."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.estimator.padding import refuse_padding
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.model_io import ModelView, OutputSelector, call, select_output
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.activation_hooks import RELU, Activation, Watch
 from fastlr.metrics.rank import Spectrum
@@ -42,10 +40,10 @@ def activation_measures(
     epsilon: float = 0.01,
     layer: str | None = None,
     also: Sequence[Any] = (),
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
     then: Callable[[Tensor], Any] | None = None,
 ) -> dict[str, Measure]:
-    """All measures of activations, or those named, from one forward pass in eval mode.
+    """Take all measures of activations, or those named, from one forward pass in eval mode.
 
     - "dormant_ratio": the paper's, share of ReLU units that are never active (`dormant_ratio` with
       threshold 0);
@@ -84,17 +82,17 @@ def activation_measures(
         (['dormant_ratio', 'dormant_ratio_tau'], 0.0)
     """
     check_known(measures, MEASURES)
-    _checked(tau=tau, delta=delta, epsilon=epsilon)
+    _check_options(tau=tau, delta=delta, epsilon=epsilon)
     ranks = any(name in _RANKS for name in measures)
     activations, spectrum = _observe(
         model, x, also=also, layer=layer, output=output, ranks=ranks, then=then
     )
-    make = {
-        "dormant_ratio": lambda: _dormant(activations, 0.0, None, True),
-        "dormant_ratio_tau": lambda: _dormant(activations, tau, "all", True),
-        "effective_rank": lambda: spectrum.srank(delta),
+    make: dict[str, Callable[[], Measure]] = {
+        "dormant_ratio": partial(_dormant, activations, 0.0),
+        "dormant_ratio_tau": partial(_dormant, activations, tau, "all"),
+        "effective_rank": partial(spectrum.srank, delta),
         "effective_rank_entropy": spectrum.entropy_rank,
-        "feature_rank": lambda: spectrum.feature_rank(epsilon),
+        "feature_rank": partial(spectrum.feature_rank, epsilon),
     }
     return {name: make[name]() for name in measures}
 
@@ -163,7 +161,7 @@ def dormant_ratio(
         >>> ratio.details["units"], ratio >= 0.25
         (4, True)
     """
-    _checked(threshold=threshold)
+    _check_options(threshold=threshold)
     if units not in (None, "relu", "all"):
         raise InputError(f"units must be 'relu', 'all' or None, not {units!r}")
     if signed and normalize:
@@ -182,7 +180,7 @@ def effective_rank(
     kind: str = "srank",
     delta: float = 0.01,
     layer: str | None = None,
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
 ) -> Measure:
     """Return the effective rank of the representation.
 
@@ -225,7 +223,7 @@ def effective_rank(
         >>> float(fastlr.metrics.effective_rank(model, torch.eye(3)))
         3.0
     """
-    _checked(delta=delta)
+    _check_options(delta=delta)
     if kind not in ("srank", "entropy"):
         raise InputError(f"kind must be 'srank' or 'entropy', not {kind!r}")
     _, spectrum = _observe(model, x, layer=layer, output=output, ranks=True)
@@ -238,7 +236,7 @@ def feature_rank(
     *,
     epsilon: float = 0.01,
     layer: str | None = None,
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
 ) -> Measure:
     """Return the feature rank: the number of large singular values of ``Phi / sqrt(n)``.
 
@@ -256,25 +254,22 @@ def feature_rank(
         >>> float(fastlr.metrics.feature_rank(model, torch.ones(9, 4)))
         1.0
     """
-    _checked(epsilon=epsilon)
+    _check_options(epsilon=epsilon)
     _, spectrum = _observe(model, x, layer=layer, output=output, ranks=True)
     return spectrum.feature_rank(epsilon)
 
 
-def _checked(**options: float) -> None:
+def _check_options(**options: float) -> None:
+    """Raise InputError for a delta not in (0, 1), an epsilon not above 0, a threshold below 0."""
     for name, value in options.items():
-        right = (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-            and value >= 0
-        )
-        if (
-            not right
-            or (name == "delta" and not 0 < value < 1)
-            or (name == "epsilon" and value == 0)
-        ):
-            wanted = {"delta": "in (0, 1)", "epsilon": "positive"}.get(name, "at least 0")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name == "delta":
+            wanted, right = "in (0, 1)", number and 0 < value < 1
+        elif name == "epsilon":
+            wanted, right = "positive", number and 0 < value < math.inf
+        else:
+            wanted, right = "at least 0", number and 0 <= value < math.inf
+        if not right:
             raise InputError(f"{name} must be a finite number {wanted}, not {value!r}")
 
 
@@ -285,16 +280,27 @@ def _observe(
     *,
     also: Sequence[Any] = (),
     layer: str | None = None,
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
     ranks: bool = False,
     signed: bool = False,
     then: Callable[[Tensor], Any] | None = None,
 ) -> tuple[list[Activation], Spectrum]:
-    """Run one forward pass for each batch and return the activations' sums.
+    """Watch a forward pass of each batch, in eval mode.
 
-    Also the features if ``ranks``; the output goes to ``then``.
+    Args:
+        model: any nn.Module.
+        x: one batch or an iterable of batches.
+        also: as for `dormant_ratio`.
+        layer: as for `effective_rank`.
+        output: as for `effective_rank`.
+        ranks: take the features' singular values, too.
+        signed: as for `dormant_ratio`.
+        then: called with the output of each batch.
+
+    Returns:
+        The activations, summed over the batches, and the features' spectrum (empty without ranks).
     """
-    view = adapt.ModelView.of(model, output)
+    view = ModelView.of(model, output)
     module = view.module
     parameter = next(module.parameters(), None)
     if parameter is None:
@@ -306,19 +312,20 @@ def _observe(
             refuse_padding(batch)
             batches += 1
             with watch.watching():
-                result = adapt.call(module, batch)
-                chosen = adapt.select_output(result, output) if ranks and layer is None else None
+                result = call(module, batch)
+                chosen = select_output(result, output) if ranks and layer is None else None
             if ranks:
                 spectrum.add(*watch.features(chosen))
             watch.reset()
             if then is not None:
-                then(adapt.select_output(result, output) if chosen is None else chosen)
+                then(select_output(result, output) if chosen is None else chosen)
     if not batches:
         raise InputError("x gave no batches (a generator that was used up?)")
     return list(watch.activations.values()), spectrum
 
 
 def _batches(x: Any) -> Iterable[Any]:
+    """Return the batches of x: itself alone, unless it is an iterable of batches."""
     if isinstance(x, (Tensor, tuple, list, dict, Mapping)) or not isinstance(x, Iterable):
         return [x]
     return x
@@ -327,11 +334,41 @@ def _batches(x: Any) -> Iterable[Any]:
 def _dormant(
     activations: list[Activation],
     threshold: float,
-    units: str | None,
-    normalize: bool,
-    *,
+    units: str | None = None,
+    normalize: bool = True,
     signed: bool = False,
 ) -> Measure:
+    """Return the share of dormant units; arguments and errors as for `dormant_ratio`."""
+    activations, units = _counted(activations, threshold, units)
+    dormant = _dormant_counts(activations, threshold, normalize, signed)
+    total = sum(len(activation.sums) for activation in activations)
+    of = "ReLU units" if units == "relu" else "units of all activations"
+    if signed:
+        definition = f"dormant ratio: share of {of} with mean a below {threshold:g}"
+    elif threshold == 0:
+        definition = f"dormant ratio: share of {of} that are never active"
+    elif normalize:
+        definition = (
+            f"tau-dormant ratio: share of {of} with mean |a| at most {threshold:g} of their "
+            "layer's mean"
+        )
+    else:
+        definition = f"dormant ratio: share of {of} with mean |a| at most {threshold:g}"
+    uses = Counter(activation.name for activation in activations)
+    layers = {}
+    for activation, count in zip(activations, dormant, strict=True):
+        name = activation.name
+        if uses[name] > 1:
+            name += f":{activation.kind}"
+        layers[name] = count / len(activation.sums)
+    details = {"units": total, "dormant": sum(dormant)}
+    return Measure(sum(dormant) / total, definition, details, layers)
+
+
+def _counted(
+    activations: list[Activation], threshold: float, units: str | None
+) -> tuple[list[Activation], str]:
+    """Return the activations whose units are counted, and which these are: "relu" or "all"."""
     if not activations:
         raise ModelError(
             "no activations found in the model's forward pass (a scripted or compiled part, or "
@@ -348,39 +385,27 @@ def _dormant(
                 f"the model has no ReLU units; its activations are {kinds}: pass units='all'"
             )
         activations = relu
-    dormant = _dormant_counts(activations, threshold, normalize, signed)
-    total = sum(len(activation.sums) for activation in activations)
-    of = "ReLU units" if units == "relu" else "units of all activations"
-    if signed:
-        definition = f"dormant ratio: share of {of} with mean a below {threshold:g}"
-    elif threshold == 0:
-        definition = f"dormant ratio: share of {of} that are never active"
-    elif normalize:
-        definition = (
-            f"tau-dormant ratio: share of {of} with mean |a| at most {threshold:g} of their "
-            "layer's mean"
-        )
-    else:
-        definition = f"dormant ratio: share of {of} with mean |a| at most {threshold:g}"
-    uses = Counter(activation.name for activation in activations)
-    names = [a.name if uses[a.name] == 1 else f"{a.name}:{a.kind}" for a in activations]
-    layers = {name: n / len(a.sums) for name, n, a in zip(names, dormant, activations, strict=True)}
-    return Measure(
-        sum(dormant) / total, definition, {"units": total, "dormant": sum(dormant)}, layers
-    )
+    return activations, units
 
 
 def _dormant_counts(
-    activations: list[Activation], threshold: float, normalize: bool, signed: bool = False
+    activations: list[Activation], threshold: float, normalize: bool, signed: bool
 ) -> list[int]:
-    """Number of dormant units of each activation, with one wait for the device."""
+    """Return the number of dormant units of each activation, with one wait for the device.
+
+    Raises:
+        NonFiniteError: Activations are not finite.
+    """
     counts = []
     for activation in activations:
         mean = activation.sums / activation.count
-        scale = mean.mean() if normalize else torch.ones_like(mean[0])
-        # s <= threshold, without 0/0 in a silent layer
-        dormant = (mean < threshold if signed else mean <= threshold * scale).sum()
-        counts.append(torch.stack([dormant, mean.isfinite().all().long()]))
+        if signed:
+            dormant = mean < threshold
+        elif normalize:  # s <= threshold, without 0/0 in a silent layer
+            dormant = mean <= threshold * mean.mean()
+        else:
+            dormant = mean <= threshold
+        counts.append(torch.stack([dormant.sum(), mean.isfinite().all().long()]))
     pairs = torch.stack(counts).tolist()
     for activation, (_, is_finite) in zip(activations, pairs, strict=True):
         if not is_finite:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastlr.errors import InputError
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.metrics.activations import MEASURES as ACTIVATIONS
 from fastlr.metrics.activations import activation_measures
 from fastlr.metrics.gradients import BATCH, Loss, batch_gradient_norm, gradient_measures
@@ -17,11 +17,8 @@ from fastlr.metrics.value import Measure, check_known
 from fastlr.metrics.weights import distance_from_init, weight_norm
 from fastlr.ops.model_lock import locks_model
 
-PARAMETERS: dict[str, Callable[[nn.Module, Any], Measure]] = {  # of the model and its initial state
-    "weight_norm": lambda model, _: weight_norm(model),
-    "distance_from_init": distance_from_init,
-}
-MEASURES = (*PARAMETERS, *ACTIVATIONS, *GRADIENTS)
+_OF_PARAMETERS = ("weight_norm", "distance_from_init")
+MEASURES = (*_OF_PARAMETERS, *ACTIVATIONS, *GRADIENTS)
 
 
 @locks_model
@@ -34,7 +31,7 @@ def measures(
     loss: Loss | None = None,
     init_state: Mapping[str, Tensor] | nn.Module | None = None,
     tau: float = 0.1,
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
     in_dim: int = 0,
     out_dim: int = 0,
 ) -> dict[str, Measure]:
@@ -73,22 +70,25 @@ def measures(
         ['feature_rank', 'weight_norm']
     """
     check_names(names, x=x, y=y, loss=loss, init_state=init_state)
-    results = {name: PARAMETERS[name](model, init_state) for name in names if name in PARAMETERS}
-    activations, gradients = (
-        [name for name in names if name in known] for known in (ACTIVATIONS, GRADIENTS)
-    )
+    results: dict[str, Measure] = {}
+    if "weight_norm" in names:
+        results["weight_norm"] = weight_norm(model)
+    if "distance_from_init" in names:
+        assert init_state is not None
+        results["distance_from_init"] = distance_from_init(model, init_state)
+    activations = [name for name in names if name in ACTIVATIONS]
+    gradients = [name for name in names if name in GRADIENTS]
 
     def of_batch(z: Tensor) -> None:
         assert loss is not None
-        results[BATCH] = batch_gradient_norm(
-            adapt.ModelView.of(model, output, in_dim, out_dim), z, y, loss
-        )
+        view = ModelView.of(model, output, in_dim, out_dim)
+        results[BATCH] = batch_gradient_norm(view, z, y, loss)
 
     if activations:
-        # X is one batch.
-        shared = BATCH in gradients and isinstance(x, (Tensor, tuple, list, Mapping))
-        gradients = [name for name in gradients if name != BATCH or not shared]
-        then = of_batch if shared else None
+        then = None
+        if BATCH in gradients and isinstance(x, (Tensor, tuple, list, Mapping)):  # one batch
+            then = of_batch
+            gradients = [name for name in gradients if name != BATCH]
         results |= activation_measures(
             model, x, measures=activations, tau=tau, output=output, then=then
         )
@@ -105,7 +105,7 @@ def check_names(names: Collection[str], *, x: Any, y: Any, loss: Any, init_state
         raise InputError(f"measures must be a list of names: [{names!r}]")
     check_known(names, MEASURES)
     gradients = [name for name in names if name in GRADIENTS]
-    data = [*(name for name in names if name in ACTIVATIONS), *gradients]
+    data = [name for name in names if name in ACTIVATIONS] + gradients
     if data and x is None:
         raise InputError(f"{data[0]} is measured on real inputs: pass x=")
     if gradients and (y is None or loss is None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
-from fastlr.ghost import model_io as adapt
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.model_io import Batch, ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.sample_losses import Loss, SampleLosses
@@ -37,11 +36,11 @@ def train_grad_norm(
     loss: Loss,
     *,
     batch_size: int | None = None,
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
     in_dim: int = 0,
     out_dim: int = 0,
 ) -> Measure:
-    """Mean squared per-sample gradient norm on labelled data.
+    """Return the mean squared norm of the samples' gradients on labelled data.
 
     It is ``(1/n) sum_b ||grad_theta loss(f(x_b), y_b)||^2``.
 
@@ -87,13 +86,18 @@ def train_grad_norm(
         >>> torch.allclose(torch.tensor(float(value)), wanted.detach(), rtol=1e-4)
         True
     """
-    options: Any = {
-        "batch_size": batch_size,
-        "output": output,
-        "in_dim": in_dim,
-        "out_dim": out_dim,
-    }
-    return gradient_measures(model, x, y, loss, measures=(_PER_SAMPLE,), **options)[_PER_SAMPLE]
+    results = gradient_measures(
+        model,
+        x,
+        y,
+        loss,
+        measures=(_PER_SAMPLE,),
+        batch_size=batch_size,
+        output=output,
+        in_dim=in_dim,
+        out_dim=out_dim,
+    )
+    return results[_PER_SAMPLE]
 
 
 @locks_model
@@ -105,11 +109,11 @@ def gradient_measures(
     *,
     measures: Collection[str] = MEASURES,
     batch_size: int | None = None,
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
     in_dim: int = 0,
     out_dim: int = 0,
 ) -> dict[str, Measure]:
-    """Both training gradient norms, each under its own name.
+    """Return both training gradient norms, each under its own name.
 
     - "train_grad_norm": mean over samples of the squared norm of each one's gradient
       (`train_grad_norm`).
@@ -138,7 +142,9 @@ def gradient_measures(
             moments.add(norms)
         if grads is not None:
             n += size
-            sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
+            if sums is not None:
+                grads = [a + b for a, b in zip(sums, grads, strict=True)]
+            sums = grads
     results = {}
     if _PER_SAMPLE in measures:
         stderr = None if math.isnan(moments.stderr) else moments.stderr
@@ -158,9 +164,8 @@ def batch_gradient_norm(view: ModelView, z: Tensor, y: Any, loss: Loss) -> Measu
     return _batch_measure(_gradient(z, list(view.parameters.values()), v), view.sample_count(z))
 
 
-def _batch_measure(
-    sums: list[Tensor], n: int
-) -> Measure:  # of the samples' gradients, a parameter each
+def _batch_measure(sums: list[Tensor], n: int) -> Measure:
+    """Make "train_grad_norm_batch" of the sums of n samples' gradients, one for each parameter."""
     total = math.fsum(torch.stack([g.square().sum() for g in sums]).tolist()) / n**2
     if not math.isfinite(total):
         raise NonFiniteError("the batch gradient is not finite: the training has diverged")
@@ -175,7 +180,7 @@ def gradient_noise_scale(
     loss: Loss,
     *,
     groups: int = 8,
-    output: adapt.OutputSelector = None,
+    output: OutputSelector = None,
     in_dim: int = 0,
     out_dim: int = 0,
 ) -> Measure:
@@ -229,25 +234,12 @@ def gradient_noise_scale(
         )
     view = ModelView.of(model, output, in_dim, out_dim)
     parts = list(_parts(view, x, y, loss, -(-n // groups), MEASURES))
-    norms = torch.stack([part.sum() for part, _, _ in parts if part is not None]).cpu()  # [groups]
-    sizes = torch.tensor([size for *_, size in parts], dtype=torch.float64)
-    columns = zip(*(grads for _, grads, _ in parts if grads is not None), strict=True)
-    flat = (torch.stack(column).flatten(1) for column in columns)
-    products = torch.stack([m @ m.T for m in flat]).sum(0).cpu()  # [groups, groups]
-
-    def scale(
-        chosen: Tensor,
-    ) -> tuple[float, float]:  # trace of Sigma and ||G||^2, from these groups
-        count = float(sizes[chosen].sum())
-        mean = float(norms[chosen].sum()) / count
-        whole = float(products[chosen][:, chosen].sum()) / count**2
-        return count / (count - 1) * (mean - whole), (count * whole - mean) / (count - 1)
-
+    of_groups = _Groups(parts)
     everything = torch.arange(len(parts))
-    trace, square = scale(everything)
+    trace, square = of_groups.trace_and_square(everything)
     if not math.isfinite(trace + square):
         raise NonFiniteError("a gradient is not finite: the training has diverged")
-    without = [scale(everything[everything != k]) for k in everything]
+    without = [of_groups.trace_and_square(everything[everything != k]) for k in everything]
     stderr = None
     if square > 0 and all(s > 0 for _, s in without):
         left = torch.tensor([t / s for t, s in without], dtype=torch.float64)
@@ -260,14 +252,53 @@ def gradient_noise_scale(
     return Measure(trace / square if square > 0 else math.inf, definition, details)
 
 
+class _Groups:
+    """Sums over groups of samples, of which the noise scale of any groups is made.
+
+    Args:
+        parts: of `_parts`, one a group.
+    """
+
+    def __init__(self, parts: list[_Part]) -> None:
+        norms, columns = [], []
+        for part in parts:
+            assert part.norms is not None and part.sums is not None
+            norms.append(part.norms.sum())
+            columns.append(part.sums)
+        self.sizes = torch.tensor([part.size for part in parts], dtype=torch.float64)
+        self.norms = torch.stack(norms).cpu()  # [groups], of the samples' squared norms
+        flat = (torch.stack(column).flatten(1) for column in zip(*columns, strict=True))
+        self.products = torch.stack([m @ m.T for m in flat]).sum(0).cpu()  # [groups, groups]
+
+    def trace_and_square(self, chosen: Tensor) -> tuple[float, float]:
+        """Return the estimates of tr(Sigma) and ||G||^2 from some groups, given by their indices.
+
+        With `mean` for S and `whole` for M in `gradient_noise_scale`.
+        """
+        count = float(self.sizes[chosen].sum())
+        mean = float(self.norms[chosen].sum()) / count
+        whole = float(self.products[chosen][:, chosen].sum()) / count**2
+        return count / (count - 1) * (mean - whole), (count * whole - mean) / (count - 1)
+
+
+class _Part(NamedTuple):
+    """What a part of the samples gives to the measures of gradients.
+
+    Attributes:
+        norms: ``[b]``: squared norms of the samples' gradients, if they are wanted.
+        sums: sum of these gradients, a tensor for each parameter, if it is wanted.
+        size: of the part, where its sum is wanted; else 0.
+    """
+
+    norms: Tensor | None
+    sums: list[Tensor] | None
+    size: int
+
+
 def _parts(
     view: ModelView, x: Any, y: Any, loss: Loss, batch_size: int | None, measures: Collection[str]
-) -> Iterator[tuple[Tensor | None, list[Tensor] | None, int]]:
-    """Yield the gradients' norms and sums for each part of the samples.
-
-    Namely the squared norms of the samples' gradients [b], the sum of these gradients, and their
-    number.
-    """
+) -> Iterator[_Part]:
+    """Yield what each part of the samples gives to the named measures, in eval mode."""
     parameters = list(view.parameters.values())
     x = view.inputs(x)
     losses = SampleLosses(loss, view.out_dim)
@@ -289,11 +320,11 @@ def _parts(
                 checked = whole or norms is not None
                 v = losses.gradient(z.detach(), labels) if checked else own(z.detach())
                 grads = _gradient(z, parameters, v)
-            yield norms, grads, size
+            yield _Part(norms, grads, size)
 
 
 def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tuple[Any, Any, bool]]:
-    """Inputs and labels of each part of the samples, and whether it is all of them."""
+    """Yield inputs and labels of each part of the samples, and whether it is all of them."""
     if batch_size is None:
         yield x, y, True
         return
@@ -304,24 +335,24 @@ def _chunks(x: Any, y: Any, batch_size: int | None, in_dim: int) -> Iterator[tup
             "batch_size= needs y as a tensor with samples along axis 0; leave batch_size out"
         )
     total = len(labels[0])
-    batch = adapt.Batch(x, total, in_dim)
+    batch = Batch(x, total, in_dim)
     parts = -(-total // size)
-    # No small rest, which might take another path.
-    bounds = [total * i // parts for i in range(parts + 1)]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    # Parts of equal size: a small rest might take another path.
+    for part in range(parts):
+        start, stop = total * part // parts, total * (part + 1) // parts
 
         def cut(t: Any, start: int = start, stop: int = stop) -> Any:
-            return t[start:stop] if isinstance(t, Tensor) and t.ndim and len(t) == total else t
+            if isinstance(t, Tensor) and t.ndim and len(t) == total:
+                return t[start:stop]
+            return t
 
         yield batch.pick(range(start, stop)), tree_map(cut, y), parts == 1
 
 
-def _gradient(
-    z: Tensor, parameters: list[nn.Parameter], v: Tensor
-) -> list[Tensor]:  # z, v [*output]
-    """Return the gradient of <v, z> in float64.
+def _gradient(z: Tensor, parameters: list[nn.Parameter], v: Tensor) -> list[Tensor]:
+    """Return the gradient of <v, z> in float64; z and v have the output's shape.
 
-    v has unit size in the backward pass, so that half precision keeps its bits.
+    v is scaled to unit size in the backward pass, so that half precision keeps its bits.
     """
     exponent = max(math.frexp(float(v.abs().max()))[1], -1000)
     unit = (v.double() * 2.0**-exponent).to(z.dtype)

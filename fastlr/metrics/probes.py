@@ -1,7 +1,4 @@
-"""Measures that try a model out.
-
-How fast a copy of it learns, and how many directions its outputs can move in.
-"""
+"""Measures that try a model out: how fast a copy learns, in how many directions outputs move."""
 
 from __future__ import annotations
 
@@ -91,18 +88,14 @@ def trainability(
         _fit, model, x, steps, learning_rate, predictive=predictive, output=output, evaluate=False
     )
     fits = [fit(check_seed(seed) + (repeat << _APART)) for repeat in range(repeats)]
-    # Loss: [repeats, steps + 1].
-    loss, n = (
-        torch.tensor([fit.losses for fit in fits], dtype=torch.float64),
-        fits[0].n,
-    )
+    first = fits[0]
+    guess = math.log(first.classes) if first.classes else 0.5 / first.variance
+    loss = torch.tensor([fit.losses for fit in fits], dtype=torch.float64)  # [repeats, steps + 1]
     fall = loss[:, :1] - loss
-    values = 1 - loss[:, -1] / (
-        math.log(fits[0].classes) if fits[0].classes else 0.5 / fits[0].variance
-    )
+    values = 1 - loss[:, -1] / guess
     half = (fall < fall[:, -1:] / 2).sum(1).double()
     details = {
-        "n": n,
+        "n": first.n,
         "stderr": float(values.std() / repeats**0.5) if repeats > 1 else None,
         "start": float(loss[:, 0].mean()),
         "end": float(loss[:, -1].mean()),
@@ -183,36 +176,39 @@ def memorization_capacity(
     fit = partial(_fit, model, inputs, steps, learning_rate, predictive=predictive, output=output)
     fits = [fit(seed)]
     labels, classes = fits[0].labels, fits[0].classes
+    count = labels.numel()
     if enumerated:
-        if not classes or classes ** labels.numel() > 4096:
+        if not classes or classes**count > 4096:
             raise InputError(
-                f"enumerated: more than 4096 labelings of {labels.numel()} labels: give fewer "
-                "inputs"
+                f"enumerated: more than 4096 labelings of {count} labels: give fewer inputs"
             )
-        every = product(range(classes), repeat=labels.numel())
+        every = product(range(classes), repeat=count)
         fits = [fit(seed, labels=labels.new_tensor(y).view(labels.shape)) for y in every]
     else:
         fits += [fit(seed + (repeat << _APART)) for repeat in range(1, repeats)]
-    nats = torch.tensor([labels.numel() * f.end for f in fits], dtype=torch.float64)
-    if classes:
-        whole = labels.numel() * math.log2(classes)
+    nats = torch.tensor([count * f.end for f in fits], dtype=torch.float64)
+    whole = count * math.log2(classes) if classes else None
+    if whole is not None:
         bits = [memorization_gain(-float(x), whole * math.log(2), "bits") for x in nats]
     else:
-        whole, errors = None, 2 * fits[0].variance * nats / labels.numel()
+        errors = 2 * fits[0].variance * nats / count
         errors = errors.clamp_min(torch.finfo(labels.dtype).eps ** 2)  # a fit to the last digit
-        bound = partial(regression_memorization_bound, labels.numel(), 1, 1.0, unit="bits")
+        bound = partial(regression_memorization_bound, count, 1, 1.0, unit="bits")
         bits = [bound(float(e)) for e in errors]
     gains = torch.tensor(bits, dtype=torch.float64)
     value = float(gains.mean())
+    stderr, ceiling = None, None
+    if enumerated:
+        ceiling = float(torch.logsumexp(-nats, 0)) / math.log(2)
+    elif len(fits) > 1:
+        stderr = float(gains.std() / len(fits) ** 0.5 / parameters)
     details = {
         "n": fits[0].n,
         "parameters": parameters,
         "bits": value,
-        "stderr": float(gains.std() / len(fits) ** 0.5 / parameters)
-        if len(fits) > 1 and not enumerated
-        else None,
+        "stderr": stderr,
         "share": value / whole if whole else None,
-        "ceiling": float(torch.logsumexp(-nats, 0)) / math.log(2) if enumerated else None,
+        "ceiling": ceiling,
     }
     definition = (
         f"memorization capacity: bits of random labels a parameter, {steps} steps of AdamW at "
@@ -222,17 +218,28 @@ def memorization_capacity(
 
 
 class _Fit(NamedTuple):
-    """A training on random labels: its losses [steps + 1] in train mode, in nats a label.
+    """A training on random labels.
 
-    With the loss at its end.
+    Attributes:
+        n: Samples.
+        losses: Before each step and after the last, in train mode, in nats a label.
+        end: The loss after the last step, in eval mode if it was evaluated.
+        labels: Of all samples.
+        predictive: Of the outputs.
+        classes: Of a label; 0 for a Gaussian.
     """
 
     n: int
     losses: list[float]
     end: float
     labels: Tensor
-    classes: int  # 0: Gaussian
-    variance: float
+    predictive: Any
+    classes: int
+
+    @property
+    def variance(self) -> float:
+        """Of a Gaussian."""
+        return self.predictive.sigma**2
 
 
 def _fit(
@@ -246,9 +253,18 @@ def _fit(
     labels: Tensor | None = None,
     evaluate: bool = True,
 ) -> _Fit:
-    """Train a copy of the model on random labels.
+    """Train a copy of the model on random labels, or those given.
 
-    ``evaluate``: the loss at its end is in eval mode, else in train mode.
+    Args:
+        model: left as it is.
+        x: inputs.
+        steps: of AdamW, on all inputs at once.
+        rate: its learning rate.
+        seed: of the labels and of what the model draws.
+        predictive: None: the default one.
+        output: picks the output tensor.
+        labels: None: drawn.
+        evaluate: take the loss at the end in eval mode, too.
     """
     checked_count("steps", steps)
     if not (math.isfinite(rate) and rate > 0):
@@ -259,49 +275,32 @@ def _fit(
         learner = copy.deepcopy(original.module).train()
     with seeded(device, seed % (1 << 63)), torch.inference_mode(False), torch.enable_grad():
         view = ModelView.of(learner, output)
-        n, losses, labels, predictive, z = _learn(view, x, steps, rate, predictive, labels)
-        end = losses[-1]
+        fit = _learn(view, x, steps, rate, predictive, labels)
         if evaluate:
             learner.eval()
             with torch.no_grad():
                 z = view.forward(x)
-            end = float(_loss(z.detach(), labels, predictive))
-    if not all(map(math.isfinite, (*losses, end))):
+            fit = fit._replace(end=float(_loss(z.detach(), fit.labels, fit.predictive)))
+    if not all(map(math.isfinite, (*fit.losses, fit.end))):
         remedy = "lower it, or give the model in float32 if its weights are float16"
         raise NonFiniteError(
             f"the loss on random labels is not finite with learning_rate={rate:g}: {remedy}"
         )
-    classes = (
-        z.shape[predictive.dim]
-        if isinstance(predictive, Categorical)
-        else 2 * isinstance(predictive, Bernoulli)
-    )
-    return _Fit(
-        n,
-        losses,
-        end,
-        labels,
-        classes,
-        predictive.sigma**2 if isinstance(predictive, Gaussian) else math.nan,
-    )
+    return fit
 
 
-def _learn(
-    view: ModelView, x: Any, steps: int, rate: float, predictive: Any, labels: Any
-) -> tuple[int, list[float], Tensor, Any, Tensor]:
-    """Train on labels (None: drawn from torch's generator).
-
-    Returns: samples, losses before each step and after the last, labels, predictive, last output.
-    """
+def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, labels: Any) -> _Fit:
+    """Train the model of a view in its mode, on labels from torch's generator if not given."""
     optimizer = torch.optim.AdamW(view.parameters.values(), lr=rate, weight_decay=0.0)
-    losses, count = [], 0
+    losses: list[float] = []
     for step in range(steps + 1):
         with refusals(view, x):
             z = view.forward(x)
         if step == 0:
-            count = view.sample_count(z)
-            predictive = default_predictive(z.detach(), 0) if predictive is None else predictive
-            labels = _labels(x, z.detach(), predictive) if labels is None else labels
+            if predictive is None:
+                predictive = default_predictive(z.detach(), 0)
+            if labels is None:
+                labels = _labels(x, z.detach(), predictive)
             require_graph(z)
         loss = _loss(z, labels, predictive)
         losses.append(float(loss.detach()))
@@ -309,14 +308,21 @@ def _learn(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return count, losses, labels, predictive, z.detach()
+    count = view.sample_count(z)
+    classes = 2 if isinstance(predictive, Bernoulli) else 0
+    if isinstance(predictive, Categorical):
+        classes = z.shape[predictive.dim]
+    return _Fit(count, losses, losses[-1], labels, predictive, classes)
 
 
 def _labels(x: Any, z: Tensor, predictive: Any) -> Tensor:
-    """Random labels for the outputs z of inputs x, for every position."""
+    """Draw random labels for the outputs z of inputs x, for every position.
+
+    Raises:
+        InputError: Inputs are padded, or outputs and predictive do not fit.
+    """
     refuse_padding(x)
-    if isinstance(predictive, Predictive):
-        # Refuses what is no output of this kind.
+    if isinstance(predictive, Predictive):  # it refuses what is no output of its kind
         predictive.cotangent(z, "rademacher", range(len(z)), 0)
     if isinstance(predictive, Categorical):
         if predictive.mask is not None:
@@ -336,7 +342,10 @@ def _labels(x: Any, z: Tensor, predictive: Any) -> Tensor:
 
 
 def _loss(z: Tensor, labels: Tensor, predictive: Any) -> Tensor:
-    """Mean negative log-likelihood of a label, in nats; of a Gaussian without its constant."""
+    """Return the mean negative log-likelihood of a label, in nats.
+
+    That of a Gaussian is without its constant.
+    """
     z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
     if isinstance(predictive, Categorical):
         return F.cross_entropy(z.movedim(predictive.dim, -1).flatten(0, -2), labels.flatten())
@@ -408,10 +417,8 @@ def curvature_rank(
         unit, factors = scaled(v, z, 0)  # small cotangents keep their bits
         grads = sample_gradients(z, list(view.parameters.values()), unit)
     flat = (g.double().flatten(1) for g in grads if g is not None)
-    # [n, n].
-    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(
-        factors.sqrt(), factors.sqrt()
-    )
+    roots = factors.sqrt()
+    products = torch.stack([g @ g.T for g in flat]).sum(0) * torch.outer(roots, roots)  # [n, n]
     if not products.isfinite().all():
         raise NonFiniteError("the gradient of a sample is not finite: the training has diverged")
     values = torch.linalg.eigvalsh(products).flip(0).clamp_min(0)

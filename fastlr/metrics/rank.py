@@ -17,13 +17,15 @@ def effective_rank(values: Tensor, delta: float) -> int:  # [k], largest first
     It is 0 where all are zero.
     """
     sums = values.cumsum(0)
-    return int((sums < (1 - delta) * sums[-1]).sum()) + 1 if float(sums[-1]) > 0 else 0
+    if float(sums[-1]) <= 0:
+        return 0
+    return int((sums < (1 - delta) * sums[-1]).sum()) + 1
 
 
 class Spectrum:
     """The singular values of a matrix [n, d] that comes in pieces of rows.
 
-    A triangular factor stands for the rows so far.
+    Its QR factor R stands for the rows so far, so that no more than some multiple of d are held.
     """
 
     def __init__(self) -> None:
@@ -34,11 +36,8 @@ class Spectrum:
     def add(self, features: Tensor, axis: int, layer: str) -> None:  # [..., d, ...]
         """Take in features with d along ``axis``; every other axis is rows."""
         self.layer = layer
-        flat = (
-            features.detach().movedim(axis, -1).flatten(0, -2)
-            if features.ndim > 1
-            else features.detach()[None]
-        )
+        rows = features.detach()
+        flat = rows.movedim(axis, -1).flatten(0, -2) if rows.ndim > 1 else rows[None]
         if self.rows is not None and flat.shape[1] != self.rows.shape[1]:
             raise InputError(
                 f"{layer} had {self.rows.shape[1]} features in one batch and {flat.shape[1]} in "
@@ -51,20 +50,23 @@ class Spectrum:
         self.n += len(flat)
         d = flat.shape[1]
         for part in flat.split(max(4 * d, 256)):
-            part = part.double()
-            rows = part if self.rows is None else torch.cat([self.rows, part])
-            self.rows = torch.linalg.qr(rows, mode="r").R if len(rows) > 2 * d else rows
+            rows = part.double()
+            if self.rows is not None:
+                rows = torch.cat([self.rows, rows])
+            if len(rows) > 2 * d:
+                rows = torch.linalg.qr(rows, mode="r").R
+            self.rows = rows
 
     @property
     def values(self) -> Tensor:  # [min(n, d)]
-        """Singular values, float64, largest first."""
+        """The singular values, float64, largest first."""
         if self._values is None:
             assert self.rows is not None
             self._values = torch.linalg.svdvals(self.rows)
         return self._values
 
     def srank(self, delta: float) -> Measure:
-        """Smallest k whose largest k singular values make up 1 - delta of the sum."""
+        """Return the smallest k whose largest k singular values make up 1 - delta of the sum."""
         rank = effective_rank(self.values, delta)
         return self._measure(rank, f"effective rank: srank with delta = {delta:g} of the features")
 
@@ -78,7 +80,7 @@ class Spectrum:
         )
 
     def feature_rank(self, epsilon: float) -> Measure:
-        """Number of singular values of the matrix over sqrt(n) above epsilon."""
+        """Return the number of singular values of the matrix over sqrt(n) above epsilon."""
         rank = int((self.values / math.sqrt(self.n) > epsilon).sum())
         return self._measure(
             rank, f"feature rank: singular values of features / sqrt(n) above {epsilon:g}"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.errors import InputError, NonFiniteError
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.model_io import sample_count
 from fastlr.ghost.state import BufferKeeper
 from fastlr.ghost.verification.agreement import MARGIN, agree
 from fastlr.ghost.verification.noise import Noise
@@ -98,7 +98,7 @@ class SampleLosses:
         """
         z, y = _fitted(z, y)
         leaf = z.requires_grad_()
-        samples = adapt.sample_count(z, self.out_dim)
+        samples = sample_count(z, self.out_dim)
         with self.state_kept(), torch.enable_grad():
             values = self.losses(leaf, y)
             if not isinstance(values, Tensor) or (values.numel() == 1 and samples > 1):

@@ -42,23 +42,18 @@ class Measure(float):
         details: Mapping[str, Any] | None = None,
         layers: Mapping[str, float] | None = None,
     ) -> Measure:
-        """Make one of a value and what it means."""
+        """Make a measure of a value and what it means."""
         self = super().__new__(cls, value)
-        self.definition, self.details, self.layers = (
-            definition,
-            dict(details or {}),
-            dict(layers or {}),
-        )
+        self.definition = definition
+        self.details = dict(details or {})
+        self.layers = dict(layers or {})
         return self
 
     def __getnewargs__(self) -> tuple[float]:
         return (float(self),)
 
     def to_dict(self, *, layers: bool = False) -> dict[str, Any]:
-        """Return a flat dict for JSON: value, definition, details.
-
-        With the value of each layer if ``layers`` asks for it.
-        """
+        """Return a flat dict for JSON: value, definition, details; with ``layers``, theirs."""
         record = {"value": float(self), "definition": self.definition, **self.details}
         if layers and self.layers:
             record["layers"] = dict(self.layers)

@@ -47,16 +47,15 @@ def weight_norm(model: nn.Module) -> Measure:
         True
     """
     definition = "weight norm: l2 norm of all trainable parameters together"
-    return _norm(
-        definition,
-        {name: p.detach() for name, p in ModelView.of(model).parameters.items()},
-        "parameter {}",
-    )
+    parameters = ModelView.of(model).parameters
+    return _norm(definition, {name: p.detach() for name, p in parameters.items()}, "parameter {}")
 
 
 @locks_model
 def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.Module) -> Measure:
-    """l2 distance of the trainable parameters from where they started: ``||theta - theta_init||``.
+    """Return the distance of the trainable parameters from their start, ``||theta - theta_init||``.
+
+    It is an l2 norm.
 
     Args:
         model: any nn.Module; DDP and torch.compile wrappers are looked through.
@@ -84,28 +83,9 @@ def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.M
         True
     """
     view = ModelView.of(model)
-    module, parameters = view.module, view.parameters
-    init = _state(init_state)
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)} | set(
-        module.state_dict()
-    )
-    for prefix in _WRAPPERS:  # saved from a wrapped model
-        if not any(name in known for name in init) and all(
-            name.startswith(prefix) for name in init
-        ):
-            init = {name.removeprefix(prefix): value for name, value in init.items()}
-    missing = [name for name in parameters if name not in init]
-    foreign = [name for name in init if name not in known]
-    if missing or foreign:
-        lacks = [f"lacks {_few(missing)}"] if missing else []
-        has = [f"has {_few(foreign)}, unknown here"] if foreign else []
-        raise InputError(
-            f"init_state is not of this model: it {' and '.join(lacks + has)}; pass "
-            "copy.deepcopy(model.state_dict()), taken right after the model was made (and again "
-            "after layers are added or renamed)"
-        )
+    init = _initial_state(init_state, view)
     differences = {}
-    for name, parameter in parameters.items():
+    for name, parameter in view.parameters.items():
         start, now = init[name], parameter.detach()
         if start.shape != now.shape:
             raise InputError(
@@ -122,21 +102,51 @@ def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.M
     return _norm(definition, differences, "the difference of {} from its initial value")
 
 
-def _state(init: Mapping[str, Tensor] | nn.Module) -> dict[str, Tensor]:
+def _initial_state(init: Mapping[str, Tensor] | nn.Module, view: ModelView) -> dict[str, Tensor]:
+    """Return the tensors of an initial state by the model's names.
+
+    Raises:
+        InputError: Names are missing, or unknown to the model.
+    """
     if isinstance(init, nn.Module):
         init = unwrap(init).state_dict()
     if not isinstance(init, Mapping):
         raise InputError(f"init_state must be a state dict or a model, not {type(init).__name__}")
-    return {name: value for name, value in init.items() if isinstance(value, Tensor)}
+    state = {name: value for name, value in init.items() if isinstance(value, Tensor)}
+    known = {name for name, _ in view.module.named_parameters(remove_duplicate=False)}
+    known.update(view.module.state_dict())
+    for prefix in _WRAPPERS:  # saved from a wrapped model
+        if known.isdisjoint(state) and all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    missing = [name for name in view.parameters if name not in state]
+    foreign = [name for name in state if name not in known]
+    reasons = []
+    if missing:
+        reasons.append(f"lacks {_few(missing)}")
+    if foreign:
+        reasons.append(f"has {_few(foreign)}, unknown here")
+    if reasons:
+        raise InputError(
+            f"init_state is not of this model: it {' and '.join(reasons)}; pass "
+            "copy.deepcopy(model.state_dict()), taken right after the model was made (and again "
+            "after layers are added or renamed)"
+        )
+    return state
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    """Return the first three names, and how many more there are."""
+    few = ", ".join(names[:3])
+    return f"{few} and {len(names) - 3} more" if len(names) > 3 else few
 
 
 @torch.no_grad()
 def _norm(definition: str, tensors: dict[str, Tensor], label: str) -> Measure:
-    """l2 norm of all tensors together in float64, with one wait for the device."""
+    """Return the l2 norm of all tensors together in float64, with one wait for the device.
+
+    Raises:
+        NonFiniteError: One has values that are not finite; ``label`` says what of which name.
+    """
     norms = [torch.linalg.vector_norm(t.flatten(), dtype=torch.float64) for t in tensors.values()]
     device = norms[0].device
     values = torch.stack([n.to(device) for n in norms]).tolist()
@@ -145,6 +155,5 @@ def _norm(definition: str, tensors: dict[str, Tensor], label: str) -> Measure:
             raise NonFiniteError(
                 f"{label.format(name)} has values that are not finite: the training has diverged"
             )
-    return Measure(
-        math.hypot(*values), definition, {"parameters": sum(t.numel() for t in tensors.values())}
-    )
+    parameters = sum(t.numel() for t in tensors.values())
+    return Measure(math.hypot(*values), definition, {"parameters": parameters})
