@@ -50,15 +50,15 @@ LAYOUT = {
 LIMITS: dict[str, dict[str, float]] = {
     "fastlr": {
         "wide": 0,
-        "packed": 12.0,
+        "packed": 10.9,
         "very_packed": 1.8,
-        "branchy": 33,
+        "branchy": 28,
         "ambiguous": 0,
-        "tokens": 265_700,
+        "tokens": 266_300,
     },
     "kernels": {"wide": 0, "packed": 15.9, "very_packed": 1.8},
     "bench": {"wide": 0, "packed": 15.4, "very_packed": 2.4},
-    "tests": {"wide": 55, "tokens": 294_900},
+    "tests": {"wide": 55, "tokens": 295_450},
 }
 
 

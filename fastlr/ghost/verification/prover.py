@@ -158,7 +158,6 @@ class Prover(ForwardChecks):
         if irregular and self.is_folded:
             raise FoldRefuted([], irregular)
         self._absent(subject, batch, z, graph, ledger)
-        ledger.without_rows |= without_rows(graph)
         ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
         v = generic_cotangent(z)
         truth = self._truth(subject, batch, z, v, ledger)
@@ -170,6 +169,7 @@ class Prover(ForwardChecks):
         if irregular:
             ledger.to_loop(self.parameters, irregular)
         else:
+            ledger.without_rows |= without_rows(graph)
             structure = Structure.of(graph)
             self._compare(
                 graph, structure, z, v, truth, self._layouts(graph, structure, z, v), ledger
