@@ -70,8 +70,8 @@ reproduce-small: $(VENV)/.stamp-run
 	$(FASTLR) report $(OUT)/vision-small $(OUT)/series-small --out $(OUT)/results/memorization
 
 # Does local redundancy cause plasticity? Some 250 runs of 100 and 200 tasks; a plain task of an MLP takes 0.12 s on a free
-# core. Pairs of classes are there with IMAGES. It may be interrupted and goes on, several of it share OUT; `fastlr report
-# OUT/causes/random-labels` reports also before its end.
+# core. Pairs of classes are there with IMAGES. It may be interrupted and goes on, several of it share OUT; `python -m
+# bench.causes.report OUT/causes/random-labels` reports also before its end.
 causes: $(VENV)/.stamp-bench
 	$(if $(IMAGES),test -e $(OUT)/store/index.json || $(FASTLR) data prepare $(IMAGES) $(OUT)/store --size 32)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m bench.causes $(OUT)/causes $(if $(IMAGES),--images $(OUT)/store)

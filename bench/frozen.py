@@ -165,14 +165,12 @@ def make_runs(folder: Path, _reported: Path) -> None:
 
 def make_reports(folder: Path, reported: Path) -> None:
     """Write the reports of runs in ``reported`` and of committed records, pictures left out."""
-    runs = {name: reported / "runs" / name for name in RUNS}
-    runs |= {
-        f"causes-{path.name}": path for path in sorted((reported / "runs" / "causes").iterdir())
-    }
-    runs |= COMMITTED
+    runs = {name: reported / "runs" / name for name in RUNS} | COMMITTED
     for name, path in runs.items():
-        out = folder / "reports" / name
-        run(["fastlr", "report", str(path), "--out", str(out)])
+        run(["fastlr", "report", str(path), "--out", str(folder / "reports" / name)])
+    for path in sorted((reported / "runs" / "causes").iterdir()):
+        out = folder / "reports" / f"causes-{path.name}"
+        run(["bench.causes.report", str(path), "--out", str(out)])
     keep_texts(folder / "reports", TEXTS, {reported: "FOLDER", ROOT: "ROOT"})
 
 

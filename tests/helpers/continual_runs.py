@@ -124,3 +124,35 @@ def write_run(
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+# What each intervention does to plasticity, and to weight norm.
+GRID = [(u, v) for u in (0, 1, -1) for v in (0, 1, -1)]
+
+
+def write_grid(parent, seeds=4, tasks=100, grid=GRID):
+    """Write runs whose plasticity moves redundancy and accuracy, and whose weight norm moves alone.
+
+    Redundancy also shows the slow part of accuracy early.
+    """
+    for k, (u, v) in enumerate(grid):
+        for seed in range(seeds):
+            rng = np.random.default_rng([seed, k])
+            plasticity, slow = 1.5 * u + 0.2 * rng.normal(), autoregressive(rng, tasks)
+            accuracy = 0.5 + 0.1 * plasticity + 0.03 * slow + 0.03 * rng.normal(size=tasks)
+            norm = np.exp(1.5 * v + 0.3 * rng.normal() + 0.3 * rng.normal(size=tasks))
+            folder = write_run(
+                parent / f"{'none' if k == 0 else f'way-{k}'},seed-{seed}", tasks, seed=seed
+            )
+            config = json.loads((folder / "config.json").read_text())
+            config["options"] |= {"shrink": 1 - 0.05 * k}
+            (folder / "config.json").write_text(json.dumps(config))
+            lines = read_lines(folder)
+            for t, line in enumerate(lines[1:]):
+                line["accuracy"] = float(accuracy[t])
+                line["measures"]["local_redundancy"]["value"] = float(
+                    np.exp(3 + plasticity + 0.3 * slow[t])
+                )
+                line["measures"]["weight_norm"]["value"] = float(norm[t])
+            write_lines(folder, lines)
+    return parent

@@ -5,7 +5,7 @@ The page is one self-contained HTML file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,13 @@ from fastlr.display.images import contact_sheet
 from fastlr.display.record import counted
 from fastlr.display.sheets import csv_text
 from fastlr.errors import InputError
-from fastlr.experiments.continual import causes, tables
 from fastlr.experiments.continual import figures as curves
+from fastlr.experiments.continual import tables
 from fastlr.experiments.continual.association import TARGETS, Correlation, TooShort, correlations
+from fastlr.experiments.continual.course import by_intervention, course_sheets
 from fastlr.experiments.continual.findings import findings, verdicts
 from fastlr.experiments.continual.options import INTERVENTIONS
+from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
 from fastlr.experiments.runs.records import as_dict
@@ -55,9 +57,8 @@ def write_report(
         figures: "png", or "none".
         resamples: Of the bootstraps.
         seed: Of the bootstraps.
-        pool: Also pool runs of different configurations. Without it, runs that differ by
-            interventions and seeds are held to each other: do interventions that change a measure
-            change accuracy?
+        pool: Also pool runs of different configurations. Without it, the courses of runs that
+            differ by interventions and seeds are laid side by side.
 
     Returns:
         The report: ``index.html``, ``report.md``, a CSV file a table, ``correlations.csv`` and
@@ -71,9 +72,10 @@ def write_report(
         raise InputError(f"{resamples} resamples: a standard error needs at least 100")
     runs = read_runs(paths, pool=pool, apart=(*INTERVENTIONS, "measures"))
     folder = make_folder(paths, out, figures)
-    predicted = causes.predictions(runs, resamples=resamples, seed=seed)
-    if not pool and len(causes.by_intervention(runs)) > 1:
-        return _report_on_causes(runs, folder, predicted, figures, resamples, seed)
+    groups = by_intervention(runs)
+    if not pool and len(groups) > 1:
+        return _report_by_intervention(groups, runs, folder, figures)
+    predicted = predictions(runs, resamples=resamples, seed=seed)
     results = {
         target: correlations(runs, target=target, resamples=resamples, seed=seed)
         for target in TARGETS
@@ -109,7 +111,7 @@ def write_report(
         *full[accuracy][1:],
         *full[forgetting][1:],
         *overviews[forgetting],
-        causes.prediction_sheet(predicted),
+        prediction_sheet(predicted),
         tables.definitions_sheet(runs),
     ]
 
@@ -155,60 +157,33 @@ def write_report(
     return ContinualReport(**vars(report), correlations=results)
 
 
-def _report_on_causes(
+def _report_by_intervention(
+    groups: Mapping[str, Sequence[ContinualRun]],
     runs: Sequence[ContinualRun],
     folder: Path,
-    predicted: Sequence[causes.Prediction],
     figures: str,
-    resamples: int,
-    seed: int,
 ) -> ContinualReport:
-    """Write the report of runs that differ by interventions and seeds."""
-    found = causes.compare(runs)
-    pairs = causes.together(found, resamples=resamples, seed=seed)
-    screen = [
-        *causes.cause_sheets(found, pairs),
-        *causes.course_sheets(found.groups),
-        causes.prediction_sheet(predicted),
-    ]
-    sentences = causes.cause_findings(found, pairs, predicted)
+    """Write the report of runs that differ by interventions: their courses side by side."""
+    screen = [*course_sheets(groups), tables.runs_sheet(runs)]
+    sentences = verdicts(runs)
     numbers = {
         "findings": sentences,
         "runs": [str(run.path) for run in runs],
-        "resamples": resamples,
-        "seed": seed,
+        "interventions": list(groups),
     }
-    numbers |= {
-        "interventions": found.names,
-        "logarithms": sorted(found.logs),
-        "late_accuracy": found.accuracy.tolist(),
-    }
-    numbers |= {"late_measures": {name: values.tolist() for name, values in found.measures.items()}}
-    numbers |= {
-        "together": [vars(pair) for pair in pairs],
-        "predictions": [vars(p) for p in predicted],
-    }
-    scatter = Drawing(
-        "causes.png",
-        partial(causes.cause_scatter, found),
-        "Late accuracy over late local redundancy, by intervention.",
-    )
-    course = Drawing(
-        "course.png",
-        partial(curves.group_curves, found.groups),
-        "Both over the tasks, by intervention.",
-    )
-    drawings = [scatter, course] if figures == "png" else []
-    title, sheets = (
-        "Does it cause plasticity?",
-        [*screen, tables.runs_sheet(runs), tables.definitions_sheet(runs)],
-    )
-    lead = (
-        f"{counted(len(runs), 'run')} of {counted(len(found.names), 'intervention')}, compared "
-        f"over {found.tasks} tasks."
-    )
+    caption = "Local redundancy and accuracy over the tasks, by intervention."
+    course = Drawing("course.png", partial(curves.group_curves, groups), caption)
+    lead = f"{counted(len(runs), 'run')} of {counted(len(groups), 'intervention')}."
     report = write_files(
-        folder, title, sentences, [lead], sheets, drawings, runs, numbers, screen=screen
+        folder,
+        "Plasticity over a sequence of tasks, by intervention",
+        sentences,
+        [lead],
+        [*screen, tables.definitions_sheet(runs)],
+        [course] if figures == "png" else [],
+        runs,
+        numbers,
+        screen=screen,
     )
     return ContinualReport(**vars(report), correlations={})
 

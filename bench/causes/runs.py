@@ -1,4 +1,4 @@
-"""Does local redundancy cause plasticity? Small networks with and without interventions.
+"""The runs of the study: small networks with and without interventions.
 
 Usage: ``python -m bench.causes OUT``.
 
@@ -6,7 +6,7 @@ Problems of an MLP on scikit-learn's digits with every intervention, then those 
 and, with an image store, of a ConvNet with four; ``values`` is about what a value is like by
 itself. Each seed has all of them before the next; those that take second derivatives come later.
 What is there is gone on with or left alone, so it may be interrupted, and several processes may
-share OUT. Then `fastlr report OUT/PROBLEM`, also before the last run has ended.
+share OUT. Then ``python -m bench.causes.report OUT/PROBLEM``, also before the last run has ended.
 """
 
 from __future__ import annotations
@@ -52,11 +52,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "orthogonal": {"initialisation": "orthogonal_"},
     "kaiming-normal": {"initialisation": "kaiming_normal_"},
 }
-LABELS = {
-    "data": "random-labels-digits",
-    "random_images": 256,
-    "epochs": 20,
-}  # 160 steps a task, as the next has
+# 160 steps a task, as the next has
+LABELS = {"data": "random-labels-digits", "random_images": 256, "epochs": 20}
 PIXELS = {"data": "permuted-digits", "random_images": 512, "epochs": 10}
 TRANSFORMER = {
     "model": "timm/vit_tiny_patch16_224",
@@ -89,26 +86,54 @@ PROBLEMS = {
 }
 
 
-def cells(seeds: int, problems: Iterable[str]) -> list[tuple[str, str, int]]:
-    """Return problem, variant and seed of each run in their order.
+class Cell(NamedTuple):
+    """One run of the study."""
 
-    First come those of the MLP, then the dear ones, then the others.
+    problem: str
+    variant: str
+    seed: int
+
+
+def cells(seeds: int, problems: Iterable[str]) -> list[Cell]:
+    """Return all runs in their order.
+
+    First come those of the MLP, then the dear ones, then the others; each seed has all of them
+    before the next.
     """
+
+    def place(cell: Cell) -> tuple[bool, bool, int]:
+        problem = PROBLEMS[cell.problem]
+        second_derivatives = "redundancy_floor" in problem.variants[cell.variant]
+        return "model" in problem.settings, second_derivatives, cell.seed
+
     found = []
     for name in problems:
         problem = PROBLEMS[name]
-        for variant, settings in problem.variants.items():
-            dear = "redundancy_floor" in settings  # second derivatives
-            some = range(min(seeds, problem.seeds))
-            found += [
-                (("model" in problem.settings, dear, seed), (name, variant, seed)) for seed in some
-            ]
-    return [cell for _, cell in sorted(found, key=lambda pair: pair[0])]
+        for variant in problem.variants:
+            found += [Cell(name, variant, seed) for seed in range(min(seeds, problem.seeds))]
+    return sorted(found, key=place)
+
+
+def carry_out(path: Path, settings: Mapping[str, Any]) -> None:
+    """Begin a run, or go on with it; a run that is complete is left alone."""
+    try:
+        if not (path / "config.json").exists():
+            DRIVER.begin(path, "demo", settings)
+        elif tasks_done(path) < settings["tasks"]:
+            DRIVER.resume(path, settings)
+    except InputError as error:  # another process has it
+        print(f"left out: {error}", flush=True)
+
+
+def tasks_done(path: Path) -> int:
+    """Count the tasks in the records of a run; none yet where it was killed as it began."""
+    records = path / "records.jsonl"
+    return records.read_text().count('"kind": "task"') if records.exists() else 0
 
 
 def main() -> None:
     """Run what is left."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.causes", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--images", type=Path, help="store of fastlr data prepare, for class-pairs")
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, help="these alone")
@@ -117,33 +142,19 @@ def main() -> None:
     given = parser.parse_args()
     if not given.images and "class-pairs" in (given.problems or ()):
         parser.error("class-pairs needs --images")
-    problems = given.problems or [
-        name for name in PROBLEMS if given.images or name != "class-pairs"
-    ]
-    for name, variant, seed in cells(given.seeds, problems):
-        problem, path = PROBLEMS[name], given.out / name / f"{variant},seed-{seed}"
-        # None yet where killed as it began.
-        tasks, records = (
-            min(given.tasks, problem.tasks),
-            path / "records.jsonl",
-        )
+    problems = given.problems or list(PROBLEMS)
+    if not given.images:
+        problems = [name for name in problems if name != "class-pairs"]
+    for cell in cells(given.seeds, problems):
+        problem = PROBLEMS[cell.problem]
+        path = given.out / cell.problem / f"{cell.variant},seed-{cell.seed}"
         settings = {
+            "data": str(given.images),
             **COMMON,
             **problem.settings,
-            **problem.variants[variant],
-            "seed": seed,
-            "tasks": tasks,
+            **problem.variants[cell.variant],
+            "seed": cell.seed,
+            "tasks": min(given.tasks, problem.tasks),
         }
-        settings.setdefault("data", str(given.images))
-        try:
-            if not (path / "config.json").exists():
-                DRIVER.begin(path, "demo", settings)
-            elif not records.exists() or records.read_text().count('"kind": "task"') < tasks:
-                DRIVER.resume(path, settings)
-        except InputError as error:  # another process has it
-            print(f"left out: {error}", flush=True)
+        carry_out(path, settings)
         print(path, flush=True)
-
-
-if __name__ == "__main__":
-    main()
