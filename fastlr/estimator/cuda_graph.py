@@ -25,8 +25,8 @@ from fastlr.distributed import on_demand
 from fastlr.estimator.passes import Passes
 from fastlr.ghost import program
 from fastlr.ghost.backward import Rerouted
+from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
-from fastlr.ghost.planner import Plan
 from fastlr.ghost.verification.agreement import (
     agree,
     low_precision,
@@ -156,14 +156,15 @@ class Replay:
     """A captured chunk of one size.
 
     Args:
-        passes: their engine has run on a chunk of this shape (`Engine.plan`).
-        size: samples in a chunk.
+        passes: over chunks, of which their engine has run one of this size.
+        plan: of that run (`Engine.plan`).
         recorder: captures; `CudaRecorder` on a GPU.
     """
 
-    def __init__(self, passes: Passes, size: int, recorder: Recorder) -> None:
+    def __init__(self, passes: Passes, plan: Plan, recorder: Recorder) -> None:
         self.passes, self.view, self.engine = passes, passes.view, passes.engine
-        self.size, self.recorder = size, recorder
+        self.plan, self.size, self.recorder = plan, plan.count, recorder
+        size = plan.count
         device = self.view.device
         self.first = torch.zeros(1, dtype=torch.int64, device=device)
         offsets = torch.arange(size, dtype=torch.int64, device=device)
@@ -172,8 +173,6 @@ class Replay:
         self.fingerprint = fingerprint(self.view.module)
         # So that no replay reads memory that was given back.
         self.held = program.tensors_held(self.view.module)
-        plan = self.engine.plan(size)
-        assert plan is not None
 
         def chunk() -> tuple[Tensor, Tensor, Any, Tensor]:
             with gathered() as flags, passes.autocast():
@@ -266,7 +265,7 @@ class Replay:
             if not audits.due(fresh=False):
                 break
             self.noise = None
-            if not self.engine.audit(self.x, self.output, self.table, self.cotangent()):
+            if not self.engine.audit(self.plan, self.x, self.output, self.table, self.cotangent()):
                 audits.owe()
                 return False
         return True
@@ -336,8 +335,7 @@ class Replays:
     def __init__(self, passes: Passes, recorder: Callable[[torch.device], Recorder] | None) -> None:
         self.passes, self.engine, self.recorder = passes, passes.engine, recorder
         self.held: dict[int, Replay] = {}
-        # by size, with the flags and the program of that run
-        self.planned: dict[int, tuple[Plan, tuple | None, tuple]] = {}
+        self.planned: dict[int, tuple[Plan, tuple]] = {}  # by size, with the program of that run
         self.used: set[int] = set()
         self.asked: list[Replay] = []  # what `doubts` was last asked of
         self.failures = 0
@@ -356,9 +354,9 @@ class Replays:
         It serves a capture.
         """
         self.planned.pop(size, None)
-        plan = self.engine.plan(size) if self._wanted() else None
-        if plan is not None:
-            self.planned[size] = plan, self.engine._last, fingerprint(self.engine.model)
+        plan = self.engine.plan() if self._wanted() else None
+        if plan is not None and plan.count == size:
+            self.planned[size] = plan, fingerprint(self.engine.model)
 
     def _wanted(self) -> bool:
         """Return True unless chunks are to run as they are.
@@ -378,13 +376,10 @@ class Replays:
         """
         if self.recorder is None or size not in self.planned:
             return None
-        plan, flags, before = self.planned.pop(size)
-        if fingerprint(self.engine.model) != before:
+        plan, before = self.planned.pop(size)
+        if fingerprint(self.engine.model) != before or not self.engine.replayable(plan):
             return None
-        self.engine._plan, self.engine._last = plan, flags  # others use the engine too
-        if self.engine.plan(size) is None:
-            return None
-        return Replay(self.passes, size, self.recorder(self.passes.view.device))
+        return Replay(self.passes, plan, self.recorder(self.passes.view.device))
 
     def run(self, start: int, stop: int, whole: int) -> Tensor | None:
         """Return the squared norms [parameters, B] of a chunk by replay.

@@ -13,7 +13,10 @@ from fastlr.ghost.introspection import weakly_by_module
 from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.support_report import SupportReport
 from fastlr.ops.model_lock import locks_model
+from fastlr.ops.recent import Recent
 
+# A new function as ``output`` at every call must not pile up plans.
+_OPTIONS = 8
 _ENGINES = weakly_by_module()  # model -> options -> engine
 
 
@@ -23,14 +26,10 @@ def engine_of(view: ModelView) -> Engine:
     A function as ``output`` counts by its code and what it holds, so that one written anew finds
     the same engine.
     """
-    engines: dict[tuple, Engine] = _ENGINES.setdefault(view.module, {})
+    engines: Recent[tuple, Engine] = _ENGINES.setdefault(view.module, Recent(_OPTIONS))
     output = program.function_key(view.output) if callable(view.output) else view.output
     key = (output, view.in_dim, view.out_dim)
-    if key not in engines:
-        if len(engines) >= 8:  # a new function as ``output`` at every call must not pile up plans
-            engines.clear()
-        engines[key] = Engine(view)
-    return engines[key]
+    return engines.get(key) or engines.put(key, Engine(view))
 
 
 def engine_for(

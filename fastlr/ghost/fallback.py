@@ -23,6 +23,7 @@ from fastlr.ghost.rules import Site, Unsupported
 from fastlr.ghost.sample_axis import Ragged
 from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import own_function
 
 Forward = Callable[[Sequence[int]], Tensor]  # numbers of samples -> their outputs
@@ -151,7 +152,7 @@ class Singles:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple, int] = {}
+        self._copies: Recent[tuple, int] = Recent()
         self.notes: list[str] = []
 
     def alone(self, key: tuple) -> bool:
@@ -181,8 +182,9 @@ class Singles:
             key: shapes and strides of a single sample's inputs, and in what state the model is.
             close: relative difference of norms that is rounding.
         """
-        if key in self._copies:
-            return beside_copy(forward, sample, v, out_dim, parameters, self._copies[key])[1]
+        known = self._copies.get(key)
+        if known is not None:
+            return beside_copy(forward, sample, v, out_dim, parameters, known)[1]
         tried: dict[int, list[Tensor]] = {}
         failure: Exception | None = None
         for copies in (1, 2, 3):
@@ -204,10 +206,8 @@ class Singles:
         # what is meant
         settled = 2 in tried and (3 not in tried or self._same(tried[2], tried[3], close))
         right = 1 in tried and (3 not in tried or not settled)
-        if len(self._copies) > 256:
-            self._copies.clear()
-        self._copies[key] = 1 if right else 2 if 2 in tried else 3
-        return tried[self._copies[key]]
+        beside = 1 if right else 2 if 2 in tried else 3
+        return tried[self._copies.put(key, beside)]
 
     @staticmethod
     def _same(one: list[Tensor], other: list[Tensor], close: float) -> bool:
