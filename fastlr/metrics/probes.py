@@ -293,10 +293,12 @@ def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, la
     """Train the model of a view in its mode, on labels from torch's generator if not given."""
     optimizer = torch.optim.AdamW(view.parameters.values(), lr=rate, weight_decay=0.0)
     losses: list[float] = []
+    count = 0
     for step in range(steps + 1):
         with refusals(view, x):
             z = view.forward(x)
         if step == 0:
+            count = view.sample_count(z)
             if predictive is None:
                 predictive = default_predictive(z.detach(), 0)
             if labels is None:
@@ -308,7 +310,6 @@ def _learn(view: ModelView, x: Any, steps: int, rate: float, predictive: Any, la
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    count = view.sample_count(z)
     classes = 2 if isinstance(predictive, Bernoulli) else 0
     if isinstance(predictive, Categorical):
         classes = z.shape[predictive.dim]
