@@ -56,7 +56,11 @@ class Case:
 
     def to(self, device: torch.device) -> Case:
         """The same case on a device."""
-        x = map_inputs(self.x, lambda _, t: t.to(device) if isinstance(t, Tensor) else t)
+
+        def move(_: Any, value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        x = map_inputs(self.x, move)
         return dataclasses.replace(self, model=self.model.to(device), x=x)
 
     def is_batched(self, key: Any, tensor: Any) -> bool:

@@ -149,11 +149,12 @@ def beside_plain(
             info["memory_ratio"] = info["peak_bytes"] / max(1, info["plain_peak_bytes"])
             with Child(factory, *args) as child:
                 child.ask("run")  # thread pools, plans and proofs are made
-                long = child.ask("plain") + child.ask("run") > LONG
+                if child.ask("plain") + child.ask("run") > LONG:
+                    rounds = min(rounds, FEW)
                 benchmark.pedantic(
                     lambda: own.append(child.ask("run")),
                     setup=lambda: plain.append(child.ask("plain")),
-                    rounds=min(rounds, FEW) if long else rounds,
+                    rounds=rounds,
                     iterations=1,
                 )
         except (Wrong, CannotRun) as error:

@@ -234,12 +234,10 @@ def records_that_differ(old: Path, new: Path, name: str) -> Iterator[str]:
     if not new.exists():
         yield f"{name}: missing"
         return
-    if old.suffix == ".jsonl":
-        lines = [
-            [json.loads(line) for line in path.read_text().splitlines()] for path in (old, new)
-        ]
-    else:
-        lines = [[json.loads(path.read_text())] for path in (old, new)]
+    lines = []
+    for path in (old, new):
+        texts = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        lines.append([json.loads(text) for text in texts])
     if len(lines[0]) != len(lines[1]):
         yield f"{name}: {len(lines[0])} records, now {len(lines[1])}"
     for number, (before, after) in enumerate(zip(*lines, strict=False)):

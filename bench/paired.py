@@ -134,11 +134,11 @@ def _done(work: Work, part: str) -> Any:
             function()  # the first call makes plans and thread pools
             peaks.append(peak_bytes(function, work.device, before))
         return peaks
-    wait = (
-        (lambda: torch.cuda.synchronize(work.device))
-        if work.device.type == "cuda"
-        else (lambda: None)
-    )
+
+    def wait() -> None:
+        if work.device.type == "cuda":
+            torch.cuda.synchronize(work.device)
+
     gc.collect()
     wait()
     start = time.perf_counter()

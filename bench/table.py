@@ -94,10 +94,12 @@ def why(row: Row) -> str:
 
 def markdown_table(*rows: Iterable[Any]) -> str:
     """Return a table, its heads in the first row; numbers to three digits."""
-    heads, *body = (
-        [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
-    )
+    heads, *body = ([_cell(cell) for cell in row] for row in rows)
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *body))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -150,7 +152,8 @@ def draw(record: Mapping[str, Any], path: str | Path) -> None:
         InputError: the file cannot be written.
     """
     results = {network: rows for network, rows in peers(record).items() if len(rows) > 1}
-    contenders = [name for name in TITLES if any(name in rows for rows in results.values())][::-1]
+    present = set().union(*results.values())
+    contenders = [name for name in TITLES if name in present][::-1]
     rows_of_panels = -(-len(results) // 2)
     size = (9.0, rows_of_panels * (0.3 * len(contenders) + 0.7) + 0.5)
     figure, axes = new_figure(
@@ -198,10 +201,7 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         before, now = old["machine_info"].get(key), new["machine_info"].get(key)
         if before != now:
             yield f"{key}: {before} and {now}"
-    by_name = [
-        {f"{row['group']}, {row['extra_info']['contender']}": row for row in record["benchmarks"]}
-        for record in (old, new)
-    ]
+    by_name = [_rows_by_name(record) for record in (old, new)]
     for name in dict.fromkeys([*by_name[0], *by_name[1]]):
         if name not in by_name[0] or name not in by_name[1]:
             yield f"{name}: only in the {'first' if name in by_name[0] else 'second'} record"
@@ -209,12 +209,21 @@ def compared(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         (low, middle, high), (new_low, new_middle, new_high) = (
             _spread(rows[name]) for rows in by_name
         )
-        verdict = "slower" if new_low > high else "faster" if new_high < low else "same"
+        verdict = "slower" if new_low > high else "same"
+        if new_high < low:
+            verdict = "faster"
         unit = "of plain" if "ratio" in by_name[0][name]["extra_info"] else "s"
         yield (
             f"{name}: {middle:.3g} -> {new_middle:.3g} {unit} ({new_middle / middle:.2f}): "
             f"{verdict}"
         )
+
+
+def _rows_by_name(record: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return a record's rows by group and contender."""
+    return {
+        f"{row['group']}, {row['extra_info']['contender']}": row for row in record["benchmarks"]
+    }
 
 
 def _spread(row: Row) -> tuple[float, float, float]:

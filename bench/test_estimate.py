@@ -6,6 +6,7 @@ Plain passes are over the same images.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -195,12 +196,8 @@ def plain_pair(kind: str, n: int, device: torch.device) -> Work:
 
 PRECISIONS = ("bfloat16", "float32", "bfloat16 weights")
 CASES = [  # network, precision, mode; the headline first
-    *((MAIN, precision, mode) for precision in PRECISIONS[:2] for mode in MODES),
-    *(
-        (name, precision, "default")
-        for name in ("resnet50", "vit_b_16")
-        for precision in PRECISIONS
-    ),
+    *itertools.product([MAIN], PRECISIONS[:2], MODES),
+    *itertools.product(["resnet50", "vit_b_16"], PRECISIONS, ["default"]),
     (MAIN, PRECISIONS[2], "default"),
 ]
 

@@ -112,6 +112,11 @@ def held(rank: int, sizes: Sizes, whole: bool) -> dict[str, int]:
     }
 
 
+def median_ratio(plain: list[float], own: list[float]) -> float:
+    """Return the median over rounds of what ours takes, in parts of what plain takes."""
+    return statistics.median(b / a for a, b in zip(plain, own, strict=True))
+
+
 @pytest.mark.benchmark(group="fully_shard")
 def test_time(benchmark: BenchmarkFixture, quick: bool, rounds: int) -> None:
     """Time six layers of width 512.
@@ -122,15 +127,12 @@ def test_time(benchmark: BenchmarkFixture, quick: bool, rounds: int) -> None:
     results = benchmark.pedantic(
         lambda: good(run_ranks(RANKS, timed, sizes, rounds, limit=3000)), rounds=1
     )
-    slowest = {
-        name: [*map(max, zip(*(each[name] for each in results), strict=True))]
-        for name in results[0]
-    }
-    plain, own, *busy = slowest.values()
-    ratio, share = (
-        statistics.median(b / a for a, b in zip(*pair, strict=True))
-        for pair in ((plain, own), busy)
-    )
+    slowest = {}
+    for name in results[0]:
+        of_ranks = [each[name] for each in results]
+        slowest[name] = [*map(max, zip(*of_ranks, strict=True))]
+    plain, own, plain_busy, own_busy = slowest.values()
+    ratio, share = median_ratio(plain, own), median_ratio(plain_busy, own_busy)
     benchmark.extra_info |= {
         "contender": "estimate",
         "ratio": ratio,

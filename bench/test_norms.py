@@ -5,6 +5,7 @@ It is also held to the doctor's small calls.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -92,12 +93,16 @@ def small_calls(name: str, device: torch.device, dtype: torch.dtype) -> doctor.F
     return doctor.small_calls(name, device, dtype, backend, every)
 
 
+def bytes_of(tree: Any) -> int:
+    """Return how many bytes the tensors of a tree hold, those of one address counted once."""
+    by_address = {t.data_ptr(): t.nbytes for t in leaves(tree)}
+    return sum(by_address.values())
+
+
 def cases() -> list[Any]:
     """Every op and case, the first cases of all ops first."""
-    places = sorted(
-        ((place, name, label) for name in OPS for place, label in enumerate(CASES[name])),
-        key=lambda p: p[0],
-    )
+    places = [(place, name, label) for name in OPS for place, label in enumerate(CASES[name])]
+    places.sort(key=operator.itemgetter(0))
     return [pytest.param(*each, id="-".join(each[1:]).replace(" ", "_")) for each in places]
 
 
@@ -113,11 +118,15 @@ def test_op(
     """One op on one layer; two layers of each op in a quick run."""
     if quick and place > 1:
         pytest.skip("not in a quick run")
-    gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if gpu else torch.float32
-    draw = Draw(device, dtype, batch=256 if gpu else 2, shrink=1 if gpu else 8 if quick else 2)
+    if device.type == "cuda":
+        dtype, backend = torch.bfloat16, "triton"
+        draw = Draw(device, dtype, batch=256, shrink=1)
+    else:
+        dtype, backend = torch.float32, "reference"
+        if "torch" in ops.backends(name):
+            backend = "torch"
+        draw = Draw(device, dtype, batch=2, shrink=8 if quick else 2)
     call = CASES[name][label](draw)
-    backend = "triton" if gpu else "torch" if "torch" in ops.backends(name) else "reference"
     if backend != "reference":
         finding = small_calls(name, device, dtype)
         assert finding.found, f"{finding.name}: {finding.detail} {finding.cost}"
@@ -133,10 +142,7 @@ def test_op(
     assert all(torch.equal(a, b) for a, b in zip(leaves(result), leaves(run()))), (
         "another call gave other bits"
     )
-    moved = sum(
-        t.nbytes
-        for t in {t.data_ptr(): t for t in leaves((call.args, call.options, result))}.values()
-    )
+    moved = bytes_of([call.args, call.options, result])
     del result
     benchmark.group = f"op {name}"
     benchmark.extra_info |= {"contender": label, "op": name, "backend": backend, "deviation": off}

@@ -72,11 +72,14 @@ def vmap(case: Case, cotangent: Tensor, chunk: int = 4) -> Contender:
     params = {name: state.pop(name) for name in cases.trainable(case.model)}
     batched = {key for key, t in cases.items(case.x) if case.is_batched(key, t)}
 
+    def with_sample_axis(key: Any, t: Any) -> Any:
+        return t.unsqueeze(case.in_dim) if key in batched else t
+
     def value(params: Norms, x: Any, v: Tensor) -> Tensor:
         def stateless(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(case.model, {**params, **state}, args, kwargs)
 
-        one = cases.map_inputs(x, lambda key, t: t.unsqueeze(case.in_dim) if key in batched else t)
+        one = cases.map_inputs(x, with_sample_axis)
         return (
             forward(stateless, one, case.kwargs.get("output")) * v.unsqueeze(case.out_dim)
         ).sum()
@@ -131,10 +134,9 @@ def opacus(case: Case, cotangent: Tensor, ghost: bool = False) -> Contender:
     ) -> dict[nn.Parameter, Tensor]:
         others = [d for d in range(1, grad.dim()) if d != grad.dim() + layer.axis]
         of_weight = grad * layer.normalise(activations[0])
-        return {
-            p: t.sum(others) if others else t
-            for p, t in ((layer.weight, of_weight), (layer.bias, grad))
-        }
+        if others:
+            return {layer.weight: of_weight.sum(others), layer.bias: grad.sum(others)}
+        return {layer.weight: of_weight, layer.bias: grad}
 
     register_grad_sampler(repairs.FrozenNorm)(frozen_norm)
     model, notes = repairs.repaired(case.model, repairs.frozen_batch_norm)

@@ -81,10 +81,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given, made = (
-            [t for t in tree_leaves(part) if isinstance(t, Tensor)]
-            for part in ((args, kwargs), result)
-        )
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         name, known = func.overloadpacket.__name__, {t.untyped_storage()._cdata for t in given}
         written = any(
             a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -122,7 +123,8 @@ def recorded(networks: list[str], batch: int) -> tuple[dict[str, tuning.Asked], 
 def results(op: str, args: tuple) -> list[Tensor]:
     """The tensors that an op's kernel gives."""
     found = ops.get(op, "triton")(*args)
-    return [t for t in (found if isinstance(found, tuple) else (found,)) if isinstance(t, Tensor)]
+    several = found if isinstance(found, tuple) else (found,)
+    return [t for t in several if isinstance(t, Tensor)]
 
 
 def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float | None]:
@@ -145,11 +147,9 @@ def on_gpu(calls: Calls, timed: bool) -> Callable[[str, dict[str, int]], float |
                         for a, b in got
                     ):
                         return None
-                    total += (
-                        1e-3 * do_bench(lambda call=call: results(*call), return_mode="median")
-                        if timed
-                        else 0.0
-                    )
+                    if timed:
+                        milliseconds = do_bench(partial(results, *call), return_mode="median")
+                        total += 1e-3 * milliseconds
             except Exception as error:  # of the compiler, or too much memory asked for
                 print(f"{key} with {fields}: {type(error).__name__}", file=sys.stderr)
                 return None

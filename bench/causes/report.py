@@ -64,17 +64,19 @@ def write_report(
         prediction_sheet(predicted),
     ]
     sentences = findings(found, pairs, predicted)
+    runs_told = [str(run.path) for run in runs]
+    late = {name: values.tolist() for name, values in found.measures.items()}
     numbers = {
         "findings": sentences,
-        "runs": [str(run.path) for run in runs],
+        "runs": runs_told,
         "resamples": resamples,
         "seed": seed,
         "interventions": found.names,
         "logarithms": sorted(found.logs),
         "late_accuracy": found.accuracy.tolist(),
-        "late_measures": {name: values.tolist() for name, values in found.measures.items()},
-        "together": [vars(pair) for pair in pairs],
-        "predictions": [vars(prediction) for prediction in predicted],
+        "late_measures": late,
+        "together": list(map(vars, pairs)),
+        "predictions": list(map(vars, predicted)),
     }
     drawings = [
         Drawing(

@@ -46,9 +46,15 @@ INTERVENTIONS: dict[str, dict[str, Any]] = {
 FOUR = dict(list(INTERVENTIONS.items())[:4])
 NETWORKS: dict[str, dict[str, Any]] = {
     "as-it-is": {},
-    **{f"width-{width}": {"widths": [width] * 3} for width in (16, 32, 128, 256)},
-    **{f"depth-{depth}": {"widths": [64] * depth} for depth in (1, 2, 6)},
-    **{name.lower(): {"activation": name} for name in ("GELU", "Tanh")},
+    "width-16": {"widths": [16] * 3},
+    "width-32": {"widths": [32] * 3},
+    "width-128": {"widths": [128] * 3},
+    "width-256": {"widths": [256] * 3},
+    "depth-1": {"widths": [64]},
+    "depth-2": {"widths": [64] * 2},
+    "depth-6": {"widths": [64] * 6},
+    "gelu": {"activation": "GELU"},
+    "tanh": {"activation": "Tanh"},
     "orthogonal": {"initialisation": "orthogonal_"},
     "kaiming-normal": {"initialisation": "kaiming_normal_"},
 }

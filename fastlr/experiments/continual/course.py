@@ -48,7 +48,7 @@ def _folder_names(groups: Sequence[Sequence[ContinualRun]]) -> list[str] | None:
 
     None if the folders of a group have several names, or two groups have the same.
     """
-    names = []
+    names: list[str] = []
     for group in groups:
         of_group = {re.sub(r"[,-]?seed-\d+$", "", run.path.name) for run in group}
         if len(of_group) > 1:
