@@ -140,6 +140,7 @@ def beside_plain(
     ) -> dict[str, Any]:
         benchmark.group, info = group, benchmark.extra_info
         info["contender"] = name
+        few_rounds = min(rounds, FEW)
         own: list[float] = []
         plain: list[float] = []
         try:
@@ -149,12 +150,11 @@ def beside_plain(
             info["memory_ratio"] = info["peak_bytes"] / max(1, info["plain_peak_bytes"])
             with Child(factory, *args) as child:
                 child.ask("run")  # thread pools, plans and proofs are made
-                if child.ask("plain") + child.ask("run") > LONG:
-                    rounds = min(rounds, FEW)
+                long = child.ask("plain") + child.ask("run") > LONG
                 benchmark.pedantic(
                     lambda: own.append(child.ask("run")),
                     setup=lambda: plain.append(child.ask("plain")),
-                    rounds=rounds,
+                    rounds=few_rounds if long else rounds,
                     iterations=1,
                 )
         except (Wrong, CannotRun) as error:

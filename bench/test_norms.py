@@ -142,7 +142,7 @@ def test_op(
     assert all(torch.equal(a, b) for a, b in zip(leaves(result), leaves(run()))), (
         "another call gave other bits"
     )
-    moved = bytes_of([call.args, call.options, result])
+    moved = bytes_of((call.args, call.options, result))
     del result
     benchmark.group = f"op {name}"
     benchmark.extra_info |= {"contender": label, "op": name, "backend": backend, "deviation": off}
@@ -150,7 +150,7 @@ def test_op(
     benchmark.pedantic(run, rounds=3 if quick else ROUNDS, warmup_rounds=1)
     if benchmark.disabled:
         return
-    seconds = seconds_of(run, device) if gpu else benchmark.stats.stats.median
+    seconds = seconds_of(run, device) if device.type == "cuda" else benchmark.stats.stats.median
     rate, bandwidth = moved / seconds, copy_bandwidth(device)
     benchmark.extra_info |= {
         "seconds": seconds,
