@@ -151,10 +151,11 @@ def beside_plain(
             with Child(factory, *args) as child:
                 child.ask("run")  # thread pools, plans and proofs are made
                 long = child.ask("plain") + child.ask("run") > LONG
+                rounds_here = few_rounds if long else rounds
                 benchmark.pedantic(
                     lambda: own.append(child.ask("run")),
                     setup=lambda: plain.append(child.ask("plain")),
-                    rounds=few_rounds if long else rounds,
+                    rounds=rounds_here,
                     iterations=1,
                 )
         except (Wrong, CannotRun) as error:

@@ -126,6 +126,14 @@ def write_run(
     return folder
 
 
+def set_options(folder: Path, **options: object) -> None:
+    """Replace options in a run's configuration."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["options"] |= options
+    file.write_text(json.dumps(config))
+
+
 # What each intervention does to plasticity, and to weight norm.
 GRID = [(u, v) for u in (0, 1, -1) for v in (0, 1, -1)]
 
@@ -144,9 +152,7 @@ def write_grid(parent, seeds=4, tasks=100, grid=GRID):
             folder = write_run(
                 parent / f"{'none' if k == 0 else f'way-{k}'},seed-{seed}", tasks, seed=seed
             )
-            config = json.loads((folder / "config.json").read_text())
-            config["options"] |= {"shrink": 1 - 0.05 * k}
-            (folder / "config.json").write_text(json.dumps(config))
+            set_options(folder, shrink=1 - 0.05 * k)
             lines = read_lines(folder)
             for t, line in enumerate(lines[1:]):
                 line["accuracy"] = float(accuracy[t])

@@ -6,13 +6,12 @@ The records are made up, so that both are known.
 from __future__ import annotations
 
 import csv
-import json
 import math
 import re
 
 import numpy as np
 import pytest
-from continual_runs import GRID, read_lines, write_grid, write_lines, write_run
+from continual_runs import GRID, read_lines, set_options, write_grid, write_lines, write_run
 
 from fastlr.experiments.continual import read_run, read_runs
 from fastlr.experiments.continual.findings import brief
@@ -85,14 +84,9 @@ def test_other_options_are_still_not_pooled_and_pool_gives_the_tables_of_before(
     write_grid(tmp_path, seeds=2, tasks=30, grid=GRID[:2])
     cli(f"report {tmp_path} --pool --bootstrap 100 --figures none", says="Table 1")
     cli(f"cost {tmp_path}", code=2, says="not pooled")
-    file = tmp_path / "none,seed-0" / "config.json"
-    config = json.loads(file.read_text())
-    config["options"]["epochs"] = 7
     for folder in tmp_path.glob("*,seed-*"):
-        other = json.loads((folder / "config.json").read_text())
-        other["options"]["epochs"] = 5
-        (folder / "config.json").write_text(json.dumps(other))
-    file.write_text(json.dumps(config))
+        set_options(folder, epochs=5)
+    set_options(tmp_path / "none,seed-0", epochs=7)
     cli(f"report {tmp_path}", code=2, says="epochs=7")
 
 
