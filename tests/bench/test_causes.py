@@ -59,8 +59,8 @@ def test_a_cause_and_a_sign_that_is_none_are_told_apart(grid):
 
 def test_the_report_says_whether_it_causes(grid, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    arguments = ["report", str(grid), "--bootstrap", "100", "--out", str(out)]
-    monkeypatch.setattr("sys.argv", arguments)
+    arguments = f"report {grid} --bootstrap 100 --out {out}"
+    monkeypatch.setattr("sys.argv", arguments.split())
     report.main()
     printed = capsys.readouterr().out
     assert "Does it cause? Late measures against late accuracy" in printed

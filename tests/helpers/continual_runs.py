@@ -126,12 +126,13 @@ def write_run(
     return folder
 
 
-def set_options(folder: Path, **options: object) -> None:
-    """Replace options in a run's configuration."""
+def set_options(folder: Path, **options: object) -> dict:
+    """Replace options in a run's configuration, and return it."""
     file = folder / "config.json"
     config = json.loads(file.read_text())
     config["options"] |= options
     file.write_text(json.dumps(config))
+    return config
 
 
 # What each intervention does to plasticity, and to weight norm.

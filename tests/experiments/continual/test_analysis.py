@@ -8,7 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
-from continual_runs import autoregressive, read_lines, write_lines, write_run
+from continual_runs import autoregressive, read_lines, set_options, write_lines, write_run
 from scipy import stats
 
 from fastlr.errors import FastlrWarning, InputError
@@ -130,21 +130,13 @@ def test_folders_of_runs_stand_for_their_runs_in_order(tmp_path):
         read_runs([tmp_path / "empty"])
 
 
-def options_are(folder, **options):
-    """Change the options of a run in its configuration."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config["options"] |= options
-    file.write_text(json.dumps(config))
-
-
 def test_a_copy_of_a_run_is_no_evidence(tmp_path, cli):
     write_run(tmp_path / "run", 12)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     write_run(tmp_path / "short", 6)
-    options_are(tmp_path / "short", tasks=6, threads=2)  # neither makes it another run
+    set_options(tmp_path / "short", tasks=6, threads=2)  # neither makes it another run
     # The default, which an earlier version did not write.
-    options_are(tmp_path / "copy", norm_batch=256)
+    set_options(tmp_path / "copy", norm_batch=256)
     for other, longest in (("copy", "copy"), ("short", "run")):
         for command in ("report", "ablate", "cost"):
             error = cli(f"{command} {tmp_path / other} {tmp_path / 'run'} --pool", code=2).err
@@ -152,7 +144,7 @@ def test_a_copy_of_a_run_is_no_evidence(tmp_path, cli):
                 "the same seed (0)" in error
                 and f"no further evidence: give {tmp_path / longest} alone" in error
             )
-    options_are(tmp_path / "short", norm_batch=64)
+    set_options(tmp_path / "short", norm_batch=64)
     assert len(read_runs([tmp_path / "short", tmp_path / "run"])) == 2
 
 

@@ -50,8 +50,7 @@ def test_no_task_of_a_block_is_learned_from(tmp_path):
 
 def test_the_report_lays_the_courses_side_by_side(grid, tmp_path, cli):
     out = tmp_path / "out"
-    printed = cli(f"report {grid} --bootstrap 100 --out {out}").out
-    assert "Over the run: " in printed
+    cli(f"report {grid} --bootstrap 100 --out {out}", says="Over the run: ")
     assert not (out / "causes.csv").exists()
     with (out / "course.csv").open() as file:
         course = {row["intervention"]: row for row in csv.DictReader(file)}

@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
-from continual_runs import LAYERS, read_lines, write_lines, write_run
+from continual_runs import LAYERS, read_lines, set_options, write_lines, write_run
 from page import Page
 from PIL import Image
 from rich.console import Console
@@ -116,15 +116,13 @@ def test_the_tables_say_what_they_rest_on(report):
 
 def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, cli):
     folder = write_run(tmp_path / "run", 12)
-    config = json.loads((folder / "config.json").read_text())
     options = {
         "dtype": "fp32",
         "reset_every": 5,
         "redundancy_probe": "sampled",
         "model_kwargs": {"width": 2},
     }
-    config["options"] |= options
-    (folder / "config.json").write_text(json.dumps(config))
+    config = set_options(folder, **options)
     told = (
         "Not as in the paper: dtype fp32 for bf16; model resnet18 for mobilenet_v3_large; model "
         "with width 2; tasks 12 for 3000; reset_every 5 for 0; classes 12 for 1000; size 32 for "
@@ -256,10 +254,8 @@ def test_accuracy_has_a_chance_line_and_a_band_and_the_figure_says_of_how_many(
     edges = [y for x, y in band.get_paths()[0].vertices if x == 7]
     half = 2 * (accuracy * (100 - accuracy) / 100) ** 0.5
     assert (min(edges), max(edges)) == pytest.approx((accuracy - half, accuracy + half))
-    config = json.loads((folder / "config.json").read_text())
-    config["options"]["data"] = (
-        "random-labels"  # accuracy is of all the task's images: nothing to be uncertain of
-    )
+    # Accuracy is of all the task's images: nothing to be uncertain of.
+    config = set_options(folder, data="random-labels")
     (folder / "config.json").write_text(json.dumps({**config, "data": {"classes": 10}}))
     figure = drawn(monkeypatch, curves.redundancy_and_accuracy, [read_run(folder)], "x.png")
     assert legend(figure) == ["run", "chance, 10 %"] and not figure.axes[1].collections

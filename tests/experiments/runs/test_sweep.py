@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from continual_cases import SMALL
-from continual_runs import write_run
+from continual_runs import set_options, write_run
 from test_many import Asked
 
 from fastlr.cli.main import main
@@ -169,9 +169,7 @@ def test_configurations_are_not_pooled(tmp_path, cli):
     for rate in (0.1, 0.2):
         for seed in (0, 1):
             folder = write_run(tmp_path / f"learning_rate={rate},seed-{seed}", 30, seed=seed)
-            config = json.loads((folder / "config.json").read_text())
-            config["options"] |= {"learning_rate": rate, "tasks": 30 + seed, "threads": seed}
-            (folder / "config.json").write_text(json.dumps(config))
+            config = set_options(folder, learning_rate=rate, tasks=30 + seed, threads=seed)
     for command in ("report", "cost", "ablate"):
         message = cli(f"{command} {tmp_path}", code=2).err
         assert (
