@@ -13,7 +13,7 @@ import rank_estimates as work
 import torch
 import torch.distributed as dist
 from command_line import NETS, as_torchrun
-from ranks import Ended, good, run_ranks
+from ranks import TORCHRUN, Ended, good, run_ranks
 
 import fastlr
 from fastlr.distributed import sharded
@@ -233,18 +233,12 @@ def test_command_line_errors_are_printed_once(nets):
 
 @pytest.mark.long
 def test_torchrun_itself(nets):
-    run = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "fastlr",
-    ]
     done = subprocess.run(
-        [*run, *ESTIMATE, "--json", "-"], cwd=nets, capture_output=True, text=True, timeout=300
+        [*TORCHRUN, "-m", "fastlr", *ESTIMATE, "--json", "-"],
+        cwd=nets,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["notes"] == ["the inputs were shared by 2 ranks"]

@@ -50,6 +50,11 @@ def agree(model: nn.Module, x: Tensor, v: Tensor, rtol: float = 1e-10) -> None:
     )
 
 
+def agree_on_four(model: nn.Module) -> None:
+    """Hold a model of five inputs and three outputs to the truth on four samples."""
+    agree(model, draw(4, 5), draw(4, 3))
+
+
 # -- plans
 # --------------------------------------------------------------------------------------------------
 
@@ -64,7 +69,7 @@ def test_a_second_call_costs_no_proof(proofs: list[int]) -> None:
 def test_weights_may_change_between_calls(proofs: list[int]) -> None:
     model = mlp()
     for _ in range(3):
-        agree(model, draw(4, 5), draw(4, 3))
+        agree_on_four(model)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.1)
@@ -89,7 +94,7 @@ def test_a_change_that_hides_a_parameter_is_seen() -> None:
 
     model = Written(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
     model.hide = False
-    agree(model, draw(4, 5), draw(4, 3))
+    agree_on_four(model)
     model.hide = True
     refused(fastlr.HiddenParameterError, "module b", model, draw(4, 5))
 
@@ -101,16 +106,16 @@ def test_a_change_that_makes_samples_interact_is_seen() -> None:
     )
     model = model.double()
     model.centre = False
-    agree(model, draw(4, 5), draw(4, 3))
+    agree_on_four(model)
     model.centre = True
     refused(fastlr.InteractionError, "interact", model, draw(4, 5))
 
 
 def test_freezing_is_seen(proofs: list[int]) -> None:
     model = mlp()
-    agree(model, draw(4, 5), draw(4, 3))
+    agree_on_four(model)
     model[0].weight.requires_grad_(False)
-    agree(model, draw(4, 5), draw(4, 3))
+    agree_on_four(model)
     assert set(
         fastlr.per_sample_grad_sq_norms(model, draw(4, 5), draw(4, 3), per_parameter=True)
     ) == {
@@ -215,7 +220,7 @@ def wrong_rule(monkeypatch: pytest.MonkeyPatch, when) -> None:
 def test_a_wrong_rule_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong_rule(monkeypatch, lambda site: True)
     model = mlp()
-    agree(model, draw(4, 5), draw(4, 3))
+    agree_on_four(model)
     report = fastlr.support_report(model, draw(4, 5))
     assert report.routes["0.weight"] == "node"
     assert "differs from the truth" in str(report)
@@ -234,7 +239,7 @@ def test_a_rule_wrong_only_at_the_real_batch_is_found_by_the_spot_check(
 def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(rules.RULES, "AddmmBackward0")
     model = mlp()
-    agree(model, draw(4, 5), draw(4, 3))
+    agree_on_four(model)
     report = fastlr.support_report(model, draw(4, 5))
     assert set(report.routes.values()) == {"node"}
     assert "no rule for AddmmBackward0" in str(report)
@@ -382,7 +387,7 @@ def test_batch_norm_in_train_mode_is_named() -> None:
             model,
             draw(4, 5),
         )
-    agree(model.eval(), draw(4, 5), draw(4, 3))
+    agree_on_four(model.eval())
 
 
 def linear(function) -> Written:
@@ -401,7 +406,7 @@ def test_parameters_outside_the_graph() -> None:
         draw(4, 5),
     )
     unused = Written(lambda m, x: m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
-    agree(unused, draw(4, 5), draw(4, 3))
+    agree_on_four(unused)
     report = fastlr.support_report(unused, draw(4, 5))
     assert report.routes["b.weight"] == "zero" and "not used by the output" in str(report)
 
@@ -410,7 +415,7 @@ def test_leaves_that_are_not_parameters_are_named() -> None:
     stray = draw(5).requires_grad_()
     model = linear(lambda m, x: m.a(x * stray))
     with pytest.warns(fastlr.FastlrWarning, match=r"shapes \(5,\) require grad .* not counted"):
-        agree(model, draw(4, 5), draw(4, 3))
+        agree_on_four(model)
     assert "1 other leaves require grad" in str(fastlr.support_report(model, draw(4, 5)))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.context
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 LIMIT = 120.0
+TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:

@@ -298,20 +298,14 @@ written(
 written(
     "distances_from_points", lambda m, x: torch.cdist(m.w, m.a(x)).T, r(B, 5), a=lin(5, 3), w=(6, 3)
 )
-written(
-    "distances_of_rows",
-    lambda m, x: torch.cdist(m.a(x), m.w).mean(1),
-    r(B, 7, 5),
-    a=lin(5, 3),
-    w=(6, 3),
-)
-written(
-    "distances_of_many_rows",
-    lambda m, x: torch.cdist(m.a(x), m.w).mean(1),
-    r(B, 30, 5),
-    a=lin(5, 3),
-    w=(6, 3),
-)
+for _name, _rows in (("distances_of_rows", 7), ("distances_of_many_rows", 30)):
+    written(
+        _name,
+        lambda m, x: torch.cdist(m.a(x), m.w).mean(1),
+        r(B, _rows, 5),
+        a=lin(5, 3),
+        w=(6, 3),
+    )
 written(
     "distances_to_rows",
     lambda m, x: torch.cdist(m.w, m.a(x), 1.0).mean(2),

@@ -362,15 +362,19 @@ written("gru_cell_unrolled", _unrolled, r(B, 5, 4), cell=lambda: nn.GRUCell(4, 3
 
 # ------------------------------------------------------------------------------------------------
 # odd but well-defined
-written(
-    "checkpoint_non_reentrant",
-    lambda m, x: m.b(checkpoint(m.a, m.first(x), use_reentrant=False)),
-    r(B, 5),
-    expected="ok|ModelError",
-    first=lin(5, 5),
-    a=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh()),
-    b=lin(6, 3),
-)
+for _name, _reentrant, _expected in (
+    ("checkpoint_non_reentrant", False, "ok|ModelError"),
+    ("fault_checkpoint_reentrant", True, "HiddenParameterError"),
+):
+    written(
+        _name,
+        lambda m, x, how=_reentrant: m.b(checkpoint(m.a, m.first(x), use_reentrant=how)),
+        r(B, 5),
+        expected=_expected,
+        first=lin(5, 5),
+        a=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh()),
+        b=lin(6, 3),
+    )
 written(
     "unused_parameters", lambda m, x: m.a(x), r(B, 5), a=lin(5, 3), unused=lin(5, 3), extra=(4,)
 )
@@ -465,15 +469,6 @@ written(
     expected="RandomForwardError",
     a=lin(50, 60),
     d=lambda: nn.Dropout(0.5),
-)
-written(
-    "fault_checkpoint_reentrant",
-    lambda m, x: m.b(checkpoint(m.a, m.first(x), use_reentrant=True)),
-    r(B, 5),
-    expected="HiddenParameterError",
-    first=lin(5, 5),
-    a=lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh()),
-    b=lin(6, 3),
 )
 written(
     "fault_detached_branch",

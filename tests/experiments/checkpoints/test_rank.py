@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,9 +142,10 @@ def test_the_command(checkpoints, tmp_path, cli):
     assert json.loads(captured.out)["pairs"] and "Checkpoints by local redundancy" in captured.err
 
 
-def test_series_and_settings(tmp_path, cli):
+def two_forecasters(folder: Path, channels: int) -> tuple[list[str], list[str]]:
+    """Save two small PatchTSTs; return the arguments that name the model, and the files."""
     kwargs = {
-        "channels": 2,
+        "channels": channels,
         "context": 20,
         "horizon": 3,
         "patch": 4,
@@ -152,12 +154,17 @@ def test_series_and_settings(tmp_path, cli):
         "width": 4,
         "heads": 2,
     }
-    for seed in (0, 1):
+    files = [folder / f"{seed}.pt" for seed in (0, 1)]
+    for seed, file in enumerate(files):
         torch.manual_seed(seed)
-        torch.save(PatchTST(**kwargs).state_dict(), tmp_path / f"{seed}.pt")
-    series = ["--inputs", "series", "--length", "20", "--features", "2", "-n", "16"]
+        torch.save(PatchTST(**kwargs).state_dict(), file)
     model = ["--model", "fastlr.models.patchtst:PatchTST", "--model-kwargs", json.dumps(kwargs)]
-    files = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")]
+    return model, list(map(str, files))
+
+
+def test_series_and_settings(tmp_path, cli):
+    model, files = two_forecasters(tmp_path, channels=2)
+    series = ["--inputs", "series", "--length", "20", "--features", "2", "-n", "16"]
     assert "Gaussian(sigma=1.0)" in cli("rank", *files, *model, *series).out, (
         "series are regression"
     )
@@ -263,21 +270,8 @@ def test_strategies_stand_side_by_side(checkpoints, stores, tmp_path, cli):
 
 
 def test_strategies_of_series(tmp_path, cli):
-    kwargs = {
-        "channels": 7,
-        "context": 20,
-        "horizon": 3,
-        "patch": 4,
-        "stride": 4,
-        "layers": 1,
-        "width": 4,
-        "heads": 2,
-    }
-    model = ["--model", "fastlr.models.patchtst:PatchTST", "--model-kwargs", json.dumps(kwargs)]
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        torch.save(PatchTST(**kwargs).state_dict(), tmp_path / f"{seed}.pt")
-    files, record = [str(tmp_path / "0.pt"), str(tmp_path / "1.pt")], tmp_path / "rank.json"
+    model, files = two_forecasters(tmp_path, channels=7)
+    record = tmp_path / "rank.json"
     series = [
         "--inputs",
         "series",
@@ -294,7 +288,7 @@ def test_strategies_of_series(tmp_path, cli):
     found = json.loads(record.read_text())["strategies"]["validation_loss"]["candidates"]
     windows = split_series(open_series("generated:1"), 20, 3).validation
     for name, value in found.items():
-        network = PatchTST(**kwargs).eval()
+        network = PatchTST(**json.loads(model[-1])).eval()
         network.load_state_dict(torch.load(tmp_path / name, weights_only=True))
         x, y = windows.batch(torch.arange(len(windows)))
         with torch.no_grad():

@@ -24,7 +24,7 @@ from continual_cases import (
     lines,
 )
 from rank_reductions import left_behind
-from ranks import Ended, good, run_ranks
+from ranks import TORCHRUN, Ended, good, run_ranks
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 from transfer_cases import TINY
 
@@ -356,20 +356,12 @@ def test_commands_under_torchrun(tmp_path, images):
 def test_torchrun_itself(tmp_path, images):
     """A rank is killed: torchrun ends the other, and the run goes on with one process."""
     fastlr = ["-m", "fastlr", *command_for(images, tasks=40)]
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "helpers"), *sys.path]),
     }
     process = subprocess.Popen(
-        [*launch, *fastlr], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        [*TORCHRUN, *fastlr], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
     )
     records = tmp_path / "run/records.jsonl"
     while process.poll() is None and not (records.exists() and records.read_text().count("\n") > 2):
