@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastlr.errors import FastlrError
 
@@ -73,6 +73,17 @@ for _name in _HOOKS:  # read anew at every call, as they may be replaced
     _get(f"nn.modules.module._global_{_name}")
 for _name in _CALLS:
     _get(f"nn.Module.{_name}")
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees operations on tensors, and has torch import no compiler for it.
+
+    torch keeps its compiler out of such modes, and imports it to do so: most of a second, once.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 # -- calls and tensors

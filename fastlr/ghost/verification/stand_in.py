@@ -34,7 +34,7 @@ from fastlr.ghost.graph import walk
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.state import attributes_kept, caches_are_emptied
 from fastlr.ops.model_lock import all_modules
-from fastlr.ops.torch_private import TorchDispatchMode, hooks_of_all_modules, tree_leaves
+from fastlr.ops.torch_private import DispatchMode, hooks_of_all_modules, tree_leaves
 
 _DICTS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, tuple, set, deque)
@@ -238,18 +238,13 @@ class _Calls(TorchFunctionMode):
         return False
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     """Sees whether an operation reads some memory, and which memory operations read."""
 
     def __init__(self, storages: Collection[int]) -> None:
         super().__init__()
         self.storages, self.found = storages, False
         self.seen: set[int] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Tell torch that the mode needs no compiler, which it would import: seconds, once."""
-        return False
 
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None
