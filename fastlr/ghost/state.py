@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +203,27 @@ def tensor_caches(model: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
+class _Held(NamedTuple):
+    """A buffer or weight, and where a module has it: in ``place`` under ``name``."""
+
+    module: nn.Module
+    place: dict[str, Tensor | None]
+    name: str
+    tensor: Tensor
+
+
+def _written_by_forward(modules: Sequence[nn.Module]) -> list[_Held]:
+    """Return what forward passes may write: buffers, and weights that `shortens_weights` means."""
+    places: list[tuple[nn.Module, Any]] = [(module, module._buffers) for module in modules]
+    places += [(module, module._parameters) for module in modules if shortens_weights(module)]
+    return [
+        _Held(module, place, name, tensor)
+        for module, place in places
+        for name, tensor in place.items()
+        if tensor is not None
+    ]
+
+
 class BufferKeeper:
     """Puts back what is written into buffers or comes in their place, call after call.
 
@@ -229,27 +250,17 @@ class BufferKeeper:
             with_attributes: not those of a module that holds another number than before, as with a
                 table that grows: they belong together.
         """
-        places: list[tuple[nn.Module, Any]] = [(m, m._buffers) for m in modules]
-        places += [(m, m._parameters) for m in modules if shortens_weights(m)]
-        held = [
-            (module, place, name, t)
-            for module, place in places
-            for name, t in place.items()
-            if t is not None
-        ]
-        self._refresh([t for *_, t in held], unseen)
-        numbers: dict[int, tuple[nn.Module, bytes]] = {}
-        if with_attributes:
-            numbers = {id(module): (module, own_attributes(module)) for module, *_ in held}
+        held = _written_by_forward(modules)
+        self._refresh([one.tensor for one in held], unseen)
+        holders = {id(one.module): one.module for one in held} if with_attributes else {}
+        numbers = {key: own_attributes(module) for key, module in holders.items()}
         changed: list[str] = []
         try:
             yield changed
         finally:
-            moved_on = {
-                key for key, (module, before) in numbers.items() if own_attributes(module) != before
-            }
+            stays = {key for key, m in holders.items() if own_attributes(m) != numbers[key]}
             for module, place, name, tensor in held:
-                if id(module) in moved_on:
+                if id(module) in stays:
                     continue
                 _, seen, copy = self._copies[id(tensor)]
                 written = version(tensor) != seen
