@@ -26,7 +26,6 @@ from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.recent import Recent
 from fastlr.ops.torch_private import own_function
 
-KEPT = 256  # shapes of single samples
 Forward = Callable[[Sequence[int]], Tensor]  # numbers of samples -> their outputs
 
 
@@ -153,7 +152,7 @@ class Singles:
     """
 
     def __init__(self) -> None:
-        self._copies = Recent[tuple, int](KEPT)
+        self._copies = Recent[tuple, int]()
         self.notes: list[str] = []
 
     def alone(self, key: tuple) -> bool:
