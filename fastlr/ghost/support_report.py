@@ -159,7 +159,7 @@ class SupportReport:
             f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule"
         )
         lines += [
-            f"no rows known for {kind}: every batch is looked at anew, by four more backward "
+            f"no rows known for {kind}: every batch is looked at anew, by three or more backward "
             "passes, and no CUDA graph is made"
             for kind in self.without_rows
         ]

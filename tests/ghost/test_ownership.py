@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from single_samples import Written
 from torch import Tensor
 
+import fastlr
 from fastlr.ghost.graph import call_node, dense, walk
 from fastlr.ghost.ownership import KEEPS, _through
 from fastlr.ghost.sample_axis import candidates
+from fastlr.ghost.verification import batch_checks
 
 SAMPLES = 2
 SIZES = (1, 2, 4)  # among them as many as samples, and axes that fold them
@@ -333,3 +338,23 @@ def test_listed_nodes_keep_rows(every: int) -> None:
 def test_a_wrong_entry_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KEEPS, "FlipBackward0", lambda s: s.at(s.layout.dim))
     assert nodes_keep_rows(lambda x: x.flip(0), ((4, 2),), set())
+
+
+@pytest.mark.parametrize(
+    "forward, kinds, passes",
+    [(torch.special.xlog1py, ("SpecialXlog1PyBackward0",), (3, 4, 5)), (torch.mul, (), (0, 0, 0))],
+)
+def test_kinds_without_rows_are_reported_and_cost_passes(forward, kinds, passes):
+    gain = Written(lambda m, x: forward(x, m.gain), gain=torch.nn.Parameter(torch.rand(3)))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), gain, torch.nn.Linear(3, 2))
+    report = fastlr.support_report(model, torch.randn(5, 4))
+    assert report.without_rows == kinds
+    assert re.findall("no rows known for (.*): every batch is looked", str(report)) == list(kinds)
+    for samples, wanted in zip((3, 64, 300), passes, strict=True):
+        v = torch.randn(samples, 2)
+        for _ in range(2):
+            with mock.patch.object(
+                batch_checks, "_row_sums", wraps=batch_checks._row_sums
+            ) as taken:
+                fastlr.per_sample_grad_sq_norms(model, torch.randn(samples, 4), v)
+        assert taken.call_count == wanted
