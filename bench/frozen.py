@@ -31,6 +31,7 @@ from torch import Tensor
 
 import fastlr
 from bench import cases
+from fastlr.display.record import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLES = 4
@@ -118,7 +119,11 @@ def make_estimates(folder: Path, _reported: Path) -> None:
         for precision in PRECISIONS:
             table[f"{name} {precision}"] = estimate_in_hexadecimal(name, precision)
             print(name, precision, flush=True)
-    made_by = {"processor": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    made_by = {
+        "machine": machine(torch.device("cpu")),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+    }
     (folder / "estimates.json").write_text(
         json.dumps({"made_by": made_by, **table}, indent=1) + "\n"
     )
@@ -211,8 +216,11 @@ PARTS = {"estimates": make_estimates, "runs": make_runs, "reports": make_reports
 # comparing
 def compared(old: Path, new: Path) -> Iterator[str]:
     """List what differs between two folders."""
-    estimates = [json.loads((folder / "estimates.json").read_text()) for folder in (old, new)]
-    yield from values_that_differ("estimates", *estimates)
+    estimates = [folder / "estimates.json" for folder in (old, new)]
+    missing = [path for path in estimates if not path.exists()]
+    yield from (f"{path}: missing" for path in missing)
+    if not missing:
+        yield from values_that_differ("estimates", *(json.loads(p.read_text()) for p in estimates))
     for path in files(old / "runs"):
         yield from records_that_differ(old / "runs" / path, new / "runs" / path, f"runs/{path}")
     for path in files(old / "reports"):

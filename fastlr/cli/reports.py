@@ -60,7 +60,11 @@ def report(
     ] = None,
     figures: Annotated[str, typer.Option(help="png or none.")] = "png",
     bootstrap: Annotated[
-        int, typer.Option(help="Resamples behind each standard error of continual runs.")
+        int,
+        typer.Option(
+            help="Resamples behind each standard error of continual runs; several interventions, "
+            "whose courses are laid side by side, need none."
+        ),
     ] = 1000,
     seed: Annotated[int, typer.Option(help="Of the resamples.")] = 0,
     pool: Pool = False,
