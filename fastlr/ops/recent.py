@@ -41,9 +41,17 @@ class Recent(Generic[Key, Value]):
             self._entries.popitem(last=False)
         return value
 
+    def drop(self, key: Key) -> None:
+        """Forget the value of a key, if there is one."""
+        self._entries.pop(key, None)
+
     def clear(self) -> None:
         """Forget every value."""
         self._entries.clear()
+
+    def __contains__(self, key: Key) -> bool:
+        """Return True if there is a value of this key; that is no use of it."""
+        return key in self._entries
 
     def __len__(self) -> int:
         """Return the number of values."""
