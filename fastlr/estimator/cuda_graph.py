@@ -25,8 +25,8 @@ from fastlr.distributed import on_demand
 from fastlr.estimator.capture import Captured, Recorder, ReliedOn, ShapeChanged, places, relied_on
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.backward import Rerouted
+from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
-from fastlr.ghost.planner import Plan
 from fastlr.ghost.verification.agreement import (
     agree,
     low_precision,
@@ -47,22 +47,22 @@ class Replay:
     """A captured chunk of one size.
 
     Args:
-        passes: their engine has run on a chunk of this shape (`Engine.plan`).
-        size: samples in a chunk.
+        passes: over chunks, of which their engine has run one of this size.
+        plan: of that run (`Engine.plan`).
         recorder: captures; `CudaRecorder` on a GPU.
         relied_on: of the model as it is.
     """
 
-    def __init__(self, passes: Passes, size: int, recorder: Recorder, relied_on: ReliedOn) -> None:
+    def __init__(self, passes: Passes, plan: Plan, recorder: Recorder, relied_on: ReliedOn) -> None:
         self.passes, self.view, self.engine = passes, passes.view, passes.engine
-        self.size, self.recorder, self.relied_on = size, recorder, relied_on
+        self.plan, self.size = plan, plan.count
+        self.recorder, self.relied_on = recorder, relied_on
+        size = plan.count
         device = self.view.device
         self.first = torch.zeros(1, dtype=torch.int64, device=device)
         offsets = torch.arange(size, dtype=torch.int64, device=device)
         make = self._make = passes.inputs_on_device()
         leaves, structure = ([], None) if make is not None else tree_flatten(passes.inputs(0, size))
-        plan = self.engine.plan(size)
-        assert plan is not None
 
         def chunk(*given: Any) -> tuple[Tensor, Tensor, Any, Tensor]:
             with gathered() as flags, passes.autocast():
@@ -153,7 +153,7 @@ class Replay:
             if not audits.due(fresh=False):
                 break
             self.noise = None
-            if not self.engine.audit(self.x, self.output, self.table, self.cotangent()):
+            if not self.engine.audit(self.plan, self.x, self.output, self.table, self.cotangent()):
                 audits.owe()
                 return False
         return True
@@ -215,8 +215,8 @@ class Replays:
     def __init__(self, passes: Passes, recorder: Callable[[torch.device], Recorder] | None) -> None:
         self.passes, self.engine, self.recorder = passes, passes.engine, recorder
         self.held: dict[int, Replay] = {}
-        # by size, with the flags and the program of that run
-        self.planned: dict[int, tuple[Plan, tuple | None, ReliedOn]] = {}
+        # by size, with the program of that run
+        self.planned: dict[int, tuple[Plan, ReliedOn]] = {}
         self.used: set[int] = set()
         self.asked: list[Replay] = []  # what `doubts` was last asked of
         self.failures = 0
@@ -235,9 +235,9 @@ class Replays:
         It serves a capture.
         """
         self.planned.pop(size, None)
-        plan = self.engine.plan(size) if self._wanted() else None
-        if plan is not None:
-            self.planned[size] = plan, self.engine._last, relied_on(self.engine.model)
+        plan = self.engine.plan() if self._wanted() else None
+        if plan is not None and plan.count == size:
+            self.planned[size] = plan, relied_on(self.engine.model)
 
     def _wanted(self) -> bool:
         """Return True unless chunks are to run as they are.
@@ -257,13 +257,10 @@ class Replays:
         """
         if self.recorder is None or size not in self.planned:
             return None
-        plan, flags, before = self.planned.pop(size)
-        if relied_on(self.engine.model) != before:
+        plan, before = self.planned.pop(size)
+        if relied_on(self.engine.model) != before or not self.engine.replayable(plan):
             return None
-        self.engine._plan, self.engine._last = plan, flags  # others use the engine too
-        if self.engine.plan(size) is None:
-            return None
-        return Replay(self.passes, size, self.recorder(self.passes.view.device), before)
+        return Replay(self.passes, plan, self.recorder(self.passes.view.device), before)
 
     def run(self, start: int, stop: int, whole: int) -> Tensor | None:
         """Return the squared norms [parameters, B] of a chunk by replay.

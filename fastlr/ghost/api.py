@@ -15,7 +15,8 @@ from fastlr.ghost.support_report import SupportReport
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.recent import Recent
 
-KEPT = 8  # engines a model: a new function as ``output`` at every call must not pile up plans
+# A new function as ``output`` at every call must not pile up plans.
+_OPTIONS = 8
 _ENGINES = weakly_by_module()  # model -> options -> engine
 
 
@@ -25,7 +26,7 @@ def engine_of(view: ModelView) -> Engine:
     A function as ``output`` counts by its code and what it holds, so that one written anew finds
     the same engine.
     """
-    engines: Recent[tuple, Engine] = _ENGINES.setdefault(view.module, Recent(KEPT))
+    engines: Recent[tuple, Engine] = _ENGINES.setdefault(view.module, Recent(_OPTIONS))
     output = program.function_key(view.output) if callable(view.output) else view.output
     key = (output, view.in_dim, view.out_dim)
     return engines.get(key) or engines.put(key, Engine(view))

@@ -17,6 +17,7 @@ from fastlr.ghost import model_io as adapt
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.fallback import beside_copy
 from fastlr.ghost.graph import exact_grads
+from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import Chunk, Planner
 from fastlr.ghost.recurrent import Unfused
@@ -60,17 +61,21 @@ class Auditor(Planner):
 
         return forward
 
-    def audit(self, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent) -> bool:
+    def audit(
+        self, plan: Plan, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent
+    ) -> bool:
         """Return True if a random sample of a batch has its own output and norms.
 
         The batch is one that `run_planned` did.
 
         Args:
+            plan: of the batch.
             x: inputs.
             output: the output for them.
             table: squared norms [parameters, B].
             cotangent: as then.
         """
+        self._current = plan.flags
         with torch.inference_mode(False), self.audits.timed():
             ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
             batch = self.view.batch(x, self.view.sample_count(output))

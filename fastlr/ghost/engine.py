@@ -21,12 +21,12 @@ from fastlr.ghost import program
 from fastlr.ghost.auditor import Auditor, Spot
 from fastlr.ghost.backward import Rerouted, sq_norms
 from fastlr.ghost.cotangents import Cotangent, passes
-from fastlr.ghost.fallback import Singles
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import unfolded
 from fastlr.ghost.graph import exact_grads, walk
+from fastlr.ghost.known import Key, KnownFlags, KnownStructure, Plan, ShapePlan
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.planner import KEPT, Chunk, Plan, ShapePlan, State
+from fastlr.ghost.planner import Chunk
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.state import BufferKeeper
@@ -82,11 +82,9 @@ class Engine(Auditor):
     def __init__(self, model: nn.Module | ModelView) -> None:
         super().__init__(model if isinstance(model, ModelView) else ModelView.of(model))
         self._warned: set[str] = set()
-        self._single: set[tuple] = set()  # shapes of inputs that are one sample
         self._buffers = BufferKeeper()
         self.peaks: dict[tuple, tuple[int, int]] = {}
         self._plan: Plan | None = None
-        self._singles = Singles()
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Per-sample squared norms of the gradient of <cotangent, output> for each sample.
@@ -159,8 +157,13 @@ class Engine(Auditor):
 
         From now on every batch is looked at.
         """
-        self._forget(self._last)
+        self._forget()
         self.audits.failed = max(1, self.audits.failed)
+
+    def _forget(self) -> None:
+        """Drop what is known of the model with the flags of the last call, at all levels."""
+        self.known.forget(self._current.flags)
+        self._current = KnownFlags(())
 
     def by_loop_from_now_on(self, names: Iterable[str]) -> None:
         """Measure these parameters by the loop, as another process does."""
@@ -177,7 +180,7 @@ class Engine(Auditor):
         From now on every batch is looked at.
         """
         self.audits.fail(failure)
-        self._forget(self._last)
+        self._forget()
         warnings.warn(
             f"an audit found what was proven of the model no longer true ({failure}): something "
             "that it depends on has changed unseen. It is proven anew for this batch; results "
@@ -196,17 +199,17 @@ class Engine(Auditor):
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         begun = time.perf_counter()
-        if on_demand.active() and self._flags() not in self._ledgers:
+        if on_demand.active() and self.known.of_flags(self._flags()) is None:
             # The proof, without this batch's graph beside it.
             with on_demand.structure_only():
                 unproven, _ = self._chunk(x)
-            self._state(unproven)
+            self._proven(unproven)
         chunk, output = self._chunk(x)
         self._plan = None
         several = passes(cotangent, output, self.view.out_dim)
         v, scale, more = next(several)
-        key, state = self._state(chunk)
-        plan, fresh = self._shape_plan(chunk, state, key)
+        proven = self._proven(chunk)
+        plan, fresh = self._shape_plan(chunk, proven)
         spot = None
         if chunk.count > 1 and self.audits.due(
             fresh=fresh or self._hooked or self._hooked_parameters
@@ -215,14 +218,14 @@ class Engine(Auditor):
                 spot = self._exact_of_one(chunk, v, fresh=fresh)
         table: Tensor | None = None
         while True:
-            norms = self._pass(chunk, state, plan, v, spot, retain=more, fresh=fresh)
+            norms = self._pass(chunk, proven, plan, v, spot, retain=more, fresh=fresh)
             part = self._table(norms, output.device, chunk.count) * scale
             table = part if table is None else table + part
             if not more:
                 break
             v, scale, more = next(several)
             spot = None
-        self._plan = (state, plan, chunk.count)
+        self._plan = Plan(self._current, proven, plan, chunk.key)
         result = self._result(table)
         self.audits.measured(time.perf_counter() - begun)
         return result
@@ -232,20 +235,20 @@ class Engine(Auditor):
 
         Returns the chunk, and its output without the graph.
         """
-        self._compared, self._last = False, self._flags()
-        program_now = program.fingerprint(self.model, self._free_buffers(x))
+        self._compared = False
+        self._current = known = self._known_flags(x)
+        program_now = program.fingerprint(self.model, known.statistics)
         sizes = self._slice_key(x, 1)
-        with unfolded() if sizes in self._single else nullcontext():
+        with unfolded() if known.one_sample.get(sizes) else nullcontext():
             z = self._forward(x)
         count = self.view.sample_count(z)
         if count == 1 and self.folding.active:
             # Its norms are not compared with anything: they are the model's own.
-            if len(self._single) > KEPT:
-                self._single.clear()
-            self._single.add(sizes)
+            known.one_sample.put(sizes, True)
             with unfolded():
                 z = self._forward(x)
-        self._seen = program_now, program.inputs_token(x, adapt.along(x, count, self.view.in_dim))
+        batched = adapt.along(x, count, self.view.in_dim)
+        seen = program_now, program.inputs_token(x, batched)
         output = _finite(z)
         adapt.require_graph(z)
         graph = walk(z, self.parameters)
@@ -259,57 +262,50 @@ class Engine(Auditor):
                 FastlrWarning,
                 stacklevel=5,
             )
-        return Chunk(x, z, count, graph), output
+        return Chunk(x, z, count, graph, Key.of(graph, count, seen)), output
 
-    def _free_buffers(self, x: Any) -> frozenset[int]:
-        """Return the buffers that the forward pass uses as running statistics only.
+    def _known_flags(self, x: Any) -> KnownFlags:
+        """Return what is known of the model with its flags of now.
 
-        Their values change nothing of a plan.
+        The first time a forward pass is watched for what its graph does not show.
         """
-        assert self._last is not None
-        if self._last not in self._observed:
-            if len(self._observed) > KEPT:
-                self._observed.clear()
+        flags = self._flags()
+        known = self.known.of_flags(flags)
+        if known is None:
             given = adapt.copied(x)
-            self._observed[self._last] = program.observed(
-                self.model, lambda: self.view.forward(given)
-            )
-        return self._observed[self._last][0]
+            watched = program.observed(self.model, lambda: self.view.forward(given))
+            known = self.known.enter(KnownFlags(flags, *watched))
+        return known
 
-    def _shape_plan(self, chunk: Chunk, state: State, key: tuple) -> tuple[ShapePlan, bool]:
+    def _shape_plan(self, chunk: Chunk, proven: KnownStructure) -> tuple[ShapePlan, bool]:
         """Return the plan for this batch's shapes, and whether nothing was known of them."""
-        plan = state.plans.get(key)
-        if chunk.count == 1:  # there is nothing to find
-            return plan or ShapePlan({}), plan is None
+        _, plan = self._current.find(chunk.key)
         fresh = plan is None
+        if chunk.count == 1:  # there is nothing to find
+            return plan or ShapePlan({}), fresh
         if plan is None or plan.by_data or self.audits.failed:
             # Do samples interact that did not before?
             self._batch(chunk, compare=not self._compared)
             self._try_program(chunk)
-            plan = self._layouts(chunk, state, fresh=fresh)
-        if fresh and len(state.plans) > KEPT:  # shapes that change at every call must not pile up
-            state.plans.clear()
-        state.plans[key] = plan
-        return plan, fresh
+            plan = self._known_of_the_graph(chunk, proven, fresh=fresh)
+        return proven.plans.put(chunk.key.plan, plan), fresh
 
-    def plan(self, size: int) -> Plan | None:
-        """Return the last call's plan, for `run_planned`, or None.
+    def plan(self) -> Plan | None:
+        """Return the last call's plan, for `run_planned`, or None if that is not `replayable`."""
+        plan = self._plan
+        return plan if plan is not None and self.replayable(plan) else None
 
-        There is one if the call had ``size`` samples and went by rules alone.
+    def replayable(self, plan: Plan) -> bool:
+        """Return True if batches like that of an earlier call may be run by its plan alone.
+
+        So they may where all goes by rules that were proven, and nothing has to be looked at.
         """
-        if self._plan is None:
-            return None
-        state, plan, count = self._plan
-        proofs = self.ledger.parameters.values()
+        proofs = plan.flags.ledger.parameters.values()
         proven = all(p.route == "zero" or (p.route == "rule" and p.alive) for p in proofs)
-        simple = (
-            bool(plan.layouts) and not plan.by_data and not state.loop and not self.audits.failed
-        )
-        return (
-            self._plan
-            if count == size > 1 and simple and proven and not self._hooked_parameters
-            else None
-        )
+        by_graph = bool(plan.shapes.layouts) and not plan.shapes.by_data
+        if self.audits.failed or self._hooked_parameters or plan.structure.by_loop:
+            return False
+        return plan.count > 1 and proven and by_graph
 
     def run_planned(
         self, plan: Plan, x: Any, cotangent: Callable[[Tensor], Tensor]
@@ -324,17 +320,17 @@ class Engine(Auditor):
         Raises:
             Rerouted: the graph is not the planned one.
         """
-        state, shapes, count = plan
+        count = plan.count
         with torch.inference_mode(False):
             z = self._forward(x)
             output = _finite(z)
             graph = walk(z, self.parameters)
-            if graph.signature() != state.signature:
+            if graph.signature() != plan.key.structure:
                 raise Rerouted
-            graph.side, graph.keys = state.side, state.keys
+            plan.structure.classify(graph)
             ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
-            routes = {key: proof.route for key, proof in self.ledger.uses.items()}
-            norms = sq_norms(graph, state.structure, z, v, shapes.layouts, count, routes)
+            routes = {key: proof.route for key, proof in plan.flags.ledger.uses.items()}
+            norms = sq_norms(graph, plan.structure.uses, z, v, plan.shapes.layouts, count, routes)
             table = self._table(norms, z.device, count) * scale
         refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, output
@@ -342,7 +338,7 @@ class Engine(Auditor):
     def _pass(
         self,
         chunk: Chunk,
-        state: State,
+        proven: KnownStructure,
         plan: ShapePlan,
         v: Tensor,
         spot: Spot | None,
@@ -352,7 +348,7 @@ class Engine(Auditor):
     ) -> dict[str, Tensor]:
         graph, count = chunk.graph, chunk.count
         if count == 1:
-            if self._singles.alone(self._single_key(self._batch(chunk), self.parameters)):
+            if self._current.singles.alone(self._single_key(chunk, self.parameters)):
                 exact = exact_grads(chunk.z, self.parameters, v, retain=retain)
                 return {
                     name: value[None] for name, value in zip(self.parameters, exact, strict=True)
@@ -361,13 +357,13 @@ class Engine(Auditor):
         ledger = self.ledger
         routes = {use_key: proof.route for use_key, proof in ledger.uses.items()}
         before = dict(routes)
-        loop = state.loop | ledger.loop
+        loop = proven.by_loop | ledger.loop
         norms = {}
         if not all(name in loop for name in graph.parameters.values()):
             try:
                 norms = sq_norms(
                     graph,
-                    state.structure,
+                    proven.uses,
                     chunk.z,
                     v,
                     plan.layouts,
@@ -418,29 +414,33 @@ class Engine(Auditor):
         It makes one forward and backward pass a sample.
         """
         batch, close, out_dim = self._batch(chunk), self._close(v), self.view.out_dim
-        key = self._single_key(batch, chosen)
+        key = self._single_key(chunk, chosen)
         forward = self._forward_of(batch)
         rows = [
             torch.stack(
-                self._singles.sq_norms(forward, j, self.view.row(v, j), out_dim, chosen, key, close)
+                self._current.singles.sq_norms(
+                    forward, j, self.view.row(v, j), out_dim, chosen, key, close
+                )
             )
             for j in range(chunk.count)
         ]
-        self.ledger.notes += [note for note in self._singles.notes if note not in self.ledger.notes]
+        self.ledger.notes += [
+            note for note in self._current.singles.notes if note not in self.ledger.notes
+        ]
         return dict(zip(chosen, torch.stack(rows, 1), strict=True))
 
-    def _single_key(self, batch: adapt.Batch, chosen: Iterable[str]) -> tuple:
+    def _single_key(self, chunk: Chunk, chosen: Iterable[str]) -> tuple:
         """Return what decides if a sample alone has its gradients, or only beside a copy.
 
         These are shapes, strides and the program.
         """
-        leaves = adapt.tree_flatten(batch.pick([0]))[0]
+        leaves = adapt.tree_flatten(self._batch(chunk).pick([0]))[0]
         strides = tuple(
             (t.shape, t.stride())
             for t in leaves
             if isinstance(t, Tensor) and t.layout == torch.strided
         )
-        return strides, self._last, self._seen, tuple(chosen)
+        return strides, chunk.key.program, tuple(chosen)
 
     def _table(self, norms: dict[str, Tensor], device: torch.device, count: int) -> Tensor:
         """Return the squared norms [parameters, B], in the order of ``parameters``.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from fastlr.ghost import ownership, program
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_parts_of_samples
 from fastlr.ghost.fusion.mode import Folding, unfolded
-from fastlr.ghost.graph import Graph, walk
+from fastlr.ghost.graph import Graph, Place, walk
+from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, ShapePlan
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.ownership import Place
 from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.state import emptied, tensor_caches
 from fastlr.ghost.tokens import version
@@ -40,9 +40,9 @@ from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.model_lock import all_modules
+from fastlr.ops.recent import Recent
 
 ALONE = 32  # samples run alone where a batch is looked at that may well interact
-KEPT = 256  # plans of shapes kept for one structure
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
 UNSEEN = (
     "no proof has met its use, which the data choose. The values are exact; it is faster where "
@@ -50,45 +50,23 @@ UNSEEN = (
 )
 
 
-@dataclass
-class ShapePlan:
-    """The sample axes in batches of one shape whose forward pass sees the same attributes.
-
-    ``by_data``: the kind of node below which rows may belong to other samples in every batch; "" if
-    the graph tells all.
-    """
-
-    layouts: dict[Place, Layout]
-    by_data: str = ""
-
-
-@dataclass
-class State:
-    """A structure of the graph: its sides and uses, and the plans for its shapes."""
-
-    side: list[int]
-    keys: list
-    structure: Structure
-    loop: frozenset[str]
-    signature: tuple
-    # By shapes and what the forward pass may branch on.
-    plans: dict[tuple, ShapePlan] = field(default_factory=dict)
-
-
-Plan = tuple[State, ShapePlan, int]  # with the number of samples
-
-
 @dataclass(eq=False)
 class Chunk:
     """A batch that is measured.
 
-    It holds its inputs, the output for them with its graph, and the number of samples.
+    Attributes:
+        x: its inputs.
+        z: the output for them, with its graph.
+        count: number of samples.
+        graph: below ``z``.
+        key: by what it is found again.
     """
 
     x: Any
     z: Tensor
     count: int
     graph: Graph
+    key: Key
 
 
 class Planner:
@@ -101,15 +79,9 @@ class Planner:
     def __init__(self, view: ModelView) -> None:
         self.view = view
         self.folding = Folding()
-        self._ledgers: dict[tuple, Ledger] = {}
-        self._states: dict[tuple, State] = {}
-        self._slices: dict[tuple, list[int]] = {}
-        self._last: tuple | None = None
-        self._observed: dict[
-            tuple, tuple[frozenset[int], bool]
-        ] = {}  # by flags, see program.observed
-        self._seen: tuple = ()  # what a forward pass may branch on, beside the batched tensors
-        self._known_caches: dict[tuple, list[tuple[nn.Module, str]]] = {}
+        self.known = Known()
+        self._current = KnownFlags(())  # with the flags of the last call
+        self._emptied: Recent[tuple, list[tuple[nn.Module, str]]] = Recent(1)
         self._few = FewSamples()
         self.proofs = 0
         self.comparisons = 0
@@ -133,14 +105,12 @@ class Planner:
     @property
     def ledger(self) -> Ledger:
         """The proofs for the model as the last call found it."""
-        return self._ledgers[self._last] if self._last in self._ledgers else Ledger()
+        return self._current.ledger
 
     @property
     def _hooked(self) -> bool:
         """Return True if hooks may move gradients between rows, which no graph shows."""
-        return self.ledger.hooked or (
-            self._last in self._observed and self._observed[self._last][1]
-        )
+        return self.ledger.hooked or self._current.hooks_gradients
 
     @property
     def _hooked_parameters(self) -> bool:
@@ -185,10 +155,10 @@ class Planner:
             *(t for module, name in caches for t in vars(module)[name].values()),
         ]
         key = (self._flags(), *((id(t), version(t)) for t in held))
-        if key not in self._known_caches:
-            self._known_caches.clear()
-            self._known_caches[key] = caches if self._are_caches(caches, x) else []
-        return self._known_caches[key]
+        known = self._emptied.get(key)
+        if known is None:
+            known = self._emptied.put(key, caches if self._are_caches(caches, x) else [])
+        return known
 
     def _are_caches(self, caches: list[tuple[nn.Module, str]], x: Any) -> bool:
         with_caches = self.view.forward(adapt.copied(x))
@@ -211,29 +181,23 @@ class Planner:
     def _used_parameters(self, z: Tensor) -> set[str]:
         return set(walk(z, self.parameters).parameters.values()) if z.requires_grad else set()
 
-    def _state(self, chunk: Chunk) -> tuple[tuple, State]:
-        """Find or make the plan for this structure, with the key of its shapes.
-
-        What is not proven yet is proven.
-        """
-        graph, count = chunk.graph, chunk.count
-        signature = (self._last, graph.signature())
-        state = self._states.get(signature)
-        sizes = tuple(graph.sizes(i) for i in range(len(graph.nodes)))
-        key = (count, sizes, ownership.details(graph), self._seen)
-        if state is not None and (count == 1 or key in state.plans or self._known(graph, state)):
-            # One needs no layouts.
-            graph.side, graph.keys = state.side, state.keys
-            return key, state
-        assert self._last is not None
-        if len(self._ledgers) > 64 and self._last not in self._ledgers:
-            self._forget(next(iter(self._ledgers)))
-        ledger = self._ledgers.setdefault(self._last, Ledger())
+    def _proven(self, chunk: Chunk) -> KnownStructure:
+        """Return what is known of this structure of the graph; what is not proven yet is proven."""
+        graph, count, key = chunk.graph, chunk.count, chunk.key
+        known, plan = self._current.find(key)
+        if known is not None and (
+            count == 1  # one needs no layouts
+            or plan is not None
+            or self._has_these_sides(graph, known)
+        ):
+            known.classify(graph)
+            return known
+        ledger = self.ledger
         unproven = self._unproven(graph, ledger)
         absent = frozenset(self.parameters) - frozenset(graph.parameters.values())
         # a new structure is proven anew, but one that the data choose goes by what is proven of its
         # uses
-        known, by_data = ownership.trace(graph, chunk.z, self.view.out_dim)
+        rows, by_data = ownership.trace(graph, chunk.z, self.view.out_dim)
         fresh = not ledger.parameters or not by_data
 
         def open_questions() -> bool:
@@ -242,27 +206,22 @@ class Planner:
             )
 
         if fresh or open_questions():
-            refuse_parts_of_samples(graph, known)  # needs no proof
+            refuse_parts_of_samples(graph, rows)  # needs no proof
             batch = self._batch(chunk)
             for start in range(0, min(count, MAX_PROOFS * SAMPLES), SAMPLES):
                 if start and not open_questions():
                     break
                 self.proofs += 1
                 self._prove(batch, start, ledger)
-                ledger.programs.add(self._seen[0])
+                self._current.programs.put(key.program[0], True)
                 unproven = self._unproven(graph, ledger)
             for name in unproven:
                 if count == 1 and name in ledger.parameters:
                     # One sample needs no rule; its graph may look like that of no larger batch.
                     continue
                 ledger.parameters[name] = ParameterProof("loop", alive=True, reason=UNSEEN)
-        state = State(
-            graph.side, graph.keys, Structure.of(graph), frozenset(unproven), signature[1]
-        )
-        if len(self._states) > 64:
-            self._states.clear()
-        self._states[signature] = state
-        return key, state
+        found = KnownStructure(graph.side, graph.keys, Structure.of(graph), frozenset(unproven))
+        return self._current.structures.put(key.structure, found)
 
     def _try_program(self, chunk: Chunk) -> None:
         """Prove in float64 that samples of a program not tried yet do not interact.
@@ -272,16 +231,14 @@ class Planner:
         Where activations saturate, the batch at hand may hide in its few digits what the next one
         shows.
         """
-        ledger, tried = self.ledger, self._seen[0]
-        if tried in ledger.programs:
+        ledger, tried = self.ledger, chunk.key.program[0]
+        if tried in self._current.programs:
             return
-        if len(ledger.programs) > KEPT:
-            ledger.programs.clear()
         batch = self._batch(chunk)
         self._few.take(
             self.view, batch, ledger, lambda prover, few: prover.compare_outputs(few, ledger)
         )
-        ledger.programs.add(tried)
+        self._current.programs.put(tried, True)
 
     def _prove(self, batch: adapt.Batch, start: int, ledger: Ledger) -> None:
         """Prove on a few samples of the batch, folded as they will be measured.
@@ -294,16 +251,10 @@ class Planner:
 
         self._few.take(self.view, batch, ledger, prove, start, self.folding)
 
-    def _forget(self, flags: tuple | None) -> None:
-        """Drop what was proven for a state of the model's flags."""
-        self._ledgers.pop(flags, None)  # type: ignore[arg-type]
-        self._states = {key: known for key, known in self._states.items() if key[0] != flags}
-        self._slices.clear()
-
-    def _known(self, graph: Graph, state: State) -> bool:
+    def _has_these_sides(self, graph: Graph, known: KnownStructure) -> bool:
         """Return True if nodes of a known structure fall on the known sides with new shapes."""
         graph.classify(self.ledger.decide(graph))
-        return graph.side == state.side and not graph.undecided
+        return graph.side == known.side and not graph.undecided
 
     def _unproven(self, graph: Graph, ledger: Ledger) -> list[str]:
         """Return the parameters of which some use, or the absence, is not in the ledger.
@@ -352,8 +303,8 @@ class Planner:
             InputError: the model fails on parts of the batch.
         """
         x, count = chunk.x, chunk.count
-        key = (*self._slice_key(x, count), self._seen)
-        known = self._slices.get(key)
+        key = (*self._slice_key(x, count), chunk.key.program)
+        known = self._current.batched.get(key)
         batch = self.view.batch(x, count, known)
         if count == 1 or (known is not None and not compare):
             return batch
@@ -384,9 +335,7 @@ class Planner:
                 )
             self._blame(batch, alike=not failures)
             trial = batch
-        if len(self._slices) > KEPT:
-            self._slices.clear()
-        self._slices[key] = trial.batched
+        self._current.batched.put(key, trial.batched)
         return trial
 
     @on_demand.structure_only()
@@ -461,12 +410,14 @@ class Planner:
                 "makes look batched. Make the forward pass work on each sample alone"
             )
 
-    def _layouts(self, chunk: Chunk, state: State, *, fresh: bool) -> ShapePlan:
+    def _known_of_the_graph(
+        self, chunk: Chunk, proven: KnownStructure, *, fresh: bool
+    ) -> ShapePlan:
         """Return the layouts of all uses, told by the graph or found in this batch.
 
         Parameters where none holds go to the loop.
         """
-        ledger, structure, graph = self.ledger, state.structure, chunk.graph
+        ledger, structure, graph = self.ledger, proven.uses, chunk.graph
         z, count, out_dim = chunk.z, chunk.count, self.view.out_dim
         known, by_data = ownership.trace(graph, z, out_dim)
         if self._hooked:
@@ -475,7 +426,7 @@ class Planner:
         by_graph = {place: held for place, held in options.items() if place in known}
         layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
         v = generic_cotangent(z)
-        if fresh and not (by_data and state.plans):
+        if fresh and not (by_data and proven.plans):
             # What the graph tells is held to the marks once.
             candidates = {place: by_graph.get(place, []) for place in options}
             confirmed = explained(graph, structure, z, v, out_dim, candidates, known)

@@ -19,6 +19,7 @@ from untouched import untouched
 
 import fastlr
 from fastlr.errors import FastlrError
+from fastlr.ghost.known import Known
 from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.integrations import Monitor
 from fastlr.ops.model_lock import locked
@@ -275,8 +276,7 @@ def test_a_forward_pass_meanwhile(name):
     with untouched(model), meanwhile(run) as errors:
         for _ in range(3):
             estimator = fastlr.LocalRedundancy(model, fastlr.TensorInputs(x), 8)
-            estimator.engine._ledgers.clear()
-            estimator.engine._states.clear()
+            estimator.engine.known = Known()
             assert estimator.measure().value == alone
     assert not errors and not differing
 

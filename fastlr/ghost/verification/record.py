@@ -52,8 +52,6 @@ class Ledger:
     absent: list[frozenset[str]] = field(default_factory=list)
     # Keys of what is computed of parameters and data.
     varying: set[tuple] = field(default_factory=set)
-    # Fingerprints of the model whose samples were tried on copies.
-    programs: set[bytes] = field(default_factory=set)
     by_data: str = ""  # why every batch must be looked at, whatever the graph tells
     hooked: bool = (
         False  # a hook moves gradients between rows, so that the graph does not tell whose they are

@@ -1,0 +1,153 @@
+"""What is known of a model, and by what it is found again.
+
+In four levels, each within the one before:
+
+- *flags*: the modes of its modules, its parameters' names and dtypes, autocast, its hooks. The
+  proofs are of a model in one state of these.
+- *structure*: of the autograd graph of its output, without shapes. Each is proven.
+- *shapes*: of the inputs and of everything in the graph.
+- *program*: all else that a forward pass may branch on. For each shape and program the outputs are
+  compared and the samples' rows found.
+
+What is forgotten at one level is forgotten below it, too. What was not used for long is dropped:
+it is proven, compared and found again when it comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fastlr.ghost.backward import Structure
+from fastlr.ghost.fallback import Singles
+from fastlr.ghost.graph import Graph, Place
+from fastlr.ghost.ownership import details
+from fastlr.ghost.sample_axis import Layout
+from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.recent import Recent
+
+_FEW = 64  # states of the flags, and structures of one, that are kept
+
+
+class Key(NamedTuple):
+    """By what a batch is found again among those with the same flags."""
+
+    structure: tuple
+    shapes: tuple
+    program: tuple
+
+    @staticmethod
+    def of(graph: Graph, count: int, program: tuple) -> Key:
+        """Return the key of a batch of ``count`` samples with this graph and program."""
+        sizes = tuple(graph.sizes(i) for i in range(len(graph.nodes)))
+        return Key(graph.signature(), (count, sizes, details(graph)), program)
+
+    @property
+    def plan(self) -> tuple:
+        """By what the plan of a structure is found."""
+        return self.shapes, self.program
+
+
+@dataclass
+class ShapePlan:
+    """The sample axes in batches of one shape whose forward pass sees the same program.
+
+    Attributes:
+        layouts: of the outputs of nodes with uses of parameters.
+        by_data: the kind of node below which rows may belong to other samples in every batch; "" if
+            the graph tells all.
+    """
+
+    layouts: dict[Place, Layout]
+    by_data: str = ""
+
+
+@dataclass(eq=False)
+class KnownStructure:
+    """What is known of a structure of the graph.
+
+    Attributes:
+        side: of each node, see `Graph`.
+        keys: of each node, see `Graph`.
+        uses: the uses of parameters, and how their gradients become those of parameters.
+        by_loop: names of the parameters of which no proof has met a use.
+        plans: by shapes and program.
+    """
+
+    side: list[int]
+    keys: list
+    uses: Structure
+    by_loop: frozenset[str]
+    plans: Recent[tuple, ShapePlan] = field(default_factory=Recent)
+
+    def classify(self, graph: Graph) -> None:
+        """Give a graph of this structure the sides and keys of its nodes."""
+        graph.side, graph.keys = self.side, self.keys
+
+
+@dataclass(eq=False)
+class KnownFlags:
+    """What is known of a model in one state of its flags.
+
+    Attributes:
+        flags: by which this is found.
+        statistics: ids of the buffers whose values change nothing of a plan, as a forward pass uses
+            them as running statistics only.
+        hooks_gradients: True if a forward pass gives tensors hooks, which may move gradients
+            between samples as no graph shows.
+        ledger: what was proven.
+        structures: by the signature of the graph.
+        programs: those of which it was tried whether samples interact under other conditions.
+        batched: which of the inputs carry samples, by number of samples, shapes and program.
+        one_sample: shapes of inputs that are one sample.
+        singles: how a single sample is run.
+    """
+
+    flags: tuple
+    statistics: frozenset[int] = frozenset()
+    hooks_gradients: bool = False
+    ledger: Ledger = field(default_factory=Ledger)
+    structures: Recent[tuple, KnownStructure] = field(default_factory=lambda: Recent(_FEW))
+    programs: Recent[bytes, bool] = field(default_factory=Recent)
+    batched: Recent[tuple, list[int]] = field(default_factory=Recent)
+    one_sample: Recent[tuple, bool] = field(default_factory=Recent)
+    singles: Singles = field(default_factory=Singles)
+
+    def find(self, key: Key) -> tuple[KnownStructure | None, ShapePlan | None]:
+        """Return what is known of the structure, and of these shapes and this program in it."""
+        structure = self.structures.get(key.structure)
+        return structure, None if structure is None else structure.plans.get(key.plan)
+
+
+@dataclass(eq=False)
+class Plan:
+    """What is known of a batch at every level."""
+
+    flags: KnownFlags
+    structure: KnownStructure
+    shapes: ShapePlan
+    key: Key
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return self.key.shapes[0]
+
+
+class Known:
+    """What is known of one model: a tree of caches, flags at its root."""
+
+    def __init__(self) -> None:
+        self._by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
+
+    def of_flags(self, flags: tuple) -> KnownFlags | None:
+        """Return what is known of the model with these flags."""
+        return self._by_flags.get(flags)
+
+    def enter(self, known: KnownFlags) -> KnownFlags:
+        """Keep the first that is known of the model with some flags."""
+        return self._by_flags.put(known.flags, known)
+
+    def forget(self, flags: tuple) -> None:
+        """Drop what is known of the model with these flags, at all levels."""
+        self._by_flags.drop(flags)
