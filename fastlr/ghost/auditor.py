@@ -1,226 +1,145 @@
 """Audits of a model: a random sample of what is measured is measured again.
 
-It runs beside a copy of itself, as the model is.
+It runs beside a copy of itself, as the model is: the stage "Audited" of docs/trust.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fastlr.distributed import on_demand
-from fastlr.errors import InputError
 from fastlr.ghost import model_io as adapt
-from fastlr.ghost.cotangents import Cotangent, passes
-from fastlr.ghost.fallback import beside_copy
+from fastlr.ghost.fallback import Forward, beside_copy
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.planner import Chunk, Planner
+from fastlr.ghost.planner import Chunk, batch_of, blame, compared, noise_of, outputs_agree
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import low_precision, norms_agree
-from fastlr.ghost.verification.audit import Audits, Disproved
+from fastlr.ghost.verification.audit import Disproved
+from fastlr.ghost.verification.record import Ledger
 from fastlr.ghost.verification.stand_in import StandIn
 
-Spot = tuple[int, dict[str, Tensor]]  # an audited sample and its exact squared norms
+
+def forward_of(view: ModelView, batch: adapt.Batch) -> Forward:
+    """Return the function that runs the model, as it is, on samples of a batch."""
+
+    def forward(samples: Sequence[int]) -> Tensor:
+        with Unfused():
+            return view.forward(batch.pick(samples))
+
+    return forward
 
 
-class Auditor(Planner):
-    """A planner that holds samples to their exact gradients.
+def closeness(view: ModelView, ledger: Ledger, device: torch.device) -> float:
+    """Return the relative difference of squared norms that is rounding in the model's precision."""
+    dtypes = {p.dtype for p in view.parameters.values()}
+    if dtypes == {torch.float64} and ledger.dtype is not None:
+        dtypes = {ledger.dtype}  # the model may cast to fewer digits
+    if low_precision(device, dtypes):
+        return 0.1
+    return 1e-8 if dtypes == {torch.float64} else 1e-3
+
+
+class SampleAudit:
+    """One sample of a batch, run beside a copy of itself.
+
+    Args:
+        view: the model.
+        ledger: what was proven of it.
+        batch: the inputs.
+        sample: its number.
+        v: the cotangent of the batch.
 
     Attributes:
-        audits: how many were right, how many were not, and when the next is due.
+        row: its output beside the copy.
+        exact: its exact squared norms there, by parameter.
     """
 
-    def __init__(self, view: ModelView) -> None:
-        super().__init__(view)
-        self._writes_inputs: bool | None = None  # None: not known yet
-        self.audits = Audits()
-
-    def _forward(self, x: Any) -> Tensor:
-        given = adapt.copied(x) if self._writes_inputs is not False else x
-        before = adapt.times_written(given)
-        z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
-        written = adapt.times_written(given) != before
-        if written and self._writes_inputs is False:
-            self._writes_inputs = True
-            raise InputError(
-                "the model has written to its inputs, as it had not before: they are changed; "
-                "pass them again"
-            )
-        self._writes_inputs = written or bool(self._writes_inputs)
-        return z
-
-    def _forward_of(self, batch: adapt.Batch) -> Callable[[Sequence[int]], Tensor]:
-        def forward(samples: Sequence[int]) -> Tensor:
-            with Unfused():
-                return self.view.forward(batch.pick(samples))
-
-        return forward
-
-    def audit(
-        self, plan: Plan, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent
-    ) -> bool:
-        """Return True if a random sample of a batch has its own output and norms.
-
-        The batch is one that `run_planned` did.
-
-        Args:
-            plan: of the batch.
-            x: inputs.
-            output: the output for them.
-            table: squared norms [parameters, B].
-            cotangent: as then.
-        """
-        self._current = plan.flags
-        with torch.inference_mode(False), self.audits.timed():
-            ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
-            batch = self.view.batch(x, self.view.sample_count(output))
-            j, same, exact = self._draw_and_run(batch, output, v)
-            norms = dict(zip(self.parameters, table[:, j] / scale[j], strict=True))
-            right = same and not self._refuted(norms, exact, x, batch, v, j)
-        self.audits.passed += right
-        return right
-
-    def _exact_of_one(self, chunk: Chunk, v: Tensor, *, fresh: bool) -> Spot:
-        """Return the exact squared norms of one random sample beside a copy of itself.
-
-        Its output must be its row of the batch.
-
-        Raises:
-            Disproved: it is another, and not ``fresh``: so what is known of the model is no longer
-                true.
-            FoldRefuted: it is another because of the folding.
-            InteractionError: it is another.
-        """
-        batch = self._batch(chunk)
-        j, same, exact = self._draw_and_run(batch, chunk.z.detach(), v)
-        if not same:
-            if not fresh:
-                raise Disproved(
-                    j,
-                    f"sample {j} alone gives another output than within its batch of {chunk.count}",
-                )
-            self._batch(chunk, compare=True)
-            self._blame(batch, alike=True)
-        return j, exact
-
-    def _draw_and_run(
-        self, batch: adapt.Batch, output: Tensor, v: Tensor
-    ) -> tuple[int, bool, dict[str, Tensor]]:
-        """Draw a random sample and run it beside a copy of itself.
-
-        Returns the sample, whether it has its row of the output there, and its exact squared norms
-        there.
-        """
-        j = self.audits.draw(batch.count)
-        sample = self._forward_of(batch), j, self.view.row(v, j), self.view.out_dim, self.parameters
+    def __init__(
+        self, view: ModelView, ledger: Ledger, batch: adapt.Batch, sample: int, v: Tensor
+    ) -> None:
+        self.view, self.batch, self.sample, self.v = view, batch, sample, v
+        self.close = closeness(view, ledger, v.device)
+        forward = forward_of(view, batch)
+        own = forward, sample, view.row(v, sample), view.out_dim, view.parameters
         try:
-            row, exact = beside_copy(*sample)
+            self.row, exact = beside_copy(*own)
         except adapt.FAILURES:  # it may take one sample only
-            row, exact = beside_copy(*sample, copies=1)
-        same = self._same_outputs(self.view.row(output, j), row, self._noise_of(batch))
-        return j, same, dict(zip(self.parameters, exact, strict=True))
+            self.row, exact = beside_copy(*own, copies=1)
+        self.exact = dict(zip(view.parameters, exact, strict=True))
+        self.total = torch.stack(exact).sum()
 
-    def _disproved(
-        self, norms: dict[str, Tensor], spot: Spot, chunk: Chunk, v: Tensor, *, fresh: bool
-    ) -> dict[str, Tensor]:
-        """Return the parameters whose norm of the audited sample is not its exact norm.
+    def has_its_output(self, output: Tensor) -> bool:
+        """Return True if the sample's row of the batch's output is the one beside its copy."""
+        row = self.view.row(output, self.sample)
+        return outputs_agree(self.view, row, self.row, noise_of(self.view, self.batch))
 
-        From now on they are done by the loop.
-
-        Raises Disproved instead where the plan is an earlier batch's: it is proven anew first.
-        """
-        j, exact = spot
-        norms_of_sample = {name: value[j] for name, value in norms.items()}
-        wrong = self._refuted(norms_of_sample, exact, chunk.x, self._batch(chunk), v, j)
-        if not wrong:
-            self.audits.passed += 1
-            return {}
-        total = torch.stack(list(exact.values())).sum()
-        gaps = {name: float((norms[name][j] - exact[name]).abs() / total) for name in wrong}
-        if not fresh:
-            name = max(gaps, key=lambda n: gaps[n])
-            raise Disproved(
-                j, f"the norm of {name} for sample {j} is off by {gaps[name]:.1e} of its total"
-            )
-        for name in wrong:
-            proof = self.ledger.parameters[name]
-            proof.route, proof.reason = (
-                "loop",
-                f"audit of a sample: off by {gaps[name]:.1e} of its total",
-            )
-        return {name: self.parameters[name] for name in wrong}
-
-    def _refuted(
-        self,
-        norms: dict[str, Tensor],
-        exact: dict[str, Tensor],
-        x: Any,
-        batch: adapt.Batch,
-        v: Tensor,
-        j: int,
-    ) -> list[str]:
-        """Return the parameters whose squared norms for sample j are not the exact ones.
+    def refuted(self, norms: dict[str, Tensor], run: Callable[[], Tensor]) -> list[str]:
+        """Return the parameters whose squared norms for the sample are not the exact ones.
 
         They differ by more than rounding explains.
+
+        Args:
+            norms: of the sample, by parameter.
+            run: runs the whole batch again, as it is measured.
         """
-        total = torch.stack(list(exact.values())).sum()
-        wrong = [
-            name for name, value in norms.items() if not self._agrees(value, exact[name], total)
-        ]
+        wrong = [name for name in norms if not self._agrees(norms[name], name)]
         if wrong:
-            noise = self._norm_noise(batch, v, j, exact)
-            wrong = [n for n in wrong if not self._agrees(norms[n], exact[n], total, noise.get(n))]
-        if wrong and v.dtype != torch.float64:
-            within = self._within(x, v, j)
-            loose = max(0.01, 2 * self._close(v))
+            noise = self._noise()
             wrong = [
                 n
                 for n in wrong
-                if not (
-                    self._agrees(norms[n], within[n], total)
-                    and norms_agree(within[n], exact[n], total, loose)
-                )
+                if n not in noise
+                or not bool(((norms[n] - self.exact[n]).abs() <= 8 * noise[n]).all())
             ]
+        if wrong and self.v.dtype != torch.float64:
+            within = self._within(run())
+            wrong = [n for n in wrong if not self._explained_within(norms[n], within[n], n)]
         return wrong
 
-    def _within(self, x: Any, v: Tensor, j: int) -> dict[str, Tensor]:
-        """Return the exact squared norms of sample j within the batch as it is measured.
+    def off(self, norms: dict[str, Tensor], names: Iterable[str]) -> dict[str, float]:
+        """Return how far norms are from the exact ones, in parts of the sample's total."""
+        return {n: float((norms[n] - self.exact[n]).abs() / self.total) for n in names}
 
-        The other samples' cotangents are zero.
+    def _agrees(self, value: Tensor, name: str) -> bool:
+        return norms_agree(value, self.exact[name], self.total, self.close)
 
-        In few digits an activation near a kink may fall on its other side where the sample is
-        alone: outputs then agree but for rounding, gradients less.
-        """
-        cotangent = torch.zeros_like(v)
-        self.view.row(cotangent, j).copy_(self.view.row(v, j))
-        return dict(
-            zip(
-                self.parameters,
-                exact_grads(self._forward(x), self.parameters, cotangent),
-                strict=True,
-            )
+    def _explained_within(self, value: Tensor, within: Tensor, name: str) -> bool:
+        """Return True if a norm is that of the sample within its batch, which is almost exact."""
+        loose = max(0.01, 2 * self.close)
+        return norms_agree(value, within, self.total, self.close) and norms_agree(
+            within, self.exact[name], self.total, loose
         )
 
-    def _norm_noise(
-        self, batch: adapt.Batch, v: Tensor, j: int, exact: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return how far the exact squared norms of a sample are off by rounding.
+    def _within(self, z: Tensor) -> dict[str, Tensor]:
+        """Return the exact squared norms of the sample within the batch as it is measured.
+
+        The other samples' cotangents are zero. In few digits an activation near a kink may fall on
+        its other side where the sample is alone: outputs then agree but for rounding, gradients
+        less.
+        """
+        cotangent = torch.zeros_like(self.v)
+        self.view.row(cotangent, self.sample).copy_(self.view.row(self.v, self.sample))
+        norms = exact_grads(z, self.view.parameters, cotangent)
+        return dict(zip(self.view.parameters, norms, strict=True))
+
+    def _noise(self) -> dict[str, Tensor]:
+        """Return how far the exact squared norms are off by rounding.
 
         It is found from float64; empty if nobody can tell.
         """
+        view, v, j, batch = self.view, self.v, self.sample, self.batch
         if v.dtype == torch.float64:
             return {}
-        held = (*self.model.named_parameters(), *self.model.named_buffers())
+        held = (*view.module.named_parameters(), *view.module.named_buffers())
         wide = {n: on_demand.cast(t, torch.float64) for n, t in held}
-        wide |= {n: wide[n].requires_grad_() for n in self.parameters}
-        stand_in = StandIn(self.model, batch.pick([j, j]), self.view.output)
+        wide |= {n: wide[n].requires_grad_() for n in view.parameters}
+        stand_in = StandIn(view.module, batch.pick([j, j]), view.output)
         stand_in.take_known_clone()
-        for n, p in self.parameters.items():  # what they do to gradients is no rounding
+        for n, p in view.parameters.items():  # what they do to gradients is no rounding
             for hook in (p._backward_hooks or {}).values():
                 wide[n].register_hook(hook)
 
@@ -228,37 +147,70 @@ class Auditor(Planner):
             given = adapt.cast(batch.pick(samples), torch.float64)
             with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
                 result = stand_in.call_with(wide, given, dtype=torch.float64)
-                return adapt.select_output(result, self.view.output)
+                return adapt.select_output(result, view.output)
 
-        row, chosen = self.view.row(v, j).double(), {n: wide[n] for n in self.parameters}
+        row, chosen = view.row(v, j).double(), {n: wide[n] for n in view.parameters}
         try:
-            _, truth = stand_in.trusted(
-                lambda: beside_copy(forward, j, row, self.view.out_dim, chosen)
-            )
+            _, truth = stand_in.trusted(lambda: beside_copy(forward, j, row, view.out_dim, chosen))
         except adapt.FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it
-        return {n: (exact[n] - t).abs() for n, t in zip(self.parameters, truth, strict=True) if t}
+        exact = self.exact
+        return {n: (exact[n] - t).abs() for n, t in zip(view.parameters, truth, strict=True) if t}
 
-    def _agrees(
-        self, value: Tensor, exact: Tensor, total: Tensor, noise: Tensor | None = None
-    ) -> bool:
-        """Return True if squared norms agree within the model's own precision.
 
-        Or within some times the measured rounding.
-        """
-        if norms_agree(value, exact, total, self._close(value)):
-            return True
-        return noise is not None and bool(((value - exact).abs() <= 8 * noise).all())
+def begin_audit(chunk: Chunk, sample: int, v: Tensor, *, fresh: bool) -> SampleAudit:
+    """Run a sample beside a copy of itself, and require that it gives its row of the output.
 
-    def _close(self, value: Tensor) -> float:
-        dtypes = {p.dtype for p in self.parameters.values()}
-        if dtypes == {torch.float64} and self.ledger.dtype is not None:
-            dtypes = {self.ledger.dtype}  # the model may cast to fewer digits
-        return (
-            0.1
-            if low_precision(value.device, dtypes)
-            else 1e-8
-            if dtypes == {torch.float64}
-            else 1e-3
+    Raises:
+        Disproved: it gives another, and not ``fresh``: so what is known of the model is no longer
+            true.
+        FoldRefuted: it gives another because of the folding.
+        InteractionError: it gives another.
+    """
+    batch = batch_of(chunk)
+    audit = SampleAudit(chunk.view, chunk.ledger, batch, sample, v)
+    if not audit.has_its_output(chunk.z.detach()):
+        if not fresh:
+            raise Disproved(
+                sample,
+                f"sample {sample} alone gives another output than within its batch of "
+                f"{chunk.count}",
+            )
+        compared(chunk)
+        blame(chunk, batch, alike=True)
+    return audit
+
+
+def audited(
+    audit: SampleAudit,
+    norms: dict[str, Tensor],
+    run: Callable[[], Tensor],
+    *,
+    fresh: bool,
+) -> dict[str, str]:
+    """Hold the norms of a batch to the exact ones of an audited sample.
+
+    Args:
+        audit: of the sample.
+        norms: of all samples, by parameter.
+        run: runs the batch again, as it is measured.
+        fresh: whether the plan is this batch's own.
+
+    Returns:
+        The parameters whose norms are not the exact ones, and what the audit found of each.
+
+    Raises:
+        Disproved: there are such, and the plan is an earlier batch's: it is to be proven anew.
+    """
+    of_sample = {name: value[audit.sample] for name, value in norms.items()}
+    wrong = audit.refuted(of_sample, run)
+    off = audit.off(of_sample, wrong)
+    if wrong and not fresh:
+        worst = max(off, key=lambda name: off[name])
+        raise Disproved(
+            audit.sample,
+            f"the norm of {worst} for sample {audit.sample} is off by {off[worst]:.1e} of its "
+            "total",
         )
+    return {name: f"audit of a sample: off by {off[name]:.1e} of its total" for name in wrong}

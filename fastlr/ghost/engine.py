@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,20 +18,22 @@ from fastlr.distributed import on_demand
 from fastlr.errors import FastlrWarning, InputError, NonFiniteError, first_line
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost import program
-from fastlr.ghost.auditor import Auditor, Spot
+from fastlr.ghost.auditor import SampleAudit, audited, begin_audit, closeness, forward_of
 from fastlr.ghost.backward import Rerouted, sq_norms
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
-from fastlr.ghost.fusion.mode import unfolded
+from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import exact_grads, walk
-from fastlr.ghost.known import Key, KnownFlags, KnownStructure, Plan, ShapePlan
+from fastlr.ghost.known import Key, Known, KnownFlags, Plan
+from fastlr.ghost.model_caches import caches_of
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.planner import Chunk
+from fastlr.ghost.planner import Chunk, batch_of, input_shapes, proven, shape_plan
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.state import BufferKeeper
+from fastlr.ghost.state import BufferKeeper, emptied
 from fastlr.ghost.surroundings import refuse_surroundings
-from fastlr.ghost.verification.audit import Disproved
+from fastlr.ghost.verification.agreement import norms_agree
+from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
@@ -64,7 +66,7 @@ class ChunkNorms:
         return dict(zip(self.names, self.table, strict=True))
 
 
-class Engine(Auditor):
+class Engine:
     """Per-sample squared gradient norms of a model, planned and proven once.
 
     Args:
@@ -72,6 +74,10 @@ class Engine(Auditor):
             samples are.
 
     Attributes:
+        view: the model.
+        known: what was proven and found of it.
+        audits: how many were right, how many were not, and when the next is due.
+        folding: what of the model runs otherwise than it says.
         peaks: by kind of input and precision, the memory that one takes at a chunk's peak, and how
             many fitted; as measured.
 
@@ -80,11 +86,60 @@ class Engine(Auditor):
     """
 
     def __init__(self, model: nn.Module | ModelView) -> None:
-        super().__init__(model if isinstance(model, ModelView) else ModelView.of(model))
+        self.view = model if isinstance(model, ModelView) else ModelView.of(model)
+        self.known, self.audits, self.folding = Known(), Audits(), Folding()
+        self._current = KnownFlags(())  # what is known with the flags of the last call
+        self._plan: Plan | None = None  # of the last call
+        self._writes_inputs: bool | None = None  # None: not known yet
         self._warned: set[str] = set()
         self._buffers = BufferKeeper()
         self.peaks: dict[tuple, tuple[int, int]] = {}
-        self._plan: Plan | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The unwrapped model; ModelError once it no longer exists."""
+        return self.view.module
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by name, as the last call found them."""
+        return self.view.parameters
+
+    @property
+    def ledger(self) -> Ledger:
+        """The proofs for the model as the last call found it."""
+        return self._current.ledger
+
+    @property
+    def proofs(self) -> int:
+        """How many proofs were made of the model."""
+        return self.known.proofs
+
+    @property
+    def comparisons(self) -> int:
+        """How many batches' outputs were compared with those of their parts."""
+        return self.known.comparisons
+
+    @property
+    def _hooked_parameters(self) -> bool:
+        """Return True if hooks of parameters may change their gradients.
+
+        Rules do not take such hooks.
+        """
+        return any(p._backward_hooks for p in self.parameters.values())
+
+    def _flags(self) -> tuple:
+        model, kind = self.model, self.view.device.type
+        return (
+            tuple([m.training for m in all_modules(model)]),
+            tuple((n, p.dtype) for n, p in self.parameters.items()),
+            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            program.hook_programs(model),
+        )
+
+    def without_caches(self, x: Any) -> AbstractContextManager[None]:
+        """Run the model within this context without what earlier forward passes have left in it."""
+        return emptied(caches_of(self.view, self.known, self._flags(), x))
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Per-sample squared norms of the gradient of <cotangent, output> for each sample.
@@ -133,9 +188,10 @@ class Engine(Auditor):
                 self._distrust(failure)
                 continue
             except FoldRefuted as error:
-                self.folding.give_up(
-                    error.names, error.reason
-                ) if error.names else self.folding.disable(error.reason)
+                if error.names:
+                    self.folding.give_up(error.names, error.reason)
+                else:
+                    self.folding.disable(error.reason)
                 continue
             except (InputError, NonFiniteError):
                 raise
@@ -198,47 +254,44 @@ class Engine(Auditor):
     # ----------------------------------------------------------------------------------------------
 
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
+        """Return the norms of a batch: find what is known of it, measure, audit."""
         begun = time.perf_counter()
         if on_demand.active() and self.known.of_flags(self._flags()) is None:
             # The proof, without this batch's graph beside it.
             with on_demand.structure_only():
-                unproven, _ = self._chunk(x)
-            self._proven(unproven)
-        chunk, output = self._chunk(x)
+                unproven = self._chunk(x)
+            proven(unproven)
+        chunk = self._chunk(x)
         self._plan = None
+        output = chunk.z.detach()
         several = passes(cotangent, output, self.view.out_dim)
         v, scale, more = next(several)
-        proven = self._proven(chunk)
-        plan, fresh = self._shape_plan(chunk, proven)
-        spot = None
-        if chunk.count > 1 and self.audits.due(
-            fresh=fresh or self._hooked or self._hooked_parameters
-        ):
+        structure = proven(chunk)
+        fresh = chunk.key.plan not in structure.plans
+        look = self.audits.failed > 0
+        shapes = shape_plan(chunk, structure, look=look)
+        plan = Plan(chunk.flags, structure, shapes, chunk.key)
+        audit: SampleAudit | None = None
+        hooked = chunk.flags.hooked or self._hooked_parameters
+        if chunk.count > 1 and self.audits.due(fresh=fresh or hooked):
             with self.audits.timed():
-                spot = self._exact_of_one(chunk, v, fresh=fresh)
-        table: Tensor | None = None
-        while True:
-            norms = self._pass(chunk, proven, plan, v, spot, retain=more, fresh=fresh)
-            part = self._table(norms, output.device, chunk.count) * scale
-            table = part if table is None else table + part
-            if not more:
-                break
+                audit = begin_audit(chunk, self.audits.draw(chunk.count), v, fresh=fresh)
+        norms = self._norms(chunk, plan, v, audit, retain=more, fresh=fresh)
+        table = self._table(norms, output.device, chunk.count) * scale
+        while more:
             v, scale, more = next(several)
-            spot = None
-        self._plan = Plan(self._current, proven, plan, chunk.key)
+            norms = self._norms(chunk, plan, v, None, retain=more, fresh=fresh)
+            table = table + self._table(norms, output.device, chunk.count) * scale
+        self._plan = plan
         result = self._result(table)
         self.audits.measured(time.perf_counter() - begun)
         return result
 
-    def _chunk(self, x: Any) -> tuple[Chunk, Tensor]:
-        """Run the model forward and walk the graph.
-
-        Returns the chunk, and its output without the graph.
-        """
-        self._compared = False
+    def _chunk(self, x: Any) -> Chunk:
+        """Run the model forward and walk the graph."""
         self._current = known = self._known_flags(x)
         program_now = program.fingerprint(self.model, known.statistics)
-        sizes = self._slice_key(x, 1)
+        sizes = input_shapes(x)
         with unfolded() if known.one_sample.get(sizes) else nullcontext():
             z = self._forward(x)
         count = self.view.sample_count(z)
@@ -249,7 +302,7 @@ class Engine(Auditor):
                 z = self._forward(x)
         batched = adapt.along(x, count, self.view.in_dim)
         seen = program_now, program.inputs_token(x, batched)
-        output = _finite(z)
+        _finite(z)
         adapt.require_graph(z)
         graph = walk(z, self.parameters)
         if graph.others and "others" not in self._warned:
@@ -262,7 +315,8 @@ class Engine(Auditor):
                 FastlrWarning,
                 stacklevel=5,
             )
-        return Chunk(x, z, count, graph, Key.of(graph, count, seen)), output
+        key = Key.of(graph, count, seen)
+        return Chunk(self.view, self.folding, self.known, known, x, z, count, graph, key)
 
     def _known_flags(self, x: Any) -> KnownFlags:
         """Return what is known of the model with its flags of now.
@@ -277,18 +331,19 @@ class Engine(Auditor):
             known = self.known.enter(KnownFlags(flags, *watched))
         return known
 
-    def _shape_plan(self, chunk: Chunk, proven: KnownStructure) -> tuple[ShapePlan, bool]:
-        """Return the plan for this batch's shapes, and whether nothing was known of them."""
-        _, plan = self._current.find(chunk.key)
-        fresh = plan is None
-        if chunk.count == 1:  # there is nothing to find
-            return plan or ShapePlan({}), fresh
-        if plan is None or plan.by_data or self.audits.failed:
-            # Do samples interact that did not before?
-            self._batch(chunk, compare=not self._compared)
-            self._try_program(chunk)
-            plan = self._known_of_the_graph(chunk, proven, fresh=fresh)
-        return proven.plans.put(chunk.key.plan, plan), fresh
+    def _forward(self, x: Any) -> Tensor:
+        given = adapt.copied(x) if self._writes_inputs is not False else x
+        before = adapt.versions(given)
+        z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
+        written = adapt.versions(given) != before
+        if written and self._writes_inputs is False:
+            self._writes_inputs = True
+            raise InputError(
+                "the model has written to its inputs, as it had not before: they are changed; "
+                "pass them again"
+            )
+        self._writes_inputs = written or bool(self._writes_inputs)
+        return z
 
     def plan(self) -> Plan | None:
         """Return the last call's plan, for `run_planned`, or None if that is not `replayable`."""
@@ -335,87 +390,142 @@ class Engine(Auditor):
         refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
         return table, output
 
-    def _pass(
+    def audit(
+        self, plan: Plan, x: Any, output: Tensor, table: Tensor, cotangent: Cotangent
+    ) -> bool:
+        """Return True if a random sample of a batch has its own output and norms.
+
+        The batch is one that `run_planned` did.
+
+        Args:
+            plan: of the batch.
+            x: inputs.
+            output: the output for them.
+            table: squared norms [parameters, B].
+            cotangent: as then.
+        """
+        self._current = plan.flags
+        with torch.inference_mode(False), self.audits.timed():
+            ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
+            batch = self.view.batch(x, self.view.sample_count(output))
+            sample = self.audits.draw(batch.count)
+            audit = SampleAudit(self.view, self.ledger, batch, sample, v)
+            of_sample = table[:, sample] / scale[sample]
+            norms = dict(zip(self.parameters, of_sample, strict=True))
+            right = audit.has_its_output(output) and not audit.refuted(
+                norms, lambda: self._forward(x)
+            )
+        self.audits.passed += right
+        return right
+
+    def _norms(
         self,
         chunk: Chunk,
-        proven: KnownStructure,
-        plan: ShapePlan,
+        plan: Plan,
         v: Tensor,
-        spot: Spot | None,
+        audit: SampleAudit | None,
         *,
         retain: bool,
         fresh: bool,
     ) -> dict[str, Tensor]:
-        graph, count = chunk.graph, chunk.count
-        if count == 1:
-            if self._current.singles.alone(self._single_key(chunk, self.parameters)):
-                exact = exact_grads(chunk.z, self.parameters, v, retain=retain)
-                return {
-                    name: value[None] for name, value in zip(self.parameters, exact, strict=True)
-                }
-            return self._by_loop(chunk, v, dict(self.parameters))
-        ledger = self.ledger
-        routes = {use_key: proof.route for use_key, proof in ledger.uses.items()}
-        before = dict(routes)
-        loop = proven.by_loop | ledger.loop
-        norms = {}
-        if not all(name in loop for name in graph.parameters.values()):
-            try:
-                norms = sq_norms(
-                    graph,
-                    proven.uses,
-                    chunk.z,
-                    v,
-                    plan.layouts,
-                    count,
-                    routes,
-                    retain=retain,
-                    skip=frozenset(loop),
-                )
-            finally:
-                for use_key, route in routes.items():
-                    if before.get(use_key) != route and use_key in ledger.uses:
-                        ledger.uses[use_key].route = route
-        present = set(graph.parameters.values())
+        """Return the squared norms [B] of each parameter for one cotangent.
+
+        By rules where they hold, by the loop over samples elsewhere.
+        """
+        if chunk.count == 1:
+            return self._norms_of_one(chunk, v, retain=retain)
+        ledger = chunk.ledger
+        present = set(chunk.graph.parameters.values())
+        loop = plan.structure.by_loop | ledger.loop
+        norms = self._by_rules(chunk, plan, v, loop, retain=retain) if present - loop else {}
+        if audit is not None:
+            wrong = audited(audit, norms, lambda: self._forward(chunk.x), fresh=fresh)
+            self.audits.passed += not wrong
+            for name, reason in wrong.items():
+                ledger.parameters[name].route, ledger.parameters[name].reason = "loop", reason
+            loop = loop | frozenset(wrong)
         slow: dict[str, Tensor] = {
             name: p for name, p in self.parameters.items() if name in loop and name in present
         }
-        if spot is not None:
-            slow |= self._disproved(norms, spot, chunk, v, fresh=fresh)
         if slow:
             self._warn_loop(slow)
             norms |= self._by_loop(chunk, v, slow)
-        proofs = ledger.parameters
+        return norms | self._of_zero_in_the_proof(chunk, v, norms)
+
+    def _norms_of_one(self, chunk: Chunk, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
+        """Return the squared norms [1] of a batch of one sample, by plain autograd."""
+        if not chunk.flags.singles.alone(self._single_key(chunk, self.parameters)):
+            return self._by_loop(chunk, v, dict(self.parameters))
+        exact = exact_grads(chunk.z, self.parameters, v, retain=retain)
+        return {name: value[None] for name, value in zip(self.parameters, exact, strict=True)}
+
+    def _by_rules(
+        self, chunk: Chunk, plan: Plan, v: Tensor, loop: frozenset[str], *, retain: bool
+    ) -> dict[str, Tensor]:
+        """Return the squared norms [B] of all parameters but those in ``loop``.
+
+        Where a rule turns out not to apply, the ledger has the node's own formula from now on.
+        """
+        uses = chunk.ledger.uses
+        before = {key: proof.route for key, proof in uses.items()}
+        routes = dict(before)
+        try:
+            return sq_norms(
+                chunk.graph,
+                plan.structure.uses,
+                chunk.z,
+                v,
+                plan.shapes.layouts,
+                chunk.count,
+                routes,
+                retain=retain,
+                skip=loop,
+            )
+        finally:
+            for key, route in routes.items():
+                if key in uses and before[key] != route:
+                    uses[key].route = route
+
+    def _of_zero_in_the_proof(
+        self, chunk: Chunk, v: Tensor, norms: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return the norms by the loop of parameters that the rules now get wrong.
+
+        Of a parameter whose gradient was zero in the proof nothing was proven: where it is not zero
+        any more, the loop says whether its rule is right. Where it is, the rule's values stand, so
+        that the next call has the same bits.
+        """
+        proofs = chunk.ledger.parameters
         unproven = [
             n for n in norms if n in proofs and not proofs[n].alive and proofs[n].route != "loop"
         ]
         unsure: dict[str, Tensor] = {
             n: self.parameters[n] for n in unproven if bool(norms[n].any())
         }
-        if unsure:  # zero in the proof, so nothing was proven of them
-            looped = self._by_loop(chunk, v, unsure)
-            total = torch.stack([*(norms | looped).values()]).sum(0)
-            for name in unsure:
-                if self._agrees(norms[name], looped[name], total):
-                    proofs[
-                        name
-                    ].alive = True  # and the rule's values stand: the next call has the same bits
-                else:
-                    proofs[name].route, proofs[name].reason = (
-                        "loop",
-                        "zero in the proof, wrong where it is not",
-                    )
-                    norms[name] = looped[name]
-        return norms
+        if not unsure:
+            return {}
+        looped = self._by_loop(chunk, v, unsure)
+        total = torch.stack([*(norms | looped).values()]).sum(0)
+        close = closeness(self.view, chunk.ledger, v.device)
+        wrong: dict[str, Tensor] = {}
+        for name in unsure:
+            proof = proofs[name]
+            if norms_agree(norms[name], looped[name], total, close):
+                proof.alive = True
+                continue
+            proof.route, proof.reason = "loop", "zero in the proof, wrong where it is not"
+            wrong[name] = looped[name]
+        return wrong
 
     def _by_loop(self, chunk: Chunk, v: Tensor, chosen: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the squared norms [B] of some parameters' gradients by the loop.
 
         It makes one forward and backward pass a sample.
         """
-        batch, close, out_dim = self._batch(chunk), self._close(v), self.view.out_dim
+        batch, out_dim = batch_of(chunk), self.view.out_dim
+        close = closeness(self.view, chunk.ledger, v.device)
         key = self._single_key(chunk, chosen)
-        forward = self._forward_of(batch)
+        forward = forward_of(self.view, batch)
         rows = [
             torch.stack(
                 self._current.singles.sq_norms(
@@ -434,7 +544,7 @@ class Engine(Auditor):
 
         These are shapes, strides and the program.
         """
-        leaves = adapt.tree_flatten(self._batch(chunk).pick([0]))[0]
+        leaves = adapt.tree_flatten(batch_of(chunk).pick([0]))[0]
         strides = tuple(
             (t.shape, t.stride())
             for t in leaves

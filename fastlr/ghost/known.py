@@ -18,11 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import nn
+
 from fastlr.ghost.backward import Structure
 from fastlr.ghost.fallback import Singles
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.ownership import details
 from fastlr.ghost.sample_axis import Layout
+from fastlr.ghost.verification.few_samples import FewSamples
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.recent import Recent
 
@@ -113,6 +116,11 @@ class KnownFlags:
     one_sample: Recent[tuple, bool] = field(default_factory=Recent)
     singles: Singles = field(default_factory=Singles)
 
+    @property
+    def hooked(self) -> bool:
+        """True if hooks may move gradients between samples' rows, which no graph shows."""
+        return self.ledger.hooked or self.hooks_gradients
+
     def find(self, key: Key) -> tuple[KnownStructure | None, ShapePlan | None]:
         """Return what is known of the structure, and of these shapes and this program in it."""
         structure = self.structures.get(key.structure)
@@ -135,10 +143,20 @@ class Plan:
 
 
 class Known:
-    """What is known of one model: a tree of caches, flags at its root."""
+    """What is known of one model: a tree of caches, flags at its root.
+
+    Attributes:
+        few: on how many samples it is proven.
+        emptied: of the dicts of tensors in it, those that our forward passes run without.
+        proofs: how many were made.
+        comparisons: how many batches' outputs were compared with those of their parts.
+    """
 
     def __init__(self) -> None:
         self._by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
+        self.few = FewSamples()
+        self.emptied: Recent[tuple, list[tuple[nn.Module, str]]] = Recent(1)
+        self.proofs = self.comparisons = 0
 
     def of_flags(self, flags: tuple) -> KnownFlags | None:
         """Return what is known of the model with these flags."""

@@ -1,0 +1,64 @@
+"""Tensors that earlier forward passes have left in a model, and that ours run without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastlr.errors import HiddenParameterError
+from fastlr.ghost import model_io as adapt
+from fastlr.ghost.graph import walk
+from fastlr.ghost.known import Known
+from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.planner import outputs_agree
+from fastlr.ghost.state import emptied, tensor_caches
+from fastlr.ghost.tokens import version
+
+
+def caches_of(view: ModelView, known: Known, flags: tuple, x: Any) -> list[tuple[nn.Module, str]]:
+    """Return the dicts of tensors in the model that forward passes of ours run without.
+
+    They are caches of what the model's parameters give.
+
+    A forward pass without a graph may have filled them (LeViT's attention biases): then
+    parameters would seem unused.
+
+    Raises:
+        HiddenParameterError: one holds something else than what its parameters give now.
+    """
+    caches = tensor_caches(view.module)
+    if not caches:
+        return []
+    held = [
+        *view.parameters.values(),
+        *(t for module, name in caches for t in vars(module)[name].values()),
+    ]
+    key = (flags, *((id(t), version(t)) for t in held))
+    found = known.emptied.get(key)
+    if found is None:
+        found = known.emptied.put(key, caches if _are_caches(view, caches, x) else [])
+    return found
+
+
+def _are_caches(view: ModelView, caches: list[tuple[nn.Module, str]], x: Any) -> bool:
+    with_caches = view.forward(adapt.copied(x))
+    try:
+        with emptied(caches):
+            without = view.forward(adapt.copied(x))
+    except Exception:  # whatever a model raises that misses what it needs
+        return False
+    same = outputs_agree(view, with_caches, without)
+    hidden = _used_parameters(view, without) - _used_parameters(view, with_caches)
+    if not same and hidden:
+        module, name = caches[0]
+        raise HiddenParameterError(
+            f"parameter {min(hidden)} moves the output only through what an earlier forward "
+            f"pass left in {name} of {type(module).__name__}, and that is no longer what it "
+            "gives: clear it (model.train() and model.eval() does so in timm's models)"
+        )
+    return same
+
+
+def _used_parameters(view: ModelView, z: Tensor) -> set[str]:
+    return set(walk(z, view.parameters).parameters.values()) if z.requires_grad else set()
