@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastlr.distributed import on_demand
 from fastlr.ghost import model_io as adapt
-from fastlr.ghost.fallback import Forward, beside_copy
+from fastlr.ghost.fallback import Forward, beside_copies
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.planner import Chunk, batch_of, blame, compared, noise_of, outputs_agree
@@ -64,11 +64,8 @@ class SampleAudit:
         self.view, self.batch, self.sample, self.v = view, batch, sample, v
         self.close = closeness(view, ledger, v.device)
         forward = forward_of(view, batch)
-        own = forward, sample, view.row(v, sample), view.out_dim, view.parameters
-        try:
-            self.row, exact = beside_copy(*own)
-        except adapt.FAILURES:  # it may take one sample only
-            self.row, exact = beside_copy(*own, copies=1)
+        own = beside_copies(forward, sample, [view.row(v, sample)], view.out_dim, view.parameters)
+        self.row, (exact,) = own.row, own.norms
         self.exact = dict(zip(view.parameters, exact, strict=True))
         self.total = torch.stack(exact).sum()
 
@@ -151,11 +148,13 @@ class SampleAudit:
 
         row, chosen = view.row(v, j).double(), {n: wide[n] for n in view.parameters}
         try:
-            _, truth = stand_in.trusted(lambda: beside_copy(forward, j, row, view.out_dim, chosen))
+            beside = stand_in.trusted(
+                lambda: beside_copies(forward, j, [row], view.out_dim, chosen, [2])
+            )
         except adapt.FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it
-        exact = self.exact
+        exact, (truth,) = self.exact, beside.norms
         return {n: (exact[n] - t).abs() for n, t in zip(view.parameters, truth, strict=True) if t}
 
 

@@ -169,7 +169,12 @@ class Engine:
                 raise
 
     def _attempt(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
-        """`_run`, again where it says so, with less folded where that fails."""
+        """Run a batch, and again where a pass has found out something that changes the next.
+
+        That may be a rule that does not apply, checkpoints that only the loop gets right, a proof
+        that no longer holds, or a part of the model that must not be folded. Whatever else the
+        model raises may be the folding's fault: then less is folded.
+        """
         while True:
             try:
                 return self._run(x, cotangent)
@@ -179,10 +184,7 @@ class Engine:
                 if all(name in self.ledger.loop for name in self.parameters):
                     raise
                 reason = f"activation checkpointing: {first_line(error)}"
-                self.ledger.parameters |= {
-                    name: ParameterProof("loop", alive=True, reason=reason)
-                    for name in self.parameters
-                }
+                self.ledger.to_loop(self.parameters, reason)
                 continue
             except Disproved as failure:
                 self._distrust(failure)

@@ -9,7 +9,7 @@ one sample at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,42 +88,61 @@ def _formula(node: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | 
         ) from error
 
 
-def beside_copy(
-    forward: Forward,
-    sample: int,
-    v: Tensor,
-    out_dim: int,
-    parameters: Mapping[str, Tensor],
-    copies: int = 2,
-) -> tuple[Tensor, list[Tensor]]:
-    """`all_beside_copy` for one cotangent ``v``: the output row and squared norms."""
-    row, (norms,) = all_beside_copy(forward, sample, [v], out_dim, parameters, copies)
-    return row, norms
+class Beside(NamedTuple):
+    """One sample, run beside copies of itself.
+
+    Attributes:
+        row: its output.
+        norms: for each cotangent the squared norms of its gradients, float64 scalars.
+        copies: how often it was run, itself included; 1 is alone.
+    """
+
+    row: Tensor
+    norms: list[list[Tensor]]
+    copies: int
 
 
-def all_beside_copy(
+def beside_copies(
     forward: Forward,
     sample: int,
     cotangents: Sequence[Tensor],
     out_dim: int,
     parameters: Mapping[str, Tensor],
-    copies: int = 2,
-) -> tuple[Tensor, list[list[Tensor]]]:
-    """Return the output row and exact squared norms of one sample, run beside copies.
-
-    See `exact_grads`; the cotangents of the copies are zero.
-
-    Torch's backward formulas may be wrong for a batch of one, where the strides of a transposed
-    view pass for another memory format (batch norm on a CPU, flattened and transposed); beside a
-    copy they are right.
+    copies: Sequence[int] = (2, 1, 3),
+) -> Beside:
+    """Run one sample beside a copy of itself, else alone, else as one of three.
 
     Args:
         forward: runs the model.
         sample: its number.
-        cotangents: of the sample, each of size 1 along ``out_dim``; the norms come in their order.
+        cotangents: of the sample, each of size 1 along ``out_dim``.
         out_dim: the samples' axis of the output.
         parameters: by name.
-        copies: how often it is run, itself included; 1 is alone.
+        copies: how often it is run, itself included; the first number that the model takes.
+    """
+    failure: Exception | None = None
+    for number in copies:
+        try:
+            return _beside(forward, sample, cotangents, out_dim, parameters, number)
+        except FAILURES as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _beside(
+    forward: Forward,
+    sample: int,
+    cotangents: Sequence[Tensor],
+    out_dim: int,
+    parameters: Mapping[str, Tensor],
+    copies: int,
+) -> Beside:
+    """Run one sample so many times at once; the cotangents of its copies are zero.
+
+    Torch's backward formulas may be wrong for a batch of one, where the strides of a transposed
+    view pass for another memory format (batch norm on a CPU, flattened and transposed); beside a
+    copy they are right.
     """
     z = forward([sample] * copies)
     v, *_ = cotangents
@@ -135,13 +154,13 @@ def all_beside_copy(
     row = z.detach().narrow(out_dim, 0, 1)
     if not z.requires_grad:
         zero = torch.zeros((), dtype=torch.float64, device=z.device)
-        return row, [[zero] * len(parameters) for _ in cotangents]
+        return Beside(row, [[zero] * len(parameters) for _ in cotangents], copies)
     norms = []
     for k, v in enumerate(cotangents, 1):
         beside = torch.zeros_like(z, memory_format=torch.contiguous_format)
         beside.narrow(out_dim, 0, 1).copy_(v)
         norms.append(exact_grads(z, parameters, beside, retain=k < len(cotangents)))
-    return row, norms
+    return Beside(row, norms, copies)
 
 
 class Singles:
@@ -184,14 +203,15 @@ class Singles:
         """
         known = self._copies.get(key)
         if known is not None:
-            return beside_copy(forward, sample, v, out_dim, parameters, known)[1]
+            return beside_copies(forward, sample, [v], out_dim, parameters, [known]).norms[0]
         tried: dict[int, list[Tensor]] = {}
         failure: Exception | None = None
         for copies in (1, 2, 3):
             if copies == 3 and len(tried) == 2 and self._same(tried[1], tried[2], close):
                 break
             try:
-                tried[copies] = beside_copy(forward, sample, v, out_dim, parameters, copies)[1]
+                own = beside_copies(forward, sample, [v], out_dim, parameters, [copies])
+                tried[copies] = own.norms[0]
             except FAILURES as error:
                 failure = error
         if not tried:

@@ -37,7 +37,7 @@ from fastlr.errors import (
 )
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost.backward import Structure, sq_norms
-from fastlr.ghost.fallback import all_beside_copy
+from fastlr.ghost.fallback import Beside, beside_copies
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS
 from fastlr.ghost.graph import CASTS, Graph, Place, Use, walk
@@ -269,35 +269,25 @@ class Prover(ForwardChecks):
         sample: int,
         cotangents: list[Tensor],
         ledger: Ledger,
-    ) -> tuple[Tensor, list[list[Tensor]]]:
-        """Return the output row and exact squared norms of one sample beside a copy of itself.
-
-        There are squared norms for each cotangent.
+    ) -> Beside:
+        """Run one sample of a subject beside a copy of itself.
 
         A model that does not take two samples is run on the sample alone, one that does not take
         one on three copies.
         """
-        failure: Exception | None = None
-        for copies in (2, 1, self.count):
-            try:
-                row, norms = all_beside_copy(
-                    partial(self._forward, subject, batch),
-                    sample,
-                    [v.narrow(self.out_dim, sample, 1) for v in cotangents],
-                    self.out_dim,
-                    subject.parameters,
-                    copies,
-                )
-            except adapt.FAILURES as error:
-                failure = failure or error
-                continue
-            if copies == 1:
-                ledger.notes.append(
-                    "the model does not take two samples: its gradients were taken from one alone"
-                )
-            return row, norms
-        assert failure is not None
-        raise failure
+        found = beside_copies(
+            partial(self._forward, subject, batch),
+            sample,
+            [v.narrow(self.out_dim, sample, 1) for v in cotangents],
+            self.out_dim,
+            subject.parameters,
+            (2, 1, self.count),
+        )
+        if found.copies == 1:
+            ledger.notes.append(
+                "the model does not take two samples: its gradients were taken from one alone"
+            )
+        return found
 
     def _truth(
         self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, ledger: Ledger
@@ -318,8 +308,9 @@ class Prover(ForwardChecks):
             scaled = (
                 [v * 2.0**e for e in SCALES] if sample == 0 and subject.dtype is not None else []
             )
-            row, (norms, *others) = self._exact(subject, batch, sample, [v, *scaled], ledger)
-            self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), row)
+            exact = self._exact(subject, batch, sample, [v, *scaled], ledger)
+            norms, *others = exact.norms
+            self._same(subject, batch, z, z.narrow(self.out_dim, sample, 1), exact.row)
             at_scales += others
             for name, norm in zip(names, norms, strict=True):
                 truth[name][sample] = norm
