@@ -335,9 +335,9 @@ class Engine:
 
     def _forward(self, x: Any) -> Tensor:
         given = adapt.copied(x) if self._writes_inputs is not False else x
-        before = adapt.versions(given)
+        before = adapt.times_written(given)
         z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
-        written = adapt.versions(given) != before
+        written = adapt.times_written(given) != before
         if written and self._writes_inputs is False:
             self._writes_inputs = True
             raise InputError(
