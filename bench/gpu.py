@@ -3,7 +3,7 @@
     python -m bench.gpu [--quick] [--budget 480] [--device cuda]
 
 Kernels are compiled ahead, in parallel; then the doctor, the headline (the whole estimate of
-MobileNetV3-Large, n = 5000), every op (after the small calls of ``fastlr doctor --kernels``: an op
+MobileNetV3-Large, n = 5000), every op (after the calls of bench/kernel_cases.py: an op
 that is wrong there is not timed), the GPU tests, training steps, other tools, other networks, and a
 roofline of the ops. A part that does not fit in the budget any more is left out, and said to be;
 the headline always runs. Writes a record of each part, report.txt and roofline.png to $OUT (default
@@ -88,7 +88,8 @@ def compile_ahead(networks: Sequence[str], limit: float) -> None:
             [
                 sys.executable,
                 "-c",
-                f"from fastlr.cli import doctor; doctor.kernels({names[i::count]})",
+                "from bench.kernel_cases import CASES; from fastlr.cli import doctor; "
+                f"doctor.kernels({names[i::count]}, CASES)",
             ]
         )
     with ThreadPoolExecutor(len(commands)) as threads:  # what is not done in time is killed

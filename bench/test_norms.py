@@ -1,6 +1,6 @@
 """Every op with a kernel on its cases, held to its definition, then compared with its traffic.
 
-It is also held to the doctor's small calls.
+It is also held to the calls of kernel_cases.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from torch.utils.benchmark import Timer
 
+from bench import kernel_cases
 from bench.layers import CASES, Call, Draw
 from fastlr import ops
 from fastlr.cli import doctor
@@ -85,12 +86,13 @@ def copy_bandwidth(device: torch.device) -> float:
 
 @cache
 def small_calls(name: str, device: torch.device, dtype: torch.dtype) -> doctor.Finding:
-    """Run the op on the small calls of `fastlr doctor --kernels`.
+    """Run the op on the calls of kernel_cases.py; without a GPU on those of the package.
 
     Kernels are compared with plain torch, and that with the definition.
     """
-    backend, every = ("triton", 1) if device.type == "cuda" else ("torch", 10)
-    return doctor.small_calls(name, device, dtype, backend, every)
+    if device.type == "cuda":
+        return doctor.small_calls(name, device, dtype, "triton", kernel_cases.CASES)
+    return doctor.small_calls(name, device, dtype, "torch")
 
 
 def bytes_of(tree: Any) -> int:

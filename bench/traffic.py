@@ -150,7 +150,7 @@ def chunk_traffic(
     with ops.using("triton", twins=True):  # the plan is of the graph that there is on a GPU
         estimator.measure()
     passes = estimator.chunks.passes
-    plan = passes.engine.plan(batch)
+    plan = passes.engine.plan()
     if plan is None:
         raise SystemExit(
             "this model has no plan that needs no look at the batch: it is not captured on a GPU "

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -248,16 +248,18 @@ def repair_interpreter() -> None:
     interpreter._patch_lang_tensor = patched
 
 
-def kernels(only: Collection[str] | None = None) -> list[Finding]:
+def kernels(
+    only: Collection[str] | None = None,
+    calls: Mapping[str, Callable[[], dict[str, tuple]]] | None = None,
+) -> list[Finding]:
     """Compare every kernel with plain torch, and return a finding for each op and dtype.
 
-    The calls are the small ones of `fastlr.ops.kernel_cases`.
-
-    On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 and on
-    one call in ten, as it takes seconds for each. Otherwise the one finding says how.
+    On a GPU; without one in Triton's interpreter where TRITON_INTERPRET is set, in float32 alone,
+    as it takes seconds for each. Otherwise the one finding says how.
 
     Args:
         only: these ops; default: all.
+        calls: on which they are compared, see `small_calls`.
     """
     import torch
 
@@ -272,7 +274,7 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
             if ops.has_triton()
             else "Triton is not installed"
         )
-        remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (float32 only, about a minute)"
+        remedy = "TRITON_INTERPRET=1 fastlr doctor --kernels (float32 only, some ten seconds)"
         return [Finding("kernels", False, why, "they are not compared with plain torch", remedy)]
     if not gpu:
         repair_interpreter()
@@ -283,36 +285,37 @@ def kernels(only: Collection[str] | None = None) -> list[Finding]:
         for name in ops.TABLE
         if "triton" in ops.backends(name) and (only is None or name in only)
     ]
-    calls = [
-        (name, device, dtype, "triton", 1 if gpu else 10) for name in names for dtype in dtypes
-    ]
+    compared = [(name, device, dtype, "triton", calls) for name in names for dtype in dtypes]
     # Triton compiles outside of Python's lock: most of a first call. The interpreter works in one
     # thread alone.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1) if gpu else 1) as threads:
-        return list(threads.map(lambda call: small_calls(*call), calls))
+        return list(threads.map(lambda each: small_calls(*each), compared))
 
 
 def small_calls(
-    name: str, device: torch.device, dtype: torch.dtype, backend: str = "triton", every: int = 1
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "triton",
+    calls: Mapping[str, Callable[[], dict[str, tuple]]] | None = None,
 ) -> Finding:
     """Compare an op in one dtype with plain torch, or plain torch with the definition.
-
-    The calls are the small ones of `fastlr.ops.kernel_cases`.
 
     Args:
         name: of the op.
         device: where.
         dtype: of the data.
         backend: that is held: "triton" or "torch".
-        every: one call in so many.
+        calls: of each op, which is called to have them; default: those of
+            `fastlr.ops.kernel_calls`.
     """
     from fastlr import ops
-    from fastlr.ops import kernel_cases, kernel_checks
+    from fastlr.ops import kernel_calls, kernel_checks
 
     twin = ops.twin(name) if backend == "triton" else ops.get(name, "reference")
     title = f"{name}, {str(dtype).removeprefix('torch.')}"
     if name.startswith("shape_images"):
-        images = [{**options, "dtype": dtype} for options in kernel_cases.IMAGES]
+        images = [{**options, "dtype": dtype} for options in kernel_calls.IMAGES]
         try:
             wrong = [
                 str(options["size"]) for options in images if not ops.images_agree(device, options)
@@ -320,10 +323,9 @@ def small_calls(
         except Exception as error:
             wrong = [_described(error)]
         return _compared(title, len(images), wrong, 0.0)
-    calls = list(kernel_cases.CASES[name]().items())[::every]
     wrong, worst, count = [], 0.0, 0
-    for case, args in calls:
-        given = kernel_cases.moved(name, args, device, dtype)
+    for case, args in (calls or kernel_calls.CALLS)[name]().items():
+        given = kernel_calls.moved(name, args, device, dtype)
         try:
             result = ops.get(name, backend)(*given)
             if result is NotImplemented:

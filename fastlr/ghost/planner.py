@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastlr.distributed import on_demand
-from fastlr.errors import FastlrError, InputError, InteractionError
+from fastlr.errors import FastlrError, InputError, InteractionError, first_line
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost import ownership
 from fastlr.ghost.backward import Structure
@@ -23,7 +23,7 @@ from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, ShapePlan
 from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.sample_axis import Layout
+from fastlr.ghost.sample_axis import Layout, Regular
 from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, rounding
 from fastlr.ghost.verification.batch_checks import (
     every_layout,
@@ -39,6 +39,7 @@ from fastlr.ops.deferred_checks import out_of_memory
 
 ALONE = 32  # samples run alone where a batch is looked at that may well interact
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
+HOOK = "a hook of a gradient"  # which may move gradients between rows
 UNSEEN = (
     "no proof has met its use, which the data choose. The values are exact; it is faster where "
     f"the first {MAX_PROOFS * SAMPLES} inputs of the first batch include some that use it"
@@ -95,45 +96,50 @@ def proven(chunk: Chunk) -> KnownStructure:
 
     That is the stage "Proven" of docs/trust.md. The sides of the chunk's graph are decided then.
     """
-    graph, count, key = chunk.graph, chunk.count, chunk.key
-    known, plan = chunk.flags.find(key)
-    if known is not None and (
-        count == 1  # one needs no layouts
-        or plan is not None
-        or _has_these_sides(chunk, known)
-    ):
-        known.classify(graph)
-        return known
-    ledger = chunk.ledger
-    unproven = _unproven(chunk)
-    absent = frozenset(chunk.view.parameters) - frozenset(graph.parameters.values())
-    # a new structure is proven anew, but one that the data choose goes by what is proven of its
-    # uses
+    graph, ledger = chunk.graph, chunk.ledger
+    known, plan = chunk.flags.find(chunk.key)
+    if known is not None:
+        one = chunk.count == 1  # needs no layouts
+        if one or plan is not None or _has_these_sides(chunk, known):
+            known.classify(graph)
+            return known
+    by_loop = _unproven(chunk)
     rows, by_data = ownership.trace(graph, chunk.z, chunk.view.out_dim)
-    fresh = not ledger.parameters or not by_data
-
-    def open_questions() -> bool:
-        return bool(unproven) or not any(
-            absent <= tested for tested in [frozenset[str](), *ledger.absent]
-        )
-
-    if fresh or open_questions():
+    # A new structure is proven anew, but one that the data choose goes by the proofs of its uses.
+    by_its_uses = bool(by_data and ledger.parameters)
+    if not by_its_uses or by_loop or not _absence_is_proven(chunk):
         refuse_parts_of_samples(graph, rows)  # needs no proof
-        batch = batch_of(chunk)
-        for start in range(0, min(count, MAX_PROOFS * SAMPLES), SAMPLES):
-            if start and not open_questions():
-                break
-            chunk.known.proofs += 1
-            _prove(chunk, batch, start)
-            chunk.flags.programs.put(key.program[0], True)
-            unproven = _unproven(chunk)
-        for name in unproven:
-            if count == 1 and name in ledger.parameters:
-                # One sample needs no rule; its graph may look like that of no larger batch.
-                continue
-            ledger.parameters[name] = ParameterProof("loop", alive=True, reason=UNSEEN)
-    found = KnownStructure(graph.side, graph.keys, Structure.of(graph), frozenset(unproven))
-    return chunk.flags.structures.put(key.structure, found)
+        by_loop = _prove_on_triples(chunk)
+        for name in by_loop:
+            # One sample needs no rule; its graph may look like that of no larger batch.
+            if chunk.count > 1 or name not in ledger.parameters:
+                ledger.parameters[name] = ParameterProof("loop", alive=True, reason=UNSEEN)
+    found = KnownStructure(graph.side, graph.keys, Structure.of(graph), frozenset(by_loop))
+    return chunk.flags.structures.put(chunk.key.structure, found)
+
+
+def _absence_is_proven(chunk: Chunk) -> bool:
+    """Return True if a proof has found that the parameters not in the graph move nothing."""
+    absent = frozenset(chunk.view.parameters) - frozenset(chunk.graph.parameters.values())
+    return not absent or any(absent <= tested for tested in chunk.ledger.absent)
+
+
+def _prove_on_triples(chunk: Chunk) -> list[str]:
+    """Prove on three samples after the other until nothing is left to prove.
+
+    Returns:
+        The parameters of which no proof has met some use.
+    """
+    batch = batch_of(chunk)
+    unproven: list[str] = []
+    for start in range(0, min(chunk.count, MAX_PROOFS * SAMPLES), SAMPLES):
+        chunk.known.proofs += 1
+        _prove(chunk, batch, start)
+        chunk.flags.programs.put(chunk.key.program[0], True)
+        unproven = _unproven(chunk)
+        if not unproven and _absence_is_proven(chunk):
+            break
+    return unproven
 
 
 def _prove(chunk: Chunk, batch: adapt.Batch, start: int) -> None:
@@ -237,38 +243,60 @@ def compared(chunk: Chunk) -> adapt.Batch:
         InteractionError: the outputs depend on the company.
         InputError: the model fails on parts of the batch.
     """
-    x, count = chunk.x, chunk.count
+    count = chunk.count
     known = chunk.flags.batched.get(chunk.batched_key)
-    batch = chunk.view.batch(x, count, known)
+    batch = chunk.view.batch(chunk.x, count, known)
     chunk.known.comparisons += 1
     chunk.compared = True
     failures = []
-    options = [batch.batched] + [
-        [i for i in batch.batched if i != drop] for drop in batch.batched if known is None
-    ]
-    for option in filter(None, options):
-        trial = chunk.view.batch(x, count, option)
+    choices = _which_may_be_batched(batch, known)
+    for choice in choices:
+        trial = chunk.view.batch(chunk.x, count, choice)
         try:
             alike = _is_same_in_parts(chunk, trial)
-        except Exception as error:
+        except Exception as error:  # a model may raise anything
             if isinstance(error, (FastlrError, FoldRefuted)) or out_of_memory(error):
                 raise
-            # A model may raise anything.
-            failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+            failures.append(f"{type(error).__name__}: {first_line(error)}")
             continue
         if alike:
-            break
-    else:
-        if count > SAMPLES and len(failures) == len([o for o in options if o]):
-            raise InputError(
-                f"the model fails on parts of the {count} samples ({failures[0]}); check "
-                f"in_dim={chunk.view.in_dim}, or pass inputs whose every batched tensor has the "
-                "samples along it"
-            )
-        blame(chunk, batch, alike=not failures)
-        trial = batch
-    chunk.flags.batched.put(chunk.batched_key, trial.batched)
-    return trial
+            chunk.flags.batched.put(chunk.batched_key, trial.batched)
+            return trial
+    if count > SAMPLES and len(failures) == len(choices):
+        raise InputError(
+            f"the model fails on parts of the {count} samples ({failures[0]}); check "
+            f"in_dim={chunk.view.in_dim}, or pass inputs whose every batched tensor has the "
+            "samples along it"
+        )
+    blame(chunk, batch, alike=not failures)
+    chunk.flags.batched.put(chunk.batched_key, batch.batched)
+    return batch
+
+
+def _which_may_be_batched(batch: adapt.Batch, known: list[int] | None) -> list[list[int]]:
+    """Return the choices of inputs that may carry samples, the likeliest first.
+
+    Where that is not known, they are all that look so, or all but one.
+    """
+    choices = [batch.batched]
+    if known is None:
+        choices += [[i for i in batch.batched if i != shared] for shared in batch.batched]
+    return [choice for choice in choices if choice]
+
+
+def _other_company(chunk: Chunk) -> list[list[int]]:
+    """Return the samples of the batches to which a batch is compared; see `_is_same_in_parts`."""
+    count = chunk.count
+    generator = torch.Generator().manual_seed(chunk.known.comparisons)
+    order = torch.randperm(count, generator=generator).tolist()
+    groups: list[list[int]] = []
+    if count > SAMPLES:
+        # Even ones of an even batch: the model may take no others.
+        half = count // 2 if count % 2 else count // 4 * 2
+        groups = [order[:half], order[half:]]
+    if chunk.ledger.by_data or not groups:
+        groups += [[j, j] for j in order[:ALONE]]
+    return groups
 
 
 @on_demand.structure_only()
@@ -280,16 +308,8 @@ def _is_same_in_parts(chunk: Chunk, batch: adapt.Batch) -> bool:
     Where samples are known to interact under other conditions, as many as ALONE also each
     beside a copy.
     """
-    count = batch.count
-    order = torch.randperm(
-        count, generator=torch.Generator().manual_seed(chunk.known.comparisons)
-    ).tolist()
-    # Even ones of an even batch: the model may take no others.
-    half = count // 2 if count % 2 else count // 4 * 2
-    groups = [order[:half], order[half:]] if count > SAMPLES else []
-    groups += [[j, j] for j in (order[:ALONE] if chunk.flags.ledger.by_data or not groups else [])]
     noise, z = noise_of(chunk.view, batch), chunk.z
-    for samples in groups:
+    for samples in _other_company(chunk):
         in_parts = chunk.view.forward(batch.pick(samples)).detach()
         index = torch.tensor(samples, device=z.device)
         whole = z.detach().index_select(chunk.view.out_dim, index)
@@ -297,11 +317,8 @@ def _is_same_in_parts(chunk: Chunk, batch: adapt.Batch) -> bool:
             continue
         if chunk.folding.active:
             with unfolded():
-                whole = (
-                    chunk.view.forward(batch.pick(range(count)))
-                    .detach()
-                    .index_select(chunk.view.out_dim, index)
-                )
+                unfolded_z = chunk.view.forward(batch.pick(range(batch.count))).detach()
+                whole = unfolded_z.index_select(chunk.view.out_dim, index)
             if outputs_agree(chunk.view, whole, in_parts, noise):
                 raise FoldRefuted([], "the folded model gives another output")
         return False
@@ -348,53 +365,79 @@ def blame(chunk: Chunk, batch: adapt.Batch, *, alike: bool) -> None:
         )
 
 
-def known_of_the_graph(chunk: Chunk, proven: KnownStructure, *, fresh: bool) -> ShapePlan:
+def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, fresh: bool) -> ShapePlan:
     """Return where the samples are at all uses, told by the graph or found in this batch.
 
-    The stage "Known of the graph" of docs/trust.md.
+    The stage "Known of the graph" of docs/trust.md. Parameters where no axis explains the
+    gradients go to the loop.
 
-    Parameters where none holds go to the loop.
+    Args:
+        chunk: the batch.
+        known: of its structure.
+        fresh: whether nothing was planned yet for these shapes and this program.
     """
-    ledger, structure, graph = chunk.flags.ledger, proven.uses, chunk.graph
-    z, count, out_dim = chunk.z, chunk.count, chunk.view.out_dim
-    known, by_data = ownership.trace(graph, z, out_dim)
-    if chunk.flags.hooked:
-        known, by_data = {}, "a hook of a gradient"
-    options = likely_layouts(graph, structure, ledger, count, known)
-    by_graph = {place: held for place, held in options.items() if place in known}
-    layouts: dict[Place, Layout] = {place: held[0] for place, held in options.items() if held}
-    v = generic_cotangent(z)
-    if fresh and not (by_data and proven.plans):
+    graph, uses, ledger = chunk.graph, known.uses, chunk.ledger
+    rows, by_data = _rows_of_the_graph(chunk)
+    candidates = likely_layouts(graph, uses, ledger, chunk.count, rows)
+    layouts = _likeliest(candidates)
+    told = {place for place in candidates if place in rows}
+    v = generic_cotangent(chunk.z)
+    if fresh and not (by_data and known.plans):
         # What the graph tells is held to the marks once.
-        candidates = {place: by_graph.get(place, []) for place in options}
-        confirmed = explained(graph, structure, z, v, out_dim, candidates, known)
-        # No gradient arrives at the others.
-        options = {place: options[place] for place in confirmed}
-        for place in [place for place, held in confirmed.items() if not held and place in by_graph]:
-            options |= {place: every_layout(graph, place, count)}
-            ledger.hooked, by_data = True, "a hook of a gradient"
-            del by_graph[place]
-    open_places = {place: held for place, held in options.items() if place not in by_graph}
-    by_marks = first_explained(graph, structure, z, v, out_dim, open_places) if open_places else {}
-    layouts |= {place: held[0] for place, held in by_marks.items() if held}
-    lost = {place[0] for place, held in by_marks.items() if not held}
-    for use in (u for node in lost for u in structure.by_node[node]):
-        for name in (graph.parameters[p] for p in graph.parameters_below(use.child)):
-            old = ledger.parameters.get(name)
-            if old is not None and old.route == "loop":
-                continue
-            kinds = old.kinds if old else ()
-            reason = f"its sample axis was not found in a batch of {count}"
-            ledger.parameters[name] = ParameterProof("loop", alive=True, kinds=kinds, reason=reason)
-    if not by_marks:
-        by_data = ""
-    if any(graph.keys[use.child] in ledger.varying for use in structure.uses):
-        by_data = by_data or "data among what is computed of parameters"
+        trials = {place: candidates[place] if place in told else [] for place in candidates}
+        confirmed = explained(graph, uses, chunk.z, v, chunk.view.out_dim, trials, rows)
+        refuted = {place for place, held in confirmed.items() if place in told and not held}
+        # No gradient arrives at places that are not among the confirmed.
+        candidates = {place: candidates[place] for place in confirmed}
+        if refuted:
+            candidates |= {place: every_layout(graph, place, chunk.count) for place in refuted}
+            told -= refuted
+            ledger.hooked, by_data = True, HOOK
+    untold = {place: held for place, held in candidates.items() if place not in told}
+    found: dict[Place, list[Layout]] = {}
+    if untold:
+        found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, untold)
+    layouts |= _likeliest(found)
+    _unexplained_to_loop(chunk, uses, found)
+    return ShapePlan(layouts, _what_the_data_decide(chunk, uses, by_data if found else ""))
+
+
+def _rows_of_the_graph(chunk: Chunk) -> tuple[dict[Place, Regular], str]:
+    """Return where the graph tells that samples are, and the kind of node that hides the rest."""
+    if chunk.flags.hooked:
+        return {}, HOOK
+    return ownership.trace(chunk.graph, chunk.z, chunk.view.out_dim)
+
+
+def _likeliest(candidates: dict[Place, list[Layout]]) -> dict[Place, Layout]:
+    return {place: held[0] for place, held in candidates.items() if held}
+
+
+def _unexplained_to_loop(chunk: Chunk, uses: Structure, found: dict[Place, list[Layout]]) -> None:
+    """Send parameters to the loop at whose uses no sample axis explains the gradients."""
+    graph, ledger = chunk.graph, chunk.ledger
+    unexplained = {place[0] for place, held in found.items() if not held}
+    for node in unexplained:
+        for use in uses.by_node[node]:
+            for name in graph.names_below(use.child):
+                old = ledger.parameters.get(name)
+                if old is None or old.route != "loop":
+                    kinds = old.kinds if old else ()
+                    reason = f"its sample axis was not found in a batch of {chunk.count}"
+                    ledger.parameters[name] = ParameterProof(
+                        "loop", alive=True, kinds=kinds, reason=reason
+                    )
+
+
+def _what_the_data_decide(chunk: Chunk, uses: Structure, by_data: str) -> str:
+    """Return why the rows of every batch are to be found anew; "" where they need not be."""
+    graph, ledger = chunk.graph, chunk.ledger
+    if not by_data and any(graph.keys[use.child] in ledger.varying for use in uses.uses):
+        by_data = "data among what is computed of parameters"
     by_data = by_data or ledger.by_data
-    note = (
-        "rows are found and outputs compared anew in every batch: "
-        f"{by_data.removesuffix('Backward0')}"
-    )
-    if by_data and note not in ledger.notes:
-        ledger.notes.append(note)
-    return ShapePlan(layouts, by_data)
+    if by_data:
+        kind = by_data.removesuffix("Backward0")
+        note = f"rows are found and outputs compared anew in every batch: {kind}"
+        if note not in ledger.notes:
+            ledger.notes.append(note)
+    return by_data

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bench import traffic, tune
+from bench.convolution_cases import geometry
 from fastlr import ops
 from fastlr.ops import tuning
-from fastlr.ops.convolution_cases import geometry
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 

@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from bench.convolution_cases import geometry
 from fastlr.kernels import depthwise as depthwise_module
 from fastlr.kernels import embedding_norms as embedding
 from fastlr.kernels import fisher_root as fisher
@@ -28,7 +29,6 @@ from fastlr.kernels import moments, product_norms, strided_sums
 from fastlr.kernels import row_norms as rows_module
 from fastlr.kernels import shape_images as images
 from fastlr.kernels.launching import DTYPES
-from fastlr.ops.convolution_cases import geometry
 from fastlr.ops.geometry import ConvGeometry
 
 TORCH = {short: dtype for dtype, short in DTYPES.items()}

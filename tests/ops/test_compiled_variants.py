@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench import kernel_cases
+from bench.convolution_cases import geometry
 from fastlr import ops
-from fastlr.ops import dispatch, kernel_cases, kernel_checks
-from fastlr.ops.convolution_cases import geometry
+from fastlr.ops import dispatch, kernel_calls, kernel_checks
 from fastlr.ops.deferred_checks import gathered
 
 pytest.importorskip("triton")
@@ -178,7 +179,7 @@ def triton_keys(seed: int, calls: int) -> Iterator[tuple[str, tuple]]:
             cases = list(kernel_cases.CASES[name]().values())
             for index in torch.randperm(len(cases), generator=generator)[:calls].tolist():
                 for dtype in (torch.float32, torch.bfloat16):
-                    given = kernel_cases.moved(name, cases[index], torch.device("cpu"), dtype)
+                    given = kernel_calls.moved(name, cases[index], torch.device("cpu"), dtype)
                     found.clear()
                     yield f"{name}: {kind(name, *given)}", tuple(dict.fromkeys(found))
         for channels in (16, 24, 48, 64, 80, 112, 128, 200):

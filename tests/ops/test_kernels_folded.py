@@ -15,9 +15,9 @@ import torch
 from agreement import assert_near, pairs
 from torch import Tensor
 
+from bench.convolution_cases import case, depthwise_cases, folded_calls
 from fastlr import ops
-from fastlr.ops.convolution_cases import case, depthwise_cases, folded_calls
-from fastlr.ops.kernel_cases import moved
+from fastlr.ops.kernel_calls import moved
 from fastlr.ops.reference.folded import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

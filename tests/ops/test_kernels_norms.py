@@ -12,16 +12,10 @@ import pytest
 import torch
 from agreement import assert_near, pairs
 
+from bench.convolution_cases import conv_cases, convolution, geometry, moments_cases
+from bench.kernel_cases import dense_cases, linear_cases
 from fastlr import ops
-from fastlr.ops.convolution_cases import (
-    channels_last,
-    conv_cases,
-    convolution,
-    draw,
-    geometry,
-    moments_cases,
-)
-from fastlr.ops.kernel_cases import dense_cases, linear_cases, moved
+from fastlr.ops.kernel_calls import channels_last, draw, moved
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 TOLERANCE = {

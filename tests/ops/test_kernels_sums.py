@@ -12,12 +12,11 @@ import pytest
 import torch
 from agreement import assert_near, pairs
 
+from bench.kernel_cases import CASES as EVERY
 from fastlr import ops
 from fastlr.ghost.rules import RULES, Site, Unsupported
 from fastlr.ghost.sample_axis import Regular
-from fastlr.ops.convolution_cases import draw
-from fastlr.ops.kernel_cases import CASES as EVERY
-from fastlr.ops.kernel_cases import moved
+from fastlr.ops.kernel_calls import draw, moved
 
 OPS = (
     "channel_sums",

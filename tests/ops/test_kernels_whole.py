@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fastlr
+from bench.kernel_cases import fold_cases
 from fastlr.ghost.api import engine_for
 from fastlr.ops import dispatch as ops
-from fastlr.ops.kernel_cases import fold_cases
 
 
 class SqueezeExcite(nn.Module):

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Trito
 def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
     from launched_kernels import noted
 
+    from bench.convolution_cases import geometry
     from fastlr import ops
-    from fastlr.ops.convolution_cases import geometry
 
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     given = x, torch.ones(8, 32, 1, 1, dtype=torch.bfloat16), torch.ones(8), "none", geometry(2)

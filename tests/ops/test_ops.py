@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from agreement import assert_near
 from torch import Tensor
 
+from bench.convolution_cases import CONVOLUTIONS, convolution, geometry
 from fastlr.errors import FastlrWarning
 from fastlr.ghost.fusion.batch_norm import NODE, FixedNorm
 from fastlr.ghost.rules import RULES, Site
@@ -24,9 +25,9 @@ from fastlr.ops import convolution as torch_conv
 from fastlr.ops import dispatch as ops
 from fastlr.ops import folded as torch_folded
 from fastlr.ops import kernel_checks
-from fastlr.ops.convolution_cases import CONVOLUTIONS, channels_last, convolution, draw, geometry
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.kernel_calls import channels_last, draw
 from fastlr.ops.linear import square_sum
 from fastlr.ops.reference.folded import ACTIVATIONS
 

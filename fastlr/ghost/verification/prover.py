@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,31 @@ def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     These are (relative to the parameter's own squared norm, relative to the sample's total).
     """
     return {torch.float64: (1e-10, 1e-13), torch.float32: (1e-4, 1e-5)}.get(dtype, (0.1, 0.02))
+
+
+class Deviations(NamedTuple):
+    """How far the squared norms of parameters are from the truth.
+
+    Attributes:
+        largest: by parameter, its largest deviation, in parts of the sample's total.
+        wrong: the parameters that are off by more than the tolerance.
+    """
+
+    largest: dict[str, float]
+    wrong: list[str]
+
+    @staticmethod
+    def of(norms: dict[str, Tensor], truth: dict[str, Tensor], dtype: torch.dtype) -> Deviations:
+        """Return how far norms [samples] of each parameter are off, computed in ``dtype``."""
+        relative, part = tolerance(dtype)
+        total = torch.stack(list(truth.values())).sum(0)
+        largest, wrong = {}, []
+        for name, value in norms.items():
+            gap = (value - truth[name]).abs()
+            largest[name] = float((gap / total.clamp_min(1e-300)).max())
+            if not bool((gap <= relative * truth[name] + part * total).all()):
+                wrong.append(name)
+        return Deviations(largest, wrong)
 
 
 class Prover(ForwardChecks):
@@ -362,8 +388,6 @@ class Prover(ForwardChecks):
         Each parameter's norms are compared with the truth.
         """
         layouts = {place: held[0] for place, held in alternatives.items() if held}
-        relative, part = tolerance(graph.lowest_dtype())
-        total = torch.stack(list(truth.values())).sum(0)
         # a rule that an earlier proof refuted stays refuted
         routes = {key: use.route for key, use in ledger.uses.items() if use.route == "node"}
         reasons = {key: ledger.uses[key].reason for key in routes}
@@ -371,71 +395,62 @@ class Prover(ForwardChecks):
         for use in structure.uses:
             for name in graph.names_below(use.child):
                 uses_of.setdefault(name, []).append(use)
-
-        def deviations() -> tuple[dict[str, float], list[str]]:
-            """Return how far each parameter's norms are from the truth, and those that are wrong.
-
-            The largest deviation, in parts of the total.
-            """
-            norms = sq_norms(
-                graph,
-                structure,
-                z,
-                v,
-                layouts,
-                self.count,
-                routes,
-                retain=True,
-                reasons=reasons,
-                tolerant=True,
-            )
-            gaps = {name: (value - truth[name]).abs() for name, value in norms.items()}
-            wrong = [
-                n
-                for n, gap in gaps.items()
-                if not bool((gap <= relative * truth[n] + part * total).all())
-            ]
-            return {
-                name: float((gap / total.clamp_min(1e-300)).max()) for name, gap in gaps.items()
-            }, wrong
-
-        off, wrong = deviations()
-        self._refute_folds(graph, structure, routes, reasons, wrong)
+        measure = partial(
+            sq_norms,
+            graph,
+            structure,
+            z,
+            v,
+            layouts,
+            self.count,
+            routes,
+            retain=True,
+            reasons=reasons,
+            tolerant=True,
+        )
+        off = Deviations.of(measure(), truth, graph.lowest_dtype())
+        self._refute_folds(graph, structure, routes, reasons, off.wrong)
         by_loop: dict[str, str] = {}
-        if wrong:  # the nodes' own backward formulas instead of the rules, for these parameters
-            for use in (use for name in wrong for use in uses_of[name]):
-                if routes.get(use.key, "rule") == "rule":
-                    routes[use.key] = "node"
-                    reasons[use.key] = "the rule's result differs from the truth"
-            off, wrong = deviations()
-            by_loop = {
-                name: f"no route but the loop is right (off by {off[name]:.1e})" for name in wrong
-            }
+        if off.wrong:
+            for name in off.wrong:
+                _by_their_nodes(uses_of[name], routes, reasons)
+            off = Deviations.of(measure(), truth, graph.lowest_dtype())
+            for name in off.wrong:
+                by_loop[name] = f"no route but the loop is right (off by {off.largest[name]:.1e})"
         for use in structure.uses:
             if getattr(graph.nodes[use.node], "_saved_scale_grad_by_freq", False):
                 # No sample's of its own in a batch.
                 counted = "scale_grad_by_freq counts the ids of the whole batch"
                 by_loop |= dict.fromkeys(graph.names_below(use.child), counted)
-            by_output = {
-                o: alternatives.get((use.node, o), []) for o in range(graph.outputs(use.node))
-            }
-            route = routes.get(use.key, "rule")
+            outputs = range(graph.outputs(use.node))
             ledger.uses[use.key] = UseProof(
-                by_output, route, graph.names[use.node], reasons.get(use.key, "")
+                {output: alternatives.get((use.node, output), []) for output in outputs},
+                routes.get(use.key, "rule"),
+                graph.names[use.node],
+                reasons.get(use.key, ""),
             )
-        for name, deviation in off.items():
-            uses = uses_of[name]
+        for name, deviation in off.largest.items():
             alive = bool((truth[name] > 0).any())
             known = ledger.parameters.get(name)
             if known is not None and (known.route == "loop" or (known.alive and not alive)):
                 continue
-            kinds = tuple(dict.fromkeys(_kind(graph, use.node) for use in uses))
-            axes = tuple(dict.fromkeys(str(layouts.get((use.node, 0), "unknown")) for use in uses))
-            reason = next((reasons[use.key] for use in uses if use.key in reasons), "")
-            route = "node" if any(routes.get(use.key) == "node" for use in uses) else "rule"
+            uses = uses_of[name]
+            kinds = [_kind(graph, use.node) for use in uses]
+            axes = [str(layouts.get((use.node, 0), "unknown")) for use in uses]
+            route, reason = "rule", ""
+            if any(routes.get(use.key) == "node" for use in uses):
+                route = "node"
+                reason = next((reasons[use.key] for use in uses if use.key in reasons), "")
             if name in by_loop:
                 route, reason, deviation = "loop", by_loop[name], 0.0
-            ledger.parameters[name] = ParameterProof(route, deviation, alive, kinds, axes, reason)
+            ledger.parameters[name] = ParameterProof(
+                route,
+                deviation,
+                alive,
+                tuple(dict.fromkeys(kinds)),
+                tuple(dict.fromkeys(axes)),
+                reason,
+            )
 
     @staticmethod
     def _refute_folds(
@@ -476,6 +491,14 @@ class Prover(ForwardChecks):
                     f"not give 2^{exponent} times the others. Something changes them on the way, "
                     "such as a hook that clips them or adds to them; remove it for the measurement"
                 )
+
+
+def _by_their_nodes(uses: list[Use], routes: dict[tuple, str], reasons: dict[tuple, str]) -> None:
+    """Let the nodes' own backward formulas do uses that go by a rule, which was wrong."""
+    for use in uses:
+        if routes.get(use.key, "rule") == "rule":
+            routes[use.key] = "node"
+            reasons[use.key] = "the rule's result differs from the truth"
 
 
 def _kind(graph: Graph, node: int) -> str:

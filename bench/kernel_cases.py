@@ -1,29 +1,21 @@
-"""Small calls of every op that has a kernel.
+"""Calls of every op that has a kernel, on which kernels are held to plain torch.
 
-They have odd sizes, many memory formats and strides, and each kind of tile and of split.
-
-What the tests and ``fastlr doctor --kernels`` hold the kernels to their definitions and to plain
-torch on.
+They have odd sizes, many memory formats and strides, and each kind of tile and of split. An op is
+held to them before it is timed, and by the tests; a few of the kind are in the package, for
+``fastlr doctor --kernels``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from fastlr import ops
-from fastlr.ops.convolution_cases import (
-    channels_last,
-    conv_cases,
-    draw,
-    folded_calls,
-    moments_cases,
-    swapped,
-)
-from fastlr.ops.kernel_checks import with_strides, without_repeats
+from bench.convolution_cases import conv_cases, folded_calls, moments_cases
+from fastlr.ops.kernel_calls import channels_last, draw, swapped
 
 
 def linear_cases() -> dict[str, tuple]:
@@ -227,70 +219,23 @@ def fold_cases() -> dict[str, tuple]:
     }
 
 
+def folded_cases(op: str) -> dict[str, tuple]:
+    """Return the calls of ``folded_conv`` or ``folded_conv_backward``."""
+    return {name: calls[op] for name, calls in folded_calls().items()}
+
+
 CASES: dict[str, Callable[[], dict[str, tuple]]] = {
     "linear_sq_norms": linear_cases,
     "dense_sq_norms": dense_cases,
     "conv_sq_norms": conv_cases,
     "folded_conv_sq_norms": moments_cases,
-    "folded_conv": lambda: {name: calls["folded_conv"] for name, calls in folded_calls().items()},
-    "folded_conv_backward": lambda: {
-        name: calls["folded_conv_backward"] for name, calls in folded_calls().items()
-    },
+    "folded_conv": partial(folded_cases, "folded_conv"),
+    "folded_conv_backward": partial(folded_cases, "folded_conv_backward"),
     "fold_weights": fold_cases,
     "channel_sums": channel_cases,
-    "layer_norm_sums": lambda: row_cases(2),
-    "rms_norm_sums": lambda: row_cases(1),
+    "layer_norm_sums": partial(row_cases, 2),
+    "rms_norm_sums": partial(row_cases, 1),
     "broadcast_sums": broadcast_cases,
     "embedding_sq_norms": embedding_cases,
     "categorical_root_cotangent": cotangent_cases,
 }
-IMAGES = [  # options of shape_images and its like
-    {
-        "size": size,
-        "rectangles": 3,
-        "circles": 4,
-        "seed": 1,
-        "table": None,
-        "dtype": dtype,
-        "channels_last": last,
-    }
-    for size, dtype, last in (
-        ((3, 33, 35), torch.float32, False),
-        ((3, 64, 32), torch.bfloat16, True),
-        ((1, 7, 70), torch.uint8, False),
-        ((4, 16, 16), torch.float16, True),
-    )
-]
-# Arguments without samples, in the dtype of the data.
-LOW = {
-    "folded_conv": (1,),
-    "folded_conv_backward": (4,),
-}
-
-
-def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tuple:
-    """Return a call's arguments on a device, their float32 data in ``dtype``.
-
-    Strides are the same; parameters and statistics keep their dtype.
-    """
-    if op == "fold_weights":
-        return dtype, *(_on(a, device, None) for a in args[1:])
-    data = (*ops.SAMPLES[op], *LOW.get(op, ()))
-    return tuple(
-        _on(
-            a,
-            device,
-            dtype if i in data and isinstance(a, Tensor) and a.dtype == torch.float32 else None,
-        )
-        for i, a in enumerate(args)
-    )
-
-
-def _on(a: object, device: torch.device, dtype: torch.dtype | None) -> object:
-    """Return a tensor on a device, with the same strides; anything else as it is.
-
-    It is in ``dtype`` if there is one.
-    """
-    if not isinstance(a, Tensor):
-        return a
-    return with_strides(without_repeats(a).to(device, dtype or a.dtype), a)

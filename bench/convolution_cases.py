@@ -1,4 +1,4 @@
-"""Small calls of the ops on convolutions, for tests of the kernels.
+"""Calls of the ops on convolutions, for kernel_cases.py.
 
 They have odd sizes, many memory formats and strides, and each kind of tile and of split.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastlr import ops
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.kernel_calls import channels_last, draw
 from fastlr.ops.reference.folded import ACTIVATIONS
 
 LAYOUTS = {  # of the input, of the output's gradient, of what is kept
@@ -23,28 +24,6 @@ LAYOUTS = {  # of the input, of the output's gradient, of what is kept
     "expanded": ("last", "expanded", "planes"),
 }
 MIXED = {"g-last": ("planes", "last", "last"), "repeated": ("repeated", "planes", "planes")}
-
-
-def draw(
-    *shape: int,
-    seed: int = 0,
-    offset: float = 0.3,
-    scale: float = 1.0,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Normal numbers with an offset, so that a missing or a doubled part would show."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale + offset).to(dtype)
-
-
-def channels_last(t: Tensor, axis: int = 2) -> Tensor:
-    """The same values with the channels last in memory."""
-    return t.movedim(axis, -1).contiguous().movedim(-1, axis)
-
-
-def swapped(t: Tensor, axis: int = 0, other: int = 1) -> Tensor:
-    """The same values with two axes swapped in memory."""
-    return t.transpose(axis, other).contiguous().transpose(axis, other)
 
 
 # -- convolutions
@@ -377,7 +356,9 @@ def _has_kernel(layer: Convolution) -> bool:
 def conv_cases() -> dict[str, tuple]:
     """Arguments of conv_sq_norms: every form and layout."""
     cases: dict[str, tuple] = {}
-    for name in (name for name, layer in CONVOLUTIONS.items() if _has_kernel(layer)):
+    for name, layer in CONVOLUTIONS.items():
+        if not _has_kernel(layer):
+            continue
         x, g, *rest = convolution(name, torch.float32, False)
         cases[name] = (x, g, *rest)
         cases[f"{name}-channels-last"] = (channels_last(x), channels_last(g), *rest)
