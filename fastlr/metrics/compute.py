@@ -14,11 +14,10 @@ from fastlr.metrics.activations import activation_measures
 from fastlr.metrics.gradients import BATCH, Loss, batch_gradient_norm, gradient_measures
 from fastlr.metrics.gradients import MEASURES as GRADIENTS
 from fastlr.metrics.value import Measure, check_known
-from fastlr.metrics.weights import distance_from_init, weight_norm
+from fastlr.metrics.weights import OF_PARAMETERS, distance_from_init
 from fastlr.ops.model_lock import locks_model
 
-_OF_PARAMETERS = ("weight_norm", "distance_from_init")
-MEASURES = (*_OF_PARAMETERS, *ACTIVATIONS, *GRADIENTS)
+MEASURES = (*OF_PARAMETERS, *ACTIVATIONS, *GRADIENTS)
 
 
 @locks_model
@@ -71,11 +70,12 @@ def measures(
     """
     check_names(names, x=x, y=y, loss=loss, init_state=init_state)
     results: dict[str, Measure] = {}
-    if "weight_norm" in names:
-        results["weight_norm"] = weight_norm(model)
-    if "distance_from_init" in names:
-        assert init_state is not None
-        results["distance_from_init"] = distance_from_init(model, init_state)
+    for name in names:
+        if name == "distance_from_init":
+            assert init_state is not None
+            results[name] = distance_from_init(model, init_state)
+        elif name in OF_PARAMETERS:
+            results[name] = OF_PARAMETERS[name].take(model)
     activations = [name for name in names if name in ACTIVATIONS]
     gradients = [name for name in names if name in GRADIENTS]
 

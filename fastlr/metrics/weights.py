@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,44 @@ from fastlr.metrics.value import Measure
 from fastlr.ops.model_lock import locks_model
 
 _WRAPPERS = ("module.", "_orig_mod.")
+Take = Callable[..., Measure]
 
 
+class OfParameters(NamedTuple):
+    """A measure of the parameters alone, as monitors, runs, tables and figures know it.
+
+    Attributes:
+        take: of a model; that of `distance_from_init` also takes ``init_state``.
+        label: in words.
+        unit: of its axis.
+    """
+
+    take: Take
+    label: str
+    unit: str
+
+
+OF_PARAMETERS: dict[str, OfParameters] = {}
+
+
+def of_parameters(label: str, unit: str = "value") -> Callable[[Take], Take]:
+    """Enter a function of a model as a measure of its parameters alone, by its name.
+
+    That name is one for ``measures=`` of monitors, and for ``--set measures=`` of runs.
+
+    Args:
+        label: in words, for tables and figures.
+        unit: of its axis.
+    """
+
+    def enter(take: Take) -> Take:
+        OF_PARAMETERS[take.__name__] = OfParameters(take, label, unit)
+        return take
+
+    return enter
+
+
+@of_parameters("weight norm", "l2 norm")
 @locks_model
 def weight_norm(model: nn.Module) -> Measure:
     """Return the l2 norm of all trainable parameters together.
@@ -51,6 +88,7 @@ def weight_norm(model: nn.Module) -> Measure:
     return _norm(definition, {name: p.detach() for name, p in parameters.items()}, "parameter {}")
 
 
+@of_parameters("distance from init", "l2 norm")
 @locks_model
 def distance_from_init(model: nn.Module, init_state: Mapping[str, Tensor] | nn.Module) -> Measure:
     """Return the distance of the trainable parameters from their start, ``||theta - theta_init||``.

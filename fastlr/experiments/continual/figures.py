@@ -25,6 +25,7 @@ from fastlr.display.figures import (
 from fastlr.display.record import counted
 from fastlr.display.tables import group_to_fit
 from fastlr.experiments.continual.association import Correlation
+from fastlr.experiments.continual.fields import FIELDS
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.summaries import INPUTS
 from fastlr.experiments.continual.tables import TARGET_LABELS, hundred, label, order
@@ -32,14 +33,6 @@ from fastlr.experiments.runs.records import Array, finite, number
 
 _SMOOTH, _FROM = 30, 150  # tasks a running mean, drawn in series of at least so many
 _NAMES = 24  # on an axis, at most
-_UNITS = {
-    "weight_norm": "l2 norm",
-    "distance_from_init": "l2 norm",
-    "dormant_ratio": "share of units",
-    "dormant_ratio_tau": "share of units",
-    "train_grad_norm": "mean squared l2 norm",
-    "batch_grad_norm": "squared l2 norm",
-}
 _COLUMNS = 400  # of the heat map: more tasks are averaged
 _ABLATION = {
     "local_redundancy_next_task": INK,
@@ -364,7 +357,7 @@ def measure_curves(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -
         for index, run in enumerate(runs):
             colour, line = _look(index)
             _curve(axes, np.arange(len(run)), run.measure(name), colour, run.name, line=line)
-        style(axes, _UNITS.get(name, "rank" if name.endswith("rank") else "value"), label(name))
+        style(axes, FIELDS[name].unit if name in FIELDS else "value", label(name))
         count_axis(axes, "task")
         axes.set_ylim(
             min(0, axes.get_ylim()[0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,30 +16,14 @@ import fastlr
 from fastlr import metrics
 from fastlr.distributed.sharding import apart
 from fastlr.errors import ModelError, NonFiniteError
+from fastlr.experiments.continual.fields import FIELDS
 from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.ghost.runtime import clock
 from fastlr.inputs import Inputs
+from fastlr.metrics.weights import OF_PARAMETERS
 
-# Names in a run's records -> names in fastlr.metrics, for the measures on training images, by the
-# passes that they share.
-OF_TRAINING = (
-    {
-        "dormant_ratio": "dormant_ratio",
-        "dormant_ratio_tau": "dormant_ratio_tau",
-        "effective_rank": "effective_rank_entropy",
-        "srank": "effective_rank",
-        "feature_rank": "feature_rank",
-        "batch_grad_norm": "train_grad_norm_batch",
-    },
-    {"train_grad_norm": "train_grad_norm"},
-)
-REDUNDANCIES = {
-    "local_redundancy": "synthetic shapes",
-    "local_redundancy_noise": "images of Gaussian noise",
-    "local_redundancy_next_task": "training images of the next task",
-}
 _Compute = Callable[[list[str]], dict[str, dict[str, Any]]]
 _LR = (
     "local redundancy: mean over {n} {inputs} of E_y ||grad log P(y|x)||^2, y from the model, "
@@ -155,37 +141,33 @@ class Measurer:
 
         Each item is ``(names, names -> records)``.
         """
-        wanted, model = self.options.measures, self.trainer.model
-        for name in REDUNDANCIES:
-            if name in wanted:
-                yield [name], lambda names: {names[0]: self._redundancy(names[0], following)}
-        if "weight_norm" in wanted:
-            yield ["weight_norm"], lambda names: {names[0]: _record(metrics.weight_norm(model))}
-        if "distance_from_init" in wanted:
-            distance = metrics.distance_from_init
-            yield (
-                ["distance_from_init"],
-                lambda names: {names[0]: _record(distance(model, self.initial))},
-            )
-        passes = [known for known in OF_TRAINING if not known.keys().isdisjoint(wanted)]
-        if passes:
-            x, y = self._training_images(task, number)
-        for known in passes:
+        wanted = self.options.measures
+        fields = [FIELDS[name] for name in wanted]
+        for field in FIELDS.values():  # first those that need no training images
+            if field.name not in wanted:
+                continue
+            if field.inputs:
+                yield [field.name], lambda names: {names[0]: self._redundancy(names[0], following)}
+            elif field.metric in OF_PARAMETERS:
+                yield [field.name], partial(self._metrics, {"init_state": self.initial})
+        of_training = [f for f in fields if f.metric and f.metric not in OF_PARAMETERS]
+        if not of_training:
+            return
+        x, y = self._training_images(task, number)
+        images = {"x": x, "y": y, "loss": F.cross_entropy, "tau": self.options.tau}
+        # The norms of samples' gradients take a pass of their own.
+        shared = [f.name for f in of_training if f.metric != "train_grad_norm"]
+        if shared:
+            yield shared, partial(self._metrics, images)
+        if len(shared) < len(of_training):
+            yield ["train_grad_norm"], partial(self._metrics, images)
 
-            def compute(
-                names: list[str], known: dict[str, str] = known
-            ) -> dict[str, dict[str, Any]]:
-                with self.trainer.autocast():
-                    images: dict[str, Any] = {
-                        "x": x,
-                        "y": y,
-                        "loss": F.cross_entropy,
-                        "tau": self.options.tau,
-                    }
-                    found = metrics.measures(model, [known[name] for name in names], **images)
-                return {name: _record(found[known[name]]) for name in names}
-
-            yield [name for name in wanted if name in known], compute
+    def _metrics(self, given: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
+        """Return the records of measures of `fastlr.metrics`, which share passes."""
+        known = {name: FIELDS[name].metric for name in names}
+        with self.trainer.autocast() if "x" in given else nullcontext():
+            found = metrics.measures(self.trainer.model, list(known.values()), **given)
+        return {name: _record(found[metric]) for name, metric in known.items()}
 
     def _training_images(self, task: Task, number: int) -> tuple[Tensor, Tensor]:
         """Training images of the task drawn without replacement, and their labels."""
@@ -220,7 +202,7 @@ class Measurer:
         with apart():  # so that the ranks of a run go on after a value that is not finite
             estimate = self._estimators[name].measure()
         self.chunks[name] = estimate.batch_size
-        return redundancy_record(estimate, REDUNDANCIES[name])
+        return redundancy_record(estimate, FIELDS[name].inputs)
 
 
 def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:

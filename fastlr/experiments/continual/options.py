@@ -7,24 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastlr.errors import InputError
+from fastlr.experiments.continual.fields import FIELDS
 from fastlr.experiments.runs.options import differences, option
 from fastlr.experiments.training.options import TrainingOptions
 from fastlr.experiments.training.steps import StepMode
 
-MEASURES = (
-    "local_redundancy",
-    "local_redundancy_noise",
-    "local_redundancy_next_task",
-    "weight_norm",
-    "distance_from_init",
-    "dormant_ratio",
-    "dormant_ratio_tau",
-    "train_grad_norm",
-    "batch_grad_norm",
-    "effective_rank",
-    "srank",
-    "feature_rank",
-)
+MEASURES = tuple(field.name for field in FIELDS.values() if field.by_default)
 RANDOM_LABELS, SYNTHETIC = "random-labels", "synthetic"  # data that need no store
 RANDOM_DIGITS, PERMUTED_DIGITS = "random-labels-digits", "permuted-digits"
 MEMORISED = (RANDOM_LABELS, RANDOM_DIGITS)  # with labels that only memory knows
@@ -160,7 +148,7 @@ class ContinualOptions(TrainingOptions):
     layout: Literal["channels-last", "contiguous"] = "channels-last"
     step: StepMode = "auto"
     on_nan: Literal["stop", "skip"] = "stop"
-    measures: tuple[str, ...] = option(MEASURES, known=MEASURES)
+    measures: tuple[str, ...] = option(MEASURES, known=tuple(FIELDS))
     measure_every: int = option(1, at_least=1)
     redundancy_n: int = option(5000, at_least=1)
     redundancy_probe: Literal["sampled", "rademacher", "exact"] = "sampled"

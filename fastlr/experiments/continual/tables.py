@@ -11,6 +11,7 @@ from fastlr.display.sheets import DASH, Columns, Sheet, shown
 from fastlr.display.tables import pm
 from fastlr.experiments.continual.association import KINDS, TRANSFORMS, Correlation, TooShort
 from fastlr.experiments.continual.experiment import DRIVER
+from fastlr.experiments.continual.fields import FIELDS, ROWS
 from fastlr.experiments.continual.options import substitutions
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.summaries import (
@@ -25,22 +26,7 @@ from fastlr.experiments.runs.records import as_dict, finite
 from fastlr.experiments.statistics.bootstrap import SHORTEST_BLOCK
 from fastlr.experiments.training.options import training_text
 
-LABELS = {
-    "local_redundancy": "local redundancy",
-    "local_redundancy_noise": "LR on noise",
-    "local_redundancy_next_task": "LR on next task",
-    "distance_from_init": "distance from init",
-    "weight_norm": "weight norm",
-    "dormant_ratio": "dormant ratio",
-    "dormant_ratio_tau": "dormant ratio tau",
-    "train_grad_norm": "training grad norm",
-    "batch_grad_norm": "batch grad norm",
-    "effective_rank": "effective rank",
-    "srank": "srank",
-    "feature_rank": "feature rank",
-    "train": "training",
-    "evaluate": "evaluation",
-}
+_TIMED = {"train": "training", "evaluate": "evaluation"}  # besides measures
 _METHODS = {"pearson": "r", "spearman": "rho"}
 _SHORT = {"semi-partial": "semi", "partial": "partial"}
 NUMBERS = {"future accuracy": 1, "forgetting": 2}  # of the paper's tables
@@ -90,7 +76,11 @@ def label(name: str) -> str:
     >>> label("dormant_ratio+srank")
     'dormant ratio + srank'
     """
-    return " + ".join(LABELS.get(part, part.replace("_", " ")) for part in name.split("+"))
+    labels = []
+    for part in name.split("+"):
+        field = FIELDS.get(part)
+        labels.append(field.label if field else _TIMED.get(part, part.replace("_", " ")))
+    return " + ".join(labels)
 
 
 def hundred(value: float, digits: int = 1) -> str:
@@ -100,10 +90,9 @@ def hundred(value: float, digits: int = 1) -> str:
 
 def order(names: Iterable[str]) -> list[str]:
     """Distinct measures in the order of the paper's Table 1, others after them as they come."""
-    known = list(LABELS)
-    return sorted(
-        dict.fromkeys(names), key=lambda name: known.index(name) if name in known else len(known)
-    )
+    given = dict.fromkeys(names)
+    known = [name for name in ROWS if name in given]
+    return known + [name for name in given if name not in FIELDS]
 
 
 def _with_error(value: float, stderr: float) -> str:
