@@ -82,6 +82,17 @@ def one_line(error: BaseException) -> str:
     )
 
 
+def few(names: Iterable[str], most: int = 4, separator: str = ", ") -> str:
+    """Return the first of some names, and how many more there are.
+
+    >>> few(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + rest
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type if it has none."""
     lines = _text(error).strip().splitlines()

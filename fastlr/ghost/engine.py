@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from fastlr.distributed import on_demand
-from fastlr.errors import FastlrWarning, InputError, NonFiniteError, first_line
+from fastlr.errors import FastlrWarning, InputError, NonFiniteError, few, first_line
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost import program
 from fastlr.ghost.auditor import SampleAudit, audited, begin_audit, closeness, forward_of
@@ -581,9 +581,8 @@ class Engine:
             self._warned.update(fresh)
             reason = self.ledger.parameters[fresh[0]].reason
             warnings.warn(
-                f"{len(fresh)} parameters "
-                f"({', '.join(fresh[:3])}{', ...' if len(fresh) > 3 else ''}) are measured by an "
-                f"exact loop over samples, which is slow: {reason}",
+                f"{len(fresh)} parameters ({few(fresh, 3)}) are measured by an exact loop "
+                f"over samples, which is slow: {reason}",
                 FastlrWarning,
                 stacklevel=4,
             )

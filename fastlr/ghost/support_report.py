@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fastlr.errors import few
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.verification.record import Ledger
 
@@ -62,7 +63,7 @@ class SupportReport:
     without_rows: tuple[str, ...] = ()
 
     @staticmethod
-    def of(names: list[str], ledger: Ledger, folding: Folding | None = None) -> SupportReport:
+    def of(names: list[str], ledger: Ledger, folding: Folding) -> SupportReport:
         """Build the report of a ledger, and of what was folded in the last forward pass."""
         rows = []
         for name in names:
@@ -72,27 +73,22 @@ class SupportReport:
             )
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
         notes = list(dict.fromkeys(ledger.notes))
-        if folding is not None and folding.literal:
+        if folding.literal:
             notes.append(f"only convolutions and norms are folded: {folding.literal}")
-        if folding is not None and folding.disabled:
+        if folding.disabled:
             notes.append(f"nothing is folded: {folding.disabled}")
-        folded, unfolded = (
-            (dict(folding.folded), folding.plain | folding.refused) if folding else ({}, {})
-        )
-        report = SupportReport(
+        return SupportReport(
             tuple(rows),
             ledger.subject,
             dtype,
             ledger.others,
             tuple(notes),
-            folded,
-            unfolded,
-            without_rows=tuple(sorted(ledger.without_rows)),
+            dict(folding.folded),
+            folding.plain | folding.refused,
+            tuple(sorted(folding.fixed)),
+            dict(folding.replaced + Counter(unfused=folding.unfused.calls)),
+            tuple(sorted(ledger.without_rows)),
         )
-        if folding is None:
-            return report
-        replaced = folding.replaced + Counter(unfused=folding.unfused.calls)
-        return replace(report, fixed=tuple(sorted(folding.fixed)), replaced=dict(replaced))
 
     @property
     def routes(self) -> dict[str, str]:
@@ -151,9 +147,7 @@ class SupportReport:
         unproven = [p.name for p in self.parameters if not p.proven]
         if unproven:
             lines.append(
-                "gradient zero on those samples, so checked when it is not: "
-                f"{', '.join(unproven[:4])}"
-                + (f" and {len(unproven) - 4} more" if len(unproven) > 4 else "")
+                f"gradient zero on those samples, so checked when it is not: {few(unproven)}"
             )
         lines += dict.fromkeys(
             f"{p.route}: {p.reason}" for p in self.parameters if p.reason and p.route != "rule"
@@ -166,7 +160,7 @@ class SupportReport:
         if self.others:
             lines.append(
                 f"{len(self.others)} other leaves require grad and are not counted: "
-                f"{', '.join(self.others[:4])}"
+                f"{few(self.others)}"
             )
         lines += [f"{number} {REPLACED[kind]}" for kind, number in self.replaced.items()]
         if self.fixed:
@@ -179,8 +173,7 @@ class SupportReport:
             for name, reason in self.unfolded.items():
                 reasons.setdefault(reason, []).append(name)
             for reason, which in reasons.items():
-                more = f" and {len(which) - 2} more" if len(which) > 2 else ""
-                lines.append(f"not folded ({reason}): {', '.join(which[:2])}{more}")
+                lines.append(f"not folded ({reason}): {few(which, 2)}")
         return [*lines, *(f"note: {n}" for n in self.notes)]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.distributed.sharding import ALONE, team
-from fastlr.errors import InputError
+from fastlr.errors import InputError, few
 from fastlr.ghost.model_io import unwrap
 from fastlr.ops.model_lock import locked
 
@@ -110,8 +110,7 @@ def _values(module: nn.Module, weights: Any) -> Mapping[str, Tensor]:
                 if n.startswith(prefix) and isinstance(v, Tensor)
             }
     missing = [name for name in names if name not in weights]
-    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise InputError(
-        f"weights lacks {missing[0]}{more} of the model's parameters: pass the average of the "
+        f"weights lacks {few(missing, 1)} of the model's parameters: pass the average of the "
         "model that is measured"
     )

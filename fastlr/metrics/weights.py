@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import InputError, NonFiniteError, few
 from fastlr.ghost.model_io import ModelView, unwrap
 from fastlr.metrics.value import Measure
 from fastlr.ops.model_lock import locks_model
@@ -160,9 +160,9 @@ def _initial_state(init: Mapping[str, Tensor] | nn.Module, view: ModelView) -> d
     foreign = [name for name in state if name not in known]
     reasons = []
     if missing:
-        reasons.append(f"lacks {_few(missing)}")
+        reasons.append(f"lacks {few(missing, 3)}")
     if foreign:
-        reasons.append(f"has {_few(foreign)}, unknown here")
+        reasons.append(f"has {few(foreign, 3)}, unknown here")
     if reasons:
         raise InputError(
             f"init_state is not of this model: it {' and '.join(reasons)}; pass "
@@ -170,12 +170,6 @@ def _initial_state(init: Mapping[str, Tensor] | nn.Module, view: ModelView) -> d
             "after layers are added or renamed)"
         )
     return state
-
-
-def _few(names: list[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    few = ", ".join(names[:3])
-    return f"{few} and {len(names) - 3} more" if len(names) > 3 else few
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastlr.errors import InputError, first_line, install
+from fastlr.errors import InputError, few, first_line, install
 from fastlr.files import read_tensors
 
 WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -118,7 +118,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         isinstance(v, torch.Tensor) for v in state.values()
     ):
         what = (
-            f"a dictionary of {_list(map(str, state))}"
+            f"a dictionary of {few(map(str, state))}"
             if isinstance(state, Mapping)
             else type(state).__name__
         )
@@ -196,7 +196,7 @@ def load_state_dict(
     }
     if any(wrong.values()):
         reasons = "; ".join(
-            f"{len(names)} {what}: {_list(names)}" for what, names in wrong.items() if names
+            f"{len(names)} {what}: {few(names)}" for what, names in wrong.items() if names
         )
         raise InputError(
             f"{source} does not fit {type(model).__name__}: {reasons}; check the model's name and "
@@ -275,7 +275,7 @@ def call_factory(name: str, arguments: Mapping[str, Any] | None = None) -> Any:
         close = get_close_matches(
             function_name, [n for n in dir(module) if callable(getattr(module, n))], n=4
         )
-        hint = f": did you mean {_list(close)}?" if close else ""
+        hint = f": did you mean {few(close)}?" if close else ""
         raise InputError(f"{name}: no such function in the module{hint}")
     try:
         return function(**(arguments or {}))
@@ -321,7 +321,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
             for k in get_close_matches(name.removeprefix("timm/"), list(by_bare_name), n=4)
         ]
     hint = "give a torchvision or timm name, or package.module:function for your own"
-    return f"no model is called {name}: {f'did you mean {_list(close)}?' if close else hint}"
+    return f"no model is called {name}: {f'did you mean {few(close)}?' if close else hint}"
 
 
 def _shape(value: Any) -> tuple | str:
@@ -333,9 +333,3 @@ def _storage(value: Any) -> tuple | None:
     if not isinstance(value, torch.Tensor) or value.numel() == 0 or value.data_ptr() == 0:
         return None
     return value.data_ptr(), tuple(value.shape), value.stride(), value.dtype
-
-
-def _list(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

@@ -18,7 +18,6 @@ from fastlr import ops
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.fusion import mode as fuse
 from fastlr.ghost.fusion.conv_bn import FoldedConv, FoldedWeights
-from fastlr.ghost.verification.agreement import same_output
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import ACTIVATIONS
@@ -517,7 +516,6 @@ def test_logits_near_zero_in_low_precision_do_not_forbid_folding() -> None:
         assert bool(((folded - own).abs().amax(1) > 0.1 * own.abs().amax(1)).any()), (
             "the case is not one"
         )
-        assert same_output(model, x, folded, None) and not same_output(model, x, folded + 0.5, None)
         fastlr.per_sample_grad_sq_norms(model, x, v)
     folding = engine_for(model, None, 0, 0).folding
     assert len(folding.folded) == 2 and not folding.disabled

@@ -21,7 +21,6 @@ class Field:
         unit: Of its axis.
         metric: Its name in `fastlr.metrics`; empty for local redundancy.
         inputs: What local redundancy is measured on; empty for others.
-        by_default: Whether a run takes it unless told otherwise.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Field:
     unit: str = "value"
     metric: str = ""
     inputs: str = ""
-    by_default: bool = True
 
 
 _LISTED = (
@@ -48,10 +46,11 @@ _LISTED = (
     Field("srank", "srank", "rank", "effective_rank"),
     Field("feature_rank", "feature rank", "rank", "feature_rank"),
 )
-FIELDS = {field.name: field for field in _LISTED}
+MEASURES = tuple(field.name for field in _LISTED)  # taken unless a run is told otherwise
+FIELDS = dict(zip(MEASURES, _LISTED))
 for _name, _measure in OF_PARAMETERS.items():
     if _name not in FIELDS:
-        FIELDS[_name] = Field(_name, _measure.label, _measure.unit, _name, by_default=False)
+        FIELDS[_name] = Field(_name, _measure.label, _measure.unit, _name)
 # Rows of tables: as in the paper's Table 1, which has the distance before the norm.
 ROWS = list(FIELDS)
 ROWS.insert(ROWS.index("weight_norm"), ROWS.pop(ROWS.index("distance_from_init")))

@@ -142,25 +142,24 @@ class Measurer:
         Each item is ``(names, names -> records)``.
         """
         wanted = self.options.measures
-        fields = [FIELDS[name] for name in wanted]
-        for field in FIELDS.values():  # first those that need no training images
-            if field.name not in wanted:
+        for name in FIELDS:
+            if name not in wanted:
                 continue
-            if field.inputs:
-                yield [field.name], lambda names: {names[0]: self._redundancy(names[0], following)}
-            elif field.metric in OF_PARAMETERS:
-                yield [field.name], partial(self._metrics, {"init_state": self.initial})
-        of_training = [f for f in fields if f.metric and f.metric not in OF_PARAMETERS]
-        if not of_training:
+            if FIELDS[name].inputs:
+                yield [name], lambda names: {names[0]: self._redundancy(names[0], following)}
+            elif name in OF_PARAMETERS:
+                yield [name], partial(self._metrics, {"init_state": self.initial})
+        own_pass = "train_grad_norm"  # of each sample's gradient
+        of_images = [n for n in wanted if FIELDS[n].metric and n not in OF_PARAMETERS]
+        if not of_images:
             return
         x, y = self._training_images(task, number)
         images = {"x": x, "y": y, "loss": F.cross_entropy, "tau": self.options.tau}
-        # The norms of samples' gradients take a pass of their own.
-        shared = [f.name for f in of_training if f.metric != "train_grad_norm"]
+        shared = [name for name in of_images if name != own_pass]
         if shared:
             yield shared, partial(self._metrics, images)
-        if len(shared) < len(of_training):
-            yield ["train_grad_norm"], partial(self._metrics, images)
+        if own_pass in of_images:
+            yield [own_pass], partial(self._metrics, images)
 
     def _metrics(self, given: dict[str, Any], names: list[str]) -> dict[str, dict[str, Any]]:
         """Return the records of measures of `fastlr.metrics`, which share passes."""

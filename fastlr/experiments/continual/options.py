@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from fastlr.errors import InputError
-from fastlr.experiments.continual.fields import FIELDS
-from fastlr.experiments.runs.options import differences, option
+from fastlr.experiments.continual.fields import FIELDS, MEASURES
+from fastlr.experiments.runs.options import ON_A_CORE, differences, option
 from fastlr.experiments.training.options import TrainingOptions
 from fastlr.experiments.training.steps import StepMode
 
-MEASURES = tuple(field.name for field in FIELDS.values() if field.by_default)
 RANDOM_LABELS, SYNTHETIC = "random-labels", "synthetic"  # data that need no store
 RANDOM_DIGITS, PERMUTED_DIGITS = "random-labels-digits", "permuted-digits"
 MEMORISED = (RANDOM_LABELS, RANDOM_DIGITS)  # with labels that only memory knows
@@ -212,9 +211,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "small": {
         "model": "fastlr.models.convnet:ConvNet",
         "tasks": 200,
-        "device": "cpu",
-        "threads": 1,
-        "dtype": "fp32",
+        **ON_A_CORE,
         "batch_size": 128,
         "norm_batch": 0,
         "epochs": 10,
@@ -228,9 +225,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model": "fastlr.models.mlp:MLP",
         "data": RANDOM_LABELS,
         "tasks": 200,
-        "device": "cpu",
-        "threads": 1,
-        "dtype": "fp32",
+        **ON_A_CORE,
         "learning_rate": 3e-3,
         "optimiser_state": "reset",
         "batch_size": 32,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fastlr.errors import InputError
+from fastlr.errors import InputError, few
 from fastlr.experiments.continual.options import MEMORISED
 from fastlr.experiments.runs.records import (
     Array,
@@ -255,12 +255,10 @@ def _check_same(runs: list[ContinualRun], apart: Collection[str]) -> None:
         groups.setdefault(
             ", ".join(f"{key}={_short(setting[key])}" for key in different), []
         ).append(str(run.path))
-    listed = [f"{values}: {' '.join(paths)}" for values, paths in list(groups.items())[:_SHOWN]]
-    if len(groups) > _SHOWN:
-        listed.append(f"and {len(groups) - _SHOWN} more")
+    listed = [f"{values}: {' '.join(paths)}" for values, paths in groups.items()]
     raise InputError(
         f"these are runs of {len(groups)} configurations, which are not pooled: give the run "
-        f"folders of one ({'; '.join(listed)}), or say --pool"
+        f"folders of one ({few(listed, _SHOWN, '; ')}), or say --pool"
     )
 
 

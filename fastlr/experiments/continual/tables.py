@@ -90,9 +90,8 @@ def hundred(value: float, digits: int = 1) -> str:
 
 def order(names: Iterable[str]) -> list[str]:
     """Distinct measures in the order of the paper's Table 1, others after them as they come."""
-    given = dict.fromkeys(names)
-    known = [name for name in ROWS if name in given]
-    return known + [name for name in given if name not in FIELDS]
+    given = list(names)
+    return sorted(set(given), key=[*ROWS, *given].index)
 
 
 def _with_error(value: float, stderr: float) -> str:

@@ -28,7 +28,7 @@ from typing import BinaryIO
 import torch
 from numpy.lib import format as npy_format
 
-from fastlr.errors import InputError
+from fastlr.errors import InputError, few
 from fastlr.experiments.data.decode import open_file, open_zip
 from fastlr.ops.philox import STREAMS, random_words
 
@@ -476,5 +476,4 @@ def _is_image(name: str) -> bool:
 
 
 def _some(classes: list[ClassFiles]) -> str:
-    names = [entry.name for entry in classes[:4]]
-    return ", ".join(names) + (f" and {len(classes) - 4} more" if len(classes) > 4 else "")
+    return few(entry.name for entry in classes)

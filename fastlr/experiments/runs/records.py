@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fastlr.errors import FastlrWarning, InputError
+from fastlr.errors import FastlrWarning, InputError, few
 
 Array = NDArray[np.float64]
 _SHOWN = 5  # odd things in a message
@@ -92,8 +92,7 @@ class RunFolder(ABC):
                 warnings.warn(f"{file}: {damage} and is left out", FastlrWarning, stacklevel=3)
         odd = run.odd()
         if odd:
-            more = f"; and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
-            warnings.warn(f"{file}: {'; '.join(odd[:_SHOWN])}{more}", FastlrWarning, stacklevel=3)
+            warnings.warn(f"{file}: {few(odd, _SHOWN, '; ')}", FastlrWarning, stacklevel=3)
         if kinds.isdisjoint(cls.required):
             raise InputError(f"{file} holds no records of {run.experiment}: nothing to report yet")
         return run

@@ -196,23 +196,12 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
     return bool(((value - exact).abs() <= close * exact + 0.1 * close * total).all())
 
 
-def same_output(
-    model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0
-) -> bool:
-    """Return True if ``got`` is the model's own output for ``x``.
-
-    But for what its precision explains.
-    """
-    own, relative = _own(model, x, output)
-    return agree(got, own, relative, lambda: model_noise(model, x, output, out_dim), out_dim)
-
-
 def output_differs(
     model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0
 ) -> Tensor:
-    """Return on the device whether `same_output` would have to look closer.
+    """Return on the device whether ``got`` may not be the model's own output for ``x``.
 
-    True if that is so at some element; nothing is waited for.
+    True if some element is off by more than needs no explanation; nothing is waited for.
     """
     own, relative = _own(model, x, output)
     if own.shape != got.shape:

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
-from fastlr.errors import HiddenParameterError, InteractionError, ModelError, RandomForwardError
+from fastlr.errors import (
+    HiddenParameterError,
+    InteractionError,
+    ModelError,
+    RandomForwardError,
+    few,
+)
 from fastlr.ghost import model_io as adapt
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding
@@ -285,13 +291,11 @@ class ForwardChecks:
                 module = module.rpartition(".")[0]
             kind = type(self.model.get_submodule(module)).__name__
             raise HiddenParameterError(
-                f"parameter {culprits[0]}"
-                + (f" and {len(culprits) - 1} more" if len(culprits) > 1 else "")
-                + f" of module {module or '(root)'} ({kind}) change the output "
-                "but are not in its autograd graph: "
-                "reentrant activation checkpointing (use use_reentrant=False or switch it off), "
-                "no_grad, detach or .data in the forward pass; or freeze them with "
-                "requires_grad_(False) if they should not count"
+                f"parameter {few(culprits, 1)} of module {module or '(root)'} ({kind}) "
+                "change the output but are not in its autograd graph: reentrant activation "
+                "checkpointing (use use_reentrant=False or switch it off), no_grad, detach or "
+                ".data in the forward pass; or freeze them with requires_grad_(False) if they "
+                "should not count"
             )
         ledger.absent.append(frozenset(absent))
         for n in absent:
