@@ -35,6 +35,7 @@ from statistics import median_low
 ARCHITECTURES = (80, 90, 100)
 KERNELS = Path(__file__).parents[2] / "kernels"
 RECORD = KERNELS.parent / "bench/results/compile/kernels.md"
+sys.path.append(str(KERNELS.parent))  # kernel_variants.py reads bench/, which is beside tests/
 # What a multiprocessor has: CUDA C++ Programming Guide, "Technical Specifications per Compute
 # Capability".
 SHARED = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}  # bytes
