@@ -25,8 +25,9 @@ from fastlr.distributed import on_demand
 from fastlr.estimator.capture import Captured, Recorder, ReliedOn, ShapeChanged, places, relied_on
 from fastlr.estimator.passes import Passes
 from fastlr.ghost.backward import Rerouted
+from fastlr.ghost.batch import as_inputs
 from fastlr.ghost.known import Plan
-from fastlr.ghost.model_io import OutputSelector, as_inputs, forward
+from fastlr.ghost.model_io import OutputSelector, forward
 from fastlr.ghost.verification.agreement import (
     agree,
     low_precision,

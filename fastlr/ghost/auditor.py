@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import Batch, cast_inputs
 from fastlr.ghost.fallback import Forward, beside_copies
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.model_io import FAILURES, ModelView, select_output
 from fastlr.ghost.planner import Chunk, batch_of, blame, compared, noise_of, outputs_agree
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import low_precision, norms_agree
@@ -23,7 +23,7 @@ from fastlr.ghost.verification.record import Ledger
 from fastlr.ghost.verification.stand_in import StandIn
 
 
-def forward_of(view: ModelView, batch: adapt.Batch) -> Forward:
+def forward_of(view: ModelView, batch: Batch) -> Forward:
     """Return the function that runs the model, as it is, on samples of a batch."""
 
     def forward(samples: Sequence[int]) -> Tensor:
@@ -59,7 +59,7 @@ class SampleAudit:
     """
 
     def __init__(
-        self, view: ModelView, ledger: Ledger, batch: adapt.Batch, sample: int, v: Tensor
+        self, view: ModelView, ledger: Ledger, batch: Batch, sample: int, v: Tensor
     ) -> None:
         self.view, self.batch, self.sample, self.v = view, batch, sample, v
         self.close = closeness(view, ledger, v.device)
@@ -141,17 +141,17 @@ class SampleAudit:
                 wide[n].register_hook(hook)
 
         def forward(samples: Sequence[int]) -> Tensor:
-            given = adapt.cast(batch.pick(samples), torch.float64)
+            given = cast_inputs(batch.pick(samples), torch.float64)
             with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
                 result = stand_in.call_with(wide, given, dtype=torch.float64)
-                return adapt.select_output(result, view.output)
+                return select_output(result, view.output)
 
         row, chosen = view.row(v, j).double(), {n: wide[n] for n in view.parameters}
         try:
             beside = stand_in.trusted(
                 lambda: beside_copies(forward, j, [row], view.out_dim, chosen, [2])
             )
-        except adapt.FAILURES:
+        except FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it
         exact, (truth,) = self.exact, beside.norms

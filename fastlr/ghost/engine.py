@@ -16,17 +16,17 @@ from torch.utils.checkpoint import CheckpointError
 
 from fastlr.distributed import on_demand
 from fastlr.errors import FastlrWarning, InputError, NonFiniteError, few, first_line
-from fastlr.ghost import model_io as adapt
 from fastlr.ghost import program
 from fastlr.ghost.auditor import SampleAudit, audited, begin_audit, closeness, forward_of
 from fastlr.ghost.backward import Rerouted, sq_norms
+from fastlr.ghost.batch import along, copied, times_written
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import exact_grads, walk
 from fastlr.ghost.known import Key, Known, KnownFlags, Plan
 from fastlr.ghost.model_caches import caches_of
-from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.model_io import ModelView, require_graph
 from fastlr.ghost.planner import Chunk, batch_of, input_shapes, proven, shape_plan
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
@@ -38,6 +38,7 @@ from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
+from fastlr.ops.torch_private import tree_flatten
 
 
 @dataclass(eq=False)
@@ -302,10 +303,10 @@ class Engine:
             known.one_sample.put(sizes, True)
             with unfolded():
                 z = self._forward(x)
-        batched = adapt.along(x, count, self.view.in_dim)
+        batched = along(x, count, self.view.in_dim)
         seen = program_now, program.inputs_token(x, batched)
         _finite(z)
-        adapt.require_graph(z)
+        require_graph(z)
         graph = walk(z, self.parameters)
         if graph.others and "others" not in self._warned:
             self._warned.add("others")
@@ -328,16 +329,16 @@ class Engine:
         flags = self._flags()
         known = self.known.of_flags(flags)
         if known is None:
-            given = adapt.copied(x)
+            given = copied(x)
             watched = program.observed(self.model, lambda: self.view.forward(given))
             known = self.known.enter(KnownFlags(flags, *watched))
         return known
 
     def _forward(self, x: Any) -> Tensor:
-        given = adapt.copied(x) if self._writes_inputs is not False else x
-        before = adapt.times_written(given)
+        given = copied(x) if self._writes_inputs is not False else x
+        before = times_written(given)
         z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
-        written = adapt.times_written(given) != before
+        written = times_written(given) != before
         if written and self._writes_inputs is False:
             self._writes_inputs = True
             raise InputError(
@@ -546,7 +547,7 @@ class Engine:
 
         These are shapes, strides and the program.
         """
-        leaves = adapt.tree_flatten(batch_of(chunk).pick([0]))[0]
+        leaves = tree_flatten(batch_of(chunk).pick([0]))[0]
         strides = tuple(
             (t.shape, t.stride())
             for t in leaves

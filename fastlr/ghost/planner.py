@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fastlr.distributed import on_demand
 from fastlr.errors import FastlrError, InputError, InteractionError, first_line
-from fastlr.ghost import model_io as adapt
 from fastlr.ghost import ownership
 from fastlr.ghost.backward import Structure
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_parts_of_samples
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import Graph, Place
@@ -36,6 +36,7 @@ from fastlr.ghost.verification.noise import Noise
 from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.torch_private import tree_flatten
 
 ALONE = 32  # samples run alone where a batch is looked at that may well interact
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
@@ -87,7 +88,7 @@ class Chunk:
 
 def input_shapes(x: Any) -> tuple:
     """Return the shapes of all tensors among the inputs."""
-    leaves = adapt.tree_flatten(x)[0]
+    leaves = tree_flatten(x)[0]
     return tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in leaves)
 
 
@@ -142,13 +143,13 @@ def _prove_on_triples(chunk: Chunk) -> list[str]:
     return unproven
 
 
-def _prove(chunk: Chunk, batch: adapt.Batch, start: int) -> None:
+def _prove(chunk: Chunk, batch: Batch, start: int) -> None:
     """Prove on a few samples of the batch, folded as they will be measured.
 
     The first is number ``start`` of the batch.
     """
 
-    def prove(prover: Prover, few: adapt.Batch) -> None:
+    def prove(prover: Prover, few: Batch) -> None:
         prover.prove(few, chunk.ledger, seed=start)
 
     chunk.known.few.take(chunk.view, batch, chunk.ledger, prove, start, chunk.folding)
@@ -215,14 +216,14 @@ def try_program(chunk: Chunk) -> None:
     if tried in chunk.flags.programs:
         return
 
-    def compare(prover: Prover, few: adapt.Batch) -> None:
+    def compare(prover: Prover, few: Batch) -> None:
         prover.compare_outputs(few, chunk.ledger)
 
     chunk.known.few.take(chunk.view, batch_of(chunk), chunk.ledger, compare)
     chunk.flags.programs.put(tried, True)
 
 
-def batch_of(chunk: Chunk) -> adapt.Batch:
+def batch_of(chunk: Chunk) -> Batch:
     """Return the inputs, from which samples can be picked.
 
     Where it is not known which of them carry samples, the outputs are compared.
@@ -233,7 +234,7 @@ def batch_of(chunk: Chunk) -> adapt.Batch:
     return chunk.view.batch(chunk.x, chunk.count, known)
 
 
-def compared(chunk: Chunk) -> adapt.Batch:
+def compared(chunk: Chunk) -> Batch:
     """Require that samples do not depend on their company, and find which inputs carry them.
 
     With the batch's samples in other company all outputs must be what they are in the batch: the
@@ -273,7 +274,7 @@ def compared(chunk: Chunk) -> adapt.Batch:
     return batch
 
 
-def _which_may_be_batched(batch: adapt.Batch, known: list[int] | None) -> list[list[int]]:
+def _which_may_be_batched(batch: Batch, known: list[int] | None) -> list[list[int]]:
     """Return the choices of inputs that may carry samples, the likeliest first.
 
     Where that is not known, they are all that look so, or all but one.
@@ -300,7 +301,7 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
 
 
 @on_demand.structure_only()
-def _is_same_in_parts(chunk: Chunk, batch: adapt.Batch) -> bool:
+def _is_same_in_parts(chunk: Chunk, batch: Batch) -> bool:
     """Return True if random halves of the batch, shuffled, give what they gave in it.
 
     Where there are few samples, each is run beside a copy instead.
@@ -339,7 +340,7 @@ def outputs_agree(
     return agree(want, got, rounding(want.dtype, low=low), noise, view.out_dim)
 
 
-def noise_of(view: ModelView, batch: adapt.Batch) -> Callable[[], Noise | None]:
+def noise_of(view: ModelView, batch: Batch) -> Callable[[], Noise | None]:
     """Return what measures how far outputs of some of the samples are off by rounding."""
     few = range(min(batch.count, 8))
 
@@ -349,7 +350,7 @@ def noise_of(view: ModelView, batch: adapt.Batch) -> Callable[[], Noise | None]:
     return noise
 
 
-def blame(chunk: Chunk, batch: adapt.Batch, *, alike: bool) -> None:
+def blame(chunk: Chunk, batch: Batch, *, alike: bool) -> None:
     """Find out exactly, on the copy, why samples in other company give something else.
 
     The error names who is to blame.

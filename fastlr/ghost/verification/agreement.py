@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.model_io import OutputSelector, forward
 from fastlr.ghost.verification.noise import Noise, RoundingProbe, gap, lowest_dtype
 from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ops.torch_private import narrow_products
@@ -170,7 +170,7 @@ def measured_noise(
 
 
 def model_noise(
-    model: nn.Module, x: object, output: adapt.OutputSelector, out_dim: int = 0
+    model: nn.Module, x: object, output: OutputSelector, out_dim: int = 0
 ) -> Noise | None:
     """Measure how far a model's own outputs for some samples are off by rounding.
 
@@ -197,7 +197,7 @@ def norms_agree(value: Tensor, exact: Tensor, total: Tensor, close: float) -> bo
 
 
 def output_differs(
-    model: nn.Module, x: object, got: Tensor, output: adapt.OutputSelector, out_dim: int = 0
+    model: nn.Module, x: object, got: Tensor, output: OutputSelector, out_dim: int = 0
 ) -> Tensor:
     """Return on the device whether ``got`` may not be the model's own output for ``x``.
 
@@ -209,9 +209,9 @@ def output_differs(
     return _compared(*_by_sample(got, own, out_dim), relative)[-1].any()
 
 
-def _own(model: nn.Module, x: object, output: adapt.OutputSelector) -> tuple[Tensor, float]:
+def _own(model: nn.Module, x: object, output: OutputSelector) -> tuple[Tensor, float]:
     """The model's own output, and the relative difference from it that needs no explanation."""
-    own = adapt.forward(model, x, output).detach()
+    own = forward(model, x, output).detach()
     return own, rounding(
         own.dtype, low=low_precision(own.device, {p.dtype for p in model.parameters()})
     )

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import cast_inputs
+from fastlr.ghost.model_io import call, call_with
 from fastlr.ghost.verification.stand_in import StandIn
 
 
@@ -62,11 +63,11 @@ class Subject:
 
     def __call__(self, x: Any) -> Any:
         """Run the forward pass."""
-        x = adapt.cast(x, self.dtype)
+        x = cast_inputs(x, self.dtype)
         if self.tensors is None:
-            return adapt.call(self.model, x, dtype=self.dtype)
+            return call(self.model, x, dtype=self.dtype)
         if self.stand_in is None:
-            return adapt.call_with(self.model, self.tensors, x, dtype=self.dtype)
+            return call_with(self.model, self.tensors, x, dtype=self.dtype)
         return self.stand_in.call_with(self.tensors, x, dtype=self.dtype)
 
 

@@ -12,16 +12,16 @@ import torch
 
 from fastlr.distributed import on_demand
 from fastlr.errors import ModelError
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding
-from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.verification.forward_checks import EVEN_SAMPLES, SAMPLES
 from fastlr.ghost.verification.prover import Prover
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ops.deferred_checks import out_of_memory
 
-Step = Callable[[Prover, adapt.Batch], None]
+Step = Callable[[Prover, Batch], None]
 
 
 class FewSamples:
@@ -37,7 +37,7 @@ class FewSamples:
     def take(
         self,
         view: ModelView,
-        batch: adapt.Batch,
+        batch: Batch,
         ledger: Ledger,
         step: Step,
         start: int = 0,
@@ -72,24 +72,24 @@ class FewSamples:
         return Prover(view.module, view.parameters, view.output, view.out_dim, folding, self.count)
 
 
-def _few(batch: adapt.Batch, start: int, need: int) -> adapt.Batch:
+def _few(batch: Batch, start: int, need: int) -> Batch:
     """Samples of the batch from number ``start`` on, made to differ."""
     picked = [(start + k) % batch.count for k in range(min(batch.count, need))]
     return batch.part(picked).distinct(need, torch.Generator().manual_seed(5))
 
 
-def _takes_even_only(view: ModelView, batch: adapt.Batch) -> bool:
+def _takes_even_only(view: ModelView, batch: Batch) -> bool:
     """Return True if the model runs on four samples and not on three."""
     return _takes(view, batch, EVEN_SAMPLES) and not _takes(view, batch, SAMPLES)
 
 
 @on_demand.structure_only()
-def _takes(view: ModelView, batch: adapt.Batch, count: int) -> bool:
+def _takes(view: ModelView, batch: Batch, count: int) -> bool:
     """Return True if the model gives as many outputs for so many samples."""
     try:
         z = view.forward(_few(batch, 0, count).pick(range(count)))
         return view.sample_count(z) == count
-    except adapt.FAILURES as error:
+    except FAILURES as error:
         if out_of_memory(error):
             raise
         return False

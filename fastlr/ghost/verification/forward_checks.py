@@ -25,10 +25,11 @@ from fastlr.errors import (
     RandomForwardError,
     few,
 )
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding
 from fastlr.ghost.graph import Graph
+from fastlr.ghost.model_io import FAILURES, OutputSelector, sample_count, select_output
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import agree, measured_noise
 from fastlr.ghost.verification.copies import Subject, with_buffers_moved
@@ -62,7 +63,7 @@ class ForwardChecks:
         self,
         model: nn.Module,
         parameters: dict[str, nn.Parameter],
-        output: adapt.OutputSelector,
+        output: OutputSelector,
         out_dim: int,
         folding: Folding | None = None,
         count: int = SAMPLES,
@@ -92,7 +93,7 @@ class ForwardChecks:
             yield
 
     def _forward(
-        self, subject: Subject, batch: adapt.Batch, samples: Sequence[int], *, fold: bool = False
+        self, subject: Subject, batch: Batch, samples: Sequence[int], *, fold: bool = False
     ) -> Tensor:
         """Return the output for some samples.
 
@@ -106,8 +107,8 @@ class ForwardChecks:
                     if fold and self.folding
                     else subject(x)
                 )
-            z = adapt.select_output(result, self.output)
-        if adapt.sample_count(z, self.out_dim) != len(samples):
+            z = select_output(result, self.output)
+        if sample_count(z, self.out_dim) != len(samples):
             raise ModelError(
                 f"{len(samples)} samples give an output of shape {tuple(z.shape)}, which does not "
                 f"have that size along out_dim={self.out_dim}: pass in_dim= and out_dim="
@@ -118,7 +119,7 @@ class ForwardChecks:
         self,
         subject: Subject,
         stand_in: StandIn,
-        batch: adapt.Batch,
+        batch: Batch,
         scale: float,
         seed: int,
         ledger: Ledger,
@@ -139,7 +140,7 @@ class ForwardChecks:
             ledger.by_data = "samples that would interact with other values"
 
     @on_demand.structure_only()
-    def _separate(self, subject: Subject, batch: adapt.Batch, *, on_error: bool) -> bool:
+    def _separate(self, subject: Subject, batch: Batch, *, on_error: bool) -> bool:
         """Return True if samples give in other company what they give in the batch of three.
 
         Return ``on_error`` where the model fails on them.
@@ -153,12 +154,12 @@ class ForwardChecks:
                     noise = partial(self._noise, subject, batch)
                     if not agree(want, got, _unexplained(z.dtype), noise, self.out_dim):
                         return False
-        except (FoldRefuted, *adapt.FAILURES):
+        except (FoldRefuted, *FAILURES):
             return on_error
         return True
 
     @on_demand.structure_only()
-    def _apart(self, subject: Subject, batch: adapt.Batch, _ledger: Ledger) -> None:
+    def _apart(self, subject: Subject, batch: Batch, _ledger: Ledger) -> None:
         """Require that samples give in other company what they give in the batch of three."""
         with torch.no_grad():
             z = self._forward(subject, batch, self.all)
@@ -168,9 +169,7 @@ class ForwardChecks:
                     subject, batch, z, z.narrow(self.out_dim, samples[0], 1).expand_as(got), got
                 )
 
-    def _same(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, want: Tensor, got: Tensor
-    ) -> None:
+    def _same(self, subject: Subject, batch: Batch, z: Tensor, want: Tensor, got: Tensor) -> None:
         """Require that samples give what they gave in the batch of three.
 
         If they do not, the error says what is wrong.
@@ -204,7 +203,7 @@ class ForwardChecks:
         )
 
     @on_demand.structure_only()
-    def _noise(self, subject: Subject, batch: adapt.Batch) -> Noise | None:
+    def _noise(self, subject: Subject, batch: Batch) -> Noise | None:
         """How far outputs of the few samples may be off by rounding."""
         with Unfused():
             x = batch.pick(self.all)
@@ -213,7 +212,7 @@ class ForwardChecks:
             )
             return measured_noise(probe, self.out_dim, partial(self._varies, subject, batch))
 
-    def _varies(self, subject: Subject, batch: adapt.Batch) -> bool:
+    def _varies(self, subject: Subject, batch: Batch) -> bool:
         """Return True if a sample's bits depend on its company.
 
         That is the number of its copies, or its place among them.
@@ -224,14 +223,14 @@ class ForwardChecks:
                 for count in (1, 2, self.count, 2 * self.count):
                     try:
                         z = self._forward(subject, batch, [sample] * count)
-                    except (ModelError, *adapt.FAILURES):  # too many for the model, or too few
+                    except (ModelError, *FAILURES):  # too many for the model, or too few
                         continue
                     first = z.narrow(self.out_dim, 0, 1) if first is None else first
                     if bool(gap(first.expand_as(z), z).any()):
                         return True
         return False
 
-    def _interaction_message(self, subject: Subject, batch: adapt.Batch, close: float) -> str:
+    def _interaction_message(self, subject: Subject, batch: Batch, close: float) -> str:
         """Name the first module whose output for sample 0 changes when the other samples do."""
         records: list[list[tuple[str, Tensor]]] = []
 
@@ -268,7 +267,7 @@ class ForwardChecks:
         return f"{message}. Make it work on each sample alone"
 
     def _absent(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger
+        self, subject: Subject, batch: Batch, z: Tensor, graph: Graph, ledger: Ledger
     ) -> None:
         """Record parameters that are not in the graph as zero, or refuse them.
 
@@ -303,7 +302,7 @@ class ForwardChecks:
                 n, ParameterProof("zero", reason="not used by the output", alive=True)
             )
 
-    def _moves(self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str]) -> bool:
+    def _moves(self, subject: Subject, batch: Batch, z: Tensor, names: list[str]) -> bool:
         """Return True if parameters move the output, and not by a choice alone.
 
         Scores of hard routing move it by such a choice alone.
@@ -318,7 +317,7 @@ class ForwardChecks:
 
     @on_demand.structure_only()
     def _moves_by(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, names: list[str], size: float
+        self, subject: Subject, batch: Batch, z: Tensor, names: list[str], size: float
     ) -> bool:
         generator = torch.Generator().manual_seed(2)
         saved = {n: subject.parameters[n].detach().clone() for n in names}

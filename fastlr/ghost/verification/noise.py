@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import cast_inputs, copied
 from fastlr.ghost.graph import walk
+from fastlr.ghost.model_io import FAILURES, OutputSelector, call_with, select_output
 from fastlr.ghost.verification.stand_in import StandIn
 
 # Differences measured in each column, of samples or of moves: the largest of fewer may be small by
@@ -68,7 +69,7 @@ class RoundingProbe:
 
     model: nn.Module
     x: Any
-    output: adapt.OutputSelector
+    output: OutputSelector
     tensors: Mapping[str, Tensor] | None = None
     dtype: torch.dtype | None = None
     stand_in: StandIn | None = None
@@ -88,15 +89,15 @@ class RoundingProbe:
         return tensors
 
     def _run(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor | None:
-        x = adapt.cast(adapt.copied(self.x), dtype)
+        x = cast_inputs(copied(self.x), dtype)
         try:
             with torch.enable_grad():
                 if self.stand_in is None:
-                    result = adapt.call_with(self.model, tensors, x, dtype=dtype)
+                    result = call_with(self.model, tensors, x, dtype=dtype)
                 else:
                     result = self.stand_in.call_with(tensors, x, dtype=dtype)
-            return adapt.select_output(result, self.output)
-        except adapt.FAILURES:
+            return select_output(result, self.output)
+        except FAILURES:
             return None
 
     def run(self) -> Tensor | None:

@@ -36,12 +36,13 @@ from fastlr.errors import (
     first_line,
     one_line,
 )
-from fastlr.ghost import model_io as adapt
 from fastlr.ghost.backward import Structure, sq_norms
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fallback import Beside, beside_copies
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS
 from fastlr.ghost.graph import CASTS, Graph, Place, Use, walk
+from fastlr.ghost.model_io import FAILURES, require_graph
 from fastlr.ghost.ownership import trace, without_rows
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ghost.verification.batch_checks import every_layout, explained
@@ -92,18 +93,18 @@ class Prover(ForwardChecks):
     `prove` adds what it finds to a ledger.
     """
 
-    def prove(self, batch: adapt.Batch, ledger: Ledger, seed: int = 0) -> None:
+    def prove(self, batch: Batch, ledger: Ledger, seed: int = 0) -> None:
         """Prove on the samples of ``batch``; raises what makes per-sample gradients meaningless."""
         self._on_copies(self._prove_on, batch, ledger, seed)
 
-    def compare_outputs(self, batch: adapt.Batch, ledger: Ledger) -> None:
+    def compare_outputs(self, batch: Batch, ledger: Ledger) -> None:
         """Prove of a model whose gradients are proven that its samples do not interact now."""
         self._on_copies(self._apart, batch, ledger, 0)
 
     def _on_copies(
         self,
-        step: Callable[[Subject, adapt.Batch, Ledger], None],
-        batch: adapt.Batch,
+        step: Callable[[Subject, Batch, Ledger], None],
+        batch: Batch,
         ledger: Ledger,
         seed: int,
     ) -> None:
@@ -147,7 +148,7 @@ class Prover(ForwardChecks):
                         raise FoldRefuted([], str(error)) from error
                     ledger.to_loop(self.parameters, str(error))
                     return
-                except adapt.FAILURES as error:
+                except FAILURES as error:
                     text = one_line(error)[:200]
                     if self.is_folded:
                         raise FoldRefuted([], text) from error
@@ -162,7 +163,7 @@ class Prover(ForwardChecks):
             f"the model could not be proven on {self.count} samples: {'; '.join(ledger.notes)}"
         ) from failure
 
-    def _prove_on(self, subject: Subject, batch: adapt.Batch, ledger: Ledger) -> None:
+    def _prove_on(self, subject: Subject, batch: Batch, ledger: Ledger) -> None:
         """Prove on one copy; raises what is wrong with it or with the model."""
         with on_demand.structure_only():
             z = self._forward(subject, batch, self.all, fold=True)
@@ -170,7 +171,7 @@ class Prover(ForwardChecks):
             raise NonFiniteError(
                 f"the model's output is not finite on {self.count} samples of the inputs"
             )
-        adapt.require_graph(z)
+        require_graph(z)
         graph = walk(z, subject.parameters)
         originals = {id(p) for p in self.parameters.values()}
         if subject.dtype is not None and any(
@@ -206,7 +207,7 @@ class Prover(ForwardChecks):
     # ---------------------------------------------------------------------------------------------
 
     def _sides(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, graph: Graph, ledger: Ledger
+        self, subject: Subject, batch: Batch, z: Tensor, graph: Graph, ledger: Ledger
     ) -> str:
         """Tell the parameter side from the sample side of the graph.
 
@@ -233,7 +234,7 @@ class Prover(ForwardChecks):
         self._varying(subject, batch, graph, ledger)
         return ""
 
-    def _varying(self, subject: Subject, batch: adapt.Batch, graph: Graph, ledger: Ledger) -> None:
+    def _varying(self, subject: Subject, batch: Batch, graph: Graph, ledger: Ledger) -> None:
         """Note what seems computed of parameters alone but depends on the data, too.
 
         Such is a buffer of fixed size that samples fill.
@@ -291,7 +292,7 @@ class Prover(ForwardChecks):
     def _exact(
         self,
         subject: Subject,
-        batch: adapt.Batch,
+        batch: Batch,
         sample: int,
         cotangents: list[Tensor],
         ledger: Ledger,
@@ -316,7 +317,7 @@ class Prover(ForwardChecks):
         return found
 
     def _truth(
-        self, subject: Subject, batch: adapt.Batch, z: Tensor, v: Tensor, ledger: Ledger
+        self, subject: Subject, batch: Batch, z: Tensor, v: Tensor, ledger: Ledger
     ) -> dict[str, Tensor]:
         """Return the exact squared norms [3] of every parameter, sample by sample.
 

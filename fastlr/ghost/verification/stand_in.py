@@ -28,9 +28,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import cast_inputs, copied
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.graph import walk
+from fastlr.ghost.model_io import OutputSelector, call, call_with, select_output
 from fastlr.ghost.program import fingerprint
 from fastlr.ghost.state import attributes_kept, caches_are_emptied
 from fastlr.ops.model_lock import all_modules
@@ -60,7 +61,7 @@ class StandIn:
         clone: what runs in place of the model; None: the model itself.
     """
 
-    def __init__(self, model: nn.Module, x: Any, output: adapt.OutputSelector) -> None:
+    def __init__(self, model: nn.Module, x: Any, output: OutputSelector) -> None:
         self.model, self.x, self.output = model, x, output
         self.clone: nn.Module | None = None
         self._tried = False
@@ -117,7 +118,7 @@ class StandIn:
             ReadsModel: the clone is not to be trusted; see `trusted`.
         """
         if self.clone is None:
-            return adapt.call_with(self.model, tensors, x, dtype=dtype)
+            return call_with(self.model, tensors, x, dtype=dtype)
         return self._watched(tensors, x, dtype, nullcontext())
 
     def _watched(
@@ -131,7 +132,7 @@ class StandIn:
         calls = _Calls(self._own.ids)
         try:
             with attributes_kept(self.model):
-                result = adapt.call_with(
+                result = call_with(
                     self.running, tensors, x, dtype=dtype, within=_both(within, calls)
                 )
         except FoldRefuted:
@@ -159,7 +160,7 @@ class StandIn:
         outputs, graphs = [], []
         for module in (self.model, self.running):
             with attributes_kept(self.model):
-                z = adapt.select_output(adapt.call(module, adapt.copied(self.x)), self.output)
+                z = select_output(call(module, copied(self.x)), self.output)
             graph = walk(z, parameters)
             outputs.append(z.detach())
             graphs.append((graph.signature(), [id(graph.nodes[i].variable) for i in graph.others]))
@@ -172,8 +173,8 @@ class StandIn:
         seen (in threads of the model's own) is not to be trusted either.
         """
         operations = _Operations(self._own.storages)
-        x = adapt.copied(adapt.cast(self.x, dtype))
-        z = adapt.select_output(self._watched(tensors, x, dtype, operations), self.output)
+        x = copied(cast_inputs(self.x, dtype))
+        z = select_output(self._watched(tensors, x, dtype, operations), self.output)
         graph = walk(z, tensors)
         leaves = {id(graph.nodes[i].variable) for i in graph.others} | {id(z)}
         used = {_storage(tensors[name]) for name in graph.parameters.values()}
