@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import compile_kernels
 import pytest
 import torch
+
+from bench import compile_kernels
 
 HELPERS = Path(__file__).parents[1] / "helpers"
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
