@@ -104,7 +104,7 @@ class Prover:
             with trial.subject.precision():
                 step(trial)
                 otherwise = interaction_otherwise(trial, stand_in, scale, seed)
-            self.ledger.by_data = otherwise or self.ledger.by_data
+            self.ledger.reason_to_look = otherwise or self.ledger.reason_to_look
 
         failure: Exception | None = None
         for scale in PERTURBATIONS:
@@ -474,7 +474,7 @@ def _layouts(
 
     What the graph tells and marks confirm, else what marks find.
     """
-    of_graph, _ = trace(graph, z, out_dim)
+    of_graph = trace(graph, z, out_dim).known
     places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
     told: dict[Place, list[Layout]] = {
         place: [of_graph[place]] if place in of_graph else [] for place in places
