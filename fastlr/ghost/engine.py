@@ -35,7 +35,7 @@ from fastlr.ghost.norms import (
 from fastlr.ghost.planner import Chunk, input_shapes, plan_of, proven
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
-from fastlr.ghost.state import BufferKeeper, emptied
+from fastlr.ghost.state import BufferKeeper, emptied, put_back
 from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
@@ -166,7 +166,7 @@ class Engine:
         with (
             torch.inference_mode(False),
             quiet_rng(self.view.device),
-            self._buffers.kept(modules, unseen=training),
+            put_back(self._buffers.keep(modules, unseen=training)),
         ):
             try:
                 with refusals(self.view, x), self.without_caches(x):
