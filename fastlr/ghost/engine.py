@@ -157,7 +157,7 @@ class Engine:
         refuse_surroundings(self.parameters.values())
         device = self.view.device
         x = self.view.inputs(x)
-        literal = self.folding.literal
+        calls_refused = self.folding.calls_refused
         modules = all_modules(self.model)
         kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
         with torch.inference_mode(False), quiet_rng(device), kept:
@@ -165,7 +165,7 @@ class Engine:
                 with refusals(self.view, x), self.without_caches(x):
                     return self._attempt(x, cotangent)
             except Exception:
-                self.folding.literal = literal  # it was not the folding's fault
+                self.folding.calls_refused = calls_refused  # it was not the folding's fault
                 raise
 
     def _attempt(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
@@ -201,8 +201,8 @@ class Engine:
                 if not (self.folding.active or self.folding.seen) or out_of_memory(error):
                     raise
                 reason = f"{type(error).__name__}: {first_line(error)[:200]}"
-            if self.folding.replaced and not self.folding.literal:
-                # They are an earlier call's, where literal.
+            if self.folding.replaced and not self.folding.calls_refused:
+                # They are an earlier call's, where calls are refused.
                 self.folding.give_up([], reason)
                 continue
             with unfolded():  # it is the folding's fault if it does not happen without

@@ -22,6 +22,7 @@ from launched_kernels import noted
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import ACTIVATIONS
 
@@ -82,21 +83,11 @@ class Draw:
         g = self.tensor(dtype, BATCH, outputs, *size, planes=planes[1])
         weight, ones = torch.zeros(outputs, inputs // groups, *kernel), torch.zeros(outputs)
         act = pick(tuple(ACTIVATIONS))
-        folded = ops.run("fold_weights", dtype, (1e-5,), weight, None, ones, ones, ones, ones)[0][0]
-        _, kept = ops.run("folded_conv", x, folded, ones, act, geometry, pick((None, g)))
-        statistics = torch.zeros(3, outputs)
-        ops.run(
-            "folded_conv_backward",
-            x,
-            g,
-            kept,
-            act,
-            folded,
-            weight,
-            statistics,
-            geometry,
-            pick((True, True, False)),
-        )
+        made = ops.run("fold_weights", dtype, (1e-5,), weight, None, ones, ones, ones, ones)[0]
+        block = Block(weight, *made, act, geometry)
+        _, kept = ops.run("folded_conv", Loaded(x), block, pick((None, Loaded(g))))
+        want_input = pick((True, True, False))
+        ops.run("folded_conv_backward", Loaded(x), Gradients(g), kept, block, want_input)
         images = pick((1, 1, BATCH))  # of a sample
         given = (t.view(-1, images, *t.shape[1:]) if images == 1 else t[None] for t in (x, g))
         ops.run("conv_sq_norms", *given, weight, geometry)
