@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastlr.errors import FastlrError, FastlrWarning
-from fastlr.experiments.runs.experiment import Progress, Report
 from fastlr.experiments.runs.folder import RECORDS, read_lines
 from fastlr.integrations.loggers import Logger, TensorBoardLogger, require_tensorboard
+
+if TYPE_CHECKING:
+    from fastlr.experiments.runs.experiment import Progress, Report
 
 TENSORBOARD = "tensorboard"  # folder in that of the run
 Record = Mapping[str, Any]
