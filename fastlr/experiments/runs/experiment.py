@@ -31,6 +31,7 @@ from fastlr.errors import FastlrWarning, InputError, ModelError, first_line, one
 from fastlr.experiments.runs.folder import CONFIG, Run, commit_of_source
 from fastlr.experiments.runs.options import RunOptions, from_json, from_record, resolve, unknown
 from fastlr.experiments.runs.processes import attach
+from fastlr.experiments.runs.progress import Progress, Report, no_report
 from fastlr.experiments.runs.shared_folder import opened
 from fastlr.experiments.runs.tensorboard import mirrored
 from fastlr.files import now
@@ -41,35 +42,6 @@ _START = (
     "from fastlr.experiments.runs.experiment import main; main(sys.argv[2])"
 )
 _EVERY = 0.2  # seconds between two reports within a step
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """The progress of a run, in steps and epochs.
-
-    A step is what its checkpoints lie between: a task, a pretraining, so many epochs.
-
-    Attributes:
-        done: Steps done.
-        total: Steps in all.
-        epoch: Epochs done of the step under way; 0 right after a step.
-        epochs: Epochs a step.
-        record: That of the last step done (or of the start); None in between, and right after
-            resuming.
-    """
-
-    done: int
-    total: int
-    epoch: int
-    epochs: int
-    record: Mapping[str, Any] | None
-
-
-Report = Callable[[Progress], Any]
-
-
-def no_report(progress: Progress) -> None:
-    """Show nothing."""
 
 
 @dataclasses.dataclass(frozen=True)

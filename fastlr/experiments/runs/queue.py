@@ -20,8 +20,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,7 @@ from fastlr.experiments.runs.folder import (
 from fastlr.experiments.runs.options import RunOptions, from_json
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
 from fastlr.experiments.runs.sweep import Grids, product
-from fastlr.files import LOCK, lock_folder, now, replace_file
+from fastlr.files import LOCK, locked, now, replace_file
 
 if TYPE_CHECKING:
     from fastlr.experiments.runs.ray import Cluster
@@ -119,7 +118,7 @@ class Queue:
                 # What this machine has does not matter.
                 runs[name]["device"] = "cuda" if on_gpu else "cpu"
         self._check(runs)
-        with _folder(self.path, make=True):
+        with locked(self.path, make=True):
             if (self.path / MANY).exists() or (self.path / CONFIG).exists():
                 raise InputError(
                     f"{self.path} holds runs: --resume goes on with them; or choose another folder"
@@ -150,7 +149,7 @@ class Queue:
             raise InputError(
                 f"{path} holds no runs to go on with (no {MANY}): leave --resume out to begin them"
             )
-        with _folder(path, make=False):
+        with locked(path):
             record = _read(path)
             if record.get("driver") != self.driver.name:
                 raise InputError(
@@ -285,15 +284,6 @@ def _read(path: Path) -> dict[str, Any]:
     ):
         raise InputError(f"{path / MANY} is no list of runs")
     return record
-
-
-@contextmanager
-def _folder(path: Path, make: bool) -> Iterator[None]:
-    lock = lock_folder(path, make)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 def _on_gpu(options: RunOptions) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 from fastlr.errors import InputError
 from fastlr.experiments.runs.processes import Job, Message, job_messages
-from fastlr.files import LOCK, lock_folder
+from fastlr.files import LOCK, locked
 from fastlr.ghost.runtime import versions
 
 _DYING = 1.0  # seconds in which a worker that Ray ends, after the job that it has started, is gone
@@ -130,7 +130,7 @@ def _locked(folder: Path) -> bool:
     if not (folder / LOCK).exists():
         return False
     try:
-        os.close(lock_folder(folder))
+        with locked(folder):
+            return False
     except InputError:
         return True
-    return False

@@ -7,14 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastlr.errors import FastlrError, FastlrWarning
 from fastlr.experiments.runs.folder import RECORDS, read_lines
+from fastlr.experiments.runs.progress import Progress, Report
 from fastlr.integrations.loggers import Logger, TensorBoardLogger, require_tensorboard
-
-if TYPE_CHECKING:
-    from fastlr.experiments.runs.experiment import Progress, Report
 
 TENSORBOARD = "tensorboard"  # folder in that of the run
 Record = Mapping[str, Any]

@@ -31,6 +31,7 @@ from fastlr.experiments.runs import queue as many
 from fastlr.experiments.runs.experiment import Progress
 from fastlr.experiments.runs.processes import Job, run_jobs
 from fastlr.experiments.runs.sweep import product
+from fastlr.files import locked
 
 # Without fastlr's imports.
 ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"
@@ -225,7 +226,7 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
         with pytest.raises(InputError, match=message):
             dataclasses.replace(queue, **wrong).resume(changed, print, count)
     with (
-        many._folder(tmp_path / "out", make=False),
+        locked(tmp_path / "out"),
         pytest.raises(InputError, match="is being written by process"),
     ):
         queue.resume({}, print)

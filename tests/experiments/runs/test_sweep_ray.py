@@ -25,12 +25,12 @@ from test_many import ATTACH
 from fastlr.cli.main import main
 from fastlr.errors import InputError
 from fastlr.experiments.continual import experiment as continual
-from fastlr.experiments.runs import queue as many
 from fastlr.experiments.runs import ray as on_ray
 from fastlr.experiments.runs import ray_node, sweep
 from fastlr.experiments.runs.experiment import Driver
 from fastlr.experiments.runs.options import RunOptions
 from fastlr.experiments.runs.processes import Job
+from fastlr.files import locked
 from fastlr.ghost.runtime import versions
 
 DRIVER = continual.DRIVER
@@ -116,7 +116,7 @@ def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
         assert only.keys() == {"unfit"} and message in only["unfit"]
     (tmp_path / "one").mkdir()
     begun = time.monotonic()
-    with many._folder(tmp_path / "one", make=False):
+    with locked(tmp_path / "one"):
         assert ray_node._locked(tmp_path / "one")
         list(ray_node.run_on_node(one, dataclasses.replace(node, patience=0.7), True))
     assert time.monotonic() - begun > 0.7 and not ray_node._locked(tmp_path / "one")
