@@ -156,12 +156,6 @@ def test_the_head_is_reset_at_each_task(task):
         trainer(head_reset=True, network=lambda: nn.Conv2d(3, 2, 1))
 
 
-def test_weights_are_carried_over(tmp_path, images):
-    records = begin(tmp_path / "run", images, measures=("distance_from_init",), learning_rate=1e-3)
-    distances = [line["measures"]["distance_from_init"]["value"] for line in records]
-    assert distances == sorted(distances) and distances[0] == 0 < distances[1]
-
-
 def test_bfloat16(tmp_path, images):
     bf16, fp32 = (
         begin(tmp_path / dtype, images, dtype=dtype, tasks=1, measures=tuple(MEASURES))[0][
@@ -234,15 +228,6 @@ def test_towards_init_is_the_penalty_in_the_loss(task, images):
     assert learner.learn(task, 0) == pytest.approx(loss.item(), rel=1e-5)
     for a, b in zip(learner.model.parameters(), model.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_towards_init_draws_the_network_back(tmp_path, images):
-    ends = {}
-    for strength in (0.0, 10.0):
-        settings = {"measures": ("distance_from_init",), "weight_decay": 0.0, "l2_init": strength}
-        last = begin(tmp_path / str(strength), images, **settings)[-1]
-        ends[strength] = last["measures"]["distance_from_init"]["value"]
-    assert ends[10.0] < ends[0.0] / 2
 
 
 def test_layer_norm_in_place_of_batch_norm(tmp_path, images):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastlr.experiments.data import Task, TaskSequence
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.data_parallel import Parallel
+from fastlr.experiments.training.options import TrainingOptions
 
 INTERVENTIONS: dict[str, type[Intervention]] = {}  # by name, in the order in which they act
 
@@ -21,12 +22,11 @@ class Learner(Protocol):
     """The part of `fastlr.experiments.continual.trainer.Trainer` that interventions use.
 
     ``initial`` is the model's state dict at initialisation, on the device; the model is there, or
-    will be loaded with a later state. ``tasks`` are those that it learns. ``options`` are
-    `fastlr.experiments.continual.options.ContinualOptions`, which has those of interventions.
+    will be loaded with a later state. ``tasks`` are those that it learns.
     """
 
     model: nn.Module
-    options: Any
+    options: Any  # of the run: a class that is made of what is declared here
     device: torch.device
     parallel: Parallel
     initial: Mapping[str, Tensor]
@@ -94,7 +94,7 @@ class Intervention:
             yield option, types[attribute], vars(cls)[attribute]
 
     @classmethod
-    def is_on(cls, options: Any) -> bool:
+    def is_on(cls, options: TrainingOptions) -> bool:
         """Return True if a run's options ask for it: its first option is not at its default."""
         first = next(iter(cls.options))
         return getattr(options, first) != getattr(type(options), first)

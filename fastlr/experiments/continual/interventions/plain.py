@@ -15,6 +15,7 @@ from fastlr.experiments.continual.interventions.base import Intervention, Learne
 from fastlr.experiments.data import Task
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.runs.options import option
+from fastlr.experiments.training.options import TrainingOptions
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -60,9 +61,9 @@ class ShrinkAndPerturb(
     )
 
     @classmethod
-    def is_on(cls, options: Any) -> bool:
+    def is_on(cls, options: TrainingOptions) -> bool:
         """Return True if the options ask for either."""
-        return super().is_on(options) or options.perturb != 0
+        return super().is_on(options) or vars(options)["perturb"] != 0
 
     def before_task(self, task: Task, number: int) -> None:
         """Shrink and perturb."""
