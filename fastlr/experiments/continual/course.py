@@ -13,13 +13,14 @@ from numpy.typing import ArrayLike
 
 from fastlr.display.sheets import DASH, Sheet
 from fastlr.experiments.continual.findings import brief, ends
-from fastlr.experiments.continual.options import INTERVENTIONS, ContinualOptions
+from fastlr.experiments.continual.options import COMPARED, ContinualOptions
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import (
     Array,
     all_measures,
     as_dict,
+    differs,
     finite,
     grouped,
     mean_of_known,
@@ -35,26 +36,22 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
     The groups are named by their folders if these differ, else by their options.
     """
     defaults = vars(ContinualOptions())
-    settings = [{key: run.options.get(key, defaults[key]) for key in INTERVENTIONS} for run in runs]
-    varying = [key for key in INTERVENTIONS if _varies(key, settings)]
+    settings = [{key: run.options.get(key, defaults[key]) for key in COMPARED} for run in runs]
+    varying = [key for key in sorted(COMPARED) if differs(key, settings)]
     changes = []  # of each run from the defaults
     for setting in settings:
-        changed = {key: setting[key] for key in sorted(varying) if setting[key] != defaults[key]}
-        changes.append(json.dumps(changed))
+        changed = {key: setting[key] for key in varying if setting[key] != defaults[key]}
+        changes.append(json.dumps(changed, sort_keys=True))
     told = [(json.loads(text), group) for text, group in grouped(runs, changes)]
     told.sort(key=lambda group: len(group[0]))
     names = _folder_names([group for _, group in told])
     if names is None:
         names = [_in_words(changed) for changed, _ in told]
-    return {name: group for name, (_, group) in zip(names, told)}
-
-
-def _varies(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
-    return any(setting[key] != settings[0][key] for setting in settings)
+    return {name or "none": group for name, (_, group) in zip(names, told)}
 
 
 def _in_words(changed: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in changed.items()) or "none"
+    return ", ".join(f"{key}={value}" for key, value in changed.items())
 
 
 def _folder_names(groups: Sequence[Sequence[ContinualRun]]) -> list[str] | None:

@@ -303,7 +303,7 @@ def refuse_mixtures(
     Raises:
         InputError: They differ: the message says in what, and which belong together.
     """
-    different = [key for key in settings[0] if _differs(key, settings)]
+    different = [key for key in settings[0] if differs(key, settings)]
     if not different:
         return
     told = []
@@ -320,7 +320,7 @@ def refuse_mixtures(
     )
 
 
-def _differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
+def differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if all settings tell an option, and not all the same value."""
     if not all(key in setting for setting in settings):
         return False
