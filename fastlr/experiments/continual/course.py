@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fastlr.display.sheets import DASH, Sheet
-from fastlr.experiments.continual.findings import brief, ends
+from fastlr.display.verdict import brief
+from fastlr.experiments.continual.findings import ends
 from fastlr.experiments.continual.options import COMPARED, ContinualOptions
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
