@@ -10,15 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
-from fastlr.ghost.batch import Batch, cast_inputs
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fallback import Forward, beside_copies
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.model_io import FAILURES, ModelView, select_output
-from fastlr.ghost.planner import Chunk, batch_of, blame, compared, noise_of, outputs_agree
+from fastlr.ghost.model_io import FAILURES, ModelView
+from fastlr.ghost.planner import Chunk, batch_of, blame, compared
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import low_precision, norms_agree
 from fastlr.ghost.verification.audit import Disproved
+from fastlr.ghost.verification.company import in_batch_of
+from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ghost.verification.stand_in import StandIn
 
@@ -71,8 +72,7 @@ class SampleAudit:
 
     def has_its_output(self, output: Tensor) -> bool:
         """Return True if the sample's row of the batch's output is the one beside its copy."""
-        row = self.view.row(output, self.sample)
-        return outputs_agree(self.view, row, self.row, noise_of(self.view, self.batch))
+        return in_batch_of(self.view, self.batch, output).holds([self.sample], self.row)
 
     def refuted(self, norms: dict[str, Tensor], run: Callable[[], Tensor]) -> list[str]:
         """Return the parameters whose squared norms for the sample are not the exact ones.
@@ -131,20 +131,19 @@ class SampleAudit:
         view, v, j, batch = self.view, self.v, self.sample, self.batch
         if v.dtype == torch.float64:
             return {}
-        held = (*view.module.named_parameters(), *view.module.named_buffers())
-        wide = {n: on_demand.cast(t, torch.float64) for n, t in held}
-        wide |= {n: wide[n].requires_grad_() for n in view.parameters}
-        stand_in = StandIn(view.module, batch.pick([j, j]), view.output)
+        stand_in = StandIn(view, batch.pick([j, j]))
         stand_in.take_known_clone()
-        for n, p in view.parameters.items():  # what they do to gradients is no rounding
+        own = Subject.of(view, stand_in)
+        wide = own.state_in(torch.float64)
+        in_double = own.with_tensors(wide, torch.float64)
+        for n, p in view.parameters.items():
+            wide[n].requires_grad_()
             for hook in (p._backward_hooks or {}).values():
-                wide[n].register_hook(hook)
+                wide[n].register_hook(hook)  # what they do to gradients is no rounding
 
         def forward(samples: Sequence[int]) -> Tensor:
-            given = cast_inputs(batch.pick(samples), torch.float64)
-            with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
-                result = stand_in.call_with(wide, given, dtype=torch.float64)
-                return select_output(result, view.output)
+            with torch.autocast(v.device.type, enabled=False), Unfused():
+                return in_double.output(batch.pick(samples))
 
         row, chosen = view.row(v, j).double(), {n: wide[n] for n in view.parameters}
         try:

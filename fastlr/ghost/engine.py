@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.distributed import on_demand
 from fastlr.errors import FastlrWarning, InputError, NonFiniteError, few, first_line
 from fastlr.ghost import program
 from fastlr.ghost.auditor import SampleAudit, audited, begin_audit, closeness, forward_of
@@ -259,9 +258,9 @@ class Engine:
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Return the norms of a batch: find what is known of it, measure, audit."""
         begun = time.perf_counter()
-        if on_demand.active() and self.known.of_flags(self._flags()) is None:
+        if not self.view.in_memory and self.known.of_flags(self._flags()) is None:
             # The proof, without this batch's graph beside it.
-            with on_demand.structure_only():
+            with self.view.structure_only():
                 unproven = self._chunk(x)
             proven(unproven)
         chunk = self._chunk(x)
@@ -387,7 +386,7 @@ class Engine:
                 raise Rerouted
             plan.structure.classify(graph)
             ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
-            routes = {key: proof.route for key, proof in plan.flags.ledger.uses.items()}
+            routes = plan.flags.ledger.routes()
             norms = sq_norms(graph, plan.structure.uses, z, v, plan.shapes.layouts, count, routes)
             table = self._table(norms, z.device, count) * scale
         refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
@@ -469,9 +468,7 @@ class Engine:
 
         Where a rule turns out not to apply, the ledger has the node's own formula from now on.
         """
-        uses = chunk.ledger.uses
-        before = {key: proof.route for key, proof in uses.items()}
-        routes = dict(before)
+        routes = chunk.ledger.routes()
         try:
             return sq_norms(
                 chunk.graph,
@@ -485,9 +482,7 @@ class Engine:
                 skip=loop,
             )
         finally:
-            for key, route in routes.items():
-                if key in uses and before[key] != route:
-                    uses[key].route = route
+            chunk.ledger.enter_routes(routes)
 
     def _of_zero_in_the_proof(
         self, chunk: Chunk, v: Tensor, norms: dict[str, Tensor]

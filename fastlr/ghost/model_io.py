@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fastlr.distributed import on_demand
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
@@ -168,6 +169,26 @@ class ModelView:
         """Device of the parameters."""
         return next(iter(self.held.values())).device
 
+    @property
+    def in_memory(self) -> bool:
+        """False where parameters are in memory only while something uses them.
+
+        See `fastlr.distributed.on_demand`.
+        """
+        return not on_demand.active()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user of a result is told of where the parameters were."""
+        return on_demand.notes()
+
+    def structure_only(self) -> AbstractContextManager[None]:
+        """Make graphs within this context that can be walked, but not run backward.
+
+        So they save nothing where parameters are not in memory.
+        """
+        return on_demand.structure_only()
+
     def inputs(self, x: Any) -> Any:
         """Return inputs detached (see `as_inputs`), checked.
 
@@ -197,6 +218,11 @@ class ModelView:
     def forward(self, x: Any) -> Tensor:
         """Return the output for inputs, with its graph (see `forward`)."""
         return forward(self.module, x, self.output)
+
+    def outputs(self, x: Any) -> Tensor:
+        """Return the output for inputs, without its graph."""
+        with self.structure_only():
+            return self.forward(x).detach()
 
     def sample_count(self, z: Tensor) -> int:
         """Return the number of samples in an output (see `sample_count`)."""

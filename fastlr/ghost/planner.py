@@ -6,14 +6,14 @@ its samples are is `known_of_the_graph`, or found. What was found is kept (fastl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
 from fastlr.errors import FastlrError, InputError, InteractionError, first_line
 from fastlr.ghost import ownership
 from fastlr.ghost.backward import Structure
@@ -24,15 +24,14 @@ from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, ShapePlan
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.sample_axis import Layout, Regular
-from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, rounding
 from fastlr.ghost.verification.batch_checks import (
     every_layout,
     explained,
     first_explained,
     likely_layouts,
 )
+from fastlr.ghost.verification.company import copies_of_each, in_batch_of
 from fastlr.ghost.verification.forward_checks import SAMPLES
-from fastlr.ghost.verification.noise import Noise
 from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
@@ -148,11 +147,8 @@ def _prove(chunk: Chunk, batch: Batch, start: int) -> None:
 
     The first is number ``start`` of the batch.
     """
-
-    def prove(prover: Prover, few: Batch) -> None:
-        prover.prove(few, chunk.ledger, seed=start)
-
-    chunk.known.few.take(chunk.view, batch, chunk.ledger, prove, start, chunk.folding)
+    prover = Prover(chunk.view, chunk.ledger, chunk.folding)
+    chunk.known.few.take(prover, batch, partial(prover.prove, seed=start), start)
 
 
 def _has_these_sides(chunk: Chunk, known: KnownStructure) -> bool:
@@ -216,10 +212,8 @@ def try_program(chunk: Chunk) -> None:
     if tried in chunk.flags.programs:
         return
 
-    def compare(prover: Prover, few: Batch) -> None:
-        prover.compare_outputs(few, chunk.ledger)
-
-    chunk.known.few.take(chunk.view, batch_of(chunk), chunk.ledger, compare)
+    prover = Prover(chunk.view, chunk.ledger)
+    chunk.known.few.take(prover, batch_of(chunk), prover.compare_outputs)
     chunk.flags.programs.put(tried, True)
 
 
@@ -296,58 +290,25 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
         half = count // 2 if count % 2 else count // 4 * 2
         groups = [order[:half], order[half:]]
     if chunk.ledger.by_data or not groups:
-        groups += [[j, j] for j in order[:ALONE]]
+        groups += copies_of_each(order[:ALONE])
     return groups
 
 
-@on_demand.structure_only()
 def _is_same_in_parts(chunk: Chunk, batch: Batch) -> bool:
-    """Return True if random halves of the batch, shuffled, give what they gave in it.
+    """Return True if the batch's samples give in other company what they gave in it."""
+    view = chunk.view
 
-    Where there are few samples, each is run beside a copy instead.
+    def run(samples: Sequence[int]) -> Tensor:
+        return view.outputs(batch.pick(samples))
 
-    Where samples are known to interact under other conditions, as many as ALONE also each
-    beside a copy.
-    """
-    noise, z = noise_of(chunk.view, batch), chunk.z
-    for samples in _other_company(chunk):
-        in_parts = chunk.view.forward(batch.pick(samples)).detach()
-        index = torch.tensor(samples, device=z.device)
-        whole = z.detach().index_select(chunk.view.out_dim, index)
-        if outputs_agree(chunk.view, whole, in_parts, noise):
-            continue
-        if chunk.folding.active:
-            with unfolded():
-                unfolded_z = chunk.view.forward(batch.pick(range(batch.count))).detach()
-                whole = unfolded_z.index_select(chunk.view.out_dim, index)
-            if outputs_agree(chunk.view, whole, in_parts, noise):
-                raise FoldRefuted([], "the folded model gives another output")
-        return False
-    return True
-
-
-def outputs_agree(
-    view: ModelView,
-    want: Tensor,
-    got: Tensor,
-    noise: Callable[[], Noise | None] | None = None,
-) -> bool:
-    """Return True if outputs of the same samples agree within the model's own precision.
-
-    See `agree`.
-    """
-    low = low_precision(want.device, {p.dtype for p in view.parameters.values()})
-    return agree(want, got, rounding(want.dtype, low=low), noise, view.out_dim)
-
-
-def noise_of(view: ModelView, batch: Batch) -> Callable[[], Noise | None]:
-    """Return what measures how far outputs of some of the samples are off by rounding."""
-    few = range(min(batch.count, 8))
-
-    def noise() -> Noise | None:
-        return model_noise(view.module, batch.pick(few), view.output, view.out_dim)
-
-    return noise
+    in_batch = in_batch_of(view, batch, chunk.z)
+    difference = in_batch.first_difference(_other_company(chunk), run)
+    if difference is not None and chunk.folding.active:
+        with unfolded():
+            plain = replace(in_batch, output=run(range(batch.count)))
+        if plain.holds(*difference):
+            raise FoldRefuted([], "the folded model gives another output")
+    return difference is None
 
 
 def blame(chunk: Chunk, batch: Batch, *, alike: bool) -> None:
@@ -355,9 +316,9 @@ def blame(chunk: Chunk, batch: Batch, *, alike: bool) -> None:
 
     The error names who is to blame.
     """
-    count, ledger = batch.count, Ledger()
-    some = batch.part(chunk.known.few.spread(count))
-    chunk.known.few.take(chunk.view, some, ledger, lambda prover, few: prover.prove(few, ledger))
+    count, few = batch.count, chunk.known.few
+    prover = Prover(chunk.view, Ledger())
+    few.take(prover, batch.part(few.spread(count)), prover.prove)
     if alike:
         raise InteractionError(
             "samples give another output in parts of the batch than within the batch of "

@@ -62,14 +62,6 @@ def test_eight_configurations_are_tried_that_the_kernel_may_have() -> None:
     assert {tuple(fields) for fields in fixed} == {(), ("num_warps",)}
 
 
-def test_without_a_gpu_it_says_so_in_a_line(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.main([]) == 2
-    assert len(capsys.readouterr().out.splitlines()) == 1
-
-
 def test_kernels_are_launched_with_the_block_sizes_of_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

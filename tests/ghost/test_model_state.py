@@ -20,7 +20,7 @@ from untouched import untouched
 import fastlr
 from bench import cases
 from fastlr.ghost.api import engine_for
-from fastlr.ghost.model_io import call, call_with, trainable
+from fastlr.ghost.model_io import ModelView, call, call_with
 from fastlr.ghost.program import all_modules
 from fastlr.ghost.state import BufferKeeper, attributes_kept, emptied, tensor_caches
 from fastlr.ghost.verification.copies import with_buffers_moved
@@ -200,12 +200,12 @@ def test_zero_buffers_are_moved():
 
     model = Written(centred, layer=nn.Linear(3, 2), alpha=nn.Buffer(torch.zeros(()))).eval()
     x = torch.randn(4, 3)
-    subject = with_buffers_moved(model, trainable(model), 1.0, 0)
+    subject = with_buffers_moved(ModelView.of(model), 1.0, 0)
     assert subject is not None and float(model.alpha) == 0
     assert not torch.allclose(subject(x)[:2], subject(x[:2]))
     assert subject(x).dtype == torch.float64
     model.alpha.fill_(1)
-    assert with_buffers_moved(model, trainable(model), 1.0, 0) is None
+    assert with_buffers_moved(ModelView.of(model), 1.0, 0) is None
 
 
 # -- engines

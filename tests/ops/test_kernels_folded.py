@@ -72,7 +72,7 @@ LEFT = {
 
 RUN = """
 import inspect
-import kernel_variants
+from bench import kernel_variants
 from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
 from fastlr.kernels.launching import DTYPES
 

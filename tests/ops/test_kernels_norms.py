@@ -84,7 +84,7 @@ SLOW = (
 )
 
 RUN = """
-import kernel_variants
+from bench import kernel_variants
 from fastlr.kernels import linear_norms, product_norms
 
 launched = set()

@@ -170,18 +170,12 @@ def test_the_report(study, cli):
     best = losses(runs)["validation_loss"]
     assert f"lowest val. loss     {best.value:.4f} ± {best.stderr:.4f}" in out
     text = " ".join(out.split())
-    trained = (
-        "Pretrained on a (3 epochs of 5 steps), fine-tuned on b (2 epochs of 4 steps); 1,234 "
-        "parameters, 4 seeds."
-    )
-    assert trained in text
     changed = (
         "source a for ETTm1; target b for ETTh2; epochs 3 for 12; steps_per_epoch 5 for 54; "
         "redundancy_n 8 for 1024; finetune_runs 2 for 6; finetune_steps_per_epoch 4 for 14; 1,234 "
         "parameters for about 2.26 million; 4 seeds for 120."
     )
     assert text.count(f"Not as in the paper: {changed}") == 3, "on every table"
-    assert "With 4 seeds the standard errors themselves are rough." in text
     folder = study / "report"
     names = {path.name for path in folder.iterdir()}
     assert {
@@ -192,13 +186,9 @@ def test_the_report(study, cli):
         "picks.csv",
         "pretraining.png",
     } <= names
-    page = (folder / "index.html").read_text()
-    assert page.count("data:image/png;base64") == 2 and page.count("Not as in the paper") == 6
+    assert (folder / "index.html").read_text().count("data:image/png;base64") == 2
     markdown = (folder / "report.md").read_text()
-    assert (
-        markdown.count("Not as in the paper") == 5
-        and "| 2 | max local redundancy | 3 | greatest" in markdown
-    )
+    assert "| 2 | max local redundancy | 3 | greatest" in markdown
     numbers = json.loads((folder / "report.json").read_text())
     assert numbers["losses"]["validation_loss"]["value"] == best.value
     loss = np.mean([final(3, 1, i) for i in (0, 1)])
