@@ -215,16 +215,20 @@ def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
         estimate: The measurement.
         inputs: What it was measured on, in words.
     """
+    per_parameter = estimate.per_parameter.items()
     return {
         "value": estimate.value,
-        "stderr": None if math.isnan(estimate.stderr) else estimate.stderr,
+        "stderr": or_none(estimate.stderr),
         "definition": _LR.format(n=estimate.n, inputs=inputs),
         "n": estimate.n,
         "probe": estimate.probe,
-        "per_parameter": {
-            key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()
-        },
+        "per_parameter": {key: float(f"{value:.6g}") for key, value in per_parameter},
     }
+
+
+def or_none(value: float) -> float | None:
+    """Return a number as JSON has it: None for NaN."""
+    return None if math.isnan(value) else value
 
 
 def _record(measure: metrics.Measure) -> dict[str, Any]:
