@@ -208,6 +208,14 @@ class Measurer:
         return redundancy_record(estimate, FIELDS[name].inputs)
 
 
+def by_batches(estimate: fastlr.Estimate) -> str:
+    """Say what an estimate is that was made by the gradients of batches; of others nothing."""
+    if estimate.probe != "batch":
+        return ""
+    size = estimate.batch_size
+    return f"; by batches of {size}: {size} ||gradient of the batch's mean||^2"
+
+
 def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
     """Return the record of a measurement of local redundancy.
 
@@ -219,7 +227,7 @@ def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
     return {
         "value": estimate.value,
         "stderr": or_none(estimate.stderr),
-        "definition": _LR.format(n=estimate.n, inputs=inputs),
+        "definition": _LR.format(n=estimate.inputs_used, inputs=inputs) + by_batches(estimate),
         "n": estimate.n,
         "probe": estimate.probe,
         "per_parameter": {key: float(f"{value:.6g}") for key, value in per_parameter},
