@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import beside_copies
+from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ghost.norms import closeness, forward_of
@@ -45,8 +45,8 @@ class SampleAudit:
     ) -> None:
         self.view, self.batch, self.sample, self.v = view, batch, sample, v
         self.close = closeness(view, ledger, v.device)
-        forward = forward_of(view, batch)
-        own = beside_copies(forward, sample, [view.row(v, sample)], view.out_dim, view.parameters)
+        samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
+        own = samples.run(sample, [view.row(v, sample)])
         self.row, (exact,) = own.row, own.norms
         self.exact = dict(zip(view.parameters, exact, strict=True))
         self.total = torch.stack(exact).sum()
@@ -124,11 +124,9 @@ class SampleAudit:
             with torch.autocast(v.device.type, enabled=False), Unfused():
                 return in_double.output(batch.pick(samples))
 
-        row, chosen = view.row(v, j).double(), {n: wide[n] for n in view.parameters}
+        samples = SingleSamples(forward, view.out_dim, {n: wide[n] for n in view.parameters})
         try:
-            beside = stand_in.trusted(
-                lambda: beside_copies(forward, j, [row], view.out_dim, chosen, [2])
-            )
+            beside = stand_in.trusted(lambda: samples.run(j, [view.row(v, j).double()], [2]))
         except FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it

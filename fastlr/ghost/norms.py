@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastlr.ghost.backward import sq_norms
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import Forward
+from fastlr.ghost.fallback import Forward, SingleSamples
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
@@ -65,13 +65,12 @@ def norms_by_loop(chunk: Chunk, v: Tensor, chosen: Mapping[str, Tensor]) -> dict
     It makes one forward and backward pass a sample.
     """
     view, singles = chunk.view, chunk.flags.single_samples
-    forward = forward_of(view, batch_of(chunk))
+    samples = SingleSamples(forward_of(view, batch_of(chunk)), view.out_dim, chosen)
     close = closeness(view, chunk.ledger, v.device)
     key = _key_of_single(chunk, chosen)
     by_sample = []  # [parameters] each
     for sample in range(chunk.count):
-        own = view.row(v, sample)
-        norms = singles.sq_norms(forward, sample, own, view.out_dim, chosen, key, close)
+        norms = singles.sq_norms(samples, sample, view.row(v, sample), key, close)
         by_sample.append(torch.stack(norms))
     for note in singles.notes:
         chunk.ledger.note(note)
