@@ -2,8 +2,8 @@
 
 `by_node` runs the backward formula of one node once for each sample, with the gradient of the other
 samples set to zero: the formula is linear in that gradient, so this is that sample's gradient,
-whatever the node computes. `Singles` slices the inputs and runs the model forward and backward for
-one sample at a time.
+whatever the node computes. `SingleSamples` runs the model forward and backward for one sample at a
+time, beside copies of itself.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class SingleSamples:
         return Beside(row, norms, copies)
 
 
-class Singles:
+class RightCopies:
     """Exact squared norms of single samples: alone where that is right, else beside a copy.
 
     Whether it is depends on shapes and strides, not on values, so both are compared once for each
