@@ -15,7 +15,7 @@ from torch import Tensor
 from fastlr import ops
 from fastlr.errors import InputError, NonFiniteError
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.surroundings import refuse_transformed
+from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ops.deferred_checks import refuse_beyond
 
 
@@ -70,7 +70,7 @@ def scaled(v: Tensor, output: Tensor, out_dim: int) -> tuple[Tensor, Tensor]:
 
     Confident networks make cotangents so small that their squares vanish in the model's dtype.
     """
-    refuse_transformed(v, "the cotangent")
+    refuse_unreadable(v, "the cotangent")
     if v.shape != output.shape:
         raise InputError(
             f"the cotangent has shape {tuple(v.shape)}, the output {tuple(output.shape)}"

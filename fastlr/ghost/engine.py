@@ -160,7 +160,7 @@ class Engine:
         self.view = self.view.renewed()
         refuse_surroundings(self.parameters.values())
         x = self.view.inputs(x)
-        literal = self.folding.literal
+        calls_refused = self.folding.calls_refused
         modules = all_modules(self.model)
         training = any(m.training for m in modules)
         with (
@@ -172,7 +172,7 @@ class Engine:
                 with refusals(self.view, x), self.without_caches(x):
                     return self._run_with_less_folded_where_it_fails(x, cotangent)
             except Exception:
-                self.folding.literal = literal  # it was not the folding's fault
+                self.folding.calls_refused = calls_refused  # it was not the folding's fault
                 raise
 
     def prove(self, x: Any) -> Ledger:
@@ -199,7 +199,7 @@ class Engine:
                 raise
             reason = f"{type(error).__name__}: {first_line(error)[:200]}"
         # Outside the handler, so that its traceback frees the memory of what failed.
-        if self.folding.replaced and not self.folding.literal:
+        if self.folding.replaced and not self.folding.calls_refused:
             self.folding.give_up([], reason)
             return self._run_with_less_folded_where_it_fails(x, cotangent)
         with unfolded():

@@ -18,7 +18,7 @@ from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.ghost.batch import Batch, as_inputs, holds_nan, require_pickable
 from fastlr.ghost.introspection import attribute, is_instance
 from fastlr.ghost.state import attributes_kept
-from fastlr.ghost.surroundings import refuse_transformed
+from fastlr.ghost.surroundings import refuse_unreadable
 from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.torch_private import holds_fully_sharded, tree_flatten
 
@@ -211,7 +211,7 @@ class ModelView:
         for leaf in tree_flatten(x)[0]:
             if not isinstance(leaf, Tensor):
                 continue
-            refuse_transformed(leaf, "an input tensor")
+            refuse_unreadable(leaf, "an input tensor")
             if leaf.is_nested:
                 require_pickable(leaf, "an input tensor")
             if leaf.numel() == 0:
