@@ -123,7 +123,8 @@ def experiment_command(
                 return
             if out is None:
                 raise InputError("give --out, the folder of the run")
-            if is_many(out) if resume else seeds is not None:
+            several = is_many(out) if resume else seeds is not None
+            if several:
                 queue = Queue(driver, out, preset, at_once, tensorboard)
                 carry_out_many(queue, given, {}, seeds, resume)
             elif seeds is not None:
@@ -354,8 +355,8 @@ def carry_out_many(
             when = ": --resume goes on with the runs"
         raise Interrupted(f"interrupted{when}") from None
     failed = f", {len(outcome.failed)} failed: --resume tries again" if outcome.failed else ""
-    print(f"runs: {outcome.path} ({len(outcome.finished)} finished{failed})")
-    _print_log(outcome.path, queue.tensorboard)
+    print(f"runs: {queue.path} ({len(outcome.finished)} finished{failed})")
+    _print_log(queue.path, queue.tensorboard)
     if failed:
         raise typer.Exit(1)
 

@@ -38,7 +38,7 @@ from fastlr.experiments.runs.folder import (
 from fastlr.experiments.runs.options import RunOptions, from_json
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
 from fastlr.experiments.runs.sweep import Grids, product
-from fastlr.files import LOCK, locked, now, replace_file
+from fastlr.files import LOCK, locked, now, read_object, replace_file
 
 if TYPE_CHECKING:
     from fastlr.experiments.runs.ray import Cluster
@@ -53,12 +53,10 @@ class Outcome:
     """How the runs of a folder ended.
 
     Attributes:
-        path: The folder.
         finished: Names, those that had finished before among them.
         failed: Name -> a line that says why.
     """
 
-    path: Path
     finished: tuple[str, ...]
     failed: Mapping[str, str]
 
@@ -255,7 +253,7 @@ class Queue:
             failed = run_jobs(jobs, _slots(options, self.at_once), listen)
         else:
             failed = self.cluster.run(jobs, self.path / MANY, share, self.at_once, listen)
-        return Outcome(self.path, tuple(name for name in runs if name not in failed), failed)
+        return Outcome(tuple(name for name in runs if name not in failed), failed)
 
     def _job(self, name: str, settings: dict[str, Any], changed: dict[str, Any]) -> Job:
         """Return the process of a run."""
@@ -273,15 +271,8 @@ class Queue:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((path / MANY).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path / MANY}: {error}") from error
-    if (
-        not isinstance(record, dict)
-        or not isinstance(record.get("runs"), dict)
-        or not record["runs"]
-    ):
+    record = read_object(path / MANY)
+    if not isinstance(record.get("runs"), dict) or not record["runs"]:
         raise InputError(f"{path / MANY} is no list of runs")
     return record
 
