@@ -24,18 +24,12 @@ from rich.table import Table
 
 from fastlr.display.record import MinuteLog, output_folder
 from fastlr.display.sheets import Sheet, shown
+from fastlr.display.verdict import PARTS, brief
 from fastlr.errors import FastlrError, FastlrWarning, InputError
 from fastlr.experiments.continual import ContinualRun, read_run
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.figures import redundancy_and_accuracy
-from fastlr.experiments.continual.findings import (
-    PARTS,
-    brief,
-    describe,
-    ends,
-    percent,
-    rank_correlation,
-)
+from fastlr.experiments.continual.findings import describe, ends, percent, rank_correlation
 from fastlr.experiments.continual.tables import definitions_sheet, hundred, label, setting
 from fastlr.experiments.runs import queue
 from fastlr.experiments.runs.processes import Message

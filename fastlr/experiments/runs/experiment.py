@@ -65,6 +65,9 @@ class Driver:
         finished: (options, records) -> True if nothing is left to do.
         shown: record -> short texts by name, for the display, such as ``{"accuracy": "83.1 %"}``;
             an empty one leaves what was shown before.
+        report: What writes its report, as ``package.module:function`` of the paths of run folders,
+            the report's folder and ``figures``.
+        analysed: Options of ``fastlr report`` that this function takes besides.
     """
 
     name: str
@@ -78,6 +81,8 @@ class Driver:
     carry_on: Callable[[Run, Any, Any, torch.device, Report], None]
     finished: Callable[[Any, Sequence[Mapping[str, Any]]], bool]
     shown: Callable[[Mapping[str, Any]], dict[str, str]]
+    report: str
+    analysed: tuple[str, ...] = ()
     before: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -227,6 +232,17 @@ class Driver:
             InputError: As `resolve`.
         """
         return resolve(self.options, self.presets, preset or self.preset, settings)
+
+    def write_report(self, paths: Sequence[Path], out: Path | None, **options: Any) -> Any:
+        """Analyse run folders and return the `fastlr.experiments.runs.report.Report`.
+
+        Args:
+            paths: Run folders, or folders of them.
+            out: Folder of the report; None: beside the runs.
+            options: "figures", and those of `analysed`.
+        """
+        module, function = self.report.split(":")
+        return getattr(importlib.import_module(module), function)(paths, out, **options)
 
     def options_of(self, record: Mapping[str, Any]) -> Any:
         """Return the options of a run as its ``config.json`` records them.

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fastlr.distributed.process_group import broadcast
 from fastlr.distributed.sharding import Team, team
 from fastlr.experiments.runs.folder import Run
@@ -60,6 +62,10 @@ class SharedRun(Run):
     def write_checkpoint(self, name: str, content: Any) -> None:
         """See `Run`."""
         self._on_first("write_checkpoint", name, content)
+
+    def write_row(self, name: str, row: int, values: Tensor) -> None:
+        """See `Run`."""
+        self._on_first("write_row", name, row, values)
 
     def read_checkpoint(self, name: str) -> Any:
         """See `Run`."""
