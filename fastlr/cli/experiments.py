@@ -344,18 +344,18 @@ def carry_out_many(
     try:
         with RunBoard(queue.driver, queue.path) as board:
             if resume:
-                outcome = queue.resume(given, board.begin, seeds, grids or None)
+                ended = queue.resume(given, board.begin, seeds, grids or None)
             else:
                 count = 1 if seeds is None else seeds
                 runs = product(queue.driver, queue.preset, given, grids, count)
-                outcome = queue.begin(runs, board.begin)
+                ended = queue.begin(runs, board.begin)
     except KeyboardInterrupt:
         when = " before the runs began: begin them anew"
         if is_many(queue.path):
             when = ": --resume goes on with the runs"
         raise Interrupted(f"interrupted{when}") from None
-    failed = f", {len(outcome.failed)} failed: --resume tries again" if outcome.failed else ""
-    print(f"runs: {queue.path} ({len(outcome.finished)} finished{failed})")
+    failed = f", {len(ended.failed)} failed: --resume tries again" if ended.failed else ""
+    print(f"runs: {queue.path} ({len(ended.finished)} finished{failed})")
     _print_log(queue.path, queue.tensorboard)
     if failed:
         raise typer.Exit(1)

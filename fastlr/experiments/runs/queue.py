@@ -49,7 +49,7 @@ PER_GPU = 4  # runs at a time on one
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Ended:
     """How the runs of a folder ended.
 
     Attributes:
@@ -93,7 +93,7 @@ class Queue:
 
     def begin(
         self, settings_by_name: Mapping[str, Mapping[str, Any]], listening: Listening
-    ) -> Outcome:
+    ) -> Ended:
         """Begin runs in a new or empty folder and carry them through; a name becomes a folder.
 
         On the CPU each has one thread, unless ``threads`` or OMP_NUM_THREADS say otherwise; the
@@ -130,7 +130,7 @@ class Queue:
         listening: Listening,
         count: int | None = None,
         grids: Grids | None = None,
-    ) -> Outcome:
+    ) -> Ended:
         """Resume the runs of the folder that are not finished, and begin those that never began.
 
         Args:
@@ -232,7 +232,7 @@ class Queue:
 
     def _run(
         self, runs: dict[str, dict[str, Any]], changed: dict[str, Any], listening: Listening
-    ) -> Outcome:
+    ) -> Ended:
         """Write down what the runs are, and do those that are not finished."""
         if self.at_once is not None and self.at_once < 1:
             raise InputError(f"--at-once {self.at_once}: give at least 1")
@@ -253,7 +253,7 @@ class Queue:
             failed = run_jobs(jobs, _slots(options, self.at_once), listen)
         else:
             failed = self.cluster.run(jobs, self.path / MANY, share, self.at_once, listen)
-        return Outcome(tuple(name for name in runs if name not in failed), failed)
+        return Ended(tuple(name for name in runs if name not in failed), failed)
 
     def _job(self, name: str, settings: dict[str, Any], changed: dict[str, Any]) -> Job:
         """Return the process of a run."""
