@@ -63,6 +63,7 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
 
 def ranking_record(ranked: Ranking) -> dict[str, Any]:
     """The ranking for JSON: best, verdict, every estimate and every pair."""
+    estimates = ranked.estimates.items()
     return {
         "best": ranked.best,
         "distinguishable": ranked.distinguishable,
@@ -70,11 +71,8 @@ def ranking_record(ranked: Ranking) -> dict[str, Any]:
         "verdict": verdict(ranked),
         "level": ranked.level,
         "test": "paired z over inputs, two-sided, Holm's correction for all pairs",
-        "ranking": [
-            {"checkpoint": name, **estimate.to_dict()}
-            for name, estimate in ranked.estimates.items()
-        ],
-        "pairs": [vars(pair) for pair in ranked.pairs],
+        "ranking": [{"checkpoint": name, **estimate.to_dict()} for name, estimate in estimates],
+        "pairs": list(map(vars, ranked.pairs)),
     }
 
 

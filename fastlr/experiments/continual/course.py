@@ -36,7 +36,7 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
     The groups are named by their folders if these differ, else by their options.
     """
     defaults = vars(ContinualOptions())
-    settings = [{key: run.options.get(key, defaults[key]) for key in COMPARED} for run in runs]
+    settings = [{key: defaults[key] for key in COMPARED} | run.options for run in runs]
     varying = [key for key in sorted(COMPARED) if differs(key, settings)]
     changes = []  # of each run from the defaults
     for setting in settings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +18,7 @@ from fastlr.errors import ModelError, NonFiniteError
 from fastlr.experiments.continual.fields import FIELDS
 from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
+from fastlr.experiments.redundancy import or_none, redundancy_estimator
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.ghost.runtime import clock
 from fastlr.inputs import Inputs
@@ -187,16 +187,8 @@ class Measurer:
             )[:n]
             self._current.images = take(following.train_x, order.to(following.train_x.device))
         if name not in self._estimators:
-            size = self.options.redundancy_batch or self.chunks.get(name)
-            self._estimators[name] = fastlr.LocalRedundancy(
-                self.trainer.model,
-                self._inputs[name],
-                n,
-                probe=self.options.redundancy_probe,
-                seed=self.options.seed,
-                dtype=self.trainer.autocast_dtype,
-                batch_size=size,
-                progress=False,
+            self._estimators[name] = redundancy_estimator(
+                self.trainer, self._inputs[name], self.chunks.get(name), n=n
             )
         with apart():  # so that the ranks of a run go on after a value that is not finite
             estimate = self._estimators[name].measure()
@@ -220,11 +212,6 @@ def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
         "probe": estimate.probe,
         "per_parameter": {key: float(f"{value:.6g}") for key, value in per_parameter},
     }
-
-
-def or_none(value: float) -> float | None:
-    """Return a number as JSON has it: None for NaN."""
-    return None if math.isnan(value) else value
 
 
 def _record(measure: metrics.Measure) -> dict[str, Any]:

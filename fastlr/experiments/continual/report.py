@@ -6,7 +6,6 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,17 +27,6 @@ from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 
 
-@dataclass(frozen=True)
-class ContinualReport(Report):
-    """The report of continual runs.
-
-    Attributes:
-        correlations: By target.
-    """
-
-    correlations: dict[str, list[Correlation] | TooShort]
-
-
 def write_report(
     paths: Sequence[str | Path],
     out: str | Path | None = None,
@@ -47,7 +35,7 @@ def write_report(
     resamples: int = 1000,
     seed: int = 0,
     pool: bool = False,
-) -> ContinualReport:
+) -> Report:
     """Analyse run folders and write the report.
 
     Args:
@@ -125,7 +113,7 @@ def write_report(
         f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in "
         "report.json."
     )
-    report = write_files(
+    return write_files(
         folder,
         "Plasticity over a sequence of tasks",
         sentences,
@@ -137,7 +125,6 @@ def write_report(
         screen=screen,
         texts=_correlations_as_csv(known),
     )
-    return ContinualReport(**vars(report), correlations=results)
 
 
 class TargetSheets(NamedTuple):
@@ -168,7 +155,7 @@ def _correlations_as_csv(known: Sequence[Correlation]) -> dict[str, str]:
     if not known:
         return {}
     columns = [key for key in vars(known[0]) if key != "per_run"]
-    rows = [[getattr(c, key) for key in columns] for c in known]
+    rows = [list(map(vars(c).get, columns)) for c in known]
     return {"correlations.csv": csv_text(columns, rows)}
 
 
@@ -177,7 +164,7 @@ def _report_by_intervention(
     runs: Sequence[ContinualRun],
     folder: Path,
     figures: str,
-) -> ContinualReport:
+) -> Report:
     """Write the report of runs that differ by interventions: their courses side by side."""
     screen = [*course_sheets(groups), tables.runs_sheet(runs)]
     sentences = verdicts(runs)
@@ -189,7 +176,7 @@ def _report_by_intervention(
     caption = "Local redundancy and accuracy over the tasks, by intervention."
     course = Drawing("course.png", partial(curves.group_curves, groups), caption)
     lead = f"{counted(len(runs), 'run')} of {counted(len(groups), 'intervention')}."
-    report = write_files(
+    return write_files(
         folder,
         "Plasticity over a sequence of tasks, by intervention",
         sentences,
@@ -200,7 +187,6 @@ def _report_by_intervention(
         numbers,
         screen=screen,
     )
-    return ContinualReport(**vars(report), correlations={})
 
 
 def _drawings(runs: Sequence[ContinualRun], known: Sequence[Correlation]) -> list[Drawing]:
