@@ -165,6 +165,7 @@ def ablate(
     }
     place, kwargs = device_of(device), kwargs_of(model_kwargs)
 
+    from fastlr.display.figures import save_figure
     from fastlr.display.record import machine, progress_bar, write_json
     from fastlr.experiments.checkpoints.ablation import (
         REAL,
@@ -199,7 +200,7 @@ def ablate(
     ]
     print_sheets(sheets, csv_file)
     if figure is not None:
-        ablation_curves([run], figure, "checkpoint", _names_in_folder(sources)[1])
+        save_figure(ablation_curves([run], "checkpoint", _names_in_folder(sources)[1]), figure)
         print(f"figure: {figure}")
     if json_file is not None:
         checkpoints = []
@@ -319,6 +320,7 @@ def rank(
     kwargs, place = kwargs_of(model_kwargs), device_of(device)
     synthetic = inputs_of(inputs, size, length, features)
 
+    from fastlr.display.figures import save_figure
     from fastlr.display.record import machine, progress_bar, write_json
     from fastlr.experiments.checkpoints.measure import existing, measure_each
     from fastlr.experiments.checkpoints.ranking import ranking
@@ -371,7 +373,7 @@ def rank(
     with redirect_stdout(sys.stderr) if json_file == "-" else nullcontext():
         print_sheets(sheets, csv_file)
         if figure is not None:
-            ranking_chart(ranked, figure)
+            save_figure(ranking_chart(ranked), figure)
             print(f"figure: {figure}")
     if json_file is not None:
         settings = {

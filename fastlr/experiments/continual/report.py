@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastlr.display.images import contact_sheet
+from fastlr.display.images import tiled
 from fastlr.display.record import counted
 from fastlr.display.sheets import Sheet, csv_text
 from fastlr.errors import InputError
@@ -231,17 +231,16 @@ def _drawings(runs: Sequence[ContinualRun], known: Sequence[Correlation]) -> lis
     return [*drawings, Drawing("inputs.png", partial(_draw_inputs, runs[0], size, seed), caption)]
 
 
-def _draw_inputs(run: ContinualRun, size: Any, seed: Any, path: Path) -> bool:
+def _draw_inputs(run: ContinualRun, size: Any, seed: Any) -> Any:
     """Draw the first synthetic images on which a run was measured.
 
-    Returns False if the run did not measure on them or its configuration does not say their size.
+    Returns None if the run did not measure on them or its configuration does not say their size.
     """
     from fastlr.inputs import ShapeImages
 
     is_known = isinstance(size, int) and isinstance(seed, int)
     if not is_known or "local_redundancy" not in run.measures:
-        return False
+        return None
     enlarged = max(1, 96 // size)  # whole pixels, so that small images can be seen
     images = ShapeImages(size=(3, size, size)).raw(0, 16, seed=seed)
-    contact_sheet(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3), path)
-    return True
+    return tiled(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3))
