@@ -12,18 +12,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fastlr.display.sheets import DASH, Sheet
-from fastlr.experiments.continual.findings import brief, ends
+from fastlr.display.verdict import brief
+from fastlr.experiments.continual.findings import ends
 from fastlr.experiments.continual.options import COMPARED, ContinualOptions
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import (
     Array,
     all_measures,
-    as_dict,
     differs,
     finite,
     grouped,
     mean_of_known,
+    measured,
     number,
 )
 
@@ -106,7 +107,7 @@ def _mean_logarithms(run: ContinualRun, measure: str) -> list[float]:
 
     They are NaN where it was not measured.
     """
-    start = np.array([number(as_dict(run.start, measure).get("value"))])
+    start = np.array([number(measured(run.untrained, measure).get("value"))])
     parts = (start, *ends(run.measure(measure)))
     return [mean_of_known(np.log(part[part > 0])) for part in parts]
 

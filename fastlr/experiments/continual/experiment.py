@@ -52,6 +52,7 @@ from fastlr.experiments.training.options import BEFORE
 from fastlr.models import load_model
 
 INITIAL = "initial.pt"
+PER_IMAGE = "local_redundancy.f32"  # a row of each reading: its synthetic images' values
 
 
 def _open_data(options: ContinualOptions) -> tuple[TaskSequence, dict[str, Any]]:
@@ -108,6 +109,8 @@ def _carry_on(
         return
 
     def commit(record: dict[str, Any], position: int, accuracy: float | None) -> None:
+        if record["measures"] and measurer.per_image is not None:
+            run.write_row(PER_IMAGE, position // options.measure_every, measurer.per_image)
         resumable = {"chunks": measurer.chunks, "random": random_states(), **trainer.state()}
         run.commit(record, {"position": position, "accuracy": accuracy, **resumable})
         report(Progress(position, options.tasks, 0, options.epochs, record))

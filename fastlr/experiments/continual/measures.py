@@ -64,6 +64,7 @@ class Measurer:
     Attributes:
         chunks: Inputs at a time of each estimator, by name: chosen by the free memory when it is
             first used, and then kept in the checkpoint, as they change the last bits of a value.
+        per_image: The values of local redundancy's synthetic images at the last measurement.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Measurer:
             "local_redundancy_next_task": self._current,
         }
         self._estimators: dict[str, fastlr.LocalRedundancy] = {}
+        self.per_image: Tensor | None = None
 
     @property
     def looks_ahead(self) -> bool:
@@ -192,6 +194,8 @@ class Measurer:
         with apart():  # so that the ranks of a run go on after a value that is not finite
             estimate = self._estimators[name].measure()
         self.chunks[name] = estimate.batch_size
+        if name == "local_redundancy":
+            self.per_image = estimate.per_sample
         return redundancy_record(estimate, FIELDS[name].inputs)
 
 

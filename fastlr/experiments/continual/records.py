@@ -50,11 +50,6 @@ class ContinualRun(RunFolder):
         """Task number to its record."""
         return self.rows
 
-    @property
-    def start(self) -> dict[str, Any]:
-        """Measures of the untrained network."""
-        return as_dict(self.untrained, "measures")
-
     def add(self, record: Record) -> None:
         """Take a line of the records."""
         super().add(record)

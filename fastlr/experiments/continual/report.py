@@ -18,11 +18,12 @@ from fastlr.experiments.continual import figures as curves
 from fastlr.experiments.continual import tables
 from fastlr.experiments.continual.association import TARGETS, Correlation, TooShort, correlations
 from fastlr.experiments.continual.course import by_intervention, course_sheets
-from fastlr.experiments.continual.findings import findings, verdicts
+from fastlr.experiments.continual.findings import findings
 from fastlr.experiments.continual.options import COMPARED
 from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
+from fastlr.experiments.continual.verdicts import verdicts, verdicts_by_group
 from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 
@@ -167,7 +168,7 @@ def _report_by_intervention(
 ) -> Report:
     """Write the report of runs that differ by interventions: their courses side by side."""
     screen = [*course_sheets(groups), tables.runs_sheet(runs)]
-    sentences = verdicts(runs)
+    sentences = verdicts_by_group(groups)
     numbers = {
         "findings": sentences,
         "runs": [str(run.path) for run in runs],
