@@ -90,30 +90,6 @@ def test_tables_fit_80_columns(report, capsys):
     assert len(body) >= 6 and not any("…" in line for line in lines)
 
 
-def test_the_tables_say_what_they_rest_on(report):
-    by = {sheet.slug: sheet for sheet in report.sheets}
-    notes = " ".join(by["future-accuracy-semi-partial-raw"].notes)
-    for phrase in (
-        "accuracy of the next 10 tasks",
-        "semi-partial, as in the paper",
-        "bootstrap",
-        "80 %",
-        "2 runs",
-    ):
-        assert phrase in notes
-    assert "blocks the errors themselves are rough" in notes  # 110 + 120 tasks are 8 blocks
-    partial = by["future-accuracy-partial-log"]
-    assert "both (partial)" in " ".join(
-        partial.notes
-    ) and "dormant ratio: no logarithm" in " ".join(partial.notes)
-    assert "dormant ratio" not in [row[0] for row in partial.rows]
-    lead = by["future-accuracy-lead"]
-    assert lead.rows[0][0] == "LR on noise" and "same resamples" in lead.notes[0]
-    assert "does not define R^2" in " ".join(by["ablation"].notes)
-    assert by["runs"].rows[1][:4] == (f"{report.folder.parent.name}/seed-1", "130", "2", "1")
-    assert by["costs"].rows[2][0] == "local redundancy" and "On cpu." in by["costs"].notes
-
-
 def test_what_is_not_as_in_the_paper_is_named_on_its_tables(tmp_path, cli):
     folder = write_run(tmp_path / "run", 12)
     options = {

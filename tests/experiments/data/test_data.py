@@ -16,7 +16,6 @@ from data_sources import SIZE, content, folder, imagenet, pixels, rows, save, zi
 from PIL import Image
 from torchvision import transforms
 
-from fastlr.cli.main import main
 from fastlr.errors import InputError
 from fastlr.experiments.data import ImageStore, prepare
 
@@ -79,12 +78,8 @@ def test_folder_holds_out_by_seed(tmp_path):
     assert limited.classes == ["c1", "c2"]
     # Whatever other classes are there.
     assert np.array_equal(rows(limited, "c2", "test"), rows(one, "c2", "test"))
-    others = [
-        prepare(source, tmp_path / f"s{s}", size=SIZE, workers=1, test_fraction=0.3, seed=s)
-        for s in (1, 2)
-    ]
-    assert any(not np.array_equal(rows(other, 0, "test"), rows(one, 0, "test")) for other in others)
-    assert not np.array_equal(rows(one, 0, "test")[0], rows(one, 0, "test")[1])
+    other = prepare(source, tmp_path / "other", size=SIZE, workers=1, test_fraction=0.3, seed=1)
+    assert not np.array_equal(rows(other, 0, "test"), rows(one, 0, "test"))
 
 
 @pytest.mark.parametrize("archive", [False, True])
@@ -373,27 +368,6 @@ def test_info_and_its_picture(tmp_path, cli):
     assert "12 train, 6 test" in shown and "n0, n1, n2" in shown
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert np.array_equal(np.asarray(sheet)[4:12, 4:12], pixels(0))
-
-
-def test_tiny_imagenet(fastlr_data, tmp_path):
-    source = fastlr_data / "tiny-imagenet-60.zip"
-    command = [
-        "data",
-        "prepare",
-        str(source),
-        str(tmp_path / "store"),
-        "--limit-classes",
-        "3",
-        "--workers",
-        "1",
-    ]
-    assert main(command) == 0
-    store = ImageStore.open(tmp_path / "store")
-    assert store.index["images"] == {"train": 600, "test": 150, "left_out": 0} and store.size == 64
-    with zipfile.ZipFile(source) as archive:
-        names = sorted(n for n in archive.namelist() if n.startswith(f"train/{store.classes[2]}/"))
-        image = Image.open(io.BytesIO(archive.read(names[7]))).convert("RGB")
-    assert np.array_equal(rows(store, 2, "train")[7], np.asarray(image))
 
 
 def test_images_are_squashed_or_cropped_and_a_store_keeps_its_own(tmp_path, cli):

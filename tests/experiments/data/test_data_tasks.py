@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torchvision import transforms
 
 from fastlr.errors import InputError
@@ -111,9 +110,8 @@ def test_load_task(store):
 def test_take(store):
     images, index = load_task(store, (0, 1)).train_x, torch.tensor([7, 0, 0, 11])
     taken = take(images, index)
-    assert torch.equal(taken, images[index]) and taken.is_contiguous(
-        memory_format=torch.channels_last
-    )
+    assert torch.equal(taken, images[index])
+    assert taken.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -269,42 +267,11 @@ def test_synthetic_store_is_the_same_everywhere(store, tmp_path):
     assert other.digest != store.digest and not torch.equal(other.load([0])[0], store.load([0])[0])
     written = synthetic_store(tmp_path / "store", classes=5, size=16, train=6, test=3)
     assert written.digest == store.digest and written.damaged() == store.damaged() == []
-    assert np.array_equal(written.images, store.images)
-    assert torch.equal(
-        ImageStore.open(tmp_path / "store").load([4, 1], "test")[0], store.load([4, 1], "test")[0]
-    )
+    assert ImageStore.open(tmp_path / "store").digest == store.digest
     with pytest.raises(InputError, match="is there already"):
         synthetic_store(tmp_path / "store")
     with pytest.raises(InputError, match="size must lie in"):
         synthetic_store(size=4)
-
-
-def test_synthetic_classes_are_for_networks_not_for_a_linear_map():
-    store = synthetic_store(classes=4, train=200, test=100)
-
-    def accuracy(net: nn.Module, pair, epochs: int) -> float:
-        task = load_task(store, pair)
-        optimizer, x = (
-            torch.optim.AdamW(net.parameters(), 3e-3),
-            normalise(task.train_x, channels_last=False),
-        )
-        for _ in range(epochs):
-            for index in torch.randperm(len(x)).split(50):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(net(x[index]), task.train_y[index]).backward()
-                optimizer.step()
-        return (net(normalise(task.test_x)).argmax(1) == task.test_y).float().mean().item()
-
-    torch.manual_seed(0)
-    networks, linear = [], []
-    for pair in ((0, 1), (2, 3)):
-        convolutions = [nn.Conv2d(3, 16, 5, 2, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()]
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2)]
-        networks.append(
-            accuracy(nn.Sequential(*convolutions, nn.Conv2d(32, 32, 3), nn.ReLU(), *head), pair, 12)
-        )
-        linear.append(accuracy(nn.Sequential(nn.Flatten(), nn.Linear(3072, 2)), pair, 12))
-    assert np.mean(networks) > 0.85 and np.mean(linear) < 0.65, (networks, linear)
 
 
 def test_tasks_of_a_store_by_number(store):
