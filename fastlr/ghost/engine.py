@@ -35,6 +35,7 @@ from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
 from fastlr.ops.torch_private import tree_flatten
@@ -160,7 +161,8 @@ class Engine:
         literal = self.folding.literal
         modules = all_modules(self.model)
         kept = self._buffers.kept(modules, unseen=any(m.training for m in modules))
-        with torch.inference_mode(False), quiet_rng(device), kept:
+        # checkpoints run compiled parts again in the backward pass
+        with torch.inference_mode(False), quiet_rng(device), kept, uncompiled():
             try:
                 with refusals(self.view, x), self.without_caches(x):
                     return self._attempt(x, cotangent)
