@@ -264,4 +264,5 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
     texts = differences({**vars(options), "tasks": tasks, **actual}, paper, _NO_MATTER)
     if options.model == ContinualOptions.model and options.classes == 2:
         texts.append(_SIZE)
-    return [f"{text} (500 in Table 5)" if text.startswith("tasks 500 ") else text for text in texts]
+    of_table5 = f"tasks 500 for {paper['tasks']}"
+    return [text.replace(of_table5, f"{of_table5} (500 in Table 5)") for text in texts]
