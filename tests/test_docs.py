@@ -10,13 +10,16 @@ import shlex
 import subprocess
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from page import fenced
 
 import fastlr
-from fastlr.cli.main import main
+from fastlr.cli.main import app, main
 from fastlr.errors import MissingExtraError
 from fastlr.ghost.rules import DESCRIPTIONS
 from fastlr.ops.reference.fisher import categorical_fisher, householder_root
@@ -27,9 +30,7 @@ GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """(language, text) of the fenced blocks of a page."""
-    text = (DOCS / f"{page}.md").read_text()
-    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return fenced(DOCS / f"{page}.md")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -83,19 +84,24 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
     assert ran >= 1 and not re.search(r"\bnan\b", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in GUIDES if any(kind == "console" for kind, _ in blocks(page))]
-)
-def test_commands_that_take_long_exist(page, capsys):
-    """Commands of ``console`` blocks are not run: each option must be one of the command's."""
-    for kind, text in blocks(page):
-        for line in text.splitlines() if kind == "console" else []:
-            program, *words = shlex.split(re.sub(r"^torchrun \S+ \d+ -m ", "", line))
-            command = words[:2] if words[0] == "data" else words[:1]
-            assert program == "fastlr" and main([*command, "--help"]) == 0
-            known = capsys.readouterr().out
-            for option in (word for word in words if word.startswith("--")):
-                assert re.search(rf"{option}\b", known), f"{line}: no {option}"
+def shown_commands() -> Iterator[str]:
+    """The commands of ``console`` blocks of guides, and of two pages' blocks without a language."""
+    pages = [(page, "console") for page in GUIDES] + [("commands", ""), ("several-gpus", "")]
+    for page, language in pages:
+        for kind, text in blocks(page):
+            lines = text.splitlines() if kind == language else []
+            yield from (line for line in lines if re.match("fastlr |torchrun .*-m fastlr ", line))
+
+
+@pytest.mark.parametrize("line", list(shown_commands()))
+def test_commands_that_are_not_run_exist_with_their_options(line):
+    line = re.sub(r"\.\.\.$", "MODEL", line.split("fastlr ", 1)[1])
+    words = shlex.split(line, comments=True)
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands") and words:
+        command, words = command.commands[words[0]], words[1:]
+    context = command.make_context("fastlr", words)
+    assert context.params or not words
 
 
 def test_the_array_job_begins_a_seed_and_goes_on_with_it(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ import torch
 
 from bench import gpu, layers, paired, table, test_norms, test_reductions
 from bench.paired import CannotRun, Child, Wrong, in_use, peak_bytes, ratios
-from bench.test_estimate import largest_divisor
 from fastlr import ops
 from fastlr.errors import InputError
 
@@ -161,18 +160,6 @@ def test_a_run_writes_its_record_and_xdist_is_refused(tmp_path) -> None:
     assert all(": same" in line for line in table.compared(record, record))
     refused = pytest_bench("bench/test_norms.py", "-n", "2")
     assert refused.returncode == 4 and "leave -n out" in refused.stderr
-
-
-@pytest.mark.long
-def test_peers_end_to_end(tmp_path) -> None:
-    done = pytest_bench(
-        "bench/test_peers.py", "-k", "resnet18", f"--benchmark-json={tmp_path}/peers.json"
-    )
-    assert done.returncode == 0, done.stdout[-2000:]
-    record = table.read(tmp_path / "peers.json")
-    rows = table.peers(record)["resnet18"]
-    assert {"fastlr", "loop", "vmap"} <= set(rows) and rows["fastlr"]["deviation"] < 1e-3
-    assert rows["fastlr"]["ratio"] > 0 and rows["fastlr"]["memory_ratio"] > 0
 
 
 @pytest.mark.long
@@ -347,7 +334,3 @@ def test_a_part_of_the_gpu_benchmark_is_a_run_of_pytest(tmp_path) -> None:
     gpu.roofline(table.read(tmp_path / "ops.json"), tmp_path / "roofline.png")
     assert (tmp_path / "roofline.png").read_bytes()[:4] == b"\x89PNG"
     assert gpu.run(part, tmp_path, "cpu", True, 0.1).startswith("not done")
-
-
-def test_divisors() -> None:
-    assert [largest_divisor(5000, most) for most in (5000, 4999, 208, 1)] == [5000, 2500, 200, 1]

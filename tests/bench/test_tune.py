@@ -12,6 +12,7 @@ from bench import traffic, tune
 from bench.convolution_cases import geometry
 from fastlr import ops
 from fastlr.ops import tuning
+from fastlr.ops.block import Block, Loaded
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
@@ -62,19 +63,12 @@ def test_eight_configurations_are_tried_that_the_kernel_may_have() -> None:
     assert {tuple(fields) for fields in fixed} == {(), ("num_warps",)}
 
 
-def test_without_a_gpu_it_says_so_in_a_line(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tune.main([]) == 2
-    assert len(capsys.readouterr().out.splitlines()) == 1
-
-
 def test_kernels_are_launched_with_the_block_sizes_of_the_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    given = x, torch.ones(64, 32, 1, 1, dtype=torch.bfloat16), torch.ones(64), "none", geometry(2)
+    weight = torch.ones(64, 32, 1, 1, dtype=torch.bfloat16)
+    given = Loaded(x), Block(weight, weight, torch.ones(4, 64), "none", geometry(2))
 
     def launched() -> tuple[int, int]:
         found: list[dict[str, Any]] = []

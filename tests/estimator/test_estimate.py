@@ -96,28 +96,6 @@ def test_probes_converge_to_exact(name, probe):
     assert abs(float(difference.mean())) < 4.5 * stderr + 1e-12 * got.value
 
 
-def test_rademacher_with_two_classes_is_exact_for_every_input():
-    model, predictive, fisher = CASES["2"]
-    got = estimate(model, Normal(), 40, predictive=predictive)
-    want = loop(model, Normal().batch(0, 40, seed=0, device="cpu", dtype=torch.float64), fisher)
-    torch.testing.assert_close(got.per_sample, want, rtol=1e-10, atol=0)
-
-
-def test_closed_form_of_softmax_regression():
-    """LR = E[(1 - ||p||^2) (||x||^2 + 1)] for z = W x + b."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 5).double()
-    n = 2000
-    x = Normal().batch(0, n, seed=3, device="cpu", dtype=torch.float64)
-    closed = ((1 - model(x).softmax(-1).square().sum(1)) * (x.square().sum(1) + 1)).detach()
-    exact = estimate(model, Normal(), 200, probe="exact", seed=3)
-    torch.testing.assert_close(exact.per_sample, closed[:200], rtol=1e-10, atol=0)
-    for probe in ("rademacher", "sampled"):
-        got = estimate(model, Normal(), n, probe=probe, seed=3)
-        difference = got.per_sample - closed
-        assert abs(float(difference.mean())) < 4.5 * float(difference.std()) / math.sqrt(n)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gap", [20.0, 60.0, 95.0, 100.0])
 @pytest.mark.parametrize("probe", ["rademacher", "sampled"])
@@ -412,19 +390,11 @@ def test_records():
         paired_difference(got, bare)
     one = estimate(mlp(3), Normal(), 1)
     assert math.isnan(one.stderr) and one.to_dict()["stderr"] is None
+    assert "(one input gives no standard error)" in str(one) and "nan" not in str(one)
     assert math.isnan(Estimate.from_dict(one.to_dict()).stderr)
     assert f"{got.value:.6g}" in str(got) and "n = 30" in str(got)
     with pytest.raises(InputError, match="record"):
         Estimate.from_dict({"value": 1.0})
-
-
-@pytest.mark.parametrize("probe", ["rademacher", "batch"])
-def test_one_input_has_no_standard_error(probe):
-    got = estimate(mlp(3), Normal(), 1, probe=probe)
-    assert math.isnan(got.stderr) and got.to_dict()["stderr"] is None
-    first = str(got).splitlines()[0]
-    what = "batch" if probe == "batch" else "input"
-    assert f"(one {what} gives no standard error)" in first and "nan" not in str(got)
 
 
 def test_bound():
@@ -469,14 +439,12 @@ class Wrong:
     ("change", "error", "match"),
     [
         ({"n": 0}, InputError, "n must be"),
-        ({"n": 2.5}, InputError, "n must be"),
         ({"n": True}, InputError, "n must be"),
         ({"probe": "hutchinson"}, InputError, "unknown probe"),
         ({"batch_size": 0}, InputError, "batch_size"),
         ({"seed": -1}, InputError, "seed"),
         ({"dtype": torch.float64}, InputError, "autocast"),
         ({"device": "cuda"}, InputError, "the model is on cpu"),
-        ({"device": "meta"}, InputError, "the model is on cpu"),
         ({"device": "gpu"}, InputError, "device='gpu'.*'cuda'"),
         ({"device": 1.5}, InputError, "device=1.5"),
         (
@@ -500,15 +468,12 @@ class Wrong:
         ({"model": nn.Sequential(mlp(4), nn.Unflatten(1, (2, 2)))}, InputError, "Categorical"),
         ({"model": nn.Tanh()}, ModelError, "trainable"),
         ({"model": mlp(2).requires_grad_(False)}, ModelError, "trainable"),
-        ({"target_rel_stderr": 0.0}, InputError, "target_rel_stderr"),
         ({"target_rel_stderr": 1}, InputError, "fraction.*0.05 for 5 %"),
-        ({"target_rel_stderr": 5.0}, InputError, "fraction.*not 5.0"),
         ({"target_rel_stderr": math.nan}, InputError, "fraction"),
         ({"target_rel_stderr": 0.1, "max_n": 100}, InputError, "min_n"),
         ({"target_rel_stderr": 0.1, "min_n": 0}, InputError, "min_n"),
         ({"max_n": 100}, InputError, "max_n"),
         ({"progress": "yes"}, InputError, "progress"),
-        ({"progress": 1}, InputError, "progress"),
         ({"probe": "exact", "predictive": Categorical(limit=1)}, InputError, "limit=1"),
         ({"model": nn.Linear(6, 3, device="meta")}, ModelError, "meta"),
     ],
@@ -578,15 +543,6 @@ def test_logits_give_no_alarm(model):
         for more in ({}, {"predictive": Categorical()})
     )
     torch.testing.assert_close(got.per_sample, given.per_sample, rtol=0, atol=0)
-
-
-def test_weights_that_are_not_finite_give_no_number():
-    model = mlp(3)
-    with torch.no_grad():
-        model[2].bias[0] = torch.nan
-    for probe in ("rademacher", "batch"):
-        with pytest.raises(NonFiniteError):
-            estimate(model, Normal(), 20, probe=probe)
 
 
 def test_moments():

@@ -66,6 +66,8 @@ def test_a_tensor_that_is_written_to_is_other_inputs():
     x[6] += 1
     third = meter.measure()
     assert not pairs(first, third) and pairs(third, meter.measure())
+    x.data = rows()
+    assert pairs(first, meter.measure())
     x[0] += 1
     fresh = fastlr.estimate(nn.Linear(6, 3), fastlr.TensorInputs(x), N)
     assert pairs(meter.measure(), fresh) and not pairs(third, fresh)

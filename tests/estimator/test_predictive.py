@@ -106,17 +106,6 @@ def test_exact_of_element_wise_predictives(predictive, fisher):
     torch.testing.assert_close(v.T @ v, fisher(z), rtol=1e-14, atol=1e-16)
 
 
-def test_two_classes_need_no_luck():
-    z = torch.tensor([[0.3, -1.2], [4.0, 9.0], [0.0, 0.0]], dtype=torch.float64)
-    v = Categorical().cotangent(z, "rademacher", range(3), 0)
-    p = z.softmax(1)
-    want = p.prod(1).sqrt()
-    torch.testing.assert_close(v.abs(), want[:, None].expand(-1, 2), rtol=1e-15, atol=0)
-    torch.testing.assert_close(v[:, 0], -v[:, 1], rtol=1e-15, atol=0)
-    one = Bernoulli().cotangent((z[:, 0] - z[:, 1])[:, None], "rademacher", range(3), 0)
-    torch.testing.assert_close(one[:, 0].abs(), want, rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gap", [1.0, 20.0, 40.0, 60.0, 80.0, 95.0, 100.0])
 def test_logit_gaps_lose_nothing(dtype, gap):
@@ -254,65 +243,67 @@ def test_outputs_that_are_no_distribution(value):
         Bernoulli().cotangent(z * math.nan, "rademacher", range(1), 0)
 
 
-Z = torch.zeros(2, 3)
+Z, PLAIN = torch.zeros(2, 3), Categorical()
+
+
+def drawn(z=Z, probe="sampled", index=range(2), seed=0, kind=PLAIN, **axes):
+    return kind.cotangent(z, probe, index, seed, **axes)
 
 
 @pytest.mark.parametrize(
-    ("call", "match"),
+    ("given", "match"),
     [
+        ({"z": torch.zeros(2, 1)}, "Bernoulli"),
+        ({"z": torch.zeros(2)}, "Bernoulli"),
+        ({"kind": Categorical(dim=0)}, "another axis"),
+        ({"kind": Categorical(dim=2)}, "another axis"),
+        ({"probe": "hutchinson"}, "unknown probe"),
+        ({"probe": "batch"}, "unknown probe"),
+        ({"z": Z.long()}, "floating-point"),
+        ({"z": [1.0]}, "floating-point"),
+        ({"index": range(3)}, "3 samples but the output holds 2"),
+        ({"index": torch.zeros(2)}, "integer tensor"),
+        ({"index": [0, 1]}, "integer tensor"),
+        ({"index": range(-2, 0)}, "negative"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"sample_dim": 2}, "no axis 2"),
+        ({"probe": "exact", "kind": Categorical(limit=1)}, "needs 2 .*limit=1"),
+        ({"probe": "exact", "kind": Gaussian(limit=2)}, "needs 3 .*limit=2"),
+        ({"probe": "exact", "kind": Bernoulli(limit=2)}, "needs 3 .*limit=2"),
+        ({"probe": "exact", "z": torch.zeros(2, 40, 100)}, "needs 3960"),
+        ({"kind": Categorical(mask=torch.ones(3) > 0), "z": torch.zeros(2, 4, 3)}, "broadcast"),
         (
-            lambda: Categorical().cotangent(torch.zeros(2, 1), "rademacher", range(2), 0),
-            "Bernoulli",
-        ),
-        (lambda: Categorical().cotangent(torch.zeros(2), "rademacher", range(2), 0), "Bernoulli"),
-        (lambda: Categorical(dim=0).cotangent(Z, "rademacher", range(2), 0), "another axis"),
-        (lambda: Categorical(dim=2).cotangent(Z, "rademacher", range(2), 0), "another axis"),
-        (lambda: Categorical().cotangent(Z, "hutchinson", range(2), 0), "unknown probe"),
-        (lambda: Categorical().cotangent(Z, "batch", range(2), 0), "unknown probe"),
-        (lambda: Categorical().cotangent(Z.long(), "sampled", range(2), 0), "floating-point"),
-        (lambda: Categorical().cotangent([1.0], "sampled", range(2), 0), "floating-point"),
-        (
-            lambda: Categorical().cotangent(Z, "sampled", range(3), 0),
-            "3 samples but the output holds 2",
-        ),
-        (lambda: Categorical().cotangent(Z, "sampled", torch.zeros(2), 0), "integer tensor"),
-        (lambda: Categorical().cotangent(Z, "sampled", [0, 1], 0), "integer tensor"),
-        (lambda: Categorical().cotangent(Z, "sampled", range(-2, 0), 0), "negative"),
-        (lambda: Categorical().cotangent(Z, "sampled", range(2), -1), "seed"),
-        (lambda: Categorical().cotangent(Z, "sampled", range(2), 1.5), "seed"),
-        (lambda: Categorical().cotangent(Z, "sampled", range(2), 0, sample_dim=2), "no axis 2"),
-        (lambda: Categorical(limit=1).cotangent(Z, "exact", range(2), 0), r"needs 2 .*limit=1"),
-        (lambda: Gaussian(limit=2).cotangent(Z, "exact", range(2), 0), r"needs 3 .*limit=2"),
-        (lambda: Bernoulli(limit=2).cotangent(Z, "exact", range(2), 0), r"needs 3 .*limit=2"),
-        (
-            lambda: Categorical().cotangent(torch.zeros(2, 40, 100), "exact", range(2), 0),
-            "needs 3960",
-        ),
-        (lambda: Categorical(mask=torch.ones(3)), "boolean"),
-        (
-            lambda: Categorical(mask=torch.ones(3).bool()).cotangent(
-                torch.zeros(2, 4, 3), "sampled", range(2), 0
-            ),
-            "broadcast",
-        ),
-        (
-            lambda: Categorical(mask=torch.ones(2, 4).bool()).cotangent(
-                torch.zeros(2, 4, 3), "sampled", range(1, 3), 0
-            ),
+            {
+                "kind": Categorical(mask=torch.ones(2, 4) > 0),
+                "z": torch.zeros(2, 4, 3),
+                "index": range(1, 3),
+            },
             "global",
         ),
-        (lambda: Gaussian(0.0), "positive"),
-        (lambda: Gaussian(math.nan), "positive"),
-        (lambda: Gaussian("1"), "number"),
-        (lambda: default_predictive(torch.zeros(4), 0), "Bernoulli"),
-        (lambda: default_predictive(torch.zeros(4, 1), 0), "Bernoulli"),
-        (lambda: default_predictive(torch.zeros(4, 5, 3), 0), "Categorical"),
-        (lambda: default_predictive(torch.zeros(4, 3), 1), "Categorical"),
     ],
 )
-def test_errors(call, match):
+def test_what_has_no_cotangent_is_named(given, match):
     with pytest.raises(InputError, match=match):
-        call()
+        drawn(**given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "match"),
+    [
+        (Gaussian, 0.0, "positive"),
+        (Gaussian, math.nan, "positive"),
+        (Gaussian, "1", "number"),
+        (lambda mask: Categorical(mask=mask), torch.ones(3), "boolean"),
+        (lambda z: default_predictive(z, 0), torch.zeros(4), "Bernoulli"),
+        (lambda z: default_predictive(z, 0), torch.zeros(4, 1), "Bernoulli"),
+        (lambda z: default_predictive(z, 0), torch.zeros(4, 5, 3), "Categorical"),
+        (lambda z: default_predictive(z, 1), torch.zeros(4, 3), "Categorical"),
+    ],
+)
+def test_predictives_that_do_not_fit_are_named(kind, argument, match):
+    with pytest.raises(InputError, match=match):
+        kind(argument)
 
 
 def test_global_random_state_is_not_used():

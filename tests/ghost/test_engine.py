@@ -168,19 +168,6 @@ def test_wrappers_are_looked_through() -> None:
     }
 
 
-def test_distributed_data_parallel_is_looked_through() -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = mlp()
-        wrapped = nn.parallel.DistributedDataParallel(model)
-        got = fastlr.per_sample_grad_sq_norms(wrapped, draw(4, 5), draw(4, 3))
-        torch.testing.assert_close(got, truth(model, (draw(4, 5),), draw(4, 3)))
-        assert all(p.grad is None for p in model.parameters())
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("in_dim", [0, 1])
 def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim: int) -> None:
     """A linear layer takes another path through autograd where its input is not contiguous."""

@@ -6,7 +6,7 @@ The network is planned in plain torch (bf16 or fp16: autocast, channels_last; fp
 run once more with every op on its Triton kernel, where each launch is noted instead of made; its
 results are zeros. A variant is what Triton would compile for the launch: types of the arguments,
 constants, and which of them are 1 or multiples of 16. Printed: JSON, {variant: resource usage} for
-each architecture, by the compiler of compile_kernels.py.
+each architecture, by the compiler of bench/compile_kernels.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import compile_kernels
 import torch
 from torch import Tensor, nn
 from triton.runtime.jit import JITFunction
@@ -32,7 +31,7 @@ from fastlr.ghost.verification.audit import Audits
 from fastlr.kernels.launching import FUSED
 
 sys.path.append(str(Path(__file__).parents[2]))  # bench/ is beside tests/
-from bench import traffic  # noqa: E402
+from bench import compile_kernels, traffic  # noqa: E402
 
 POINTERS = {
     torch.float32: "*fp32",

@@ -171,19 +171,6 @@ def test_local_redundancy_is_that_of_one_window_at_a_time(make):
     assert low.value == pytest.approx(found.value, rel=2e-2)
 
 
-@pytest.mark.long
-def test_the_papers_model_in_bfloat16():
-    torch.manual_seed(0)
-    model = randomised(PatchTST(), scale=0.06).eval()
-    options = {"n": 32, "predictive": fastlr.Gaussian(), "batch_size": 16}
-    full = fastlr.estimate(model, fastlr.GaussianSeries(), **options)
-    low = fastlr.estimate(model, fastlr.GaussianSeries(), dtype=torch.bfloat16, **options)
-    double = fastlr.estimate(model.double(), fastlr.GaussianSeries(), **options)
-    assert full.value == pytest.approx(double.value, rel=1e-4) and low.value == pytest.approx(
-        double.value, rel=2e-2
-    )
-
-
 def test_dormant_units_are_those_of_the_feed_forward_parts():
     model = PatchTST(**SMALL)
     with torch.no_grad():

@@ -6,9 +6,9 @@ them in the long tests.
 
 from __future__ import annotations
 
-import compile_kernels
 import pytest
 
+from bench import compile_kernels
 from fastlr import ops
 
 triton = pytest.importorskip("triton")
@@ -54,7 +54,7 @@ def test_every_kernel_of_the_table_is_compiled():
 
 def test_a_spill_would_be_seen():
     """Force one with too few registers."""
-    from kernel_variants import VARIANTS
+    from bench.kernel_variants import VARIANTS
 
     (case,) = (case for case in VARIANTS["shape_images"]() if case[0] == "paint[fp32]")
     record = compile_kernels.compile_case(case, 90, maxnreg=24)

@@ -32,7 +32,8 @@ def option(default: Value, **limits: Any) -> Value:
     Args:
         default: Its default.
         limits: ``at_least``, ``at_most``, ``below``: a number; ``positive``: True; ``known``: the
-            names that a tuple of names is chosen from; ``hint``: what else a message says.
+            names that a tuple of names is chosen from; ``hint``: what else a message says;
+            ``about``: what it means; ``named``: the option of a run that it is.
     """
     return dataclasses.field(default=default, metadata=limits)
 
@@ -153,9 +154,8 @@ def from_record(kind: type[Options], record: Mapping[str, Any]) -> Options:
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of options as they were before JSON made lists of tuples."""
-    return {
-        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-    }
+    lists = {key: value for key, value in values.items() if isinstance(value, list)}
+    return {**values, **{key: tuple(value) for key, value in lists.items()}}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

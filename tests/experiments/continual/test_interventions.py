@@ -18,19 +18,18 @@ from continual_cases import (
     net,
     trainer,
 )
-from torch import nn
 from untouched import untouched
 
 import fastlr
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.experiments.continual import experiment as continual
-from fastlr.experiments.continual.interventions import diagonal_fisher
+from fastlr.experiments.continual.interventions import asked_for
 from fastlr.experiments.continual.interventions import replay as replay_module
+from fastlr.experiments.continual.interventions.ewc import diagonal_fisher
 from fastlr.experiments.continual.options import PRESETS, ContinualOptions
 from fastlr.experiments.data import (
     ClassPairs,
     ImageStore,
-    Task,
     load_task,
     normalise,
     pairs,
@@ -38,7 +37,7 @@ from fastlr.experiments.data import (
 )
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.runs.options import resolve
-from fastlr.experiments.training.optim import mixed_order, spans
+from fastlr.experiments.training.optim import spans
 
 
 @pytest.fixture(scope="module")
@@ -143,15 +142,7 @@ def test_a_floor_that_sees_first_that_a_network_is_ruined_skips_its_task_or_name
 
 def test_off_by_default(store):
     for preset in PRESETS:
-        options = resolve(ContinualOptions, PRESETS, preset, {})
-        assert not (
-            options.cbp_rate
-            or options.replay_images
-            or options.ewc
-            or options.l2_init
-            or options.perturb
-        )
-        assert not options.reset_every
+        assert asked_for(resolve(ContinualOptions, PRESETS, preset, {})) == []
     learner = started(store)
     assert learner.interventions == [] and type(learner.optimiser) is torch.optim.AdamW
 
@@ -189,26 +180,6 @@ def test_below_the_floor_the_penalty_has_its_gradient(store, floor):
             )
     assert intervention.record() == {"running": intervention.running, "below": float(floor > 1)}
     assert intervention.record()["below"] == 0
-
-
-@pytest.mark.filterwarnings("ignore:the local redundancy of this model jumps")
-def test_a_floor_holds_local_redundancy_up(store):
-    ends = []
-    for floor in (0.0, 1e3):
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.Linear(16, 2))
-        learner = started(
-            store,
-            lambda network=network: network,
-            redundancy_floor=floor,
-            floor_strength=10.0,
-            floor_images=16,
-            epochs=20,
-            measures=(),
-        )
-        learner.learn(load_task(store, pairs(4, 1)[0]), 0)
-        ends.append(fastlr.estimate(network, fastlr.ShapeImages(size=(3, 8, 8)), n=64).value)
-    assert ends[1] > 2 * ends[0], ends
 
 
 def test_a_floor_needs_eager_steps(store):
@@ -309,22 +280,9 @@ def test_the_memory_takes_all_while_there_is_room(store):
         memory.after_task(task, number)
     assert torch.equal(memory.images, torch.cat([task.train_x for task in tasks]))
     assert torch.equal(memory.labels, torch.cat([task.train_y for task in tasks]))
-
-
-def test_a_resumed_memory_is_loaded_again(store):
-    (memory,), (resumed,) = (
-        started(store, replay_images=9, seed=3).interventions for _ in range(2)
-    )
-    for number, pair in enumerate(pairs(4, 4, seed=3)):
-        memory.after_task(load_task(store, pair), number)
-    state = memory.state()
-    assert not any(value.dtype == torch.uint8 for value in state.values()), (
-        "checkpoints hold no images"
-    )
-    resumed.load(state)
-    for name in ("images", "labels", "draws", "origin"):
-        assert torch.equal(getattr(memory, name), getattr(resumed, name))
-    assert resumed.images.is_contiguous(memory_format=torch.channels_last)
+    assert memory.images.is_contiguous(memory_format=torch.channels_last)
+    dtypes = {value.dtype for value in memory.state().values()}
+    assert torch.uint8 not in dtypes, "checkpoints hold no images"
 
 
 @pytest.mark.parametrize(("share", "counts"), [(0.5, (6, 6)), (0.25, (9, 3)), (0.9, (1, 11))])
@@ -366,16 +324,6 @@ def test_every_batch_has_its_share_of_the_memory(store, share, counts):
     assert times.max() - times.min() <= 1, "all of the memory before any of it again"
     first = torch.stack([matches(x[:1], own).any() for x in batches])
     assert first.any() and not first.all(), "new and old in random order"
-
-
-def test_mixed_order():
-    generator = torch.Generator().manual_seed(0)
-    index, bounds = mixed_order([(0, 5), (5, 8)], 7, 1.0, generator)
-    assert bounds == [(0, 10), (10, 16)]
-    assert sorted(i for i in index.tolist() if i < 8) == list(range(8))
-    old = [i for i in index.tolist() if i >= 8]
-    assert set(old) == set(range(8, 15)) and len(old) == 8
-    assert index[:10].tolist() != sorted(index[:10].tolist())
 
 
 def test_a_memory_that_does_not_fit_is_refused(store, monkeypatch):
@@ -422,7 +370,7 @@ def test_the_penalty_is_what_autograd_says(store):
         assert learner.learn(task, number) is not None
         fishers.append([fisher.clone() for fisher in ewc.fisher])
         anchors = [p.detach().clone() for p in learner.model.parameters()]
-    generator = torch.Generator().manual_seed(replay_module.stream_seed(0, "ewc", 1))
+    generator = torch.Generator().manual_seed(stream_seed(0, "ewc", 1))
     x = normalise(tasks[1].train_x[torch.randperm(22, generator=generator)[:5]])
     of_second = diagonal_fisher(learner.model, list(learner.model.parameters()), x)
     for first, second, sum_ in zip(fishers[0], of_second, ewc.fisher):
@@ -459,58 +407,3 @@ def test_ewc_does_nothing_in_the_first_task(store):
     a, b = started(store, ewc=100.0), started(store)
     assert a.learn(task, 0) == b.learn(task, 0)
     assert_same(a.model.state_dict(), b.model.state_dict())
-
-
-# -- what they are for
-# --------------------------------------------------------------------------------------------------
-
-
-def conflicting() -> list[Task]:
-    """Return two tasks of telling a noisy pattern from its negative.
-
-    The second pattern is partly the negative of the first.
-    """
-    first, other = torch.randn(2, 3, 8, 8)
-    tasks = []
-    for pattern in (first, 0.75**0.5 * other - 0.5 * first):
-        parts: list[torch.Tensor] = []
-        for n in (300, 200):
-            y = torch.arange(n) % 2
-            values = (
-                128 + 8 * (2 * y - 1)[:, None, None, None] * pattern + 40 * torch.randn(n, 3, 8, 8)
-            )
-            parts += [values.clamp(0, 255).byte().contiguous(memory_format=torch.channels_last), y]
-        tasks.append(Task(*parts))
-    return tasks
-
-
-def small(num_classes: int = 2) -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, num_classes))
-
-
-def test_replay_and_ewc_keep_an_earlier_task(store):
-    """Replay and EWC keep accuracy on the first of two conflicting tasks, and learn the second."""
-    accuracy = {}
-    for name, settings in (
-        ("plain", {}),
-        ("replay", {"replay_images": 100}),
-        ("ewc", {"ewc": 150.0}),
-    ):
-        learner = started(
-            store,
-            small,
-            batch_size=20,
-            norm_batch=0,
-            learning_rate=1e-3,
-            epochs=10,
-            flip=False,
-            **settings,
-        )
-        torch.manual_seed(0)
-        tasks = conflicting()
-        for number, task in enumerate(tasks):
-            learner.learn(task, number)
-            assert learner.accuracy(task.test_x, task.test_y) > 0.85
-        accuracy[name] = learner.accuracy(tasks[0].test_x, tasks[0].test_y)
-    assert accuracy["plain"] < 0.7, accuracy
-    assert min(accuracy["replay"], accuracy["ewc"]) > accuracy["plain"] + 0.15, accuracy

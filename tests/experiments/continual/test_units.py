@@ -9,8 +9,7 @@ from folding import randomise
 from single_samples import Written
 from torch import nn
 
-from fastlr.experiments.continual.interventions import find_units
-from fastlr.models.convnet import ConvNet
+from fastlr.experiments.continual.interventions.find_units import find_units
 
 
 def squeeze(m, x):
@@ -253,23 +252,6 @@ def test_units_are_those_of_the_definition(name):
 def test_what_is_left_alone_is_named_with_a_reason(name, layer, why):
     model, shape, _ = CASES[name]
     assert why in find_units(randomise(model, 3), torch.randn(shape).double())[1][layer]
-
-
-def test_the_network_of_dohare():
-    found, left = find_units(ConvNet(), torch.randn(2, 3, 32, 32))
-    assert [(u.name, u.count) for u in found] == [
-        ("conv1", 32),
-        ("conv2", 64),
-        ("conv3", 128),
-        ("fc1", 128),
-        ("fc2", 128),
-    ]
-    # 2 x 2 positions of a channel.
-    assert [(r.name, r.repeat) for u in found for r in u.readers][2] == (
-        "fc1",
-        4,
-    )
-    assert left == {"fc3": "makes the model's output"}
 
 
 def test_mobilenet_v3_large():

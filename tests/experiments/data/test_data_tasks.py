@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torchvision import transforms
 
 from fastlr.errors import InputError
@@ -65,8 +64,6 @@ def test_pairs_are_a_function_of_seed_and_position():
     assert pairs(12, 50, seed=3) == drawn[:50] and pairs(12, 90, seed=3, start=60) == drawn[60:150]
     assert all(pairs(12, 1, seed=3, start=k) == [drawn[k]] for k in (0, 65, 66, 131, 132, 199))
     assert pairs(12, 200, seed=4) != drawn and pairs(12, 0) == []
-    names = [f"n{i}" for i in range(12)]
-    assert pairs(names, 5, seed=3) == [(names[a], names[b], turn) for a, b, turn in drawn[:5]]
     # These bytes hold on every machine.
     digest = hashlib.sha256(
         repr([tuple(pair) for pair in pairs(1000, 3000, seed=0)]).encode()
@@ -91,7 +88,7 @@ def test_pairs_are_uniform():
 
 
 @pytest.mark.parametrize(
-    "arguments", [(1, 5), (0, 1), (5, -1), (5, 1, -1), (5, 1, 0, -1), (["a"], 1), (1 << 20, 1)]
+    "arguments", [(1, 5), (0, 1), (5, -1), (5, 1, -1), (5, 1, 0, -1), (1 << 20, 1)]
 )
 def test_pairs_refuse(arguments):
     with pytest.raises(InputError):
@@ -99,21 +96,20 @@ def test_pairs_refuse(arguments):
 
 
 def test_load_task(store):
-    task = load_task(store, ("texture-003", 1))
+    task = load_task(store, (3, 1))
     assert task.train_x.shape == (12, 3, 16, 16) and task.test_x.shape == (6, 3, 16, 16)
     assert task.train_y.tolist() == [0] * 6 + [1] * 6 and task.test_y.tolist() == [0] * 3 + [1] * 3
     assert torch.equal(task.train_x[:6], texture_images(3, 0, 6, size=16))
     assert torch.equal(task.test_x[3:], texture_images(1, 6, 9, size=16))
     with pytest.raises(InputError, match="two different"):
-        load_task(store, (1, "texture-001"))
+        load_task(store, (1, 1))
 
 
 def test_take(store):
     images, index = load_task(store, (0, 1)).train_x, torch.tensor([7, 0, 0, 11])
     taken = take(images, index)
-    assert torch.equal(taken, images[index]) and taken.is_contiguous(
-        memory_format=torch.channels_last
-    )
+    assert torch.equal(taken, images[index])
+    assert taken.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -150,8 +146,7 @@ def test_normalise_refuses(store):
     for bad in (
         lambda: normalise(images.float()),
         lambda: normalise(images[0]),
-        lambda: normalise(images, mean=(0.5,), std=(0.5,)),
-        lambda: normalise(images, std=(1.0, 0.0, 1.0)),
+        lambda: normalise(images[:, :1]),
     ):
         with pytest.raises(InputError):
             bad()
@@ -164,9 +159,6 @@ class Watched:
         self.store, self.fail_at, self.loaded, self.threads = store, fail_at, [], set()
         self.gate = threading.Event()
         self.gate.set()
-
-    def class_index(self, item):
-        return self.store.class_index(item)
 
     def load(self, classes, split, **options):
         if split == "train":
@@ -199,18 +191,6 @@ def test_prefetcher_order_and_depth(store):
     assert threading.main_thread() not in watched.threads and not any(
         thread.is_alive() for thread in watched.threads
     )
-
-
-def test_prefetcher_counts_the_time_waited(store):
-    watched = Watched(store)
-    with Prefetcher(partial(load_task, watched), pairs(5, 3)) as tasks:
-        assert settle(lambda: len(watched.loaded) == 1)
-        watched.gate.clear()
-        next(tasks)
-        assert tasks.waited == 0
-        threading.Timer(0.1, watched.gate.set).start()
-        next(tasks)
-        assert 0.05 < tasks.waited < 5
 
 
 def test_prefetcher_raises_where_the_task_is_asked_for(store):
@@ -269,42 +249,11 @@ def test_synthetic_store_is_the_same_everywhere(store, tmp_path):
     assert other.digest != store.digest and not torch.equal(other.load([0])[0], store.load([0])[0])
     written = synthetic_store(tmp_path / "store", classes=5, size=16, train=6, test=3)
     assert written.digest == store.digest and written.damaged() == store.damaged() == []
-    assert np.array_equal(written.images, store.images)
-    assert torch.equal(
-        ImageStore.open(tmp_path / "store").load([4, 1], "test")[0], store.load([4, 1], "test")[0]
-    )
+    assert ImageStore.open(tmp_path / "store").digest == store.digest
     with pytest.raises(InputError, match="is there already"):
         synthetic_store(tmp_path / "store")
     with pytest.raises(InputError, match="size must lie in"):
         synthetic_store(size=4)
-
-
-def test_synthetic_classes_are_for_networks_not_for_a_linear_map():
-    store = synthetic_store(classes=4, train=200, test=100)
-
-    def accuracy(net: nn.Module, pair, epochs: int) -> float:
-        task = load_task(store, pair)
-        optimizer, x = (
-            torch.optim.AdamW(net.parameters(), 3e-3),
-            normalise(task.train_x, channels_last=False),
-        )
-        for _ in range(epochs):
-            for index in torch.randperm(len(x)).split(50):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(net(x[index]), task.train_y[index]).backward()
-                optimizer.step()
-        return (net(normalise(task.test_x)).argmax(1) == task.test_y).float().mean().item()
-
-    torch.manual_seed(0)
-    networks, linear = [], []
-    for pair in ((0, 1), (2, 3)):
-        convolutions = [nn.Conv2d(3, 16, 5, 2, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU()]
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 2)]
-        networks.append(
-            accuracy(nn.Sequential(*convolutions, nn.Conv2d(32, 32, 3), nn.ReLU(), *head), pair, 12)
-        )
-        linear.append(accuracy(nn.Sequential(nn.Flatten(), nn.Linear(3072, 2)), pair, 12))
-    assert np.mean(networks) > 0.85 and np.mean(linear) < 0.65, (networks, linear)
 
 
 def test_tasks_of_a_store_by_number(store):

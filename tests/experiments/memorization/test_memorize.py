@@ -279,22 +279,6 @@ def test_local_redundancy_is_that_of_unseen_inputs(kind, runs, tmp_path):
     ][:3]
 
 
-def test_a_network_memorises_its_samples_and_no_others():
-    options = resolve(
-        MemorizeOptions, PRESETS, "vision-small", {"n": 48, "classes": 16, "learning_rate": 5e-3}
-    )
-    data, _ = memorize.DRIVER.open_data(options)
-    memorizer = Memorizer(data, options, torch.device("cpu"))
-    for epoch in range(1, 61):
-        memorizer.epoch(epoch)
-    after = memorizer.evaluate("then")
-    assert after["share_of_ceiling"] > 0.95 and after["accuracy"] > 0.95
-    with torch.no_grad():
-        x, y = data.batch(torch.arange(48, 1048))
-        loss = data.losses(memorizer.model.eval()(x), y).mean()
-    assert loss > math.log(16), "fresh samples must not be better than guessed"
-
-
 def test_no_sample_is_written(runs):
     for kind in ("vision", "series"):
         files = {
