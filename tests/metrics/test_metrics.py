@@ -341,6 +341,26 @@ def test_one_forward_pass_serves_all() -> None:
         metrics.activation_measures(model, x, measures=["rank"])
 
 
+def test_measures_that_try_the_model_out_are_those_by_themselves():
+    model, x, y = made(PlainCNN), data(PlainCNN, 16), labels(PlainCNN, 16)
+    apart = {
+        "trainability": metrics.trainability(model, x, repeats=1),
+        "gradient_noise_scale": fastlr.gradient_noise_scale(model, x, y, entropy_loss),
+        "curvature_rank": metrics.curvature_rank(model, x),
+    }
+    with untouched(model):
+        found = metrics.measures(model, list(apart), x=x, y=y, loss=entropy_loss, repeats=1)
+    assert list(found) == list(apart)
+    for name, measure in apart.items():
+        assert found[name].to_dict() == measure.to_dict()  # to the bit
+
+
+@pytest.mark.parametrize("name", ["trainability", "curvature_rank"])
+def test_measures_of_samples_along_axis_0_refuse_other_axes(name):
+    with pytest.raises(InputError, match=f"{name} takes samples along axis 0 only"):
+        metrics.measures(made(PlainCNN), [name], x=data(PlainCNN), in_dim=1)
+
+
 def test_records_name_their_definition() -> None:
     found = everything(made(Residual), Residual)
     assert len({m.definition for m in found.values()}) == len(found)

@@ -49,6 +49,7 @@ class Trainer(TrainingLoop):
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
         super().__init__(model, device, options, options.step)
+        self.first_epoch_accuracy: float | None = None  # of the task under way
         self.optimiser = self.new_optimiser()
         self.interventions: list[Intervention] = []
         if options.head_reset:
