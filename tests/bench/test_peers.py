@@ -6,39 +6,12 @@ import models_zoo as zoo
 import pytest
 import torch
 from exact import assert_norms
-from torch import nn
-from zoo_registry import randomise
 
 from bench import cases, repairs
 from bench import test_peers as peers
 from bench.paired import Wrong
 
-MODELS = ["vit_thin", "patchtst", "resnet", "separable"]
-
-
-def build(name: str) -> cases.Case:
-    """Build a small relative of a benchmark model by name.
-
-    ``separable`` has depthwise convolutions and in-place activations.
-    """
-    if name in zoo.ZOO:
-        return zoo.make(name)
-    torch.manual_seed(0)
-    x = torch.randn(4, 3, 24, 24)
-    if name == "resnet":
-        from torchvision.models.resnet import BasicBlock, ResNet
-
-        model: nn.Module = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
-    else:
-        from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
-
-        setting = [
-            InvertedResidualConfig(8, 3, 16, 8, True, "HS", 1, 1, 1.0),
-            InvertedResidualConfig(8, 3, 16, 8, False, "RE", 2, 1, 1.0),
-        ]
-        model = MobileNetV3(setting, last_channel=16, num_classes=2)
-    randomise(model)
-    return cases.Case(cases.calibrate(model, x).eval(), x, name=name)
+MODELS = ["vit_thin", "patchtst", "resnet_thin", "mobilenet_thin"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -47,7 +20,7 @@ def test_contenders_agree_with_the_truth_after_repairs(peer: str, model: str) ->
     for package in ("opacus", "backpack"):
         if peer.startswith(package):
             pytest.importorskip(package)
-    case = build(model)
+    case = zoo.make(model)
     cotangent = cases.cotangent_for(case)
     truth = cases.loop_norms(cases.as_double(case), cotangent)
     before = [p.clone() for p in case.model.parameters()]
@@ -55,7 +28,7 @@ def test_contenders_agree_with_the_truth_after_repairs(peer: str, model: str) ->
     found = contender.run()
     if (peer, model) == (
         "backpack",
-        "separable",
+        "mobilenet_thin",
     ):  # it takes a depthwise convolution for a dense one
         with pytest.raises(Wrong, match=r"times the truth \(.*block.1.0.weight .* times\)"):
             peers.hold(found, truth, range(case.batch))
@@ -71,7 +44,7 @@ def test_contenders_agree_with_the_truth_after_repairs(peer: str, model: str) ->
 
 @pytest.mark.parametrize("model", MODELS)
 def test_repairs_keep_the_function(model: str) -> None:
-    case = cases.as_double(build(model))
+    case = cases.as_double(zoo.make(model))
     repaired, notes = repairs.repaired(
         case.model, repairs.layer_norm_as_batch_norm, repairs.frozen_batch_norm
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import models_zoo as zoo
 import pytest
 import torch
 import torch.nn.functional as F
@@ -409,16 +410,8 @@ def test_a_wrong_forward_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_autocast_and_float32_agree_with_the_unfolded_model() -> None:
-    import torchvision
-
-    torch.manual_seed(0)
-    model = torchvision.models.mobilenet_v3_small(num_classes=3).eval()
-    for m in model.modules():
-        if isinstance(m, nn.BatchNorm2d):
-            m.momentum = None
-    model.train()(torch.randn(16, 3, 64, 64))
-    model.eval()
-    x, v = torch.randn(4, 3, 64, 64), torch.randn(4, 3)
+    case = zoo.make("mobilenet_thin")
+    model, x, v = case.model, case.x, torch.randn(4, 2)
     with fuse.unfolded():
         want = fastlr.per_sample_grad_sq_norms(model, x, v)
     torch.testing.assert_close(

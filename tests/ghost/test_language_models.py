@@ -238,8 +238,8 @@ def test_blocks_change_no_bit(monkeypatch, probe, dtype):
 
 
 def test_large_vocabulary_holds_little_more_than_the_logits():
-    """The logits and their gradient, each 40 MB; float64 copies of them would be 80 MB each."""
-    vocabulary, length, count = 50257, 50, 4
+    """The logits and their gradient, each 16 MB; float64 copies of them would be 32 MB each."""
+    vocabulary, length, count = 20011, 50, 4
     meter = fastlr.LocalRedundancy(
         Tokens(vocabulary, 8).float(),
         fastlr.TokenInputs(vocabulary, length),

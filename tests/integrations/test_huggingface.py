@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 
 import pytest
@@ -37,14 +38,20 @@ def language_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
+@functools.cache
+def another_model():
+    """Return a model that is measured apart from the one in training, always the same."""
+    with torch.random.fork_rng(devices=[]):
+        return language_model()
+
+
 class Watched(Recorded, LocalRedundancyCallback):
     def __init__(self, trainer, *args, estimate_dtype=None, **kwargs):
         super().__init__(trainer, *args, **kwargs)
         self.estimate_dtype = estimate_dtype
 
     def estimate(self):
-        with torch.random.fork_rng(devices=[]):
-            copied = language_model()
+        copied = another_model()
         copied.load_state_dict(self.trainer.model.state_dict())
         return fastlr.estimate(
             copied, TOKENS, 12, predictive=fastlr.Categorical(), dtype=self.estimate_dtype
