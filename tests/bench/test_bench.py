@@ -16,7 +16,7 @@ import contenders
 import pytest
 import torch
 
-from bench import gpu, layers, paired, table, test_norms, test_reductions
+from bench import gpu, layers, paired, table, test_norms
 from bench.paired import CannotRun, Child, Wrong, in_use, peak_bytes, ratios
 from fastlr import ops
 from fastlr.errors import InputError
@@ -160,38 +160,6 @@ def test_a_run_writes_its_record_and_xdist_is_refused(tmp_path) -> None:
     assert all(": same" in line for line in table.compared(record, record))
     refused = pytest_bench("bench/test_norms.py", "-n", "2")
     assert refused.returncode == 4 and "leave -n out" in refused.stderr
-
-
-@pytest.mark.long
-def test_reductions_are_checked_and_measured() -> None:
-    from ranks import good, run_ranks
-
-    results = good(run_ranks(2, test_reductions.measure, "cpu", 1 << 10, 1))
-    assert (
-        not results[0]["wrong"]
-        and results[0]["errors"]["fastlr"] < results[0]["errors"]["gloo"] * 1.01
-    )
-    assert set(results[0]["seconds"]) == {1024} and "gloo all_reduce" in results[0]["seconds"][1024]
-    assert test_reductions.SIZES[:2] == (1 << 10, 1 << 13) and test_reductions.SIZES[-1] == 1 << 30
-
-
-@pytest.mark.long
-def test_gradients_of_a_shared_training_are_measured() -> None:
-    from ranks import good, run_ranks
-
-    results = good(run_ranks(2, test_reductions.trained, 1, 1, 1))
-    full, low, *_ = rows = results[0]["rows"]
-    assert [row["sum"] for row in rows] == [
-        "fp32 by fastlr",
-        "bf16 by fastlr",
-        "fp32 by gloo",
-        "bf16 by gloo",
-    ]
-    assert (
-        1.99 < full["bytes a step"] / low["bytes a step"] < 2.01
-        and "extension" in results[0]["backend"]
-    )
-    assert full["error of the first step"] < 1e-6 < low["error of the first step"] < 0.01
 
 
 CONTENDERS = """

@@ -10,7 +10,7 @@ import re
 
 import numpy as np
 import pytest
-from continual_runs import GRID, set_options, write_grid, write_run
+from continual_runs import GRID, write_grid, write_run
 from rich.console import Console
 
 from bench.causes import report, runs
@@ -91,15 +91,6 @@ def test_part_of_a_study_reports_and_tells_nothing_from_too_few(tmp_path):
     assert written.findings[1].endswith("too few seeds to tell which change what.")
     assert "nan" not in written.findings[0]
     written.show(Console(width=80, quiet=True))
-
-
-def test_a_study_of_which_only_the_control_has_got_far_says_nothing(tmp_path):
-    write_grid(tmp_path, seeds=1, tasks=30, grid=GRID[:1])
-    begun = write_run(tmp_path / "begun,seed-0", 3)
-    set_options(begun, shrink=0.5)
-    with pytest.warns(UserWarning, match="1 of 2 runs have less than 9/10"):
-        written = report.write_report([tmp_path], resamples=100)
-    assert "Correlation" not in " ".join(written.findings) and written.page.exists()
 
 
 def test_runs_of_one_intervention_are_not_compared(tmp_path):

@@ -100,20 +100,6 @@ def test_words_do_not_depend_on_what_else_is_drawn(seed, start, first, count):
     assert ((whole >= 0) & (whole < 2**32)).all()
 
 
-def test_words_are_uniform_and_uncorrelated():
-    n, draws = 4000, 25
-    words = counter.random_words(9, counter.indices(0, n), 1, draws)
-    bits = (words[..., None] >> torch.arange(32) & 1).double()
-    assert (bits.mean((0, 1)) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(n * draws)
-    u = words.double() / 2**32 - 0.5
-    assert abs(u.square().mean() * 12 - 1) < 4 * math.sqrt(0.8 / u.numel())
-    for a, b in (
-        (u[:, 1:], u[:, :-1]),
-        (u[1:], u[:-1]),
-    ):  # neighbouring draws, neighbouring samples
-        assert abs((a * b).mean() * 12) < 4 / math.sqrt(a.numel())
-
-
 @given(bound=st.integers(1, 2**31 - 1), word=st.integers(0, 2**32 - 1))
 def test_uniform_integers_are_exact(bound, word):
     assert int(counter.uniform_integers(torch.tensor(word), bound)) == word * bound // 2**32

@@ -226,24 +226,6 @@ def test_what_kernels_tell_the_compiler_holds(interpreted):
 # --------------------------------------------------------------------------------------------------
 
 
-def layers() -> dict[str, dict]:
-    """Layers of MobileNetV3-Large, a few samples of them."""
-    return {
-        "16-64": case(3, 16, 64, (112, 112), "relu"),
-        "64-24": case(3, 64, 24, (56, 56), "none"),
-        "72-40": case(3, 72, 40, (28, 28), "none"),
-        "40-240": case(3, 40, 240, (28, 28), "hardswish"),
-        "240-80": case(3, 240, 80, (14, 14), "none"),
-        "112-672": case(3, 112, 672, (14, 14), "hardswish"),
-        "64-3x3": case(3, 64, 64, (112, 112), "relu", kernel=3, padding=1, stride=2, groups=64),
-        "120-5x5": case(3, 120, 120, (28, 28), "relu", kernel=5, padding=2, groups=120),
-        "672-5x5": case(
-            3, 672, 672, (14, 14), "hardswish", kernel=5, padding=2, stride=2, groups=672
-        ),
-        "960-5x5": case(3, 960, 960, (7, 7), "hardswish", kernel=5, padding=2, groups=960),
-    }
-
-
 def on_gpu(args: tuple, dtype: torch.dtype, op: str) -> tuple[tuple, tuple]:
     """The arguments on the GPU, data rounded to ``dtype``, and those in float32 on the CPU."""
     gpu = moved(op, args, torch.device("cuda"), dtype)
@@ -254,7 +236,7 @@ def on_gpu(args: tuple, dtype: torch.dtype, op: str) -> tuple[tuple, tuple]:
 @pytest.mark.parametrize("op", ["folded_conv", "folded_conv_backward"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_gpu_agrees_with_the_definition(dtype, op):
-    for name, calls in (CASES | LOW | layers()).items():
+    for name, calls in (CASES | LOW).items():
         gpu, wide = on_gpu(calls[op], dtype, op)
         got = ops.get(op, "triton")(*gpu)
         if got is NotImplemented:  # then what serves must do
@@ -267,7 +249,7 @@ def test_gpu_agrees_with_the_definition(dtype, op):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_same_call_same_bits():
-    for calls in (CASES | layers()).values():
+    for calls in CASES.values():
         for op, args in calls.items():
             gpu, _ = on_gpu(args, torch.bfloat16, op)
             for a, b in zip(ops.run(op, *gpu), ops.run(op, *gpu), strict=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-
 import numpy as np
 import pytest
 from continual_runs import read_lines, write_lines, write_run
@@ -17,7 +15,6 @@ from fastlr.experiments.continual.findings import (
     rank_correlation,
     verdicts,
 )
-from fastlr.experiments.continual.report import write_report
 
 
 def run_of(folder, accuracy, redundancy):
@@ -77,21 +74,6 @@ def test_the_course_is_of_the_first_and_the_last_fifth(tmp_path):
         f"{error:.1f} % (last fifth), local redundancy, by its median, from 100 to 5."
     )
     assert "too few to compare" in course([run_of(tmp_path / "four", np.ones(4), np.ones(4))])
-
-
-def test_sentences_come_first_and_tables_are_folded_away_under_names_of_their_own(tmp_path):
-    report = write_report([write_run(tmp_path / "run", 120)], resamples=100)
-    page, titles = report.page.read_text(), [sheet.title for sheet in report.sheets]
-    assert (
-        len(titles) == len(set(titles))
-        and sum(title.startswith("Table 1:") for title in titles) == 1
-    )
-    first_table = page.index("<details")
-    assert page.index("<img") < first_table and len(report.findings) == 4
-    for sentence in report.findings:
-        assert page.index(html.escape(sentence, quote=False)[:30]) < first_table
-    assert page.count("<details") == page.count("</details>") > len(titles)
-    assert report.findings[0] in (report.folder / "report.md").read_text()
 
 
 def test_the_last_sentences_say_what_each_run_has_lost(tmp_path):

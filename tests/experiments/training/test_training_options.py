@@ -209,34 +209,3 @@ def test_the_presets_of_the_paper_keep_one_devices_update():
     assert substitutions(
         TransferOptions(batch_norm_updates="every-part", reduce_dtype="bf16"), **actual
     ) == ["batch_norm_updates every-part for first-part"]
-
-
-@pytest.mark.parametrize("driver", ["continual", "memorize", "transfer"])
-def test_reports_say_how_a_run_was_trained(tmp_path, images, driver, cli):
-    settings = {**settings_of(driver, images), "dtype": "bf16-weights", "tasks": 1, "epochs": 1}
-    names = find_driver(driver).options.__dataclass_fields__
-    path = find_driver(driver).begin(
-        tmp_path / "run", None, {k: v for k, v in settings.items() if k in names}
-    )
-    size, part = settings["batch_size"], settings["norm_batch"]
-    text = (
-        f"Trained in bfloat16, with weights and optimiser state in it too; batches of {size} in "
-        f"parts of {part}: "
-    )
-
-    def said() -> str:
-        assert text in " ".join(cli(f"report {path} --figures none").out.split())
-        return (path / "report" / "report.md").read_text()
-
-    assert (
-        f"{text}only the first updates the running statistics of batch norms, as of one device of "
-        "several." in said()
-    )
-    config = json.loads((path / "config.json").read_text())
-    del config["options"]["batch_norm_updates"], config["options"]["reduce_dtype"]
-    (path / "config.json").write_text(json.dumps({**config, "processes": 4}))
-    wanted = (
-        f"{text}each updates the running statistics of batch norms; 4 processes added up their "
-        "gradients in float32."
-    )
-    assert wanted in said(), "a run of an earlier version"
