@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from fastlr.cli.runs import RunRequest, given_settings, print_options
 from fastlr.errors import InputError
@@ -28,6 +29,22 @@ TensorBoard = Annotated[
         "--tensorboard", help="Also write the records for TensorBoard, in the run's folder."
     ),
 ]
+
+
+class ContinualCommand(TyperCommand):
+    """``fastlr continual``: at the end of its help, the interventions and what they declare."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        from fastlr.experiments.continual.interventions import INTERVENTIONS
+
+        parts = ["Interventions, each off unless --set says otherwise:"]
+        for name, intervention in INTERVENTIONS.items():
+            parts.append(f"{name} ({intervention.source})")
+            for option, _, declared in intervention.declared():
+                parts.append(f"--set {option}={declared.default}: {declared.metadata['about']}")
+        self.epilog = "\n\n".join(parts)
+        super().format_help(ctx, formatter)
 
 
 def experiment_command(

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from fastlr.cli.data import app as data_commands
-from fastlr.cli.experiments import continual, memorize, sweep, transfer
+from fastlr.cli.experiments import ContinualCommand, continual, memorize, sweep, transfer
 from fastlr.cli.options import (
     PROBES,
     BatchSize,
@@ -282,7 +282,7 @@ for command in (
     cost,
     ablate,
 ):
-    app.command()(command)
+    app.command(cls=ContinualCommand if command is continual else None)(command)
 app.add_typer(data_commands, name="data")
 
 

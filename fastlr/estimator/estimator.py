@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
 from fastlr.distributed.fully_sharded import full_params
 from fastlr.distributed.sharding import Team
 from fastlr.errors import FastlrWarning, InputError, ModelError, NonFiniteError
@@ -134,7 +133,7 @@ class LocalRedundancy:
             inputs_digest = self._digest(used, inputs_identity)
             notes = (
                 members.notes([*chunks.notes, *filter(None, [chunks.replays.note])])
-                + on_demand.notes()
+                + self.view.notes
             )
             told = self.passes.description(), self.passes.identity(), inputs_identity
             # a rank without inputs has no predictive, and each has objects of its own

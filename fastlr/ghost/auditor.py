@@ -10,20 +10,21 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fallback import Forward, beside_copies
 from fastlr.ghost.graph import exact_grads
-from fastlr.ghost.model_io import ModelView
-from fastlr.ghost.planner import Chunk, batch_of, blame, compared, noise_of, outputs_agree
+from fastlr.ghost.model_io import FAILURES, ModelView
+from fastlr.ghost.planner import Chunk, batch_of, blame, compared
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import low_precision, norms_agree
 from fastlr.ghost.verification.audit import Disproved
+from fastlr.ghost.verification.company import in_batch_of
+from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ghost.verification.stand_in import StandIn
 
 
-def forward_of(view: ModelView, batch: adapt.Batch) -> Forward:
+def forward_of(view: ModelView, batch: Batch) -> Forward:
     """Return the function that runs the model, as it is, on samples of a batch."""
 
     def forward(samples: Sequence[int]) -> Tensor:
@@ -59,7 +60,7 @@ class SampleAudit:
     """
 
     def __init__(
-        self, view: ModelView, ledger: Ledger, batch: adapt.Batch, sample: int, v: Tensor
+        self, view: ModelView, ledger: Ledger, batch: Batch, sample: int, v: Tensor
     ) -> None:
         self.view, self.batch, self.sample, self.v = view, batch, sample, v
         self.close = closeness(view, ledger, v.device)
@@ -71,8 +72,7 @@ class SampleAudit:
 
     def has_its_output(self, output: Tensor) -> bool:
         """Return True if the sample's row of the batch's output is the one beside its copy."""
-        row = self.view.row(output, self.sample)
-        return outputs_agree(self.view, row, self.row, noise_of(self.view, self.batch))
+        return in_batch_of(self.view, self.batch, output).holds([self.sample], self.row)
 
     def refuted(self, norms: dict[str, Tensor], run: Callable[[], Tensor]) -> list[str]:
         """Return the parameters whose squared norms for the sample are not the exact ones.
@@ -131,27 +131,26 @@ class SampleAudit:
         view, v, j, batch = self.view, self.v, self.sample, self.batch
         if v.dtype == torch.float64:
             return {}
-        held = (*view.module.named_parameters(), *view.module.named_buffers())
-        wide = {n: on_demand.cast(t, torch.float64) for n, t in held}
-        wide |= {n: wide[n].requires_grad_() for n in view.parameters}
-        stand_in = StandIn(view.module, batch.pick([j, j]), view.output)
+        stand_in = StandIn(view, batch.pick([j, j]))
         stand_in.take_known_clone()
-        for n, p in view.parameters.items():  # what they do to gradients is no rounding
+        own = Subject.of(view, stand_in)
+        wide = own.state_in(torch.float64)
+        in_double = own.with_tensors(wide, torch.float64)
+        for n, p in view.parameters.items():
+            wide[n].requires_grad_()
             for hook in (p._backward_hooks or {}).values():
-                wide[n].register_hook(hook)
+                wide[n].register_hook(hook)  # what they do to gradients is no rounding
 
         def forward(samples: Sequence[int]) -> Tensor:
-            given = adapt.cast(batch.pick(samples), torch.float64)
-            with torch.autocast(v.device.type, enabled=False), torch.enable_grad(), Unfused():
-                result = stand_in.call_with(wide, given, dtype=torch.float64)
-                return adapt.select_output(result, view.output)
+            with torch.autocast(v.device.type, enabled=False), Unfused():
+                return in_double.output(batch.pick(samples))
 
         row, chosen = view.row(v, j).double(), {n: wide[n] for n in view.parameters}
         try:
             beside = stand_in.trusted(
                 lambda: beside_copies(forward, j, [row], view.out_dim, chosen, [2])
             )
-        except adapt.FAILURES:
+        except FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it
         exact, (truth,) = self.exact, beside.norms

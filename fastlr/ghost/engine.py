@@ -14,19 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from fastlr.distributed import on_demand
 from fastlr.errors import FastlrWarning, InputError, NonFiniteError, few, first_line
-from fastlr.ghost import model_io as adapt
 from fastlr.ghost import program
 from fastlr.ghost.auditor import SampleAudit, audited, begin_audit, closeness, forward_of
 from fastlr.ghost.backward import Rerouted, sq_norms
+from fastlr.ghost.batch import along, copied, times_written
 from fastlr.ghost.cotangents import Cotangent, passes
 from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import exact_grads, walk
 from fastlr.ghost.known import Key, Known, KnownFlags, Plan
 from fastlr.ghost.model_caches import caches_of
-from fastlr.ghost.model_io import ModelView
+from fastlr.ghost.model_io import ModelView, require_graph
 from fastlr.ghost.planner import Chunk, batch_of, input_shapes, proven, shape_plan
 from fastlr.ghost.process_state import quiet_rng
 from fastlr.ghost.refusals import refusals
@@ -38,6 +37,7 @@ from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
+from fastlr.ops.torch_private import tree_flatten
 
 
 @dataclass(eq=False)
@@ -258,9 +258,9 @@ class Engine:
     def _run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Return the norms of a batch: find what is known of it, measure, audit."""
         begun = time.perf_counter()
-        if on_demand.active() and self.known.of_flags(self._flags()) is None:
+        if not self.view.in_memory and self.known.of_flags(self._flags()) is None:
             # The proof, without this batch's graph beside it.
-            with on_demand.structure_only():
+            with self.view.structure_only():
                 unproven = self._chunk(x)
             proven(unproven)
         chunk = self._chunk(x)
@@ -302,10 +302,10 @@ class Engine:
             known.one_sample.put(sizes, True)
             with unfolded():
                 z = self._forward(x)
-        batched = adapt.along(x, count, self.view.in_dim)
+        batched = along(x, count, self.view.in_dim)
         seen = program_now, program.inputs_token(x, batched)
         _finite(z)
-        adapt.require_graph(z)
+        require_graph(z)
         graph = walk(z, self.parameters)
         if graph.others and "others" not in self._warned:
             self._warned.add("others")
@@ -328,16 +328,16 @@ class Engine:
         flags = self._flags()
         known = self.known.of_flags(flags)
         if known is None:
-            given = adapt.copied(x)
+            given = copied(x)
             watched = program.observed(self.model, lambda: self.view.forward(given))
             known = self.known.enter(KnownFlags(flags, *watched))
         return known
 
     def _forward(self, x: Any) -> Tensor:
-        given = adapt.copied(x) if self._writes_inputs is not False else x
-        before = adapt.times_written(given)
+        given = copied(x) if self._writes_inputs is not False else x
+        before = times_written(given)
         z = self.folding.run(self.view.named, lambda: self.view.forward(given), given)
-        written = adapt.times_written(given) != before
+        written = times_written(given) != before
         if written and self._writes_inputs is False:
             self._writes_inputs = True
             raise InputError(
@@ -386,7 +386,7 @@ class Engine:
                 raise Rerouted
             plan.structure.classify(graph)
             ((v, scale, _),) = passes(cotangent, output, self.view.out_dim)
-            routes = {key: proof.route for key, proof in plan.flags.ledger.uses.items()}
+            routes = plan.flags.ledger.routes()
             norms = sq_norms(graph, plan.structure.uses, z, v, plan.shapes.layouts, count, routes)
             table = self._table(norms, z.device, count) * scale
         refuse_beyond(table, lambda: NonFiniteError("the gradient of a parameter is not finite"))
@@ -468,9 +468,7 @@ class Engine:
 
         Where a rule turns out not to apply, the ledger has the node's own formula from now on.
         """
-        uses = chunk.ledger.uses
-        before = {key: proof.route for key, proof in uses.items()}
-        routes = dict(before)
+        routes = chunk.ledger.routes()
         try:
             return sq_norms(
                 chunk.graph,
@@ -484,9 +482,7 @@ class Engine:
                 skip=loop,
             )
         finally:
-            for key, route in routes.items():
-                if key in uses and before[key] != route:
-                    uses[key].route = route
+            chunk.ledger.enter_routes(routes)
 
     def _of_zero_in_the_proof(
         self, chunk: Chunk, v: Tensor, norms: dict[str, Tensor]
@@ -546,7 +542,7 @@ class Engine:
 
         These are shapes, strides and the program.
         """
-        leaves = adapt.tree_flatten(batch_of(chunk).pick([0]))[0]
+        leaves = tree_flatten(batch_of(chunk).pick([0]))[0]
         strides = tuple(
             (t.shape, t.stride())
             for t in leaves

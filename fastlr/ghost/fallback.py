@@ -108,9 +108,9 @@ def beside_copies(
     cotangents: Sequence[Tensor],
     out_dim: int,
     parameters: Mapping[str, Tensor],
-    copies: Sequence[int] = (2, 1, 3),
+    copies: Sequence[int] = (2, 1, 3, 4),
 ) -> Beside:
-    """Run one sample beside a copy of itself, else alone, else as one of three.
+    """Run one sample beside a copy of itself, else alone, else as one of three or four.
 
     Args:
         forward: runs the model.

@@ -6,36 +6,36 @@ its samples are is `known_of_the_graph`, or found. What was found is kept (fastl
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastlr.distributed import on_demand
 from fastlr.errors import FastlrError, InputError, InteractionError, first_line
-from fastlr.ghost import model_io as adapt
 from fastlr.ghost import ownership
 from fastlr.ghost.backward import Structure
+from fastlr.ghost.batch import Batch
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, refuse_parts_of_samples
 from fastlr.ghost.fusion.mode import Folding, unfolded
 from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.known import Key, Known, KnownFlags, KnownStructure, ShapePlan
 from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.sample_axis import Layout, Regular
-from fastlr.ghost.verification.agreement import agree, low_precision, model_noise, rounding
 from fastlr.ghost.verification.batch_checks import (
     every_layout,
     explained,
     first_explained,
     likely_layouts,
 )
+from fastlr.ghost.verification.company import copies_of_each, in_batch_of
 from fastlr.ghost.verification.forward_checks import SAMPLES
-from fastlr.ghost.verification.noise import Noise
 from fastlr.ghost.verification.prover import Prover, generic_cotangent
 from fastlr.ghost.verification.record import Ledger, ParameterProof
 from fastlr.ops.deferred_checks import out_of_memory
+from fastlr.ops.torch_private import tree_flatten
 
 ALONE = 32  # samples run alone where a batch is looked at that may well interact
 MAX_PROOFS = 8  # triples of samples tried where a data-dependent graph hides uses from the first
@@ -87,7 +87,7 @@ class Chunk:
 
 def input_shapes(x: Any) -> tuple:
     """Return the shapes of all tensors among the inputs."""
-    leaves = adapt.tree_flatten(x)[0]
+    leaves = tree_flatten(x)[0]
     return tuple(tuple(t.shape) if isinstance(t, Tensor) else None for t in leaves)
 
 
@@ -142,16 +142,13 @@ def _prove_on_triples(chunk: Chunk) -> list[str]:
     return unproven
 
 
-def _prove(chunk: Chunk, batch: adapt.Batch, start: int) -> None:
+def _prove(chunk: Chunk, batch: Batch, start: int) -> None:
     """Prove on a few samples of the batch, folded as they will be measured.
 
     The first is number ``start`` of the batch.
     """
-
-    def prove(prover: Prover, few: adapt.Batch) -> None:
-        prover.prove(few, chunk.ledger, seed=start)
-
-    chunk.known.few.take(chunk.view, batch, chunk.ledger, prove, start, chunk.folding)
+    prover = Prover(chunk.view, chunk.ledger, chunk.folding)
+    chunk.known.few.take(prover, batch, partial(prover.prove, seed=start), start)
 
 
 def _has_these_sides(chunk: Chunk, known: KnownStructure) -> bool:
@@ -215,14 +212,12 @@ def try_program(chunk: Chunk) -> None:
     if tried in chunk.flags.programs:
         return
 
-    def compare(prover: Prover, few: adapt.Batch) -> None:
-        prover.compare_outputs(few, chunk.ledger)
-
-    chunk.known.few.take(chunk.view, batch_of(chunk), chunk.ledger, compare)
+    prover = Prover(chunk.view, chunk.ledger)
+    chunk.known.few.take(prover, batch_of(chunk), prover.compare_outputs)
     chunk.flags.programs.put(tried, True)
 
 
-def batch_of(chunk: Chunk) -> adapt.Batch:
+def batch_of(chunk: Chunk) -> Batch:
     """Return the inputs, from which samples can be picked.
 
     Where it is not known which of them carry samples, the outputs are compared.
@@ -233,7 +228,7 @@ def batch_of(chunk: Chunk) -> adapt.Batch:
     return chunk.view.batch(chunk.x, chunk.count, known)
 
 
-def compared(chunk: Chunk) -> adapt.Batch:
+def compared(chunk: Chunk) -> Batch:
     """Require that samples do not depend on their company, and find which inputs carry them.
 
     With the batch's samples in other company all outputs must be what they are in the batch: the
@@ -273,7 +268,7 @@ def compared(chunk: Chunk) -> adapt.Batch:
     return batch
 
 
-def _which_may_be_batched(batch: adapt.Batch, known: list[int] | None) -> list[list[int]]:
+def _which_may_be_batched(batch: Batch, known: list[int] | None) -> list[list[int]]:
     """Return the choices of inputs that may carry samples, the likeliest first.
 
     Where that is not known, they are all that look so, or all but one.
@@ -295,68 +290,35 @@ def _other_company(chunk: Chunk) -> list[list[int]]:
         half = count // 2 if count % 2 else count // 4 * 2
         groups = [order[:half], order[half:]]
     if chunk.ledger.by_data or not groups:
-        groups += [[j, j] for j in order[:ALONE]]
+        groups += copies_of_each(order[:ALONE])
     return groups
 
 
-@on_demand.structure_only()
-def _is_same_in_parts(chunk: Chunk, batch: adapt.Batch) -> bool:
-    """Return True if random halves of the batch, shuffled, give what they gave in it.
+def _is_same_in_parts(chunk: Chunk, batch: Batch) -> bool:
+    """Return True if the batch's samples give in other company what they gave in it."""
+    view = chunk.view
 
-    Where there are few samples, each is run beside a copy instead.
+    def run(samples: Sequence[int]) -> Tensor:
+        return view.outputs(batch.pick(samples))
 
-    Where samples are known to interact under other conditions, as many as ALONE also each
-    beside a copy.
-    """
-    noise, z = noise_of(chunk.view, batch), chunk.z
-    for samples in _other_company(chunk):
-        in_parts = chunk.view.forward(batch.pick(samples)).detach()
-        index = torch.tensor(samples, device=z.device)
-        whole = z.detach().index_select(chunk.view.out_dim, index)
-        if outputs_agree(chunk.view, whole, in_parts, noise):
-            continue
-        if chunk.folding.active:
-            with unfolded():
-                unfolded_z = chunk.view.forward(batch.pick(range(batch.count))).detach()
-                whole = unfolded_z.index_select(chunk.view.out_dim, index)
-            if outputs_agree(chunk.view, whole, in_parts, noise):
-                raise FoldRefuted([], "the folded model gives another output")
-        return False
-    return True
+    in_batch = in_batch_of(view, batch, chunk.z)
+    difference = in_batch.first_difference(_other_company(chunk), run)
+    if difference is not None and chunk.folding.active:
+        with unfolded():
+            plain = replace(in_batch, output=run(range(batch.count)))
+        if plain.holds(*difference):
+            raise FoldRefuted([], "the folded model gives another output")
+    return difference is None
 
 
-def outputs_agree(
-    view: ModelView,
-    want: Tensor,
-    got: Tensor,
-    noise: Callable[[], Noise | None] | None = None,
-) -> bool:
-    """Return True if outputs of the same samples agree within the model's own precision.
-
-    See `agree`.
-    """
-    low = low_precision(want.device, {p.dtype for p in view.parameters.values()})
-    return agree(want, got, rounding(want.dtype, low=low), noise, view.out_dim)
-
-
-def noise_of(view: ModelView, batch: adapt.Batch) -> Callable[[], Noise | None]:
-    """Return what measures how far outputs of some of the samples are off by rounding."""
-    few = range(min(batch.count, 8))
-
-    def noise() -> Noise | None:
-        return model_noise(view.module, batch.pick(few), view.output, view.out_dim)
-
-    return noise
-
-
-def blame(chunk: Chunk, batch: adapt.Batch, *, alike: bool) -> None:
+def blame(chunk: Chunk, batch: Batch, *, alike: bool) -> None:
     """Find out exactly, on the copy, why samples in other company give something else.
 
     The error names who is to blame.
     """
-    count, ledger = batch.count, Ledger()
-    some = batch.part(chunk.known.few.spread(count))
-    chunk.known.few.take(chunk.view, some, ledger, lambda prover, few: prover.prove(few, ledger))
+    count, few = batch.count, chunk.known.few
+    prover = Prover(chunk.view, Ledger())
+    few.take(prover, batch.part(few.spread(count)), prover.prove)
     if alike:
         raise InteractionError(
             "samples give another output in parts of the batch than within the batch of "

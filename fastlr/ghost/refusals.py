@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fastlr.errors import FastlrError, InputError, ModelError
-from fastlr.ghost.model_io import FAILURES, ModelView, copied
+from fastlr.ghost.batch import copied
+from fastlr.ghost.model_io import FAILURES, ModelView
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.torch_private import tree_flatten
 

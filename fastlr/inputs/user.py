@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fastlr.errors import InputError
-from fastlr.ghost.model_io import require_pickable
+from fastlr.ghost.batch import require_pickable
 from fastlr.ghost.tokens import number, version
 from fastlr.inputs.base import Batch, Inputs
 

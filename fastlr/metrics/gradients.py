@@ -13,7 +13,8 @@ from fastlr.errors import InputError, NonFiniteError
 from fastlr.estimator.result import count as checked_count
 from fastlr.estimator.statistics import Moments
 from fastlr.ghost.api import engine_of
-from fastlr.ghost.model_io import Batch, ModelView, OutputSelector
+from fastlr.ghost.batch import Batch
+from fastlr.ghost.model_io import ModelView, OutputSelector
 from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.sample_losses import Loss, SampleLosses

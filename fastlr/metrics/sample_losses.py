@@ -26,7 +26,7 @@ from fastlr.ghost.state import BufferKeeper
 from fastlr.ghost.verification.agreement import MARGIN, agree
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import out_of_memory
-from fastlr.ops.torch_private import tree_flatten, tree_map
+from fastlr.ops.torch_private import hooks_of_all_modules, tree_flatten, tree_leaves, tree_map
 
 Loss = Callable[[Tensor, Any], Tensor]
 
@@ -141,9 +141,11 @@ class SampleLosses:
         """Return True for a loss of torch's whose elements are known to be of a sample each."""
         if self.out_dim != 0 or z.ndim < 2 or not isinstance(y, Tensor):
             return False
+        if not _of_options_alone(self.given):
+            return False
         kind = type(self.given) if isinstance(self.given, nn.Module) else self.given
         if any(kind is known for known in _ELEMENTWISE):
-            return y.shape == z.shape and _unweighted(self.given)
+            return y.shape == z.shape
         if any(kind is known for known in _OF_CLASSES):
             return y.shape in (z.shape, z.shape[:1] + z.shape[2:])
         return False
@@ -349,9 +351,11 @@ def _rounding(gradient: Tensor) -> float:
     return _ROUNDING[torch.bfloat16 if low else _digits(gradient)]
 
 
-def _unweighted(loss: Any) -> bool:
-    """Return True if a loss has no weights, which could broadcast against the samples."""
-    return all(getattr(loss, name, None) is None for name in ("weight", "pos_weight"))
+def _of_options_alone(loss: Any) -> bool:
+    """Return True if a loss holds no weights, which could broadcast, no hook and no forward."""
+    held = tree_leaves(list(getattr(loss, "__dict__", {}).values()))
+    odd = any(callable(value) or isinstance(value, Tensor) for value in held)
+    return not odd and not any(hooks_of_all_modules())
 
 
 def _unreduced(loss: Loss) -> Loss:

@@ -18,7 +18,7 @@ from bench.causes.comparison import compare
 from bench.causes.correlations import together
 from fastlr.errors import InputError
 from fastlr.experiments.continual import read_run, read_runs
-from fastlr.experiments.continual.options import INTERVENTIONS
+from fastlr.experiments.continual.options import COMPARED
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_every_cell_of_the_study_runs_resumes_and_reports(tmp_path, monkeypatch)
     for tasks in ("2", "3", "3"):
         monkeypatch.setattr("sys.argv", ["causes", str(tmp_path), "--tasks", tasks])
         runs.main()
-    made = read_runs([tmp_path / "permuted"], apart=INTERVENTIONS, pool=False)
+    made = read_runs([tmp_path / "permuted"], apart=COMPARED, pool=False)
     assert len(made) == len(runs.INTERVENTIONS) and all(len(run) == 3 for run in made)
     assert all(len(run.resumed) == 1 for run in made)  # not a third time
     assert report.write_report([tmp_path / "permuted"], resamples=100).page.exists()

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 import fastlr
 from fastlr.ghost.api import engine_for
+from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.verification import audit
 from fastlr.ghost.verification.agreement import agree, measured_noise
+from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.noise import Noise, RoundingProbe
 
 norms = fastlr.per_sample_grad_sq_norms
@@ -288,7 +290,7 @@ def test_a_random_model_is_not_taken_for_rounding(size: float) -> None:
     torch.manual_seed(0)
     model = Cast(Written(lambda m, x: m.a(x) + size * torch.rand(len(x), 4), a=nn.Linear(5, 4)))
     x = torch.randn(6, 5)
-    assert measured_noise(RoundingProbe(model, x, None)) is None
+    assert measured_noise(RoundingProbe(Subject.of(ModelView.of(model)), x)) is None
     with pytest.raises(fastlr.RandomForwardError):
         norms(model, x, torch.randn(6, 4))
 

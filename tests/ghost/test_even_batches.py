@@ -32,6 +32,11 @@ def required(x: Tensor) -> Tensor:
     return x
 
 
+def of_four(x: Tensor) -> Tensor:
+    assert len(x) % 4 == 0, "a multiple of four, please"
+    return x
+
+
 def mixed(x: Tensor) -> Tensor:
     pairs = x.view(-1, 2, x.shape[1])
     return (pairs - 0.1 * pairs.flip(1)).flatten(0, 1)
@@ -61,6 +66,15 @@ def test_they_are_proven_on_four_samples(
     assert engine.folding.folded
     assert engine.ledger.subject == "perturbed float64 copy"
     assert not [note for note in engine.ledger.notes if "rows are found" not in note]
+
+
+def test_one_that_takes_multiples_of_four_is_audited_on_four() -> None:
+    x, v = batch(8), torch.randn(8, 3, dtype=torch.float64)
+    got, want = (
+        fastlr.per_sample_grad_sq_norms(model(rearranged), x, v)
+        for rearranged in (of_four, lambda h: h)
+    )
+    torch.testing.assert_close(got, want)
 
 
 def test_they_are_not_spared_the_proof() -> None:

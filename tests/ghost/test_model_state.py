@@ -19,8 +19,8 @@ from untouched import untouched
 
 import fastlr
 from bench import cases
-from fastlr.ghost import model_io as adapt
 from fastlr.ghost.api import engine_for
+from fastlr.ghost.model_io import ModelView, call, call_with
 from fastlr.ghost.program import all_modules
 from fastlr.ghost.state import BufferKeeper, attributes_kept, emptied, tensor_caches
 from fastlr.ghost.verification.copies import with_buffers_moved
@@ -95,7 +95,7 @@ def test_submodules_made_in_a_forward_pass_stay():
         return net.head(x)
 
     model = Written(lazy, head=None, ready=False).eval()
-    adapt.call(model, torch.randn(2, 3))
+    call(model, torch.randn(2, 3))
     assert model.ready and isinstance(model.head, nn.Linear)
     model(torch.randn(2, 3))
 
@@ -133,12 +133,12 @@ def test_caches_are_found_and_can_be_left_out():
     caches = tensor_caches(model)
     assert [(m is model, name) for m, name in caches] == [(True, "cache")]
     biases = model.biases
-    assert torch.autograd.grad(adapt.call(model, x).sum(), biases, allow_unused=True) == (None,)
+    assert torch.autograd.grad(call(model, x).sum(), biases, allow_unused=True) == (None,)
     with emptied(caches):
-        assert torch.autograd.grad(adapt.call(model, x).sum(), biases)[0].abs().sum() > 0
+        assert torch.autograd.grad(call(model, x).sum(), biases)[0].abs().sum() > 0
     tensors = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
     with emptied(caches):
-        z = adapt.call_with(model, tensors, x.double(), dtype=torch.float64)
+        z = call_with(model, tensors, x.double(), dtype=torch.float64)
     assert torch.autograd.grad(z.sum(), tensors["biases"])[0].dtype == torch.float64
     assert model.cache["cpu"] is kept
 
@@ -200,12 +200,12 @@ def test_zero_buffers_are_moved():
 
     model = Written(centred, layer=nn.Linear(3, 2), alpha=nn.Buffer(torch.zeros(()))).eval()
     x = torch.randn(4, 3)
-    subject = with_buffers_moved(model, adapt.trainable(model), 1.0, 0)
+    subject = with_buffers_moved(ModelView.of(model), 1.0, 0)
     assert subject is not None and float(model.alpha) == 0
     assert not torch.allclose(subject(x)[:2], subject(x[:2]))
     assert subject(x).dtype == torch.float64
     model.alpha.fill_(1)
-    assert with_buffers_moved(model, adapt.trainable(model), 1.0, 0) is None
+    assert with_buffers_moved(ModelView.of(model), 1.0, 0) is None
 
 
 # -- engines
@@ -280,4 +280,4 @@ def test_an_engine_that_others_used_captures_its_own_chunk():
 def test_attributes_of_what_is_no_module_are_left_alone():
     with attributes_kept(lambda x: x):
         pass
-    assert adapt.call(lambda x: x + 1, torch.zeros(1)) == 1
+    assert call(lambda x: x + 1, torch.zeros(1)) == 1

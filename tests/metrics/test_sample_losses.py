@@ -127,6 +127,48 @@ def test_losses_that_mix_samples_are_refused(name: str) -> None:
             metrics.train_grad_norm(model, x, y, MIXING[name], batch_size=size)
 
 
+def changed(change: Callable[[nn.Module], Any]) -> nn.Module:
+    """A loss of torch, with a hook or a forward of the user's."""
+    loss = nn.CrossEntropyLoss()
+    change(loss)
+    return loss
+
+
+def of_its_mean(_: Any, __: Any, losses: Tensor) -> Tensor:
+    return losses / losses.detach().mean()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loss: loss.register_forward_hook(of_its_mean),
+        lambda loss: loss.register_forward_pre_hook(lambda _, x: (x[0] - x[0].mean(0), x[1])),
+        lambda loss: loss.register_full_backward_hook(lambda _, g, __: (g[0] / g[0].norm(), None)),
+        lambda loss: setattr(loss, "forward", over(lambda losses: losses.detach().mean())),
+    ],
+)
+def test_losses_of_torch_with_a_hook_or_a_forward_of_the_users_are_asked(
+    change: Callable[[nn.Module], Any],
+) -> None:
+    model, x, y = made()
+    with pytest.raises(InputError, match="mixes samples"):
+        metrics.train_grad_norm(model, x, y, changed(change))
+
+
+def test_losses_of_torch_are_asked_under_a_hook_of_all_modules() -> None:
+    model, x, y = made()
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, given, out: (
+            of_its_mean(module, given, out) if isinstance(module, nn.CrossEntropyLoss) else None
+        )
+    )
+    try:
+        with pytest.raises(InputError, match="mixes samples"):
+            metrics.train_grad_norm(model, x, y, nn.CrossEntropyLoss())
+    finally:
+        hook.remove()
+
+
 def test_every_measure_asks() -> None:
     model, x, y = made(16)
     with pytest.raises(InputError, match="mixes samples"):

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from fastlr.display.sheets import DASH, Sheet
 from fastlr.experiments.continual.findings import brief, ends
-from fastlr.experiments.continual.options import INTERVENTIONS, ContinualOptions
+from fastlr.experiments.continual.options import COMPARED, ContinualOptions
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import Array, as_dict, finite, number
@@ -25,7 +25,7 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
 
     The groups are named by their folders if these differ, else by their options.
     """
-    defaults = {key: getattr(ContinualOptions(), key) for key in INTERVENTIONS}
+    defaults = {key: getattr(ContinualOptions(), key) for key in COMPARED}
     settings = [{key: run.options.get(key, defaults[key]) for key in defaults} for run in runs]
     varying = [key for key in defaults if any(s[key] != settings[0][key] for s in settings)]
     groups: dict[str, list[ContinualRun]] = {}

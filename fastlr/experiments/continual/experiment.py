@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fastlr.errors import InputError
-from fastlr.experiments.continual.interventions import layer_norm_for_batch_norm
+from fastlr.experiments.continual.interventions.plain import layer_norm_for_batch_norm
 from fastlr.experiments.continual.measures import Measurer
 from fastlr.experiments.continual.options import (
     MEMORISED,

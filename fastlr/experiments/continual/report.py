@@ -20,7 +20,7 @@ from fastlr.experiments.continual import tables
 from fastlr.experiments.continual.association import TARGETS, Correlation, TooShort, correlations
 from fastlr.experiments.continual.course import by_intervention, course_sheets
 from fastlr.experiments.continual.findings import findings, verdicts
-from fastlr.experiments.continual.options import INTERVENTIONS
+from fastlr.experiments.continual.options import COMPARED
 from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
@@ -70,7 +70,7 @@ def write_report(
     """
     if resamples < 100:
         raise InputError(f"{resamples} resamples: a standard error needs at least 100")
-    runs = read_runs(paths, pool=pool, apart=(*INTERVENTIONS, "measures"))
+    runs = read_runs(paths, pool=pool, apart=(*COMPARED, "measures"))
     folder = make_folder(paths, out, figures)
     groups = by_intervention(runs)
     if not pool and len(groups) > 1:

@@ -13,12 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastlr.errors import ModelError, NonFiniteError
-from fastlr.experiments.continual.interventions import (
-    ExperienceReplay,
-    Intervention,
-    UnitAdamW,
-    make_interventions,
-)
+from fastlr.experiments.continual.interventions import Intervention, asked_for
+from fastlr.experiments.continual.interventions.replay import ExperienceReplay
+from fastlr.experiments.continual.interventions.unit_adamw import UnitAdamW
 from fastlr.experiments.continual.options import ContinualOptions
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
 from fastlr.experiments.runs.folder import seed_everything, stream_seed
@@ -70,7 +67,7 @@ class Trainer(TrainingLoop):
             return torch.optim.SGD(
                 trainable_parameters(self.model), momentum=momentum, fused=fused, **rates
             )
-        if options.cbp_rate:
+        if any(kind.counts_steps_by_weight for kind in asked_for(options)):
             return UnitAdamW(trainable_parameters(self.model), **rates)
         return self.adamw(options.learning_rate, options.weight_decay)
 
@@ -90,7 +87,8 @@ class Trainer(TrainingLoop):
         Raises:
             InputError: One cannot act on this model.
         """
-        self.interventions = make_interventions(self, initial, tasks)
+        self.initial, self.tasks = initial, tasks
+        self.interventions = [kind(self) for kind in asked_for(self.options)]
 
     @property
     def replay(self) -> ExperienceReplay | None:

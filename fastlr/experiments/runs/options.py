@@ -32,7 +32,8 @@ def option(default: Value, **limits: Any) -> Value:
     Args:
         default: Its default.
         limits: ``at_least``, ``at_most``, ``below``: a number; ``positive``: True; ``known``: the
-            names that a tuple of names is chosen from; ``hint``: what else a message says.
+            names that a tuple of names is chosen from; ``hint``: what else a message says;
+            ``about``: what it means; ``named``: the option of a run that it is.
     """
     return dataclasses.field(default=default, metadata=limits)
 

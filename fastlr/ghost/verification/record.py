@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fastlr.ghost.backward import Routes
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.sample_axis import Layout
 
@@ -72,6 +73,17 @@ class Ledger:
             return False if key in self.sample_side else None
 
         return answer
+
+    def routes(self, *, tolerant: bool = False) -> Routes:
+        """Return the routes of uses as far as proven; in a proof any error gives up a rule."""
+        given_up = {key: use.reason for key, use in self.uses.items() if use.route == "node"}
+        return Routes(given_up, tolerant=tolerant)
+
+    def enter_routes(self, routes: Routes) -> None:
+        """Keep which rules of proven uses were given up."""
+        for key in routes.given_up:
+            if key in self.uses:
+                self.uses[key].route = "node"
 
     def to_loop(self, names: Iterable[str], reason: str) -> None:
         """Measure these parameters by the loop over samples from now on."""

@@ -12,7 +12,8 @@ from continual_cases import begin, no_activation, trainer
 from torch import nn
 
 from fastlr.errors import InputError
-from fastlr.experiments.continual.interventions import ContinualBackprop, UnitAdamW
+from fastlr.experiments.continual.interventions.continual_backprop import ContinualBackprop
+from fastlr.experiments.continual.interventions.unit_adamw import UnitAdamW
 from fastlr.experiments.data import synthetic_store
 
 STORE = synthetic_store(classes=3, size=8, train=11, test=5)

@@ -11,8 +11,8 @@ from continual_cases import Watching, assert_same, begin, checkpoint, lines, tra
 from torch import nn
 
 from fastlr.errors import InputError, ModelError, NonFiniteError
-from fastlr.experiments.continual import interventions
 from fastlr.experiments.continual.experiment import DRIVER
+from fastlr.experiments.continual.interventions import plain
 from fastlr.experiments.continual.options import MEASURES
 from fastlr.experiments.data import ImageStore, load_task, normalise
 from fastlr.experiments.runs.folder import stream_seed
@@ -181,15 +181,15 @@ def test_shrink_and_perturb_moves_every_parameter():
     model = nn.Linear(200, 300)
     model.bias.requires_grad_(False)
     before = copy.deepcopy(model)
-    interventions.shrink_and_perturb(model, 0.4, 0.01, seed=7)
+    plain.shrink_and_perturb(model, 0.4, 0.01, seed=7)
     noise = model.weight - 0.4 * before.weight
     assert abs(noise.std().item() - 0.01) < 1e-4 and abs(noise.mean().item()) < 2e-4  # 60,000 draws
     assert torch.equal(model.bias, before.bias), "frozen"
     again, other = copy.deepcopy(before), copy.deepcopy(before)
-    interventions.shrink_and_perturb(again, 0.4, 0.01, seed=7)
-    interventions.shrink_and_perturb(other, 0.4, 0.01, seed=8)
+    plain.shrink_and_perturb(again, 0.4, 0.01, seed=7)
+    plain.shrink_and_perturb(other, 0.4, 0.01, seed=8)
     assert torch.equal(again.weight, model.weight) and not torch.equal(other.weight, model.weight)
-    interventions.shrink_and_perturb(before, 0.0, 0.0, seed=7)
+    plain.shrink_and_perturb(before, 0.0, 0.0, seed=7)
     assert not before.weight.any()
 
 
@@ -232,7 +232,7 @@ def test_towards_init_is_the_penalty_in_the_loss(task, images):
 
 def test_layer_norm_in_place_of_batch_norm(tmp_path, images):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.BatchNorm2d(4, eps=1e-3)))
-    assert interventions.layer_norm_for_batch_norm(model) == 1
+    assert plain.layer_norm_for_batch_norm(model) == 1
     x = torch.randn(5, 3, 8, 8)
     h = model[0](x)
     wanted = F.layer_norm(h, h.shape[1:], eps=1e-3)

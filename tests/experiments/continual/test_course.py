@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 
 import numpy as np
 import pytest
@@ -15,7 +14,8 @@ from continual_runs import GRID, read_lines, write_grid, write_lines, write_run
 
 from fastlr.experiments.continual import read_run, read_runs
 from fastlr.experiments.continual.findings import brief
-from fastlr.experiments.continual.options import INTERVENTIONS
+from fastlr.experiments.continual.interventions import INTERVENTIONS
+from fastlr.experiments.continual.options import COMPARED
 from fastlr.experiments.continual.prediction import predictions
 from fastlr.experiments.continual.report import write_report
 
@@ -79,7 +79,10 @@ def test_late_tasks_that_were_skipped_leave_a_gap_and_the_other_seeds(tmp_path):
     assert float(course["way-1"]) == pytest.approx(late, abs=0.1) and course["way-2"] == "–"
 
 
-def test_every_intervention_option_is_one_of_the_driver():
-    from fastlr.experiments.continual.interventions import __doc__ as table
-
-    assert {name.rstrip(".`") for name in re.findall(r"``(\w+)``", table)} <= set(INTERVENTIONS)
+def test_options_of_interventions_are_compared_and_in_the_help(cli):
+    printed = cli("continual --help").out
+    for intervention in INTERVENTIONS.values():
+        assert f"{intervention.name} ({intervention.source[:10]}" in printed
+        for name in intervention.options:
+            assert name in COMPARED
+            assert f"--set {name}=" in printed

@@ -23,8 +23,9 @@ from untouched import untouched
 import fastlr
 from fastlr.errors import InputError, ModelError, NonFiniteError
 from fastlr.experiments.continual import experiment as continual
-from fastlr.experiments.continual.interventions import diagonal_fisher
+from fastlr.experiments.continual.interventions import asked_for
 from fastlr.experiments.continual.interventions import replay as replay_module
+from fastlr.experiments.continual.interventions.ewc import diagonal_fisher
 from fastlr.experiments.continual.options import PRESETS, ContinualOptions
 from fastlr.experiments.data import (
     ClassPairs,
@@ -141,15 +142,7 @@ def test_a_floor_that_sees_first_that_a_network_is_ruined_skips_its_task_or_name
 
 def test_off_by_default(store):
     for preset in PRESETS:
-        options = resolve(ContinualOptions, PRESETS, preset, {})
-        assert not (
-            options.cbp_rate
-            or options.replay_images
-            or options.ewc
-            or options.l2_init
-            or options.perturb
-        )
-        assert not options.reset_every
+        assert asked_for(resolve(ContinualOptions, PRESETS, preset, {})) == []
     learner = started(store)
     assert learner.interventions == [] and type(learner.optimiser) is torch.optim.AdamW
 
@@ -377,7 +370,7 @@ def test_the_penalty_is_what_autograd_says(store):
         assert learner.learn(task, number) is not None
         fishers.append([fisher.clone() for fisher in ewc.fisher])
         anchors = [p.detach().clone() for p in learner.model.parameters()]
-    generator = torch.Generator().manual_seed(replay_module.stream_seed(0, "ewc", 1))
+    generator = torch.Generator().manual_seed(stream_seed(0, "ewc", 1))
     x = normalise(tasks[1].train_x[torch.randperm(22, generator=generator)[:5]])
     of_second = diagonal_fisher(learner.model, list(learner.model.parameters()), x)
     for first, second, sum_ in zip(fishers[0], of_second, ewc.fisher):

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fastlr.ghost import model_io as adapt
+from fastlr.ghost.model_io import ModelView
 from fastlr.ghost.runtime import as_it_was
 from fastlr.ghost.verification.copies import subjects
 from fastlr.metrics.activation_hooks import CONVOLUTIONS, FUNCTIONS, MOVES, Watch, moved
@@ -434,7 +434,7 @@ def _isolated(model: nn.Module, units: Sequence[Units], example: Tensor) -> bool
 
     This is tried on every other unit of each layer.
     """
-    subject = next(subjects(model, adapt.trainable(model), 1.0, seed=0))
+    subject = next(subjects(ModelView.of(model), 1.0, seed=0))
     tensors = subject.tensors
     assert tensors is not None  # the first subject is a functional copy
     tried = [torch.arange(0, u.count, 2, device=example.device) for u in units]
