@@ -165,7 +165,7 @@ def test_an_older_figure_does_not_stay(tmp_path):
     folder = write_run(tmp_path / "run", 12)
     (folder / "report").mkdir()
     (folder / "report" / "correlations.png").write_bytes(b"old")
-    write_report([folder], resamples=100, figures="none")
+    write_report([folder], resamples=100)
     assert not (folder / "report" / "correlations.png").exists()
 
 
