@@ -1,7 +1,5 @@
 """What the sources and pages cite of the paper is there: ``paper_labels.csv`` lists its parts."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path
@@ -26,7 +24,7 @@ LABELS = {
 }
 
 
-def cited(text: str) -> list[tuple[str, str]]:
+def cited(text):
     """(kind, number) of every citation."""
     found = []
     text = re.sub(r"\s*\n\s*(?:#|\*)?\s*", " ", text)
@@ -41,12 +39,12 @@ def cited(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def wrong(text: str) -> list[str]:
+def wrong(text):
     """The citations of what the paper has not."""
     return [f"{kind} {number}" for kind, number in cited(text) if (kind, number) not in LABELS]
 
 
-def files() -> list[Path]:
+def files():
     inside = [
         path for name in WHERE for path in (ROOT / name).rglob("*") if path.suffix in SUFFIXES
     ]

@@ -1,7 +1,5 @@
 """The documentation builds without a warning, is complete, and its guides' code runs as printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pkgutil
@@ -10,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +26,7 @@ DOCS = ROOT / "docs"
 GUIDES = ["index", *sorted(f"guides/{path.stem}" for path in DOCS.glob("guides/*.md"))]
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
+def blocks(page):
     return fenced(DOCS / f"{page}.md")
 
 
@@ -70,7 +67,7 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
     if page.endswith("language-models"):
         pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
+    names = {}
     ran = 0
     for language, text in blocks(page):
         if language == "python":
@@ -84,7 +81,7 @@ def test_what_a_page_shows_runs(page, tmp_path, monkeypatch, capsys):
     assert ran >= 1 and not re.search(r"\bnan\b", capsys.readouterr().out)
 
 
-def shown_commands() -> Iterator[str]:
+def shown_commands():
     """The commands of ``console`` blocks of guides, and of two pages' blocks without a language."""
     pages = [(page, "console") for page in GUIDES] + [("commands", ""), ("several-gpus", "")]
     for page, language in pages:

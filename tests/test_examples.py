@@ -1,7 +1,5 @@
 """Every example runs as printed, and says what it promises; each is short enough to be read."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

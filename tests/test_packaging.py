@@ -1,7 +1,5 @@
 """The source distribution builds a wheel that is complete and installs into a bare environment."""
 
-from __future__ import annotations
-
 import email
 import os
 import shutil
@@ -22,7 +20,7 @@ LEFT_OUT = {".git", ".venv", "build", "dist", "__pycache__", "demo-output", "run
 ENVIRONMENT = os.environ | {"FASTLR_NO_EXT": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
 
 
-def run(*command: object, cwd: Path) -> str:
+def run(*command, cwd):
     found = subprocess.run(
         [*map(str, command)], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True
     )
@@ -31,14 +29,14 @@ def run(*command: object, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, Path]:
+def built(tmp_path_factory):
     """(sdist, wheel), the wheel built from the sdist as an installer would."""
     if not (ROOT / "setup.py").exists():
         pytest.skip("not a source tree")
     folder = tmp_path_factory.mktemp("packages")
     source = folder / "source"
 
-    def left_out(path: str, names: list[str]) -> set[str]:
+    def left_out(path, names):
         left = {n for n in names if n in LEFT_OUT or n.endswith((".egg-info", ".so", "_cache"))}
         return left if Path(path) == ROOT else left - {"runs"}
 

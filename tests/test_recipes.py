@@ -1,7 +1,5 @@
 """The guide's commands that reproduce the paper run as they stand, on small data and networks."""
 
-from __future__ import annotations
-
 import csv
 import re
 import shlex
@@ -31,13 +29,13 @@ SMALLER = {  # settings that make a run small, and nothing else
 }
 
 
-def recipe() -> list[str]:
+def recipe():
     """The commands of the guide's console blocks, those of torchrun apart."""
     blocks = re.findall(r"^```console\n(.*?)^```$", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("fastlr ")]
 
 
-def small(line: str, seeds: int | None) -> list[str]:
+def small(line, seeds):
     """Return a command's arguments with small images, ``seeds`` seeds and settings of SMALLER.
 
     ``seeds`` None: one run without a queue.
@@ -75,7 +73,7 @@ def data(tmp_path, monkeypatch):
             csv.writer(file).writerows([["date", *table.columns], *rows])
 
 
-def carried_out(lines: list[str], seeds: int | None, capsys) -> dict[str, str]:
+def carried_out(lines, seeds, capsys):
     """Carry out commands one after the other; what each printed."""
     printed = {}
     for line in lines:

@@ -3,8 +3,6 @@
 The records are made up, so that it is known.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

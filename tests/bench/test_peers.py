@@ -1,7 +1,5 @@
 """The benchmark's machinery: repairs change no gradient, wrong contenders are caught."""
 
-from __future__ import annotations
-
 import models_zoo as zoo
 import pytest
 import torch
@@ -16,7 +14,7 @@ MODELS = ["vit_thin", "patchtst", "resnet_thin", "mobilenet_thin"]
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("peer", ["loop", "vmap", "opacus", "opacus-ghost", "backpack"])
-def test_contenders_agree_with_the_truth_after_repairs(peer: str, model: str) -> None:
+def test_contenders_agree_with_the_truth_after_repairs(peer, model):
     for package in ("opacus", "backpack"):
         if peer.startswith(package):
             pytest.importorskip(package)
@@ -43,7 +41,7 @@ def test_contenders_agree_with_the_truth_after_repairs(peer: str, model: str) ->
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_repairs_keep_the_function(model: str) -> None:
+def test_repairs_keep_the_function(model):
     case = cases.as_double(zoo.make(model))
     repaired, notes = repairs.repaired(
         case.model, repairs.layer_norm_as_batch_norm, repairs.frozen_batch_norm
@@ -55,7 +53,7 @@ def test_repairs_keep_the_function(model: str) -> None:
     assert owners == set(cases.trainable(case.model)), "a parameter was lost"
 
 
-def test_the_hold_catches_what_is_wrong() -> None:
+def test_the_hold_catches_what_is_wrong():
     truth = {"a": torch.tensor([1.0, 2.0]).double(), "b": torch.tensor([3.0, 0.0]).double()}
     right = {"a": torch.tensor([1.0, 9.0, 2.0]), "b": torch.tensor([3.0, 9.0, 0.0])}
     assert peers.hold(right, truth, [0, 2])["deviation"] == 0
@@ -68,11 +66,11 @@ def test_the_hold_catches_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(("batch", "want"), [(16, [0, 5, 10, 15]), (3, [0, 1, 2]), (1, [0])])
-def test_checked_samples(batch: int, want: list[int]) -> None:
+def test_checked_samples(batch, want):
     assert peers.checked_samples(batch) == want
 
 
-def test_vmap_takes_tuples_and_inner_sample_axes() -> None:
+def test_vmap_takes_tuples_and_inner_sample_axes():
     for name in ("multi_tensor_input", "time_first", "shared_input"):
         case = zoo.make(name, torch.float64)
         cotangent = cases.cotangent_for(case)

@@ -1,7 +1,5 @@
 """Counted launches and bytes are those that can be worked out by hand."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -14,7 +12,7 @@ from bench import traffic
 pytest.importorskip("triton")
 
 
-def test_operations_and_views() -> None:
+def test_operations_and_views():
     counted = traffic.Traffic()
     x, row = torch.ones(4, 6), torch.ones(6).expand(4, 6)
     with traffic._Operations(counted):
@@ -30,9 +28,7 @@ def test_operations_and_views() -> None:
     )
 
 
-def test_a_chunk_of_a_small_network(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_chunk_of_a_small_network(monkeypatch, capsys):
     model = nn.Sequential(
         nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2)
     ).eval()
@@ -48,7 +44,7 @@ def test_a_chunk_of_a_small_network(
     assert torch.equal(torch.empty(2).fill_(1.0), torch.ones(2)), "all is as before"
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "argv", ["traffic", "resnet18", "--batch", "2", "--size", "64", "--dtype", "fp32"]
     )

@@ -1,7 +1,5 @@
 """The command line: results, one-line errors and exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

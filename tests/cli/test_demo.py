@@ -3,8 +3,6 @@
 The long tests run it at full size.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import resource

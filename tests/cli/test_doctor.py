@@ -1,7 +1,5 @@
 """The doctor: it says what is missing, what that costs and the remedy, and never fails."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import threading

@@ -1,7 +1,5 @@
 """Results in notebooks: HTML that parses, the chart, and the same numbers as in the text."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from page import Page
@@ -11,7 +9,7 @@ import fastlr
 from fastlr.errors import InputError
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     parts = {
         "body<1>": nn.Linear(6, 5),

@@ -1,7 +1,5 @@
 """Models under fully_shard measure as the unsharded model does, and train on unaffected."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -17,7 +15,7 @@ import fastlr
 TOLD_APART = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
-def unsharded(weights) -> torch.nn.Module:
+def unsharded(weights):
     model = work.tokens_model()
     model.load_state_dict({name: torch.from_numpy(values) for name, values in weights.items()})
     return model

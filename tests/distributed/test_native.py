@@ -3,8 +3,6 @@
 nvcc compiles for every architecture, with no GPU present.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

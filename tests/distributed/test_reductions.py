@@ -3,8 +3,6 @@
 This holds on every route, on every rank and in every run.
 """
 
-from __future__ import annotations
-
 import math
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Estimates shared by ranks equal one process's; errors reach every rank; no rank hangs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -24,7 +22,7 @@ ESTIMATE = "estimate nets:net --inputs noise --size 8 -n 40 --batch-size 6 --dev
 
 
 @cache
-def alone(name: str) -> fastlr.Estimate:
+def alone(name):
     return fastlr.estimate(work.mlp(), work.Drawn(), seed=3, **work.CASES[name])
 
 

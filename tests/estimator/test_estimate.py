@@ -1,7 +1,5 @@
 """estimate and LocalRedundancy are unbiased, invariant to chunks, and leave the model untouched."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -9,7 +7,6 @@ import math
 import sys
 import types
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +37,7 @@ from fastlr.ops.reference.fisher import bernoulli_fisher, categorical_fisher, ga
 class Normal:
     """Inputs [n, width] as a function of (seed, index), cut from a tensor drawn at every call."""
 
-    def __init__(self, width: int = 6, most: int = 4096) -> None:
+    def __init__(self, width=6, most=4096):
         self.width, self.most = width, most
 
     def batch(self, start, stop, *, seed, device, dtype):
@@ -49,7 +46,7 @@ class Normal:
         return x[start:stop].to(device, dtype)
 
 
-def mlp(outputs: int, scale: float = 1.0, width: int = 6, hidden: int = 5) -> nn.Module:
+def mlp(outputs, scale=1.0, width=6, hidden=5):
     torch.manual_seed(outputs)
     model = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), nn.Linear(hidden, outputs)).double()
     model[2].weight.data.mul_(scale)
@@ -182,7 +179,7 @@ def test_batch_probe_has_the_same_expectation():
 class Stateful(nn.Module):
     """Dropout, batch norm, a frozen layer, a buffer that counts calls even in eval mode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(6, 5)
         self.norm = nn.BatchNorm1d(5)
@@ -342,7 +339,7 @@ def test_progress_is_told():
 class Terminal(io.StringIO):
     """A stderr that is a terminal."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -484,7 +481,7 @@ def test_errors(change, error, match):
         estimate(**arguments)
 
 
-def constant(*bias: float) -> nn.Module:
+def constant(*bias):
     """A linear layer whose weights are zero: the same output for every input."""
     model = nn.Linear(6, len(bias))
     with torch.no_grad():
@@ -599,12 +596,12 @@ def test_bad_arguments_of_the_bound(arguments):
         regression_memorization_bound(*arguments)
 
 
-def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_agree_on_the_kernels_that_are_switched_off(monkeypatch):
     """A rank leaves a kernel that another rank distrusts to plain torch too, and measures anew."""
     monkeypatch.setattr(ops, "_comparisons", kernel_checks.Comparisons())
     members, told, spans = Team(), [["gate_grad", "some kind"]], []
 
-    def share(message: Any) -> list[Any]:
+    def share(message):
         asked = isinstance(message, list) and len(message) == 4
         return [message, [True, told or message[1], *message[2:]]] if asked else [message]
 

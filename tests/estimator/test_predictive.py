@@ -1,7 +1,5 @@
 """Cotangents have the Fisher matrix as second moment, at any logit gap, dtype, chunk and layout."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -22,13 +20,13 @@ from fastlr.ops.reference.fisher import (
 DRAWS = 20_000
 
 
-def logits(classes: int, scale: float = 2.0) -> torch.Tensor:
+def logits(classes, scale=2.0):
     return scale * torch.randn(
         classes, generator=torch.Generator().manual_seed(classes), dtype=torch.float64
     )
 
 
-def check_second_moment(v: torch.Tensor, fisher: torch.Tensor, sigmas: float = 5.0) -> None:
+def check_second_moment(v, fisher, sigmas=5.0):
     """Require E (w.v)^2 = w^T F w for 60 random w, each within ``sigmas`` standard errors."""
     w = torch.randn(v.shape[1], 60, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     w[:, :2] = 1.0 / w.shape[0]  # along the ones the softmax Fisher is zero; a wrong root is not

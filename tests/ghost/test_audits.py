@@ -1,7 +1,5 @@
 """Audits of what is measured: their number, their price, and what a failure leads to."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -20,13 +18,13 @@ from fastlr.ghost.verification import audit
 HIDDEN = {"alpha": 0.0, "scale": 1.0}
 
 
-def hidden(name: str) -> float:
+def hidden(name):
     """Found by a text: no fingerprint reads it."""
     return globals()["HIDDEN"][name]
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 4)
         self.eval()
@@ -43,17 +41,17 @@ def nothing_hidden(double):
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
+def always(monkeypatch):
     monkeypatch.setattr(audit, "SHARE", 1e9)
 
 
-def measured(model: nn.Module, x: torch.Tensor, size: int = 8) -> fastlr.Estimate:
+def measured(model, x, size=8):
     return fastlr.estimate(
         model, fastlr.TensorInputs(x), n=len(x), batch_size=size, predictive=fastlr.Gaussian()
     )
 
 
-def test_an_interaction_that_only_an_audit_can_see_is_refused(always) -> None:
+def test_an_interaction_that_only_an_audit_can_see_is_refused(always):
     model, x, v = Net(), torch.randn(8, 5), torch.randn(8, 4)
     fastlr.per_sample_grad_sq_norms(model, x, v)
     HIDDEN["alpha"] = 1.0
@@ -66,7 +64,7 @@ def test_an_interaction_that_only_an_audit_can_see_is_refused(always) -> None:
     )
 
 
-def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch):
     """A rule that goes wrong in the fourth chunk of five has all chunks measured again.
 
     A rule whose assumption no longer holds would go wrong so.
@@ -89,7 +87,7 @@ def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch: pytest.Mo
     )
 
 
-def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs: list[int]) -> None:
+def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs):
     model, x = Net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
     fastlr.LocalRedundancy(
@@ -105,7 +103,7 @@ def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs: lis
     assert torch.equal(first.per_sample, second.per_sample)
 
 
-def test_audits_keep_within_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audits_keep_within_their_share_of_the_time(monkeypatch):
     now = 0.0
     monkeypatch.setattr(audit.time, "perf_counter", lambda: now)
     audits, done = audit.Audits(), 0
@@ -118,7 +116,7 @@ def test_audits_keep_within_their_share_of_the_time(monkeypatch: pytest.MonkeyPa
     assert 250 <= done <= 300  # 0.03 * 1000 / 0.1
 
 
-def test_what_one_rank_finds_changes_what_all_run() -> None:
+def test_what_one_rank_finds_changes_what_all_run():
     class Two(Team):
         """This process is rank 0; rank 1 has found a parameter that only the loop gets right."""
 
@@ -141,7 +139,7 @@ def test_what_one_rank_finds_changes_what_all_run() -> None:
     torch.testing.assert_close(after.per_sample, before.per_sample, rtol=1e-9, atol=0)
 
 
-def test_measurements_that_never_hold_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_that_never_hold_say_so(monkeypatch):
     estimator = fastlr.LocalRedundancy(
         Net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
     )

@@ -1,7 +1,5 @@
 """Cotangents of any size are brought to unit size without losing a bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

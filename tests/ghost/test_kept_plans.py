@@ -3,8 +3,6 @@
 The model stays as it was.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from single_samples import Written, truth
@@ -26,7 +24,7 @@ def right(model, xs, v):
     torch.testing.assert_close(norms(model, given, v), want, rtol=1e-11, atol=0)
 
 
-def net(how) -> Written:
+def net(how):
     """A linear layer, used as ``how(m, layer, *inputs)`` says."""
     return Written(lambda m, *xs: how(m, m.layer, *xs), layer=nn.Linear(5, 4)).eval()
 

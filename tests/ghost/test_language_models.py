@@ -3,10 +3,7 @@
 Padding is left out of the estimates.
 """
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +30,7 @@ SIZES = {
     "num_attention_heads": 4,
 }
 ROTARY = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 32}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "gpt2": ("GPT2LMHeadModel", {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}),
     "llama": ("LlamaForCausalLM", ROTARY),
     "llama_tied": ("LlamaForCausalLM", {**ROTARY, "tie_word_embeddings": True}),
@@ -71,7 +68,7 @@ MORE = {
 NAMES = [*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)]
 
 
-def build(name: str) -> nn.Module:
+def build(name):
     transformers = pytest.importorskip("transformers")
     kind, options = (MODELS | MORE)[name]
     cls = getattr(transformers, kind)
@@ -85,7 +82,7 @@ def build(name: str) -> nn.Module:
     return randomise(cls(cls.config_class(vocab_size=V, **{**special, **options})).eval()).double()
 
 
-def text(name: str, padded: bool) -> dict[str, torch.Tensor]:
+def text(name, padded):
     """Token ids as a tokenizer gives them."""
     x = {"input_ids": torch.randint(3, V, (N, T), generator=torch.Generator().manual_seed(1))}
     mask = (torch.arange(T) < torch.tensor(LENGTHS)[:, None]).long()
@@ -98,7 +95,7 @@ def text(name: str, padded: bool) -> dict[str, torch.Tensor]:
     return x
 
 
-def measure(model: nn.Module, x: Any, **options: Any) -> fastlr.Estimate:
+def measure(model, x, **options):
     options = {"predictive": Categorical()} | options
     return fastlr.estimate(model, fastlr.TensorInputs(x), N, **options)
 
@@ -171,7 +168,7 @@ def test_masked_positions_of_a_masked_language_model():
 class Tokens(nn.Module):
     """A small model of tokens with tied embeddings; ``extra`` positions more than tokens."""
 
-    def __init__(self, vocabulary: int = 11, width: int = 4, extra: int = 0):
+    def __init__(self, vocabulary=11, width=4, extra=0):
         super().__init__()
         torch.manual_seed(0)
         self.table, self.extra = nn.Embedding(vocabulary, width).double(), extra

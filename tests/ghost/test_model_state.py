@@ -3,8 +3,6 @@
 Attributes, containers, caches and buffers are looked at.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import deque

@@ -59,7 +59,7 @@ class Block(nn.Module):
     """A linear layer with every kind of thing that a forward pass may read."""
 
     factor = 1.0
-    table: dict = {}  # noqa: RUF012
+    table = {}  # noqa: RUF012
 
     def __init__(self):
         super().__init__()

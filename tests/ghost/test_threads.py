@@ -1,7 +1,5 @@
 """Several threads measure models, or run one while another is measured."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Synthetic inputs: known answers, purity in (seed, index), distributions, and errors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -43,7 +41,7 @@ GENERATORS = {
 }
 
 
-def tensors(batch) -> list[torch.Tensor]:
+def tensors(batch):
     values = (
         batch.values()
         if isinstance(batch, dict)
@@ -263,7 +261,7 @@ def test_shape_images_at_numbers(name):
         assert torch.equal(images, whole[index])
 
 
-def check_normal(z: torch.Tensor) -> None:
+def check_normal(z):
     """Hold moments within four standard errors of a standard normal's.
 
     The kurtosis is the table's own.

@@ -1,7 +1,5 @@
 """The plugin metric in Avalanche's training strategies."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -33,7 +31,7 @@ from fastlr.integrations.avalanche import LocalRedundancyMetric
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Avalanche itself, several at every call
 
 
-def growing() -> nn.Sequential:
+def growing():
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), IncrementalClassifier(8, 2))
 

@@ -1,7 +1,5 @@
 """The Hugging Face callback in transformers' Trainer."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -23,7 +21,7 @@ WHAT = {"n": 12, "predictive": fastlr.Categorical(), "on_error": "raise"}
 TOKENS = fastlr.TokenInputs(31, 8)
 
 
-def language_model() -> GPT2LMHeadModel:
+def language_model():
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=31,

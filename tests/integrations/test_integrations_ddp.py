@@ -1,7 +1,5 @@
 """Two processes train together (gloo): none hangs, rank 0 measures, training stays the same."""
 
-from __future__ import annotations
-
 import integration_worker as work
 import pytest
 from ranks import good, run_ranks

@@ -1,7 +1,5 @@
 """The Lightning callback in Lightning's Trainer."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -3,8 +3,6 @@
 The driver's TensorBoard is compared with its records.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

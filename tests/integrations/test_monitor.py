@@ -1,7 +1,5 @@
 """The monitor of hand-written loops leaves training the same and agrees with `fastlr.estimate`."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import math

@@ -1,7 +1,5 @@
 """What metrics refuse: one table of the error, words of its message, and the call."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Noise scale, trainability and curvature rank against their definitions."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -20,7 +18,7 @@ from fastlr.errors import InputError, InteractionError, ModelError, NonFiniteErr
 from fastlr.metrics import curvature_rank, probes, trainability
 
 
-def net(outputs: int = 3, act: type[nn.Module] = nn.Tanh) -> nn.Module:
+def net(outputs=3, act=nn.Tanh):
     return nn.Sequential(nn.Linear(5, 8), act(), nn.Linear(8, outputs))
 
 

@@ -1,7 +1,5 @@
 """Models by name and their checkpoints: what loads, and what is refused with a helpful message."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 import zipfile

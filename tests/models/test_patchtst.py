@@ -1,10 +1,7 @@
 """PatchTST: its size, equality with Hugging Face's, and right per-sample gradient norms."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ SMALL = dict(
 )
 
 
-def randomised(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module:
+def randomised(model, seed=0, scale=0.3):
     """Move every parameter and running statistic off its initial value: no omission hides then."""
     generator = torch.Generator().manual_seed(seed)
     for name, t in model.state_dict().items():
@@ -34,9 +31,7 @@ def randomised(model: nn.Module, seed: int = 0, scale: float = 0.3) -> nn.Module
     return model
 
 
-def series(
-    n: int, context: int = 50, channels: int = 3, dtype: torch.dtype = torch.float64
-) -> torch.Tensor:
+def series(n, context=50, channels=3, dtype=torch.float64):
     return torch.randn(
         n, context, channels, generator=torch.Generator().manual_seed(1), dtype=dtype
     ).cumsum(1)
@@ -59,7 +54,7 @@ def test_the_parameters_are_those_of_the_docstring():
     assert sum(p.numel() for p in theirs.parameters() if p.requires_grad) == 2137440
 
 
-def counted(**settings: Any) -> tuple[int, int, int]:
+def counted(**settings):
     """Count Hugging Face's model of the paper's sizes: trainable parameters, all, with buffers."""
     config = {**hugging_face().config.to_dict(), **settings}
     with torch.device("meta"):

@@ -4,8 +4,6 @@ Those that take most registers or shared memory are compiled for one architectur
 them in the long tests.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from bench import compile_kernels

@@ -5,8 +5,6 @@ The interpreter is Triton's; a GPU is used where there is one.
 The tiles that low precision has are tried by making float32 calls choose them: see interpreter.py.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import interpreter
@@ -27,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 CASES = folded_calls()
 
 
-def norms_of(calls: dict) -> dict:
+def norms_of(calls):
     """Calls of the ops for norms alone, of the same convolution."""
     x, g, _, _, _, weight, statistics, geometry, *_ = calls["folded_conv_backward"]
     return {
@@ -114,7 +112,7 @@ for name, kernel, signature, flags, options in pointwise_cases:
 
 
 @pytest.fixture(scope="module")
-def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def interpreted(request, tmp_path_factory):
     """The cases by the kernels in the interpreter, some twice."""
     cases, norms = (interpreter.chosen(request, some, SLOW) for some in (CASES, NORMS))
     return interpreter.interpreted(
@@ -122,7 +120,7 @@ def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     )
 
 
-def check(got: tuple, want: tuple, tolerance: float) -> None:
+def check(got, want, tolerance):
     """Hold each result close to its definition.
 
     Squared norms are compared relative to themselves, others relative to the largest value.
@@ -131,7 +129,7 @@ def check(got: tuple, want: tuple, tolerance: float) -> None:
         assert_near(a, b, tolerance, of="element" if b is not None and b.ndim == 1 else "result")
 
 
-def definition(op: str, args: tuple) -> tuple:
+def definition(op, args):
     return ops.get(op, "reference")(*args)
 
 
@@ -226,7 +224,7 @@ def test_what_kernels_tell_the_compiler_holds(interpreted):
 # --------------------------------------------------------------------------------------------------
 
 
-def on_gpu(args: tuple, dtype: torch.dtype, op: str) -> tuple[tuple, tuple]:
+def on_gpu(args, dtype, op):
     """The arguments on the GPU, data rounded to ``dtype``, and those in float32 on the CPU."""
     gpu = moved(op, args, torch.device("cuda"), dtype)
     return gpu, tuple(a.cpu().float() if isinstance(a, Tensor) else a for a in gpu)

@@ -3,8 +3,6 @@
 The interpreter is Triton's; a GPU is used if there is one.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import interpreter
@@ -34,7 +32,7 @@ OPS = {
 CASES = {(op, name): args for op, cases in OPS.items() for name, args in cases.items()}
 
 
-def wide_cases() -> dict[tuple[str, str], tuple]:
+def wide_cases():
     """For the tiles that low precision has: sizes that choose each of them, whole and broken."""
     cases = {}
     shapes = [(300, 72, 136), (140, 129, 65), (60, 200, 132), (130, 300, 301), (200, 400, 400)]
@@ -139,7 +137,7 @@ results["not_run"] = {c for c in compiled if c[0] == "bf16"} - {("bf16", found) 
 """
 
 
-def left_to_torch() -> dict[tuple[str, str], tuple]:
+def left_to_torch():
     """What the kernels must hand on."""
     a, g = linear_cases()["tall"]
     others = {
@@ -158,41 +156,41 @@ LEFT = left_to_torch()
 
 
 @pytest.fixture(scope="module")
-def interpreted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def interpreted(request, tmp_path_factory):
     """The cases by the kernels in the interpreter."""
     cases, wide = (interpreter.chosen(request, some, SLOW) for some in (CASES, WIDE))
     return interpreter.interpreted(RUN, tmp_path_factory.mktemp("norms"), (cases, wide, LEFT))
 
 
-def check(got: object, key: tuple[str, str], args: tuple, tolerance: float) -> None:
+def check(got, key, args, tolerance):
     """Squared norms are float64, and all results close to their definitions."""
     assert pairs(got, got)[0][0].dtype == torch.float64
     assert_near(got, ops.get(key[0], "reference")(*args), tolerance)
 
 
 @pytest.mark.parametrize("key", interpreter.params(CASES, SLOW))
-def test_interpreted(key: tuple[str, str], interpreted: dict) -> None:
+def test_interpreted(key, interpreted):
     check(interpreted["cases"][key], key, CASES[key], 2e-5)
 
 
 @pytest.mark.parametrize("key", interpreter.params(WIDE, SLOW))
-def test_tiles_of_low_precision(key: tuple[str, str], interpreted: dict) -> None:
+def test_tiles_of_low_precision(key, interpreted):
     check(interpreted["wide"][key], key, WIDE[key], 2e-5)
 
 
 @pytest.mark.parametrize("key", LEFT, ids="-".join)
-def test_left_to_torch(key: tuple[str, str], interpreted: dict) -> None:
+def test_left_to_torch(key, interpreted):
     assert interpreted["left"][key] is NotImplemented
     got, want = interpreted["left_run"][key], ops.get(key[0], "torch")(*LEFT[key])
     torch.testing.assert_close(got, want)
 
 
-def test_every_configuration_that_was_chosen_is_compiled(interpreted: dict) -> None:
+def test_every_configuration_that_was_chosen_is_compiled(interpreted):
     assert interpreted["unknown"] == set()
     assert interpreted["not_run"] == set()
 
 
-def test_what_kernels_tell_the_compiler_holds(interpreted: dict) -> None:
+def test_what_kernels_tell_the_compiler_holds(interpreted):
     """Sizes, strides and addresses are multiples of what is loaded at once, as kernels claim.
 
     On a GPU a false claim goes wrong silently.
@@ -203,7 +201,7 @@ def test_what_kernels_tell_the_compiler_holds(interpreted: dict) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("key", BOTH, ids="-".join)
-def test_gpu(key: tuple[str, str], dtype: torch.dtype) -> None:
+def test_gpu(key, dtype):
     args = moved(key[0], BOTH[key], torch.device("cuda"), dtype)
     got = ops.get(key[0], "triton")(*args)
     check(got, key, args, TOLERANCE[dtype])

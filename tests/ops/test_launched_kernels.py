@@ -1,13 +1,10 @@
 """What real networks launch at real sizes compiles for every architecture unspilt, with no GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
-def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
+def test_a_launch_is_noted_with_its_types_and_sizes():
     from launched_kernels import noted
 
     from bench.convolution_cases import geometry
@@ -43,7 +40,7 @@ def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
     )
 
 
-def compiled(script: str, *args: object) -> dict[str, Any]:
+def compiled(script, *args):
     """What a script prints, run in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(HELPERS / script), *map(str, args)], capture_output=True, text=True
@@ -68,7 +65,7 @@ def compiled(script: str, *args: object) -> dict[str, Any]:
         ("patchtst", "bf16", [90]),
     ],
 )
-def test_networks_launch_what_compiles(network: str, dtype: str, architectures: list[int]) -> None:
+def test_networks_launch_what_compiles(network, dtype, architectures):
     found = compiled("launched_kernels.py", network, dtype, *architectures)
     assert found["launched"] > 3 and len(found["records"]) == len(architectures) * found["launched"]
     assert compile_kernels.problems(found["records"]) == []

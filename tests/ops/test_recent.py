@@ -1,12 +1,10 @@
 """The cache of what was used most recently."""
 
-from __future__ import annotations
-
 from fastlr.ops.recent import Recent
 
 
 def test_the_entry_used_least_recently_goes():
-    recent: Recent[str, int] = Recent(2)
+    recent = Recent(2)
     recent.put("a", 1)
     recent.put("b", 2)
     assert recent.get("a") == 1
@@ -16,7 +14,7 @@ def test_the_entry_used_least_recently_goes():
 
 
 def test_a_value_may_be_replaced_and_dropped():
-    recent: Recent[str, int] = Recent()
+    recent = Recent()
     recent.put("a", 1)
     recent.put("a", 2)
     assert recent.get("a") == 2 and len(recent) == 1

@@ -1,7 +1,5 @@
 """Shape images: the plain definition and, bit for bit, the Triton kernel in the interpreter."""
 
-from __future__ import annotations
-
 import interpreter
 import pytest
 import torch
@@ -25,13 +23,13 @@ NORMALISED = (
 ).float()
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bits(a, b):
     return (
         a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
     )
 
 
-def packed(rgb: torch.Tensor) -> torch.Tensor:
+def packed(rgb):
     """RGB in axis 1 to one integer."""
     red, green, blue = rgb.long().unbind(1)
     return red << 16 | green << 8 | blue
@@ -47,9 +45,7 @@ def test_internal_blocks_change_nothing(monkeypatch):
     assert torch.equal(whole, shape_images(0, 7, size=(3, 32, 40)))
 
 
-def painted_by_hand(
-    index: int, seed: int, size: tuple[int, int, int], rectangles: int, circles: int
-) -> torch.Tensor:
+def painted_by_hand(index, seed, size, rectangles, circles):
     """One image, pixel by pixel, from the drawn shapes."""
     shapes = draw_shapes(
         indices(index, index + 1), size=size, rectangles=rectangles, circles=circles, seed=seed
@@ -302,7 +298,7 @@ AT = (
 )  # also by an index tensor
 
 
-def arguments_of(case: str) -> tuple[int, int, dict]:
+def arguments_of(case):
     start, stop, how = CASES[case]
     how = dict(how)
     if "dtype" in how:
@@ -325,7 +321,7 @@ for name, (a, b, how) in cases.items():
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory) -> dict[str, torch.Tensor]:
+def interpreted(tmp_path_factory):
     """Every case by the Triton kernel in the interpreter."""
     cases = {name: arguments_of(name) for name in CASES}
     return interpreter.interpreted(RUN_CASES, tmp_path_factory.mktemp("interpreted"), (cases, AT))

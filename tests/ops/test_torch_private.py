@@ -1,7 +1,5 @@
 """Private names of PyTorch are used in one module, which says so where this torch lacks one."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -16,7 +14,7 @@ HOME = Path(fastlr.__file__).parent
 DOCUMENTED = ("_foreach_",)
 
 
-def private_names(path: Path) -> list[str]:
+def private_names(path):
     """Return the names of torch with a part that begins with an underscore, as a file has them.
 
     Those that it imports and those that it reads are looked at.

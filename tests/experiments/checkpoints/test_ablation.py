@@ -1,7 +1,5 @@
 """fastlr ablate on checkpoints gives fastlr.estimate's numbers; few checkpoints claim nothing."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -31,7 +29,7 @@ LENGTH, FEATURES = 12, 3
 MODEL, DATA = ["--model", "test_ablation:net"], ["--real", "REAL"]
 
 
-def net(num_classes: int = 3, width: int = 4) -> nn.Module:
+def net(num_classes=3, width=4):
     layers = [
         nn.Conv2d(3, width, 3),
         nn.BatchNorm2d(width),
@@ -43,7 +41,7 @@ def net(num_classes: int = 3, width: int = 4) -> nn.Module:
 
 
 class Forecast(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(LENGTH, 4)
 
@@ -51,7 +49,7 @@ class Forecast(nn.Module):
         return self.linear(x.transpose(1, 2)).transpose(1, 2)
 
 
-def save(folder, make, count: int = 4):
+def save(folder, make, count=4):
     """Checkpoints of random networks of growing scale, so that local redundancy varies."""
     paths = []
     for i in range(count):
@@ -65,7 +63,7 @@ def save(folder, make, count: int = 4):
     return paths
 
 
-def loaded(model: nn.Module, checkpoint) -> nn.Module:
+def loaded(model, checkpoint):
     state = torch.load(checkpoint, weights_only=True)
     model.load_state_dict(state.get("state_dict", state))
     return model
@@ -200,7 +198,7 @@ def test_images_of_a_store_are_test_images_each_at_most_once(store):
     )
 
 
-def write_csv(path, rows: int):
+def write_csv(path, rows):
     walk = np.random.default_rng(0).standard_normal((rows, 2)).cumsum(0)
     lines = [
         f"2020-01-{1 + i // 24:02d} {i % 24:02d}:00:00,{a},{b}" for i, (a, b) in enumerate(walk)
@@ -302,7 +300,7 @@ def test_what_few_checkpoints_are_worth():
         assert math.isfinite(agreement([as_run(measured)], REAL, resamples=50)[0].stderr) == known
 
 
-def _pair(n: int, r: float):
+def _pair(n, r):
     """Two series with a given correlation."""
     rng = np.random.default_rng(1)
     a, b = rng.standard_normal((2, n))
@@ -312,7 +310,7 @@ def _pair(n: int, r: float):
     return a, r * a + math.sqrt(1 - r * r) * b / b.std()
 
 
-def _at(value: float) -> fastlr.Estimate:
+def _at(value):
     return fastlr.Estimate(value, 0.1, 10, {}, None, {}, 0.0)
 
 

@@ -1,11 +1,8 @@
 """Ranking checkpoints: the order, the test that tells them apart, and the command."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from fastlr.experiments.data import (
 from fastlr.models.patchtst import PatchTST
 
 
-def estimate(values: torch.Tensor, **changes) -> Estimate:
+def estimate(values, **changes):
     values = values.double()
     fields = {
         "per_parameter": {},
@@ -42,7 +39,7 @@ def estimate(values: torch.Tensor, **changes) -> Estimate:
     )
 
 
-def net(num_classes: int = 3) -> nn.Module:
+def net(num_classes=3):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
@@ -142,7 +139,7 @@ def test_the_command(checkpoints, tmp_path, cli):
     assert json.loads(captured.out)["pairs"] and "Checkpoints by local redundancy" in captured.err
 
 
-def two_forecasters(folder: Path, channels: int) -> tuple[list[str], list[str]]:
+def two_forecasters(folder, channels):
     """Save two small PatchTSTs; return the arguments that name the model, and the files."""
     kwargs = {
         "channels": channels,

@@ -1,7 +1,5 @@
 """Analysis: records read back, correlations (scipy), block bootstrap (simulation), other tables."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The continual-learning driver: its records, its training against plain torch, and kills."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """Continual backprop: the paper's rule step by step, new units, the function, and dead units."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -19,7 +17,7 @@ from fastlr.experiments.data import synthetic_store
 STORE = synthetic_store(classes=3, size=8, train=11, test=5)
 
 
-def hidden() -> nn.Module:
+def hidden():
     return nn.Sequential(
         nn.Flatten(), nn.Linear(192, 10), nn.ReLU(), nn.Linear(10, 6), nn.ReLU(), nn.Linear(6, 2)
     )
@@ -31,7 +29,7 @@ class Block(nn.Module):
     The projection has no bias unless ``bias`` is true.
     """
 
-    def __init__(self, num_classes: int = 2, bias: bool = False) -> None:
+    def __init__(self, num_classes=2, bias=False):
         super().__init__()
         self.stem, self.expand = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 1, bias=False)
         self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False)
@@ -61,12 +59,12 @@ def made(network=hidden, **settings):
     return learner, cbp, initial
 
 
-def batch(n: int = 12, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(n=12, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, 3, 8, 8, generator=generator), torch.randint(2, (n,), generator=generator)
 
 
-def step(learner, cbp, seed: int = 0) -> torch.Tensor:
+def step(learner, cbp, seed=0):
     """Take one optimiser step in two passes, as the trainer does; return the hidden activations."""
     x, y = batch(seed=seed)
     learner.optimiser.zero_grad()

@@ -1,7 +1,5 @@
 """Training in the continual-learning driver: plain torch's, interventions, non-finite losses."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

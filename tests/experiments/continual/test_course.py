@@ -3,8 +3,6 @@
 The records are made up, so that both are known.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 

@@ -1,7 +1,5 @@
 """The sentences of a report follow from the numbers, and say so where nothing can be told."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from continual_runs import read_lines, write_lines, write_run

@@ -1,7 +1,5 @@
 """Replay and EWC follow their papers; with any intervention a resumed run is an unbroken one."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -41,14 +39,14 @@ from fastlr.experiments.training.optim import spans
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory) -> str:
+def images(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "store"
     synthetic_store(path, classes=4, size=8, train=11, test=5)
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def store(images) -> ImageStore:
+def store(images):
     return ImageStore.open(images)
 
 

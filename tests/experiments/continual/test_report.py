@@ -1,7 +1,5 @@
 """The report of continual runs: files, tables of 80 columns, a self-contained page, commands."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import json

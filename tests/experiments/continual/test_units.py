@@ -1,7 +1,5 @@
 """Replaceable units are found in networks of every kind and held to the definition one by one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,13 +1,10 @@
 """Preparing image stores: all layouts, bit for bit; damaged images; sources that cannot be used."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import tracemalloc
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,28 +182,28 @@ def test_corrupt_images_are_left_out(tmp_path, archive, workers, cli):
 def test_workers_do_not_matter(tmp_path):
     source = imagenet(tmp_path / "source", classes=5)
     for workers in (1, 3):
-        seen: list[tuple] = []
+        seen = []
         report = lambda *now, seen=seen: seen.append(now)  # noqa: E731
         prepare(source, tmp_path / str(workers), size=5, workers=workers, progress=report)
         assert seen[0] == ("decoding", 0, 30) and seen[-1] == ("decoding", 30, 30)
     assert content(tmp_path / "1") == content(tmp_path / "3")
 
 
-def npy_folder(root: Path, **arrays) -> Path:
+def npy_folder(root, **arrays):
     root.mkdir()
     for name, array in arrays.items():
         np.save(root / f"{name}.npy", array, allow_pickle=True)
     return root
 
 
-def archive(path: Path, compression: int = zipfile.ZIP_DEFLATED, **files: bytes) -> Path:
+def archive(path, compression=zipfile.ZIP_DEFLATED, **files):
     with zipfile.ZipFile(path, "w", compression) as opened:
         for name, data in files.items():
             opened.writestr(name, data)
     return path
 
 
-def swollen(root: Path) -> Path:
+def swollen(root):
     """An archive of which one small entry unpacks to 20 MB."""
     (imagenet(root) / "val/n1/0.png").write_bytes(bytes(20_000_000))
     with zipfile.ZipFile(root.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as opened:

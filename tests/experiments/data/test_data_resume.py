@@ -1,7 +1,5 @@
 """Image stores that live on: killed runs, damaged stores, full disks, two processes on a folder."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from data_sources import SIZE, content, imagenet, pixels, save
@@ -21,7 +18,7 @@ from fastlr.experiments.data import ImageStore, prepare
 from fastlr.experiments.data import workers as workers_module
 
 
-def big_source(root: Path) -> Path:
+def big_source(root):
     """A source that takes about two seconds of decoding."""
     files = []
     for i in range(24):
@@ -43,7 +40,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     out = tmp_path / "store"
     journal = out / "blocks.jsonl"
 
-    def lines() -> int:
+    def lines():
         return journal.read_text().count("\n") if journal.exists() else -1
 
     for wanted, workers in ((0, 2), (3, 1)):
@@ -159,7 +156,7 @@ def test_second_process_is_refused_and_a_kill_frees_the_lock(tmp_path):
         process.communicate()
     refused = []
 
-    def again(*_) -> None:
+    def again(*_):
         with pytest.raises(InputError, match=f"is being written by process {os.getpid()} on"):
             prepare(source, out, size=SIZE, workers=1)
         refused.append(True)

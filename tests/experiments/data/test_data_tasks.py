@@ -1,7 +1,5 @@
 """Tasks from an image store: pairs of classes, prefetching, normalisation, the embedded data."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import threading
@@ -33,15 +31,15 @@ from fastlr.experiments.data.synthetic import texture_images
 
 
 @pytest.fixture(scope="module")
-def store() -> ImageStore:
+def store():
     return synthetic_store(classes=5, size=16, train=6, test=3)
 
 
-def unordered(drawn) -> list[tuple[int, int]]:
+def unordered(drawn):
     return [tuple(sorted(pair[:2])) for pair in drawn]
 
 
-def chi_square(counts: np.ndarray) -> float:
+def chi_square(counts):
     """(statistic - degrees of freedom) in standard deviations."""
     expected, degrees = counts.sum() / counts.size, counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / (2 * degrees) ** 0.5)
@@ -158,7 +156,7 @@ def test_normalise_refuses(store):
 class Watched:
     """A store that records which pairs were loaded, and fails or waits on demand."""
 
-    def __init__(self, store: ImageStore, fail_at: int | None = None) -> None:
+    def __init__(self, store, fail_at=None):
         self.store, self.fail_at, self.loaded, self.threads = store, fail_at, [], set()
         self.gate = threading.Event()
         self.gate.set()
@@ -176,7 +174,7 @@ class Watched:
         return self.store.load(classes, split, **options)
 
 
-def settle(condition) -> bool:
+def settle(condition):
     end = time.monotonic() + 5
     while not condition() and time.monotonic() < end:
         time.sleep(0.002)

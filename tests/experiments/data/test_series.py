@@ -1,7 +1,5 @@
 """Time series: what a file must be, and the windows that come of it."""
 
-from __future__ import annotations
-
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -13,9 +11,7 @@ from fastlr.experiments.data import open_series, split_series
 from fastlr.experiments.data.series import generated_series, read_series
 
 
-def write(
-    path, rows: int = 40, change=lambda lines: None, step: timedelta = timedelta(hours=1)
-) -> str:
+def write(path, rows=40, change=lambda lines: None, step=timedelta(hours=1)):
     """Write a file of two features, a = its row and b = -2 x its row; return its path.
 
     ``change`` mends the lines in place.

@@ -1,7 +1,5 @@
 """Memorization: random data by index, the bits of a loss, the driver against plain torch, kills."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -167,11 +165,11 @@ def test_bits_of_regression():
 # --------------------------------------------------------------------------------------------------
 
 
-def settings_of(kind: str) -> dict:
+def settings_of(kind):
     return VISION if kind == "vision" else SERIES
 
 
-def network(kind: str):
+def network(kind):
     return net(5) if kind == "vision" else PatchTST(channels=2, context=24, horizon=6, **NETWORK)
 
 
@@ -406,7 +404,7 @@ def test_bad_options_are_named(tmp_path, change, words):
         memorize.begin(tmp_path / "run", None, {**VISION, **change})
 
 
-def wrong(num_classes: int) -> torch.nn.Module:
+def wrong(num_classes):
     return net(num_classes + 1)
 
 

@@ -1,10 +1,7 @@
 """The report of memorization runs: what its tables and numbers say of the records."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,14 +18,12 @@ from fastlr.experiments.memorization.report import (
 PARAMETERS, N, CLASSES = 500, 100, 16
 
 
-def bits_of(epoch: int, seed: int) -> float:
+def bits_of(epoch, seed):
     """What the simulated runs have memorised: 400 bits less what is left."""
     return (400 - seed) * (1 - math.exp(-epoch / 10))
 
 
-def write_run(
-    folder: Path, seed: int = 0, kind: str = "vision", epochs: int = 40, lr: bool = True
-) -> Path:
+def write_run(folder, seed=0, kind="vision", epochs=40, lr=True):
     lines = []
     for epoch in range(0, epochs + 1, 2):
         bits = bits_of(epoch, seed)

@@ -1,7 +1,5 @@
 """Folders that an earlier fastlr wrote, before its modules moved to where they are, still open."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -19,7 +17,7 @@ EARLIER = Path(__file__).parent / "earlier"
 
 
 @pytest.fixture(params=["continual", "memorize", "transfer"])
-def earlier(request, tmp_path) -> Path:
+def earlier(request, tmp_path):
     """A copy of a run folder, since reading takes its lock and writes a report."""
     return Path(shutil.copytree(EARLIER / request.param, tmp_path / request.param))
 

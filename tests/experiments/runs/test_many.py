@@ -3,8 +3,6 @@
 The queue ends with its parent; a seed of many is a single run of that seed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -36,7 +34,7 @@ from fastlr.experiments.runs.sweep import product
 ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"
 
 
-def job(folder: Path, name: str, code: str) -> Job:
+def job(folder, name, code):
     return Job(name, [sys.executable, "-c", ATTACH + code], folder / f"{name}.txt")
 
 
@@ -45,7 +43,7 @@ def job(folder: Path, name: str, code: str) -> Job:
 
 
 def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
-    heard: list[tuple[str, dict]] = []
+    heard = []
     work = "import os, time; send({'n': 1, 'slot': os.environ['SLOT'], 'stdin': len(os.read(0, 9))}); print('hello')\n"
     jobs = [
         job(tmp_path, "good", work),
@@ -83,7 +81,7 @@ def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
     assert most == 2, "as many at a time as there are slots"
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -186,10 +184,10 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
 class Asked:
     """Stands in for `run_jobs`: keeps what it was asked to run."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, monkeypatch):
         monkeypatch.setattr(many, "run_jobs", self)
 
-    def __call__(self, jobs, slots, listen) -> dict[str, str]:
+    def __call__(self, jobs, slots, listen):
         self.jobs, self.slots = list(jobs), slots
         self.work = {job.name: json.loads(job.command[-1]) for job in self.jobs}
         return {}
@@ -197,7 +195,7 @@ class Asked:
 
 def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     asked = Asked(monkeypatch)
-    names: list[tuple[str, ...]] = []
+    names = []
     settings = {**SMALL, "data": images, "tasks": 1, "measures": (), "threads": 1}
     runs = product(continual.DRIVER, "paper", settings, {}, 3)
     assert list(runs) == ["seed-0", "seed-1", "seed-2"]
@@ -266,7 +264,7 @@ def test_places(tmp_path, images, monkeypatch):
     asked = Asked(monkeypatch)
     runs = {"a": {**SMALL, "data": images}}
 
-    def places(at_once: int | None = None, **settings) -> tuple[list, int]:
+    def places(at_once=None, **settings):
         out = tmp_path / str(len(list(tmp_path.iterdir())))
         many.Queue(continual.DRIVER, out, None, lambda names: print, at_once).begin(
             {"a": {**runs["a"], **settings}}
@@ -305,7 +303,7 @@ def test_a_line_for_each_run_under_way(tmp_path):
     )
     hear = board.begin(("seed-0", "seed-1", "seed-10"))
 
-    def seen() -> list[str]:
+    def seen():
         with board.console.capture() as shown:
             board.console.print(board.bar.get_renderable())
         rows = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.get().splitlines()]

@@ -3,8 +3,6 @@
 Full disks and random states are tested too.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import random
@@ -29,21 +27,21 @@ class Step:
     """Something that torch pickles by name."""
 
 
-def step(run: Run, t: int) -> None:
+def step(run, t):
     run.commit(
         {"kind": "task", "task": t, "value": t / 3},
         {"position": t + 1, "weight": torch.full((3,), float(t))},
     )
 
 
-def begin(path, steps: int = 3) -> bytes:
+def begin(path, steps=3):
     with Run.create(path, {"name": "x"}) as run:
         for t in range(steps):
             step(run, t)
     return (path / "records.jsonl").read_bytes()
 
 
-def script(text: str, *arguments: object, **options) -> subprocess.Popen:
+def script(text, *arguments, **options):
     command = [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options

@@ -1,7 +1,5 @@
 """Sweeps: grids and names, what does not fit, resumption."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -126,9 +124,7 @@ def test_resuming_a_sweep(tmp_path, images, monkeypatch, capsys):
     del settings["learning_rate"]
     same = [f"--set={key}={value}" for key, value in settings.items()]
 
-    def do(
-        *arguments: str, grid: str = "learning_rate=0.1,0.01", settings: list[str] = same
-    ) -> tuple[int, list[str]]:
+    def do(*arguments, grid="learning_rate=0.1,0.01", settings=same):
         asked.work = {}
         given = [
             "--out",

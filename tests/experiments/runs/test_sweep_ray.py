@@ -3,8 +3,6 @@
 These are workers, nodes and processes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -42,7 +40,7 @@ DRIVER = continual.DRIVER
 class Nodes:
     """Stands in for the module where only the nodes are asked for."""
 
-    def __init__(self, *resources: dict[str, float]) -> None:
+    def __init__(self, *resources):
         self.resources = resources
 
     def nodes(self):
@@ -54,7 +52,7 @@ class Nodes:
 def test_what_a_run_occupies():
     without, with_one = Nodes({"CPU": 2.0}), Nodes({"CPU": 2.0}, {"CPU": 8.0, "GPU": 1.0})
 
-    def share(nodes: Nodes, device: str = "auto", threads: int = 1, **given) -> tuple[float, float]:
+    def share(nodes, device="auto", threads=1, **given):
         options = RunOptions(device=device, threads=threads)
         return dataclasses.astuple(on_ray.Cluster(nodes, **given).share(options))
 
@@ -77,7 +75,7 @@ def test_what_a_run_occupies():
             share(nodes, **given)
 
 
-def job(folder: Path, name: str, code: str) -> Job:
+def job(folder, name, code):
     """Return a job that runs a program in the place of a run.
 
     The command has the form of `fastlr.experiments.runs.worker.command`: Python, -c, program, its
@@ -148,7 +146,7 @@ assert sys.path[0] == sys.argv[1] and "/not/here" not in sys.path
 # --------------------------------------------------------------------------------------------------
 
 
-def wait_for(what, seconds: float = 300.0):
+def wait_for(what, seconds=300.0):
     until = time.monotonic() + seconds
     while not (value := what()):
         assert time.monotonic() < until
@@ -192,9 +190,9 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
     jobs = [
         job(tmp_path, name, count.replace("NAME", repr(name)) + code) for name, code in work.items()
     ]
-    heard: dict[str, list[dict]] = {name: [] for name in work}
+    heard = {name: [] for name in work}
 
-    def listen(name: str, message: dict) -> None:
+    def listen(name, message):
         heard[name].append(message)
         if "node" in message and len(heard[name]) == 2:  # the first time
             raylet = parent(message["node"])
@@ -228,7 +226,7 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
             here.run(jobs[:1], shared, share, None, listen)
 
 
-def parent(pid: int) -> int:
+def parent(pid):
     return int(re.search(r"^PPid:\t(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
 
 
@@ -264,7 +262,7 @@ def test_a_sweep_on_ray_loses_a_worker_and_equals_single_runs(
     given = as_arguments(settings)
     out, hit = tmp_path / "out", "learning_rate=0.01,seed-1"
 
-    def kill() -> None:
+    def kill():
         wait_for(lambda: (out / hit / "records.jsonl").exists() and len(lines(out / hit)) >= 3)
         pid = int(re.search(r"process (\d+)", (out / hit / "run.lock").read_text())[1])
         os.kill(parent(pid), signal.SIGKILL)
@@ -333,18 +331,18 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
     cluster, both = nodes
     out, begun, victim = tmp_path / "out", tmp_path / "begun", 30
 
-    def command(driver, path, preset, settings, changed, tensorboard) -> list[str]:
+    def command(driver, path, preset, settings, changed, tensorboard):
         work = {"seed": settings["seed"], "path": str(path), "waits": victim}
         return [sys.executable, "-c", "import sys\n" + ATTACH + QUICK, "[]", json.dumps(work)]
 
-    def runs() -> list[list[int]]:
+    def runs():
         # Seed, process of its Ray worker and of its node, in the order in which they began.
         return [[int(word) for word in line.split()] for line in begun.read_text().splitlines()]
 
     monkeypatch.setattr(many.worker, "command", command)
-    drained: list[int] = []
+    drained = []
 
-    def disturb() -> None:
+    def disturb():
         _, worker, raylet = wait_for(
             lambda: begun.exists() and next((run for run in runs() if run[0] == victim), None)
         )

@@ -1,14 +1,11 @@
 """Runs of several processes give what one process gives, and errors reach every process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import rank_runs as work
@@ -32,7 +29,7 @@ CONTINUAL, TRANSFER, MEMORIZE = "continual", "transfer", "memorize"
 FINAL = "checkpoints/last.pt"
 
 
-def small(images: str, **settings: Any) -> dict[str, Any]:
+def small(images, **settings):
     fixed = {
         "data": images,
         "model": "rank_runs:without_dropout",
@@ -43,27 +40,23 @@ def small(images: str, **settings: Any) -> dict[str, Any]:
     return {**SMALL, **fixed, **settings}
 
 
-def errors_of(
-    ranks: int, module: str, path: Path, settings: dict[str, Any], **changed: Any
-) -> list[str]:
+def errors_of(ranks, module, path, settings, **changed):
     return good(run_ranks(ranks, work.run, module, str(path), settings, changed))
 
 
-def done(ranks: int, module: str, path: Path, settings: dict[str, Any], **changed: Any) -> Path:
+def done(ranks, module, path, settings, **changed):
     assert errors_of(ranks, module, path, settings, **changed) == [""] * ranks
     return path
 
 
-def alone_and_shared(
-    module: str, folder: Path, settings: dict[str, Any], ranks: int = 2
-) -> tuple[Path, Path]:
+def alone_and_shared(module, folder, settings, ranks=2):
     """The same run by one process, and by several."""
     return done(1, module, folder / "one", settings), done(
         ranks, module, folder / "several", settings
     )
 
 
-def assert_close(a: Any, b: Any, rel: float = 2e-4) -> None:
+def assert_close(a, b, rel=2e-4):
     """Equal but for the rounding of floating-point numbers and tensors."""
     named, structure = tree_flatten_with_path(a)
     others, other_structure = tree_flatten(b)
@@ -81,7 +74,7 @@ def assert_close(a: Any, b: Any, rel: float = 2e-4) -> None:
             )
 
 
-def training(path: Path) -> dict[str, Any]:
+def training(path):
     return {key: value for key, value in checkpoint(path).items() if key != "random"}
 
 
@@ -199,7 +192,7 @@ def test_transfer_is_that_of_one_process(tmp_path):
 
 @pytest.mark.parametrize("kind", ["vision", pytest.param("series", marks=pytest.mark.long)])
 def test_memorization_is_that_of_one_process(tmp_path, kind):
-    settings: dict[str, Any] = {
+    settings = {
         "n": 50,
         "batch_size": 16,
         "norm_batch": 8,
@@ -333,7 +326,7 @@ def test_a_folder_that_is_not_empty_or_holds_no_run(tmp_path, images):
     assert (tmp_path / "run/other").read_text() == "mine"
 
 
-def command_for(images: str, **settings: Any) -> list[str]:
+def command_for(images, **settings):
     options = small(images, **settings)
     del options["data"]
     return ["continual", "--data", images, "--out", "run", *as_arguments(options)]

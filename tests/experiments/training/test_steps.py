@@ -4,8 +4,6 @@ CUDA graphs need a GPU. Here a tape of operations stands in for one (`recorders.
 the same tests run on real graphs too.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 
@@ -21,7 +19,7 @@ from continual_cases import (
     net,
 )
 from recorders import DEVICES, Tape
-from torch import Tensor, nn
+from torch import nn
 
 from fastlr.errors import FastlrWarning, InputError, ModelError
 from fastlr.experiments.continual import experiment as continual
@@ -36,21 +34,21 @@ from fastlr.experiments.training.steps import HELD, Compiled, TrainingSteps, res
 
 
 @pytest.fixture(params=DEVICES)
-def device(request) -> torch.device:
+def device(request):
     return torch.device(request.param)
 
 
 class Fused(Trainer):
     """With the kind of optimiser that it has on a GPU: one that reads its step from a tensor."""
 
-    def new_optimiser(self) -> torch.optim.Optimizer:
+    def new_optimiser(self):
         made = super().new_optimiser()
         for group in made.param_groups:
             group["fused"] = True
         return made
 
 
-def trainer(device: torch.device, graph: bool, recorder=Tape, strict=True, **settings) -> Trainer:
+def trainer(device, graph, recorder=Tape, strict=True, **settings):
     torch.manual_seed(0)
     options = resolve(ContinualOptions, PRESETS, "paper", {**SMALL, "step": "eager", **settings})
     if graph and device.type == "cuda":
@@ -66,7 +64,7 @@ def trainer(device: torch.device, graph: bool, recorder=Tape, strict=True, **set
     return made
 
 
-def learn(learner: Trainer, images: str, numbers=range(3)) -> list[float | None]:
+def learn(learner, images, numbers=range(3)):
     store = ImageStore.open(images)
     pairs = [(0, 1), (1, 2), (0, 2)]
     return [
@@ -75,7 +73,7 @@ def learn(learner: Trainer, images: str, numbers=range(3)) -> list[float | None]
     ]
 
 
-def same(a: Trainer, b: Trainer) -> None:
+def same(a, b):
     if a.device.type == "cpu":
         assert_same(a.state()["model"], b.state()["model"])
         assert_same(a.state()["optimiser"]["state"], b.state()["optimiser"]["state"])
@@ -204,7 +202,7 @@ def test_a_capture_that_fails(images):
 def test_one_capture_for_each_shape_and_not_too_many():
     state = torch.zeros(1)
 
-    def work(x: Tensor, y: Tensor) -> Tensor:
+    def work(x, y):
         state.add_(1)
         return (x * y).sum()
 

@@ -1,11 +1,7 @@
 """Options of every driver that trains: bfloat16 weights, bfloat16 reduction, running statistics."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import rank_runs as work
@@ -42,15 +38,15 @@ MEMORIZE = {
 SERIES = {**TINY, "norm_batch": 8, "finetune_runs": 1}
 
 
-def settings_of(driver: str, images: str) -> dict[str, Any]:
+def settings_of(driver, images):
     small = {**SMALL, "data": images, "measures": tuple(MEASURES), "threads": 1}
     return {"continual": small, "memorize": MEMORIZE, "transfer": SERIES}[driver]
 
 
-def stopped(folder: Path, driver: str, settings: dict[str, Any], after: int) -> Path:
+def stopped(folder, driver, settings, after):
     """A run that is interrupted after so many steps, and resumed."""
 
-    def stop(at: Any) -> None:
+    def stop(at):
         if at.record is not None and at.done == after:
             raise KeyboardInterrupt
 
@@ -138,7 +134,7 @@ def test_a_run_whose_gradients_are_reduced_in_bfloat16(tmp_path, images):
     }
     low = {**settings, "reduce_dtype": "bf16"}
 
-    def done(name: str, ranks: int, settings: dict[str, Any], **changed: Any) -> Path:
+    def done(name, ranks, settings, **changed):
         assert (
             good(run_ranks(ranks, work.run, "continual", str(tmp_path / name), settings, changed))
             == [""] * ranks

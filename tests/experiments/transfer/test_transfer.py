@@ -1,7 +1,5 @@
 """The transfer driver trains, measures, selects and fine-tunes as it says, and survives kills."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -39,13 +37,13 @@ def run(tmp_path_factory):
     return path
 
 
-def series(which: str):
+def series(which):
     return split_series(
         open_series(TINY[which], TINY["generated_rows"]), TINY["context"], TINY["horizon"]
     )
 
 
-def network(run, epoch: int | None = None) -> PatchTST:
+def network(run, epoch=None):
     model = PatchTST(**SIZES, **TINY["model_kwargs"] | {"dropout": 0.0})
     if epoch is not None:
         model.load_state_dict(
@@ -55,7 +53,7 @@ def network(run, epoch: int | None = None) -> PatchTST:
 
 
 @torch.no_grad()
-def error(model: nn.Module, windows) -> float:
+def error(model, windows):
     """Mean squared error one window at a time, in float64."""
     model = copy.deepcopy(model).double().eval()
     windows = windows.to("cpu", torch.float64)
@@ -66,7 +64,7 @@ def error(model: nn.Module, windows) -> float:
     return float(torch.stack(each).mean())
 
 
-def step(model: nn.Module, windows, index: torch.Tensor, optimiser: torch.optim.Optimizer) -> float:
+def step(model, windows, index, optimiser):
     """Take a step of plain torch; the loss before it."""
     x, y = windows.batch(index)
     loss = (model(x) - y).square().mean()
@@ -76,7 +74,7 @@ def step(model: nn.Module, windows, index: torch.Tensor, optimiser: torch.optim.
     return loss.item()
 
 
-def of_kind(run, kind: str) -> list[dict]:
+def of_kind(run, kind):
     return [line for line in lines(run) if line["kind"] == kind]
 
 
@@ -352,7 +350,7 @@ def test_a_loss_that_is_not_finite_ends_the_run():
         net.validate(series("source").validation, 1)
 
 
-def wrong_shape(channels, context, horizon) -> nn.Module:
+def wrong_shape(channels, context, horizon):
     return nn.Linear(channels, channels)
 
 

@@ -1,10 +1,7 @@
 """The report of transfer runs: means, paired differences, what is left out and what is said."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,12 +20,12 @@ from fastlr.experiments.transfer.tables import setting
 PICKS = {0: (3, 2, 3, 1, 1, 0), 1: (2, 2, 3, 2, 1, 0), 2: (3, 3, 3, 2, 1, 0), 3: (2, 1, 3, 3, 1, 0)}
 
 
-def final(seed: int, epoch: int, number: int) -> float:
+def final(seed, epoch, number):
     """The loss of a fine-tuning run, as the simulated records have it."""
     return 0.3 - 0.02 * epoch + 0.01 * seed + 0.001 * (seed - 1) * epoch + 0.0001 * number
 
 
-def write_run(folder: Path, seed: int, *, runs: int = 2, until: int | None = None, **given) -> Path:
+def write_run(folder, seed, *, runs=2, until=None, **given):
     measures = {
         "weight_norm": {"value": 3.0},
         "dormant_ratio": {"value": 0.1},
