@@ -59,6 +59,7 @@ def test_the_table_of_networks_is_the_studys():
         for name, row in re.findall(r"^\| ([a-z]+(?:-\w+)*) \|(.*)$", PAGE, re.MULTILINE)
     }
     found = [rows("values", table) for table in ("course", "course_noise", "course_next_task")]
-    assert given.pop("network") == set() and given.keys() == found[0].keys() - {"intervention"}
+    assert given.pop("network") == set()
+    assert given.keys() == found[0].keys() - {"intervention"}
     for name, figures in given.items():
         assert figures <= set().union(*(table[name] for table in found)), name

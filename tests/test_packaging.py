@@ -84,7 +84,8 @@ def test_wheel_holds_the_packages_and_nothing_stray(built):
     }
     modules |= {f"fastlr/kernels/{p.name}" for p in ROOT.glob("kernels/*.py")}
     assert {name for name in names if name.startswith("fastlr/")} == modules
-    assert metadata["Name"] == "fastlr" and metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Name"] == "fastlr"
+    assert metadata["License-Expression"] == "Apache-2.0"
     extras = set(metadata.get_all("Provides-Extra"))
     assert {"models", "logging", "lightning", "huggingface", "avalanche", "docs", "dev"} <= extras
     assert "fastlr = fastlr.cli.main:main" in scripts
@@ -117,7 +118,9 @@ assert Path(fastlr.kernels.__file__).parent == home / "kernels", fastlr.kernels.
 print(home, fastlr.__version__, fastlr.estimate(torch.nn.Linear(4, 2), fastlr.TensorInputs(torch.ones(8, 4)), 8).n)
 """
     home, found, n = run(python, "-W", "error", "-c", script, cwd=tmp_path).split()
-    assert Path(home).parent == place and found == version and n == "8"
+    assert Path(home).parent == place
+    assert found == version
+    assert n == "8"
 
 
 def test_version_of_this_install():

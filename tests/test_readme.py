@@ -29,7 +29,9 @@ def test_the_python_runs_as_printed():
         for large, small in SMALLER:
             text = text.replace(large, small)
         exec(compile(text, "README.md", "exec"), names)
-    assert names["lr"].n == 8 and names["lr"].value > 0 and names["total"] > 0
+    assert names["lr"].n == 8
+    assert names["lr"].value > 0
+    assert names["total"] > 0
     assert all(large in first + plain for large, _ in SMALLER), (
         "what this test makes smaller is there"
     )

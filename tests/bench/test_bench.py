@@ -52,7 +52,8 @@ def pytest_bench(*arguments):
 def test_a_child_checks_and_times():
     with Child(contenders.right, watch_memory=True) as child:
         assert child.ask("check") == {"deviation": 0.0, "notes": ["a note"]}
-        assert child.ask("run") >= 0.02 and 0.01 <= child.ask("plain") < 5
+        assert child.ask("run") >= 0.02
+        assert 0.01 <= child.ask("plain") < 5
         plain, run = child.ask("peaks")
         assert plain < 30 << 20 <= run < 110 << 20
 
@@ -80,8 +81,11 @@ def test_an_answer_that_does_not_come_in_time_is_not_waited_for(monkeypatch):
 
 def test_ratios_are_taken_within_rounds():
     summary = ratios([2.0, 20.0, 4.0], [1.0, 10.0, 1.0])
-    assert summary["ratio"] == 2.0 and summary["seconds"] == 4.0 and summary["plain_seconds"] == 1.0
-    assert summary["ratio_p20"] == 2.0 and summary["ratio_p80"] == pytest.approx(3.2)
+    assert summary["ratio"] == 2.0
+    assert summary["seconds"] == 4.0
+    assert summary["plain_seconds"] == 1.0
+    assert summary["ratio_p20"] == 2.0
+    assert summary["ratio_p80"] == pytest.approx(3.2)
     assert ratios([1.0], [2.0])["ratio_p80"] == 0.5
 
 
@@ -147,17 +151,19 @@ def test_a_run_writes_its_record_and_xdist_is_refused(tmp_path):
     assert done.returncode == 0, done.stdout[-2000:]
     record = table.read(tmp_path / "a.json")
     info = record["benchmarks"][0]["extra_info"]
-    assert info["deviation"] <= 1e-4 and info["share"] > 0 and info["bytes"] > 0
+    assert info["deviation"] <= 1e-4
+    assert info["share"] > 0
+    assert info["bytes"] > 0
     about = record["machine_info"]
-    assert (
-        about["versions"]["torch"] == torch.__version__.split("+")[0]
-        and about["cpu"]
-        and about["threads"] == 1
-    )
-    assert about["command"].startswith("pytest -q") and "node" not in about
+    assert about["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert about["cpu"]
+    assert about["threads"] == 1
+    assert about["command"].startswith("pytest -q")
+    assert "node" not in about
     assert all(": same" in line for line in table.compared(record, record))
     refused = pytest_bench("bench/test_norms.py", "-n", "2")
-    assert refused.returncode == 4 and "leave -n out" in refused.stderr
+    assert refused.returncode == 4
+    assert "leave -n out" in refused.stderr
 
 
 CONTENDERS = """
@@ -185,7 +191,8 @@ def test_a_contender_that_is_not_right_is_never_timed(tmp_path):
     ]
     record = table.read(tmp_path / "a.json")
     (right,) = record["benchmarks"]
-    assert right["extra_info"]["ratio"] > 1 and right["stats"]["rounds"] == 3
+    assert right["extra_info"]["ratio"] > 1
+    assert right["stats"]["rounds"] == 3
     refused = [(each["contender"], each["kind"], each["reason"]) for each in record["refused"]]
     assert (
         refused[0]
@@ -257,9 +264,8 @@ def test_the_table_the_picture_and_the_comparison_of_records(tmp_path, capsys):
     file = tmp_path / "record.json"
     file.write_text(json.dumps(RECORD))
     assert table.main([str(file), "--figure", str(tmp_path / "picture.png")]) == 0
-    assert (tmp_path / "picture.png").read_bytes()[
-        :4
-    ] == b"\x89PNG" and "**0.50**" in capsys.readouterr().out
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    assert "**0.50**" in capsys.readouterr().out
     for content, says in (("{}", "holds no benchmarks"), ("x", "no JSON")):
         file.write_text(content)
         with pytest.raises(InputError, match=says):
@@ -270,7 +276,8 @@ def test_the_table_the_picture_and_the_comparison_of_records(tmp_path, capsys):
 # the GPU
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_gpu_benchmark_says_what_to_do_without_one(capsys):
-    assert gpu.main([]) == 2 and "make bench" in capsys.readouterr().err
+    assert gpu.main([]) == 2
+    assert "make bench" in capsys.readouterr().err
 
 
 def test_the_gpu_benchmark_runs_its_parts_in_order_within_the_budget(tmp_path, monkeypatch, capsys):
@@ -281,14 +288,18 @@ def test_the_gpu_benchmark_runs_its_parts_in_order_within_the_budget(tmp_path, m
     monkeypatch.setattr(gpu, "compile_ahead", lambda *_: None)
     ran = []
     monkeypatch.setattr(gpu, "run", lambda part, *_: ran.append(part.name) or "ok")
-    assert gpu.main(["--budget", "40"]) == 0 and ran == ["doctor", "headline", "ops"]
+    assert gpu.main(["--budget", "40"]) == 0
+    assert ran == ["doctor", "headline", "ops"]
     assert "tests: left out: the budget is spent" in (tmp_path / "report.txt").read_text()
     ran.clear()
-    assert gpu.main(["--quick", "--budget", "1e-9"]) == 0 and ran == ["doctor", "headline"]
+    assert gpu.main(["--quick", "--budget", "1e-9"]) == 0
+    assert ran == ["doctor", "headline"]
     ran.clear()
-    assert gpu.main([]) == 0 and len(ran) == len(set(ran)) == 9
+    assert gpu.main([]) == 0
+    assert len(ran) == len(set(ran)) == 9
     monkeypatch.setattr(gpu, "run", lambda part, *_: "failed (exit code 1): see x.txt")
-    assert gpu.main(["--quick"]) == 1 and "headline: failed" in capsys.readouterr().out
+    assert gpu.main(["--quick"]) == 1
+    assert "headline: failed" in capsys.readouterr().out
 
 
 @pytest.mark.long

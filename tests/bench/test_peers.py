@@ -47,7 +47,8 @@ def test_repairs_keep_the_function(model):
         case.model, repairs.layer_norm_as_batch_norm, repairs.frozen_batch_norm
     )
     assert notes, "nothing was repaired: the test shows nothing"
-    want, got = cases.forward(case.model, case.x), cases.forward(repaired, case.x)
+    want = cases.forward(case.model, case.x)
+    got = cases.forward(repaired, case.x)
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
     owners = {p.original for p in repaired.parameters() if p.requires_grad}
     assert owners == set(cases.trainable(case.model)), "a parameter was lost"

@@ -21,11 +21,9 @@ def test_operations_and_views():
         (x + row).sum()
         x.add_(1.0)
     assert dict(counted.launches) == {"add": 1, "sum": 1, "add_": 1}
-    assert (
-        counted.bytes["add"] == 4 * (24 + 6 + 24)
-        and counted.bytes["sum"] == 4 * 25
-        and counted.bytes["add_"] == 4 * 24
-    )
+    assert counted.bytes["add"] == 4 * (24 + 6 + 24)
+    assert counted.bytes["sum"] == 4 * 25
+    assert counted.bytes["add_"] == 4 * 24
 
 
 def test_a_chunk_of_a_small_network(monkeypatch, capsys):
@@ -33,7 +31,8 @@ def test_a_chunk_of_a_small_network(monkeypatch, capsys):
         nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 2)
     ).eval()
     counted = traffic.chunk_traffic(model, fastlr.ShapeImages((3, 8, 8)), 4, torch.bfloat16)
-    assert counted.launches["fold_weights_kernel"] == 1 and counted.launches["paint_kernel"] == 1
+    assert counted.launches["fold_weights_kernel"] == 1
+    assert counted.launches["paint_kernel"] == 1
     # read x [4, 3, 64] and the folded weight and bias, write the output [4, 8, 64]
     (name,) = [
         name
@@ -50,5 +49,6 @@ def test_the_command(monkeypatch, capsys):
     )
     traffic.main()
     out = capsys.readouterr().out
-    assert "fold_weights_kernel" in out and "predicted, not measured" in out
+    assert "fold_weights_kernel" in out
+    assert "predicted, not measured" in out
     assert max(map(len, out.splitlines())) <= 80

@@ -24,7 +24,9 @@ def asked(**shape):
 
 
 def test_the_fastest_that_is_right_is_taken_where_it_saves_enough():
-    (a, of_a), (b, of_b), (c, of_c) = asked(), asked(outputs=128), asked(inputs=64)
+    (a, of_a) = asked()
+    (b, of_b) = asked(outputs=128)
+    (c, of_c) = asked(inputs=64)
     warps = of_a.tile.num_warps
 
     def clock(key, fields):
@@ -47,10 +49,8 @@ def test_the_fastest_that_is_right_is_taken_where_it_saves_enough():
 def test_eight_configurations_are_tried_that_the_kernel_may_have():
     _, what = asked()
     tried = tune.candidates(what)
-    assert (
-        tried[0] == {}
-        and len(tried) == len({str(fields) for fields in tried}) == tune.CONFIGURATIONS
-    )
+    assert tried[0] == {}
+    assert len(tried) == len({str(fields) for fields in tried}) == tune.CONFIGURATIONS
     assert all(set(fields) <= set(what.free) for fields in tried)
     for fields in tried[1:]:
         assert what.tile._replace(**fields) != what.tile
@@ -92,4 +92,5 @@ def test_the_table_has_fields_that_their_kernels_may_have():
     for entries in tuning.table().values():
         for key, fields in entries.items():
             module, _, rule = key.partition("(")[0].partition(".")
-            assert fields and set(fields) <= set(getattr(modules[module], rule).free)
+            assert fields
+            assert set(fields) <= set(getattr(modules[module], rule).free)

@@ -73,7 +73,8 @@ def test_the_measured_peak_gives_the_chunk_once(peaks):
     ],
 )
 def test_no_peak_is_measured_where_it_would_change_nothing(peaks, how):
-    assert estimator(**how).measure().bytes_per_input == 0 and not peaks
+    assert estimator(**how).measure().bytes_per_input == 0
+    assert not peaks
 
 
 def test_a_peak_above_the_guess_makes_chunks_smaller(peaks, monkeypatch):
@@ -98,7 +99,8 @@ def test_memory_that_runs_out_while_measuring_halves_the_chunk(peaks):
 def test_ranks_take_the_least_of_their_chunks(peaks):
     asked = []
     members = SimpleNamespace(size=2, least=lambda most: asked.append(most) or 10)
-    assert estimator(60).chunks.first_size(members) == 10 and asked == [20]
+    assert estimator(60).chunks.first_size(members) == 10
+    assert asked == [20]
     assert estimator(16).chunks.first_size(SimpleNamespace(size=2, least=lambda most: most)) == 8
     assert len(peaks) == 1, "a rank's share of 16 inputs fits the first guess"
 
@@ -124,7 +126,8 @@ def test_a_chunk_on_a_gpu_takes_what_was_measured():
         nn.Conv2d(3, 64, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
     ).cuda()
     result = fastlr.estimate(model, fastlr.ShapeImages((3, 64, 64)), 5000)
-    assert result.bytes_per_input > 0 and result.batch_size <= 1024
+    assert result.bytes_per_input > 0
+    assert result.batch_size <= 1024
 
 
 def test_looking_at_what_a_pass_saves_leaves_no_graph():

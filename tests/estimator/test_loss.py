@@ -158,7 +158,8 @@ def test_the_model_is_left_alone_and_draws_are_its_callers(double):
     torch.manual_seed(0)
     first, second = (float(fastlr.redundancy_loss(model, x).detach()) for _ in range(2))
     torch.manual_seed(0)
-    assert first != second and first == float(fastlr.redundancy_loss(model, x).detach())
+    assert first != second
+    assert first == float(fastlr.redundancy_loss(model, x).detach())
 
 
 def test_frozen_and_unused_parameters_and_padding(double):
@@ -172,12 +173,11 @@ def test_frozen_and_unused_parameters_and_padding(double):
     options = {"predictive": fastlr.Categorical(), "reduction": "none", "seed": 0}
     first = fastlr.redundancy_loss(model, x, **options)
     x["input_ids"] = torch.tensor([[1, 2, 7], [4, 8, 8]])
-    assert torch.equal(first, fastlr.redundancy_loss(model, x, **options)) and (first > 0).all()
+    assert torch.equal(first, fastlr.redundancy_loss(model, x, **options))
+    assert (first > 0).all()
     first.sum().backward()
-    assert (
-        model.head.weight.grad is not None
-        and model.embed.weight.grad is model.unused.weight.grad is None
-    )
+    assert model.head.weight.grad is not None
+    assert model.embed.weight.grad is model.unused.weight.grad is None
 
 
 NODES = {

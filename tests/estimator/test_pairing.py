@@ -62,10 +62,12 @@ def test_a_tensor_that_is_written_to_is_other_inputs():
     assert pairs(first, again)
     x[6] += 1
     third = meter.measure()
-    assert not pairs(first, third) and pairs(third, meter.measure())
+    assert not pairs(first, third)
+    assert pairs(third, meter.measure())
     x[0] += 1
     fresh = fastlr.estimate(nn.Linear(6, 3), fastlr.TensorInputs(x), N)
-    assert pairs(meter.measure(), fresh) and not pairs(third, fresh)
+    assert pairs(meter.measure(), fresh)
+    assert not pairs(third, fresh)
 
 
 def test_tensors_are_hashed_once_for_a_version(monkeypatch):
@@ -95,7 +97,8 @@ def test_every_tensor_counts():
     time_first = fastlr.TensorInputs(torch.zeros(5, N, 6), in_dim=1)
     before = time_first.identity(N - 1, 0)
     time_first.tensors[2, 6, 3] = 1
-    assert before and time_first.identity(N - 1, 0) != before
+    assert before
+    assert time_first.identity(N - 1, 0) != before
     assert fastlr.TensorInputs((rows(), object())).identity(N, 0) == ""
 
 
@@ -115,7 +118,8 @@ def test_generated_inputs_are_their_arguments_and_seed():
         fastlr.TokenInputs(9, 4).identity(N, 0),
         fastlr.TokenInputs(9, 4, attention_mask=True).identity(N, 0),
     }
-    assert len(kinds) == 8 and "" not in kinds
+    assert len(kinds) == 8
+    assert "" not in kinds
 
     class Mirrored(fastlr.GaussianSeries):
         def _make(self, *given):
@@ -164,7 +168,8 @@ def test_predictives_that_differ_do_not_pair():
         measured(fastlr.TensorInputs(rows()), predictive=fastlr.Gaussian(sigma))
         for sigma in (1, 1.0, 2.0)
     ]
-    assert pairs(gaussians[0], gaussians[1]) and not pairs(gaussians[0], gaussians[2])
+    assert pairs(gaussians[0], gaussians[1])
+    assert not pairs(gaussians[0], gaussians[2])
     mask = torch.tensor([[True, True], [False, True]])
     plain = on_images(fastlr.Categorical(dim=1))
     masked = on_images(fastlr.Categorical(dim=-3, mask=mask))
@@ -196,7 +201,8 @@ def stored(estimate, *without):
 def test_stored_estimates_pair_as_they_did():
     first = measured(fastlr.TensorInputs(rows()))
     back = stored(first)
-    assert back.to_dict() == first.to_dict() and pairs(back, first)
+    assert back.to_dict() == first.to_dict()
+    assert pairs(back, first)
     assert not pairs(back, measured(fastlr.TensorInputs(rows(6))))
     old = stored(first, "inputs_identity", "predictive_identity")
     for other in (old, first):

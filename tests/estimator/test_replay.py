@@ -86,7 +86,8 @@ def agree(a, b):
 @pytest.mark.parametrize("n", [40, 44])
 def test_same_numbers(device, n):
     model = net(device)
-    with_graphs, without = estimator(model, n), estimator(model, n, graphs=False)
+    with_graphs = estimator(model, n)
+    without = estimator(model, n, graphs=False)
     for _ in range(2):
         agree(with_graphs.measure(), without.measure())
     assert set(with_graphs.chunks.replays.held) == {8}, (
@@ -117,7 +118,8 @@ def test_a_shorter_last_chunk_is_the_end_of_a_whole_one(device):
     plain = estimator(model, 21, graphs=False, inputs=inputs).measure()
     for result in (first, again):
         agree(result, plain)
-        assert result.n == 21 and sum(result.per_parameter.values()) == pytest.approx(result.value)
+        assert result.n == 21
+        assert sum(result.per_parameter.values()) == pytest.approx(result.value)
 
 
 def test_a_measurement_reads_from_the_device_once(monkeypatch):
@@ -157,7 +159,9 @@ def test_a_wait_would_be_seen(read, monkeypatch):
         getattr(x * 2, read)()
         before = len(events)
         y = x.cpu() + 1
-        assert bool(y > 0) and float(y) == 2.0 and y.tolist() == [2.0]
+        assert bool(y > 0)
+        assert float(y) == 2.0
+        assert y.tolist() == [2.0]
     assert before == 1 and events[1:] == ["copied"], "what was copied is read on the host"
 
 
@@ -171,12 +175,12 @@ def test_outputs_that_need_a_closer_look_are_flagged():
     def flagged(own, got):
         return bool(output_differs(ModelView.of(identity), own, got))
 
-    assert not flagged(x, x) and not flagged(x, x * (1 + 1e-5)) and not flagged(masked, masked)
-    assert (
-        flagged(x, x + 0.1)
-        and flagged(masked, masked + 0.1 * (masked > -1))
-        and flagged(x, x[:, :5])
-    )
+    assert not flagged(x, x)
+    assert not flagged(x, x * (1 + 1e-5))
+    assert not flagged(masked, masked)
+    assert flagged(x, x + 0.1)
+    assert flagged(masked, masked + 0.1 * (masked > -1))
+    assert flagged(x, x[:, :5])
     assert flagged(x, torch.where(x == x[2, 7], torch.nan, x))
 
 
@@ -213,7 +217,8 @@ def test_weights_may_change_in_between(device):
         optimiser.step()
         optimiser.zero_grad()
         agree(graphs.measure(), plain.measure())
-    assert graphs.chunks.replays.held[8] is replay and not graphs.chunks.replays.note
+    assert graphs.chunks.replays.held[8] is replay
+    assert not graphs.chunks.replays.note
 
 
 def test_weights_that_moved_are_captured_anew(device):
@@ -265,7 +270,8 @@ def test_the_program_is_compared_once_a_measurement(device, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_after_a_capture_that_failed_all_is_as_before():
-    device, x = torch.device("cuda", torch.cuda.current_device()), torch.ones(3, device="cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(3, device="cuda")
     before = torch.cuda.current_stream()
     with pytest.raises(RuntimeError):
         CudaRecorder(device).capture(lambda: x.sum().item())
@@ -287,7 +293,8 @@ def test_hidden_state_is_seen_in_the_output(device, monkeypatch):
     monkeypatch.setitem(HIDDEN, "factor", 3.0)
     after = graphs.measure()
     agree(after, estimator(model, graphs=False).measure())
-    assert after.value != before.value and any("dropped" in note for note in after.notes)
+    assert after.value != before.value
+    assert any("dropped" in note for note in after.notes)
 
 
 def test_values_that_are_not_finite_raise_as_without(device):
@@ -311,7 +318,8 @@ def test_replayed_time_counts_for_audits(monkeypatch):
     audits = graphs.engine.audits
     audits._measured = audits._spent = audits._last = 0.0
     counts = [graphs.measure().audits for _ in range(12)]
-    assert graphs.chunks.replays.held and not graphs.chunks.replays.note
+    assert graphs.chunks.replays.held
+    assert not graphs.chunks.replays.note
     assert sum(counts[2:]) >= 5, counts
     assert audits._spent <= 2.0 * audits._measured + audits._last
     monkeypatch.setattr(audit, "SHARE", 1e9)
@@ -355,7 +363,8 @@ def test_a_replayed_sample_that_is_not_right_has_the_next_batch_audited(
     audits.owe()
     monkeypatch.setattr(type(graphs.engine), "audit", lambda self, *given: False)
     result = graphs.measure()
-    assert any("dropped" in note for note in result.notes) and result.audits == 1
+    assert any("dropped" in note for note in result.notes)
+    assert result.audits == 1
     assert not audits.due(fresh=False)
 
 
@@ -402,7 +411,8 @@ def test_rounding_is_not_measured_at_every_measurement(monkeypatch):
         with torch.no_grad():
             model.head.weight.mul_(1.3 if step % 2 else 0.7)
         graphs.measure()
-    assert graphs.chunks.replays.held and runs == [torch.float32]
+    assert graphs.chunks.replays.held
+    assert runs == [torch.float32]
     monkeypatch.undo()
 
 
@@ -414,7 +424,8 @@ def test_a_difference_that_rounding_does_not_explain_is_seen_with_rounding_known
     graphs.measure()
     replay = graphs.chunks.replays.held[8]
     model.eval()
-    assert replay.clean(False, True) and replay.clean(False, True)
+    assert replay.clean(False, True)
+    assert replay.clean(False, True)
     replay.output[1, 2] += 0.5 * replay.output.abs().amax()
     assert not replay.clean(False, True)
 
@@ -429,7 +440,8 @@ def test_other_threads_draw_random_numbers_during_a_capture(
 
     class Generator:
         def __init__(self, device=None, state=None):
-            self.device, self.state = device, {"capturing": False} if state is None else state
+            self.device = device
+            self.state = {"capturing": False} if state is None else state
 
         def graphsafe_get_state(self):
             return Generator(self.device, self.state)
@@ -490,7 +502,8 @@ def test_other_threads_draw_random_numbers_during_a_capture(
     monkeypatch.setattr(torch, "Generator", Generator)
     recorder = CudaRecorder(torch.device("cuda", 0))
     recorder.capture(default.draw)  # as another thread would, meanwhile
-    assert default.state is before and not before["capturing"]
+    assert default.state is before
+    assert not before["capturing"]
     assert recorder.graph.state is not before
 
 
@@ -506,7 +519,8 @@ def test_inputs_without_a_kernel_are_copied(device):
 def test_autocast(device):
     model = net(device)
     low = {"dtype": torch.bfloat16}
-    a, b = estimator(model, **low).measure(), estimator(model, graphs=False, **low).measure()
+    a = estimator(model, **low).measure()
+    b = estimator(model, graphs=False, **low).measure()
     torch.testing.assert_close(a.per_sample, b.per_sample, rtol=1e-2, atol=0)
 
 
@@ -589,7 +603,8 @@ def test_each_device_captures_and_replays_on_a_stream_of_its_own(
         recorder = CudaRecorder(torch.device("cuda", index))
         assert recorder.capture(lambda: current[-1]) == index
         recorder.replay()
-    assert captured == [(0, 0), (1, 1)] and replayed == [0, 1]
+    assert captured == [(0, 0), (1, 1)]
+    assert replayed == [0, 1]
 
 
 def test_what_a_graph_relies_on_is_known_of_the_model():

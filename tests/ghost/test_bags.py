@@ -30,12 +30,10 @@ class Bags(nn.Module):
     ):
         super().__init__()
         self.bag = nn.EmbeddingBag(9, 4, mode=mode, include_last_offset=closed, **options)
-        self.head, self.offsets, self.closed, self.weighted = (
-            nn.Linear(4, 2),
-            offsets,
-            closed,
-            weighted,
-        )
+        self.head = nn.Linear(4, 2)
+        self.offsets = offsets
+        self.closed = closed
+        self.weighted = weighted
 
     def forward(self, ids):
         """A sample's bags one after another."""

@@ -134,8 +134,10 @@ def many_batches(monkeypatch, models, batches):
             )
             norms(model, x, torch.randn(count, 1000))
         engine = engine_for(model)
-        assert engine.audits.failed == 0 and engine.audits.passed == batches
-        assert engine.proofs == 1 and not engine.ledger.by_data
+        assert engine.audits.failed == 0
+        assert engine.audits.passed == batches
+        assert engine.proofs == 1
+        assert not engine.ledger.by_data
 
 
 def test_no_batch_of_a_kept_engine_is_refused(monkeypatch):

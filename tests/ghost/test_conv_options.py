@@ -41,7 +41,8 @@ class Call(nn.Module):
     def __init__(self, call, weight, options, norm):
         super().__init__()
         self.call, self.options, self.norm = call, options, norm
-        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(torch.randn(6))
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.randn(6))
 
     def forward(self, x):
         y = self.call(x, self.weight, self.bias, **self.options)

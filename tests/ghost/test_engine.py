@@ -171,10 +171,8 @@ def test_inputs_in_another_memory_order_keep_the_fast_route(in_dim):
     """A linear layer takes another path through autograd where its input is not contiguous."""
     model = nn.Linear(2, 3).double()
     # Time first, in memory sample first.
-    x, v = (
-        draw(4, 6, 2).transpose(0, 1),
-        draw(4, 6, 3).transpose(0, 1),
-    )
+    x = draw(4, 6, 2).transpose(0, 1)
+    v = draw(4, 6, 3).transpose(0, 1)
     x, v = (x, v) if in_dim else (x.transpose(0, 1), v.transpose(0, 1))
     got = fastlr.per_sample_grad_sq_norms(model, x, v, in_dim=in_dim, out_dim=in_dim)
     want = truth(model, (draw(4, 6, 2),), draw(4, 6, 3))
@@ -237,10 +235,8 @@ def test_a_missing_rule_takes_the_nodes_own_formula(monkeypatch):
 def test_marks_tell_layouts_apart(right):
     count, shape = 5, [12, 12, 12]
     shape[right.dim] = right.outer * count * right.inner
-    plain, marks = (
-        draw(*shape),
-        Marks.make(count, torch.float64, torch.device("cpu"), regular=False),
-    )
+    plain = draw(*shape)
+    marks = Marks.make(count, torch.float64, torch.device("cpu"), regular=False)
     ids = right.samples(shape[right.dim], count, plain.device)
     along = [-1 if d == right.dim else 1 for d in range(3)]
     sums = (
@@ -253,7 +249,8 @@ def test_marks_tell_layouts_apart(right):
                 layout = Regular(right.dim, outer, inner)
                 assert (explains(layout, *sums, marks) is not None) == (layout == right)
     found = explains(Ragged(right.dim), *sums, marks)
-    assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
+    assert isinstance(found, Ragged)
+    assert torch.equal(found.ids, ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -269,7 +266,8 @@ def test_rows_of_any_number_of_samples_are_told_apart(count, dtype):
         * (1 + 0.5 * marks.tolerance * draw(len(marks.factors), 4 * count).clamp(-1, 1))
     )
     found = explains(Ragged(0), plain, marked, marks)
-    assert isinstance(found, Ragged) and torch.equal(found.ids, ids)
+    assert isinstance(found, Ragged)
+    assert torch.equal(found.ids, ids)
     for share in (0.5, 0.25, 0.2):  # a row of two samples is that of neither, nor of a third
         others = torch.where(ids == 0, 1, 0)
         mixed = plain * ((1 - share) * marks.factors[:, ids] + share * marks.factors[:, others])
@@ -280,7 +278,8 @@ def test_rows_of_any_number_of_samples_are_told_apart(count, dtype):
 
 
 def test_rows_that_mix_samples_have_no_layout():
-    plain, marks = draw(6, 4), Marks.make(3, torch.float64, torch.device("cpu"), regular=False)
+    plain = draw(6, 4)
+    marks = Marks.make(3, torch.float64, torch.device("cpu"), regular=False)
     marked = plain * marks.factors.repeat(1, 2)[..., None]
     marked[:, 0, 0] = plain[0, 0] * marks.factors[:, 1]
     sums = row_sums(plain, 0), torch.stack([row_sums(m, 0) for m in marked])
@@ -393,7 +392,8 @@ def test_parameters_outside_the_graph():
     unused = Written(lambda m, x: m.a(x), a=nn.Linear(5, 3), b=nn.Linear(5, 3)).double()
     agree_on_four(unused)
     report = fastlr.support_report(unused, draw(4, 5))
-    assert report.routes["b.weight"] == "zero" and "not used by the output" in str(report)
+    assert report.routes["b.weight"] == "zero"
+    assert "not used by the output" in str(report)
 
 
 def test_leaves_that_are_not_parameters_are_named():
@@ -414,7 +414,8 @@ def norms(model, x, v=None, **options):
     return fastlr.per_sample_grad_sq_norms(model, x, v, **options)  # type: ignore[arg-type]
 
 
-X, NAN_COLUMN = draw(4, 5), draw(4, 5).index_fill(1, torch.tensor(2), torch.nan)
+X = draw(4, 5)
+NAN_COLUMN = draw(4, 5).index_fill(1, torch.tensor(2), torch.nan)
 DROPOUT = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
 
 
@@ -496,7 +497,9 @@ def test_nothing_is_touched_when_a_call_fails():
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1.0, 1e15])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiny_and_huge_cotangents(scale, dtype):
-    model, x, v = mlp().to(dtype), draw(4, 5).to(dtype), draw(4, 3).to(dtype).double()
+    model = mlp().to(dtype)
+    x = draw(4, 5).to(dtype)
+    v = draw(4, 3).to(dtype).double()
     got = fastlr.per_sample_grad_sq_norms(model, x, v * scale)
     unit = fastlr.per_sample_grad_sq_norms(model, x, v)
     torch.testing.assert_close(
@@ -575,14 +578,17 @@ def test_recurrent_layers_on_a_gpu():
 
 
 def test_low_precision_is_that_of_products():
-    gpu, cpu, backends = torch.device("cuda"), torch.device("cpu"), torch.backends
+    gpu = torch.device("cuda")
+    cpu = torch.device("cpu")
+    backends = torch.backends
     before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32
     try:
-        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = True, False
-        assert low_precision(gpu, {torch.float32}) and not low_precision(gpu, {torch.float64})
-        assert low_precision(cpu, {torch.float32, torch.bfloat16}) and not low_precision(
-            cpu, {torch.float32}
-        )
+        backends.cudnn.allow_tf32 = True
+        backends.cuda.matmul.allow_tf32 = False
+        assert low_precision(gpu, {torch.float32})
+        assert not low_precision(gpu, {torch.float64})
+        assert low_precision(cpu, {torch.float32, torch.bfloat16})
+        assert not low_precision(cpu, {torch.float32})
         backends.cudnn.allow_tf32 = False
         assert not low_precision(gpu, {torch.float32})
         with torch.autocast("cpu", torch.bfloat16):
@@ -612,7 +618,8 @@ def test_unit_passes_keep_the_fast_route():
 
     The zeros in such a cotangent must not lose it.
     """
-    model, x = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double(), draw(4, 7, 5)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x = draw(4, 7, 5)
 
     def units(z):
         for p in range(z.shape[1]):
@@ -636,9 +643,8 @@ def test_what_was_zero_in_the_proof_has_the_same_bits_at_every_call():
     first, second = (
         fastlr.per_sample_grad_sq_norms(gated, x, v, per_parameter=True) for _ in range(2)
     )
-    assert first["a.weight"][4] > 0 and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+    assert first["a.weight"][4] > 0
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert engine_for(gated, None, 0, 0).ledger.parameters["a.weight"].alive
 
 

@@ -43,10 +43,8 @@ def first_call(model, x, v, want):
     """The engine and the routes of a first call, whose norms are held to ``want``."""
     engine = Engine(model)
     got = engine.run(x, v.to(x.dtype))
-    total, close = (
-        torch.stack(list(want.values())).sum(0),
-        1e-8 if x.dtype == torch.float64 else 1e-3,
-    )
+    total = torch.stack(list(want.values())).sum(0)
+    close = 1e-8 if x.dtype == torch.float64 else 1e-3
     for name, value in want.items():
         assert bool(
             ((got.per_parameter[name] - value).abs() <= close * (value + 1e-4 * total)).all()
@@ -57,9 +55,12 @@ def first_call(model, x, v, want):
 @pytest.mark.parametrize(("after", "proofs"), [(torch.neg, 1), (Unlisted.apply, 2)])
 def test_all_folds_are_refuted_at_once(after, proofs):
     torch.manual_seed(0)
-    model, x, v = net(after), torch.randn(5, 3, 4, 4).double(), torch.randn(5, 3).double()
+    model = net(after)
+    x = torch.randn(5, 3, 4, 4).double()
+    v = torch.randn(5, 3).double()
     engine, routes = first_call(model, x, v, truth(model, (x,), v).norms)
-    assert engine.proofs == proofs and set(routes.values()) == {"rule"}
+    assert engine.proofs == proofs
+    assert set(routes.values()) == {"rule"}
     assert set(engine.folding.refused) == {f"{i}.conv.weight" for i in range(1, 5)}
     assert set(engine.folding.folded) == {"0.0.weight"}
 
@@ -99,6 +100,8 @@ def test_image_models_take_two_proofs_at_most(name, dtype, validated):
         with torch.no_grad():
             model(x)
     engine, routes = first_call(model, x, v, want)
-    assert engine.proofs <= 2 and set(routes.values()) == {"rule"}
+    assert engine.proofs <= 2
+    assert set(routes.values()) == {"rule"}
     biases = [key for key in want if key.endswith("attention_biases")]
-    assert biases and all(bool((want[key] > 0).all()) for key in biases)
+    assert biases
+    assert all(bool((want[key] > 0).all()) for key in biases)

@@ -140,7 +140,8 @@ def test_a_pooled_result_may_be_changed_in_place():
 
     model = block(rest, nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6))
     folding = exact(model, 3, 4, 7)
-    assert folding.folded and folding.replaced["squeeze"] == 1
+    assert folding.folded
+    assert folding.replaced["squeeze"] == 1
 
 
 def test_a_mean_by_numbers_of_other_kinds_is_left_alone():
@@ -148,7 +149,8 @@ def test_a_mean_by_numbers_of_other_kinds_is_left_alone():
         lambda h: h.relu().mean((np.int64(1), 2, 3), keepdim=True).flatten(1).expand(-1, 6)
     )
     folding = exact(model, 3, 4, 6, 7)
-    assert folding.folded and not folding.replaced
+    assert folding.folded
+    assert not folding.replaced
 
 
 def test_where_a_replaced_call_does_not_do_the_rest_stays_folded():
@@ -166,7 +168,9 @@ def test_where_a_replaced_call_does_not_do_the_rest_stays_folded():
     # Torch's result is contiguous.
     model = made(lambda m, h: m.last(h.view(-1, 6).unflatten(0, h.shape[:2]).mean(0)))
     folding = exact(model, 3, 4, 6, 7)
-    assert folding.folded and not folding.disabled and not folding.replaced
+    assert folding.folded
+    assert not folding.disabled
+    assert not folding.replaced
     assert "only convolutions and norms are folded" in str(
         fastlr.support_report(model, torch.randn(3, 4, 6, 7).double())
     )

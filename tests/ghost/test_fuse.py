@@ -60,10 +60,8 @@ def test_its_gradients_are_right(act, frozen, residual):
         )
         for name, shape in shapes.items()
     }
-    mean, var = (
-        torch.randn(6, generator=generator, dtype=torch.float64),
-        torch.rand(6, dtype=torch.float64) + 0.5,
-    )
+    mean = torch.randn(6, generator=generator, dtype=torch.float64)
+    var = torch.rand(6, dtype=torch.float64) + 0.5
     options = ((2, 1), (1, 1), (1, 2), 2)
     rest = (
         mean,
@@ -100,7 +98,8 @@ def test_weights_are_folded_at_once(monkeypatch):
 
     monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.backend_for", lambda *_: "triton")
     monkeypatch.setattr("fastlr.ghost.fusion.conv_bn.ops.run", run)
-    generator, weights = torch.Generator().manual_seed(0), FoldedWeights()
+    generator = torch.Generator().manual_seed(0)
+    weights = FoldedWeights()
     calls = [
         [torch.rand(shape, generator=generator) for shape in ((4, 3, 2, 2), *[(4,)] * 5)]
         for _ in range(3)
@@ -125,12 +124,12 @@ def test_weights_are_folded_at_once(monkeypatch):
 
     # what was folded one by one is then folded at once, so that the kernel has been compared before
     # a capture
-    assert forward() == [1, 1, 1, 3] and forward() == [3] and forward() == [3]
-    assert (
-        forward(kind=torch.bfloat16) == [1, 1, 1, 3]
-        and forward() == [3]
-        and forward(kind=torch.bfloat16) == [3]
-    )
+    assert forward() == [1, 1, 1, 3]
+    assert forward() == [3]
+    assert forward() == [3]
+    assert forward(kind=torch.bfloat16) == [1, 1, 1, 3]
+    assert forward() == [3]
+    assert forward(kind=torch.bfloat16) == [3]
     assert forward(lambda: calls[2][0].mul_(2)) == [3, 1, 3] and forward() == [3], (
         "changed in place"
     )
@@ -176,7 +175,8 @@ def test_blocks_are_folded(name):
 
 @pytest.mark.parametrize("axes", [1, 3])
 def test_other_dimensions(axes):
-    convolution, norm = getattr(nn, f"Conv{axes}d"), getattr(nn, f"BatchNorm{axes}d")
+    convolution = getattr(nn, f"Conv{axes}d")
+    norm = getattr(nn, f"BatchNorm{axes}d")
     x = torch.randn(3, 2, *[6, 5, 4][:axes], dtype=torch.float64)
     check(nn.Sequential(convolution(2, 5, 3, padding=1), norm(5), nn.ReLU(), nn.Flatten()), 1, x)
 
@@ -347,7 +347,8 @@ def test_a_hook_that_keeps_the_result_gets_the_result():
 def test_scripted_module_gets_a_real_tensor():
     rest = torch.jit.script(nn.Sequential(nn.ReLU(), nn.Flatten()))
     model = randomise(nn.Sequential(nn.Conv2d(4, 6, 1), nn.BatchNorm2d(6), rest))
-    x, v = torch.randn(3, 4, 5, 5, dtype=torch.float64), torch.randn(3, 150, dtype=torch.float64)
+    x = torch.randn(3, 4, 5, 5, dtype=torch.float64)
+    v = torch.randn(3, 150, dtype=torch.float64)
     got = fastlr.per_sample_grad_sq_norms(model, x, v, per_parameter=True)
     assert_norms(got, cases.loop_norms(cases.Case(model, x), v), 1e-10, 1e-13)
 
@@ -430,7 +431,8 @@ def test_few_positions_keep_the_unfolded_product(monkeypatch):
         2,
         torch.randn(3, 24, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
     )
-    assert taken and set(taken) == {torch.Size((48, 24, 3, 3)), torch.Size((48, 48, 3, 3))}
+    assert taken
+    assert set(taken) == {torch.Size((48, 24, 3, 3)), torch.Size((48, 48, 3, 3))}
 
 
 def resnet_block():
@@ -448,11 +450,9 @@ def resnet_block():
 
 
 def test_the_weights_may_change_between_calls():
-    model, x, v = (
-        block(),
-        torch.randn(3, 4, 7, 6, dtype=torch.float64),
-        torch.randn(3, 120, dtype=torch.float64),
-    )
+    model = block()
+    x = torch.randn(3, 4, 7, 6, dtype=torch.float64)
+    v = torch.randn(3, 120, dtype=torch.float64)
     for seed in range(3):
         randomise(model, seed)
         got = fastlr.per_sample_grad_sq_norms(model, x, v)
@@ -471,12 +471,11 @@ def test_the_report_names_what_is_folded_and_what_is_not():
         nn.Flatten(),
     ).eval()
     report = fastlr.support_report(model, torch.randn(4, 4, 7, 6))
-    assert report.folded == {"0.weight": "relu"} and set(report.unfolded) == {"3.weight"}
+    assert report.folded == {"0.weight": "relu"}
+    assert set(report.unfolded) == {"3.weight"}
     text = str(report)
-    assert (
-        "1 convolutions run folded" in text
-        and "not folded (no batch norm follows): 3.weight" in text
-    )
+    assert "1 convolutions run folded" in text
+    assert "not folded (no batch norm follows): 3.weight" in text
 
 
 def test_logits_near_zero_in_low_precision_do_not_forbid_folding():
@@ -492,15 +491,18 @@ def test_logits_near_zero_in_low_precision_do_not_forbid_folding():
         nn.Flatten(),
         nn.Linear(64, 3),
     ).eval()
-    x, v = torch.randn(1, 4, 17, 17) + 0.01 * torch.randn(8, 4, 17, 17), torch.randn(8, 3)
+    x = torch.randn(1, 4, 17, 17) + 0.01 * torch.randn(8, 4, 17, 17)
+    v = torch.randn(8, 3)
     with torch.no_grad():  # outputs that cancel to almost nothing
         model[-1].weight.mul_(100.0)
         model[-1].bias.copy_(model[-1].bias - model(x).mean(0))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        own, folded = model(x), fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
+        own = model(x)
+        folded = fuse.Folding().run(dict(model.named_parameters()), lambda: model(x))
         assert bool(((folded - own).abs().amax(1) > 0.1 * own.abs().amax(1)).any()), (
             "the case is not one"
         )
         fastlr.per_sample_grad_sq_norms(model, x, v)
     folding = engine_for(model, None, 0, 0).folding
-    assert len(folding.folded) == 2 and not folding.disabled
+    assert len(folding.folded) == 2
+    assert not folding.disabled

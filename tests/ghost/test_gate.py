@@ -17,11 +17,9 @@ class Excited(nn.Module):
 
     def __init__(self, product):
         super().__init__()
-        self.before, self.squeeze, self.excite = (
-            nn.Conv2d(4, 6, 3),
-            nn.Conv2d(6, 3, 1),
-            nn.Conv2d(3, 6, 1),
-        )
+        self.before = nn.Conv2d(4, 6, 3)
+        self.squeeze = nn.Conv2d(6, 3, 1)
+        self.excite = nn.Conv2d(3, 6, 1)
         self.after, self.product = nn.Conv2d(6, 5, 1), product
 
     def forward(self, x):
@@ -115,5 +113,7 @@ def test_mobilenet_runs_its_nine():
     report = fastlr.support_report(
         mobilenet_v3_small(num_classes=2).eval(), torch.randn(2, 3, 64, 64)
     )
-    assert report.replaced["gate"] == 9 and "9 products with one number a channel" in str(report)
-    assert report.replaced["squeeze"] == 10 and "10 means over all positions" in str(report)
+    assert report.replaced["gate"] == 9
+    assert "9 products with one number a channel" in str(report)
+    assert report.replaced["squeeze"] == 10
+    assert "10 means over all positions" in str(report)

@@ -44,16 +44,12 @@ class Wired(nn.Module):
 
     def __init__(self, between):
         super().__init__()
-        self.first, self.second, self.third = (
-            conv(4, 6),
-            conv(6, 6, 3, groups=6),
-            conv(6, 5, act=None),
-        )
-        self.squeeze, self.excite, self.plain = (
-            nn.Conv2d(6, 3, 1),
-            nn.Conv2d(3, 6, 1),
-            nn.Conv2d(6, 6, 1),
-        )
+        self.first = conv(4, 6)
+        self.second = conv(6, 6, 3, groups=6)
+        self.third = conv(6, 5, act=None)
+        self.squeeze = nn.Conv2d(6, 3, 1)
+        self.excite = nn.Conv2d(3, 6, 1)
+        self.plain = nn.Conv2d(6, 6, 1)
         self.dense, self.other = conv(6, 6, 3), conv(6, 6)
         self.between = between
 
@@ -125,11 +121,9 @@ def test_what_is_changed_in_place_is_noticed(
     between,
 ):
     """The forward pass is the model's; the backward pass is none, as torch says."""
-    model, folding, x = (
-        randomise(Wired(between)),
-        Folding(),
-        torch.randn(3, 4, 7, 6, dtype=torch.float64),
-    )
+    model = randomise(Wired(between))
+    folding = Folding()
+    x = torch.randn(3, 4, 7, 6, dtype=torch.float64)
     got = folding.run(dict(model.named_parameters()), lambda: model(x))
     torch.testing.assert_close(got, model(x))
 
@@ -173,9 +167,8 @@ def test_an_activation_that_was_left_open(act):
     torch.autograd.gradcheck(lambda t: Activated.apply(t, act, False), (x,))
     g = torch.rand_like(x)
     (settled,) = torch.autograd.grad(Activated.apply(x, act, True), x, g)
-    assert torch.equal(settled, g) and torch.equal(
-        Activated.apply(x, act, True), ACTIVATIONS[act](x)
-    )
+    assert torch.equal(settled, g)
+    assert torch.equal(Activated.apply(x, act, True), ACTIVATIONS[act](x))
 
 
 READS = {
@@ -193,7 +186,9 @@ READS = {
 def test_who_reads_the_inputs(name):
     """Inputs that only autocast convolutions read may be made in autocast's dtype: same bits."""
     read, casts = READS[name]
-    model, folding, x = conv(4, 6).eval(), Folding(), torch.randn(3, 4, 7, 6)
+    model = conv(4, 6).eval()
+    folding = Folding()
+    x = torch.randn(3, 4, 7, 6)
 
     def outputs(inputs, dtype):
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):

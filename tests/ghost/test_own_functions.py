@@ -60,11 +60,9 @@ class Uses(nn.Module):
     def __init__(self, order, function, before):
         super().__init__()
         self.before = nn.Linear(4, 4) if before else nn.Identity()
-        self.w, self.b, self.after = (
-            nn.Parameter(torch.randn(5, 4)),
-            nn.Parameter(torch.randn(5)),
-            nn.Linear(5, 3),
-        )
+        self.w = nn.Parameter(torch.randn(5, 4))
+        self.b = nn.Parameter(torch.randn(5))
+        self.after = nn.Linear(5, 3)
         self.order, self.functions = order, [function]
 
     def forward(self, x):
@@ -134,7 +132,8 @@ class Adjoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):  # noqa: D102
-        ys, parameters = ctx.saved_tensors[: ctx.steps], ctx.saved_tensors[ctx.steps + 1 :]
+        ys = ctx.saved_tensors[: ctx.steps]
+        parameters = ctx.saved_tensors[ctx.steps + 1 :]
         sums = [torch.zeros_like(p) for p in parameters]
         for y in reversed(ys):
             with torch.enable_grad():

@@ -63,43 +63,34 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.norm, self.frozen = (
-            nn.Linear(3, 3),
-            nn.BatchNorm1d(3),
-            nn.Linear(8, 8).requires_grad_(False),
-        )
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.register_buffer("alpha", torch.zeros(()))
         self.register_buffer("large", torch.zeros(100))
         self.scale, self.wide = torch.tensor(0.5), torch.zeros(50)
-        self.number, self.flag, self.text, self.none, self.missing = (
-            1,
-            False,
-            "a",
-            None,
-            float("nan"),
-        )
-        self.items, self.names, self.dims = (
-            [1, [2, 3]],
-            {"a", "b"},
-            {"d": 1, "deep": {"e": [Config()]}},
-        )
-        self.config, self.space, self.slotted, self.held = (
-            Config(),
-            types.SimpleNamespace(a=0),
-            Slotted(),
-            Space,
-        )
-        self.settings, self.args = globals()["Settings"](), argparse.Namespace(a=0)
-        self.hparams, self.long, self.many = (
-            Hyperparameters(a=0),
-            [0] * 300,
-            dict.fromkeys(range(300), 0),
-        )
-        self.mode, self.scalar, self.array = Mode.OFF, np.float32(0.5), np.arange(3.0)
-        self.part, self.blocks = (
-            functools.partial(torch.add, alpha=1),
-            [nn.Linear(2, 2), nn.Dropout(0.1)],
-        )
+        self.number = 1
+        self.flag = False
+        self.text = "a"
+        self.none = None
+        self.missing = float("nan")
+        self.items = [1, [2, 3]]
+        self.names = {"a", "b"}
+        self.dims = {"d": 1, "deep": {"e": [Config()]}}
+        self.config = Config()
+        self.space = types.SimpleNamespace(a=0)
+        self.slotted = Slotted()
+        self.held = Space
+        self.settings = globals()["Settings"]()
+        self.args = argparse.Namespace(a=0)
+        self.hparams = Hyperparameters(a=0)
+        self.long = [0] * 300
+        self.many = dict.fromkeys(range(300), 0)
+        self.mode = Mode.OFF
+        self.scalar = np.float32(0.5)
+        self.array = np.arange(3.0)
+        self.part = functools.partial(torch.add, alpha=1)
+        self.blocks = [nn.Linear(2, 2), nn.Dropout(0.1)]
         self.act = lambda h, alpha=0.0: h * alpha
         self.loop = self.items
         self.weights = [self.layer.weight, self.frozen.weight]
@@ -180,10 +171,8 @@ CHANGES = {
 @pytest.fixture
 def restored():
     """Put back what the changes do outside the model."""
-    forwards, own = (
-        (Block.forward, nn.Linear.forward),
-        (ALPHA, Space.alpha, Block.factor, Settings.alpha),
-    )
+    forwards = (Block.forward, nn.Linear.forward)
+    own = (ALPHA, Space.alpha, Block.factor, Settings.alpha)
     yield
     Block.forward, nn.Linear.forward = forwards
     globals()["ALPHA"], Space.alpha, Block.factor, Settings.alpha = own
@@ -224,7 +213,9 @@ def test_equal_contents_are_equal():
     block.loop = block.items
     block.config, block.space = Config(), types.SimpleNamespace(a=0)
     block.names, block.scale = {"b", "a"}, torch.tensor(0.5)
-    block.array, block.scalar, block.missing = np.arange(3.0), np.float32(0.5), float("nan")
+    block.array = np.arange(3.0)
+    block.scalar = np.float32(0.5)
+    block.missing = float("nan")
     block.alpha = torch.zeros(())
     assert fingerprint(model) == before
 

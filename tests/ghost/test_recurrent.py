@@ -38,7 +38,8 @@ class Layers(nn.Module):
     def __init__(self, kind, learnt=False, **options):
         super().__init__()
         cls, own = KINDS[kind]
-        self.first, self.rnn = nn.Linear(IN, IN), cls(IN, H, **own, **options)
+        self.first = nn.Linear(IN, IN)
+        self.rnn = cls(IN, H, **own, **options)
         depth = self.rnn.num_layers * (2 if self.rnn.bidirectional else 1)
         width = own.get("proj_size", H)
         self.head = nn.Linear(width * (2 if self.rnn.bidirectional else 1), 2)
@@ -102,7 +103,8 @@ def test_gates_that_hardly_open():
     v = torch.randn(model(x).shape)
     with torch.no_grad():
         model.rnn.bias_ih_l0[:H] = -20  # cells are far below the rounding of 1
-    got, want = Engine(model).run(x, v).per_parameter, truth(model, (x,), v).norms
+    got = Engine(model).run(x, v).per_parameter
+    want = truth(model, (x,), v).norms
     for name in filter(lambda name: "rnn" in name, want):
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=0)
 
@@ -122,7 +124,8 @@ def test_values_and_all_gradients_are_torchs(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_way_back_overwrites_nothing_and_copies_no_gates(kind):
-    rnn, x = KINDS[kind][0](IN, H, **KINDS[kind][1]), series(torch.float32)
+    rnn = KINDS[kind][0](IN, H, **KINDS[kind][1])
+    x = series(torch.float32)
 
     def ends():
         found = rnn(x)[1]
@@ -146,7 +149,8 @@ def test_without_folding_the_steps_are_torchs_own(kind, dtype):
     model, x = Layers(kind).eval().to(dtype), series(dtype)
     with fuse.unfolded():
         engine = holds(model, x, rtol=1e-10 if dtype == torch.float64 else 1e-4)
-    assert not engine.folding.replaced and engine.folding.unfused.calls
+    assert not engine.folding.replaced
+    assert engine.folding.unfused.calls
 
 
 def test_after_folding_is_given_up():
@@ -159,7 +163,8 @@ def test_after_folding_is_given_up():
     torch.testing.assert_close(got.total, want, rtol=1e-4, atol=0)
     assert set(got.routes.values()) == {"rule"}
     report = fastlr.support_report(Layers("lstm", dropout=0.0), x)
-    assert report.replaced == {"recurrent": 1} and "one product for all steps" in str(report)
+    assert report.replaced == {"recurrent": 1}
+    assert "one product for all steps" in str(report)
 
 
 def test_layers_that_the_first_call_does_not_reach():
@@ -190,11 +195,13 @@ def test_packed_sequences(kind):
                 [self.head(out).flatten(1), self.last(ends[0].transpose(0, 1).flatten(1))], 1
             )
 
-    model, x = Packed(kind, bidirectional=True, batch_first=True).eval(), series(torch.float32)
+    model = Packed(kind, bidirectional=True, batch_first=True).eval()
+    x = series(torch.float32)
     for sample, length in enumerate((6, 3, 5, 2)):
         x[sample, length:] = 10.0
     engine = holds(model, x, rtol=1e-4)
-    assert not engine.folding.replaced and engine.folding.unfused.calls == 1
+    assert not engine.folding.replaced
+    assert engine.folding.unfused.calls == 1
 
 
 def test_dropout_in_train_mode_is_refused():
@@ -224,7 +231,8 @@ def test_models_that_differentiate_their_own_forward_pass():
 
     model = Slope().double()
     engine = holds(model, series())
-    assert engine.folding.literal and not engine.folding.replaced
+    assert engine.folding.literal
+    assert not engine.folding.replaced
 
 
 def test_weights_that_are_computed_or_frozen():
@@ -235,7 +243,8 @@ def test_weights_that_are_computed_or_frozen():
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     x, v = series(), torch.ones(B, 14, dtype=torch.float64)
     got = Engine(model).run(x, v)
-    assert set(got.per_parameter) == names and set(got.routes.values()) == {"rule"}
+    assert set(got.per_parameter) == names
+    assert set(got.routes.values()) == {"rule"}
     assert_norms(got.per_parameter, truth(model, (x,), v).norms, 1e-10, 0)
 
 
@@ -243,7 +252,8 @@ def test_outputs_changed_in_place_and_layers_called_twice():
     class Twice(nn.Module):
         def __init__(self, batch_first):
             super().__init__()
-            self.rnn, self.head = nn.LSTM(IN, IN, batch_first=batch_first), nn.Linear(IN, 2)
+            self.rnn = nn.LSTM(IN, IN, batch_first=batch_first)
+            self.head = nn.Linear(IN, 2)
 
         def forward(self, x):
             x = x if self.rnn.batch_first else x.transpose(0, 1)
@@ -282,7 +292,8 @@ def test_cells(cell, dtype):
 
 
 def test_low_precision():
-    model, x = Layers("lstm", batch_first=True).eval(), series(torch.float32)
+    model = Layers("lstm", batch_first=True).eval()
+    x = series(torch.float32)
     want = truth(model, (x,), torch.ones(B, 15)).total
     with torch.autocast("cpu", torch.bfloat16):
         got = fastlr.per_sample_grad_sq_norms(model, x, torch.ones(B, 15))
@@ -345,7 +356,9 @@ class Read(nn.Module):
 
     def __init__(self, read):
         super().__init__()
-        self.rnn, self.head, self.read = nn.LSTM(IN, H, 2, batch_first=True), nn.Linear(H, 2), read
+        self.rnn = nn.LSTM(IN, H, 2, batch_first=True)
+        self.head = nn.Linear(H, 2)
+        self.read = read
 
     def forward(self, x):
         out, (hidden, cell) = self.rnn(x.reshape(-1, T, IN))
@@ -375,7 +388,8 @@ def test_weights_that_serve_twice_in_one_layer_and_outside():
         def __init__(self):
             super().__init__()
             self.rnn = nn.LSTM(IN, IN, batch_first=True)
-            self.rnn.weight_hh_l0, self.rnn.bias_hh_l0 = self.rnn.weight_ih_l0, self.rnn.bias_ih_l0
+            self.rnn.weight_hh_l0 = self.rnn.weight_ih_l0
+            self.rnn.bias_hh_l0 = self.rnn.bias_ih_l0
 
         def forward(self, x):
             out, (_, cell) = self.rnn(self.rnn(x)[0])

@@ -133,16 +133,15 @@ def test_a_monitor_refuses_what_an_estimate_refuses(hold, mix):
 
 def test_models_that_compare_equal():
     first, second = (state.Equal(lambda net, x: net.c(net.a(x).tanh())) for _ in range(2))
-    assert first == second and engine_for(first) is not engine_for(second)
+    assert first == second
+    assert engine_for(first) is not engine_for(second)
     for model in (first, second, first):
         check(Call(model, (torch.randn(4, 5),)))
 
 
 def test_a_model_may_say_that_it_equals_everything():
-    first, second = (
-        Net(lambda net, x: net.c(net.a(x).tanh())),
-        Net(lambda net, x: net.c(net.b(net.a(x).tanh()).tanh())),
-    )
+    first = Net(lambda net, x: net.c(net.a(x).tanh()))
+    second = Net(lambda net, x: net.c(net.b(net.a(x).tanh()).tanh()))
     for model in (first, second):
         model.__class__ = state.Equal
     for model in (first, second, first):
@@ -173,21 +172,26 @@ def test_hooks_that_a_forward_pass_makes_are_not_made_twice():
     want = truth(model, (x,), v).norms
     for _ in range(2):
         right(model, (x,), v, want)
-        assert not model.a._forward_hooks and not model.ready
+        assert not model.a._forward_hooks
+        assert not model.ready
     z = model(x)
     right(model, (x,), v, want)
-    assert len(model.a._forward_hooks) == 1 and torch.equal(model(x), z)
+    assert len(model.a._forward_hooks) == 1
+    assert torch.equal(model(x), z)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("measured_before", [False, True])
 def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured_before):
     torch.set_default_dtype(dtype)
-    model, x, v = state.CachedBias(), torch.randn(3, 4, 5), torch.randn(3, 4)
+    model = state.CachedBias()
+    x = torch.randn(3, 4, 5)
+    v = torch.randn(3, 4)
     want = truth(model, (x,), v).norms
     if measured_before:
         right(model, (x,), v, want)
-        assert float(want["biases"].min()) > 0 and model.cache == {}
+        assert float(want["biases"].min()) > 0
+        assert model.cache == {}
     with torch.no_grad():
         model(x)
     cached = {key: (value, value.clone()) for key, value in model.cache.items()}
@@ -206,7 +210,9 @@ def test_biases_cached_by_a_validation_pass_count_or_are_refused(dtype, measured
 
 @torch.no_grad()
 def test_a_cache_that_has_become_stale_is_refused():
-    model, x, v = state.CachedBias(), torch.randn(3, 4, 5), torch.randn(3, 4)
+    model = state.CachedBias()
+    x = torch.randn(3, 4, 5)
+    v = torch.randn(3, 4)
     model(x)
     norms(model, x, v)
     model.biases.mul_(3)
@@ -370,7 +376,8 @@ FINE = {
 def test_models_that_keep_the_rules(name, dtype):
     torch.set_default_dtype(dtype)
     build, shape = FINE[name]
-    model, axis = build().eval(), 1 if name == "encoder-time_first" else 0
+    model = build().eval()
+    axis = 1 if name == "encoder-time_first" else 0
     # Samples along axis 0.
     front = Written(lambda m, x: m.model(x.movedim(0, axis)).movedim(axis, 0), model=model)
     for count in (4, 2, 5, 4):
@@ -389,7 +396,9 @@ def test_models_that_keep_the_rules(name, dtype):
 @pytest.mark.filterwarnings("error::fastlr.FastlrWarning")
 def test_running_statistics_may_move():
     """In training between two estimates, which costs no proof and no comparison."""
-    model, images, compared = residual(), fastlr.TensorInputs(torch.randn(8, 3, 4, 4)), []
+    model = residual()
+    images = fastlr.TensorInputs(torch.randn(8, 3, 4, 4))
+    compared = []
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for _ in range(60):
         optimizer.zero_grad()
@@ -397,7 +406,8 @@ def test_running_statistics_may_move():
         optimizer.step()
         fastlr.estimate(model, images, n=8)
         compared.append(engine_for(model).comparisons)
-    assert engine_for(model).proofs == 1 and compared[-1] == compared[0]
+    assert engine_for(model).proofs == 1
+    assert compared[-1] == compared[0]
     check(Call(model.eval(), (torch.randn(5, 3, 4, 4),)))
     assert set(fastlr.support_report(model, torch.randn(5, 3, 4, 4)).routes.values()) == {"rule"}
 

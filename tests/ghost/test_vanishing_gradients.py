@@ -26,7 +26,8 @@ class Recurrence(nn.Module):
     def __init__(self, dtype=torch.float32, width=6):
         super().__init__()
         self.width = width
-        self.inner, self.outer = nn.Linear(3, width), nn.Linear(width, width)
+        self.inner = nn.Linear(3, width)
+        self.outer = nn.Linear(width, width)
         self.head = nn.Linear(width, 2)
         with torch.no_grad():
             self.outer.weight.mul_(SHRINK[dtype])

@@ -180,7 +180,8 @@ def training(rank: int, whole: bool) -> dict[str, Any]:
                     found["as before"] = found.get("as before", True) and all(
                         map(same, before, state(model))
                     )
-                    found["per parameter"], found["routes"] = lr.per_parameter, lr.routes
+                    found["per parameter"] = lr.per_parameter
+                    found["routes"] = lr.routes
                     found["weights"] = whole_state(model)
             optimizer.step()
             optimizer.zero_grad()
@@ -245,7 +246,8 @@ def one_by_one(rank: int) -> dict[str, Any]:
     fully_sharded.free_bytes = lambda device: 0 if rank else 1 << 60  # type: ignore[attr-defined]
     found["by itself"] = fastlr.estimate(model, DRAWN, 4, predictive=PREDICTIVE).notes
 
-    large, inputs = fully_shard(Hidden(hides=False)), torch.randn(2, 512)
+    large = fully_shard(Hidden(hides=False))
+    inputs = torch.randn(2, 512)
     with full_params(large, whole=False):
         z = large(inputs)
         found["mapped"] = [mapped()]
@@ -489,6 +491,7 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
         image_size=8,
         patch_size=4,
     )
-    model, images = hf.ViTForImageClassification(config), fastlr.NoiseImages((3, 8, 8))
+    model = hf.ViTForImageClassification(config)
+    images = fastlr.NoiseImages((3, 8, 8))
     blocks = lambda m: [part for part in m.modules() if type(part).__name__ == "ViTLayer"]  # noqa: E731
     return model.eval(), blocks, torch.randn(3, 3, 8, 8), None, images

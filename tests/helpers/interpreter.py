@@ -99,7 +99,8 @@ def hasten() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = once
-    numbers, pointers = functools.cache(interpreter._get_np_dtype), np.dtype(np.uint64)
+    numbers = functools.cache(interpreter._get_np_dtype)
+    pointers = np.dtype(np.uint64)
     interpreter._get_np_dtype = lambda kind: (
         pointers if kind.scalar.is_ptr() else numbers(kind.scalar)
     )

@@ -136,10 +136,13 @@ def main() -> None:
     torch.manual_seed(0)
     predictive: Any
     if name == "patchtst":
-        model, x, predictive = PatchTST().eval(), torch.randn(BATCH, 512, 7), fastlr.Gaussian()
+        model = PatchTST().eval()
+        x = torch.randn(BATCH, 512, 7)
+        predictive = fastlr.Gaussian()
     else:
         model = torchvision.models.get_model(name, num_classes=2).eval()
-        x, predictive = torch.randn(BATCH, 3, 224, 224), fastlr.Categorical()
+        x = torch.randn(BATCH, 3, 224, 224)
+        predictive = fastlr.Categorical()
         if dtype != "fp32":
             model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
     found = launched(model, x, kind, predictive)

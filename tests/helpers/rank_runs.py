@@ -55,7 +55,9 @@ class Sometimes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.sometimes, self.never = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+        self.always = nn.Linear(3, 2)
+        self.sometimes = nn.Linear(3, 2)
+        self.never = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.always(x) + (self.sometimes(x) if x[0, 0] > 0 else 0)
@@ -77,7 +79,9 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        self.first = nn.Linear(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.last = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.norm(self.first(x)).tanh() * 2))

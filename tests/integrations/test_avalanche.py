@@ -80,11 +80,14 @@ def test_training_is_bit_for_bit_the_same(when, steps):
     states = random_states()
     metric = Watched(INPUTS, N, measures=["weight_norm"], **when)
     watched, plugin = train(metric)
-    assert same_bits(alone, watched) and random_states() == states
-    assert [row[0] for row in metric.rows] == steps and all(row[2] == row[3] for row in metric.rows)
+    assert same_bits(alone, watched)
+    assert random_states() == states
+    assert [row[0] for row in metric.rows] == steps
+    assert all(row[2] == row[3] for row in metric.rows)
     curves = plugin.get_all_metrics()
     _, values = curves["local_redundancy/train_phase/train_stream"]
-    assert values == [row[2] for row in metric.rows] and metric.result() == values[-1]
+    assert values == [row[2] for row in metric.rows]
+    assert metric.result() == values[-1]
     assert set(curves) - set(plain.get_all_metrics()) == {
         f"{name}/train_phase/train_stream"
         for name in ("local_redundancy", "local_redundancy_stderr", "weight_norm")
@@ -95,7 +98,8 @@ def test_a_classifier_that_grows_and_the_best_checkpoint(tmp_path):
     metric = Watched(INPUTS, N, keep_best=tmp_path / "best.pt")
     model, _ = train(metric, growing())
     assert model[-1].classifier.out_features == 4
-    assert len(metric.rows) == 3 and all(row[2] == row[3] for row in metric.rows)
+    assert len(metric.rows) == 3
+    assert all(row[2] == row[3] for row in metric.rows)
     best = torch.load(tmp_path / "best.pt", weights_only=True)
     assert best["local_redundancy"] == max(row[2] for row in metric.rows) == metric.best.value
 

@@ -109,8 +109,10 @@ def test_training_and_its_log_are_the_same(tmp_path, options):
         lambda t: Watched(t, TOKENS, every_n_steps=4, estimate_dtype=dtype, **WHAT),
         **options,
     )
-    assert same_bits(alone.model, trainer.model) and random_states() == states
-    assert logged(alone) == logged(trainer) and len(logged(alone)) == 5
+    assert same_bits(alone.model, trainer.model)
+    assert random_states() == states
+    assert logged(alone) == logged(trainer)
+    assert len(logged(alone)) == 5
     assert [row[0] for row in callback.rows] == [0, 4, 8]
     assert [(r["step"], r["local_redundancy"]) for r in logged(trainer, True)] == [
         (r[0], r[2]) for r in callback.rows
@@ -131,7 +133,8 @@ def test_own_precision_below_the_autocast_of_accelerate(tmp_path):
     for _, _, value, wanted in callback.rows:
         assert value == wanted
     callback.measure()
-    assert trainer.model.forward == wrapped and callback.last.estimate.dtype is None
+    assert trainer.model.forward == wrapped
+    assert callback.last.estimate.dtype is None
 
 
 def test_best_checkpoint_at_evaluations(tmp_path):

@@ -89,11 +89,11 @@ def test_training_is_bit_for_bit_the_same(options):
     states = random_states()
     callback = Watched(dtype, every_n_steps=2)
     watched, trainer = fit(callback, **options)
-    assert same_bits(alone, watched) and random_states() == states
+    assert same_bits(alone, watched)
+    assert random_states() == states
     steps = [0, 2, 4] if "accumulate_grad_batches" in options else [0, 2, 4, 6, 8]
-    assert [row[0] for row in callback.rows] == steps and all(
-        row[2] == row[3] for row in callback.rows
-    )
+    assert [row[0] for row in callback.rows] == steps
+    assert all(row[2] == row[3] for row in callback.rows)
     assert len({row[2] for row in callback.rows}) == len(steps)
     assert float(trainer.callback_metrics["local_redundancy"]) == pytest.approx(
         callback.rows[-1][2]
@@ -107,13 +107,15 @@ def test_epochs_loggers_and_a_submodule(tmp_path):
     assert [row[:2] for row in callback.rows] == [
         (4, 0),
         (8, 1),
-    ] and "0.weight" in callback.last.estimate.per_parameter
+    ]
+    assert "0.weight" in callback.last.estimate.per_parameter
     header, *rows = [
         line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()
     ]
     column = header.index("fastlr/local_redundancy")
     values = {int(row[header.index("step")]): float(row[column]) for row in rows if row[column]}
-    assert values == {row[0]: row[2] for row in callback.rows} and "fastlr/weight_norm" in header
+    assert values == {row[0]: row[2] for row in callback.rows}
+    assert "fastlr/weight_norm" in header
 
 
 def test_best_checkpoint_and_resumption(tmp_path):
@@ -154,9 +156,8 @@ def test_averaged_weights():
     callback.estimate = lambda *_: fastlr.estimate(averages._average_model.module, INPUTS, N).value
     module, _ = fit(averages, callback)
     assert same_bits(alone, module)
-    assert len({row[2] for row in callback.rows}) == 3 and all(
-        row[2] == row[3] for row in callback.rows
-    )
+    assert len({row[2] for row in callback.rows}) == 3
+    assert all(row[2] == row[3] for row in callback.rows)
     with pytest.raises(InputError, match="no WeightAveraging callback"):
         fit(LocalRedundancyMonitor(INPUTS, N, weights="averaged"))
 

@@ -86,10 +86,8 @@ def test_dormant_ratio_equals_the_definition(kind, layout):
     dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
     model, x = made(kind, dtype), data(kind, dtype=dtype)
     if layout == "channels_last" and x.ndim == 4:
-        model, x = (
-            model.to(memory_format=torch.channels_last),
-            x.to(memory_format=torch.channels_last),
-        )
+        model = model.to(memory_format=torch.channels_last)
+        x = x.to(memory_format=torch.channels_last)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=layout == "autocast"):
         wanted = scores(model, x)
         given = (part for part in x.split(7)) if layout == "batches" else x
@@ -182,8 +180,10 @@ def test_dormant_by_the_mean_activation_with_its_sign():
     """
     model = nn.Sequential(nn.Linear(4, 50), nn.GELU()).double()
     x = torch.randn(64, 4, dtype=torch.float64)
-    a, how = model(x), {"units": "all", "normalize": False, "threshold": 0.05}
-    below, absolute = (a.mean(0) < 0.05).sum(), (a.abs().mean(0) <= 0.05).sum()
+    a = model(x)
+    how = {"units": "all", "normalize": False, "threshold": 0.05}
+    below = (a.mean(0) < 0.05).sum()
+    absolute = (a.abs().mean(0) <= 0.05).sum()
     signed = metrics.dormant_ratio(model, iter(x.split(9)), signed=True, **how)
     assert (
         signed.details["dormant"]
@@ -197,7 +197,8 @@ def test_dormant_by_the_mean_activation_with_its_sign():
 def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
     model[0].weight.data = torch.eye(2)
-    first, second = torch.tensor([[1.0, -1.0]]), torch.tensor([[-1.0, 1.0]])
+    first = torch.tensor([[1.0, -1.0]])
+    second = torch.tensor([[-1.0, 1.0]])
     assert metrics.dormant_ratio(model, first) == metrics.dormant_ratio(model, second) == 0.5
     assert metrics.dormant_ratio(model, iter([first, second])) == 0
     # Each unit's mean is 1 in one batch, 1/2 over both.
@@ -205,10 +206,8 @@ def test_a_unit_is_dormant_only_if_it_is_so_over_all_batches():
         "threshold": 0.6,
         "normalize": False,
     }
-    assert (
-        metrics.dormant_ratio(model, iter([first, second]), **half) == 1
-        and metrics.dormant_ratio(model, first, **half) < 1
-    )
+    assert metrics.dormant_ratio(model, iter([first, second]), **half) == 1
+    assert metrics.dormant_ratio(model, first, **half) < 1
     assert (
         metrics.dormant_ratio(model, torch.utils.data.DataLoader(torch.cat([first, second]))) == 0
     )
@@ -219,7 +218,9 @@ class Gated(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.swish = nn.Linear(2, 4), nn.Linear(2, 3), nn.Hardswish()
+        self.a = nn.Linear(2, 4)
+        self.b = nn.Linear(2, 3)
+        self.swish = nn.Hardswish()
         self.a.bias.data[:2] = -100.0
         self.a.bias.data[2:] = 100.0
         self.b.bias.data = torch.tensor([-100.0, 100.0, 50.0])
@@ -233,10 +234,12 @@ class Gated(nn.Module):
 def test_which_units_count():
     model, x = Gated(), torch.rand(5, 2)
     paper = metrics.dormant_ratio(model, x)
-    assert paper.details == {"units": 4, "dormant": 2} and "ReLU units" in paper.definition
+    assert paper.details == {"units": 4, "dormant": 2}
+    assert "ReLU units" in paper.definition
     assert metrics.dormant_ratio(model, x, units="all").details == {"units": 7, "dormant": 3}
     sokar = metrics.dormant_ratio(model, x, threshold=0.1)
-    assert sokar.details == {"units": 7, "dormant": 3} and "tau-dormant" in sokar.definition
+    assert sokar.details == {"units": 7, "dormant": 3}
+    assert "tau-dormant" in sokar.definition
     # 50 is under the mean, 50.0.
     assert metrics.dormant_ratio(model, x, threshold=1.01).details["dormant"] == 3 + 1
     raw = metrics.dormant_ratio(model, x, threshold=60.0, normalize=False)
@@ -254,7 +257,8 @@ def test_a_silent_layer_is_dormant_at_every_threshold():
 
 
 def test_hugging_face_and_timm_models():
-    transformers, timm = pytest.importorskip("transformers"), pytest.importorskip("timm")
+    transformers = pytest.importorskip("transformers")
+    timm = pytest.importorskip("timm")
     config = transformers.GPT2Config(
         vocab_size=13, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
@@ -310,7 +314,8 @@ def test_the_batch_gradient_goes_back_over_the_pass_of_the_activations(kind):
     passes = []
     model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     found = metrics.measures(model, names, x=x, y=y, loss=entropy_loss)
-    assert passes == [True] and list(found) == names
+    assert passes == [True]
+    assert list(found) == names
     for name in names:
         assert found[name].to_dict() == apart[name].to_dict()  # to the bit
     assert not any(p.grad is not None for p in model.parameters())
@@ -343,7 +348,9 @@ def test_records_name_their_definition():
     assert len({m.definition for m in found.values()}) == len(found)
     for measure in found.values():
         record = json.loads(json.dumps(measure.to_dict(layers=True), allow_nan=False))
-        assert record["value"] == float(measure) and record["definition"] == measure.definition
+        assert record["value"] == float(measure)
+        assert record["definition"] == measure.definition
         for again in (pickle.loads(pickle.dumps(measure)), copy.deepcopy(measure)):
-            assert again == measure and again.to_dict(layers=True) == measure.to_dict(layers=True)
+            assert again == measure
+            assert again.to_dict(layers=True) == measure.to_dict(layers=True)
     assert fastlr.metrics is metrics

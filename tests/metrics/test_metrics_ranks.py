@@ -25,7 +25,8 @@ from fastlr.errors import InputError, ModelError
 @pytest.mark.parametrize("kind", MODELS)
 def test_ranks_equal_numpy(kind, layout):
     dtype = torch.bfloat16 if layout == "bfloat16" else torch.float32
-    model, x = made(kind, dtype), data(kind, 1 if layout == "one sample" else 40, dtype)
+    model = made(kind, dtype)
+    x = data(kind, 1 if layout == "one sample" else 40, dtype)
     with torch.no_grad():
         wanted = plain_ranks(model.by_hand(x)[1], delta=0.05, epsilon=0.1)
     given = (part for part in x.split(9)) if layout == "batches" else x
@@ -153,7 +154,9 @@ def plain_gradients(model, x, y, loss):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_gradient_norms_equal_plain_loops(kind):
-    model, x, y = made(kind, torch.float64), data(kind, 7, torch.float64), labels(kind, 7)
+    model = made(kind, torch.float64)
+    x = data(kind, 7, torch.float64)
+    y = labels(kind, 7)
     samples, batch = plain_gradients(model, x, y, entropy_loss)
     model.train()  # measured in eval mode all the same
     for size in (None, 3):
@@ -170,11 +173,9 @@ def test_training_gradient_norms_equal_plain_loops(kind):
 
 
 def test_losses_of_torch_are_taken_unreduced():
-    model, x, y = (
-        made(PlainCNN, torch.float64),
-        data(PlainCNN, 5, torch.float64),
-        labels(PlainCNN, 5),
-    )
+    model = made(PlainCNN, torch.float64)
+    x = data(PlainCNN, 5, torch.float64)
+    y = labels(PlainCNN, 5)
     wanted = pytest.approx(np.mean(plain_gradients(model, x, y, entropy_loss)[0]), rel=1e-9)
     module = nn.CrossEntropyLoss()
     for loss in (

@@ -326,7 +326,8 @@ class Tokens(nn.Module):
 @pytest.mark.parametrize("length", [5, 4])  # 4 as many as there are samples
 def test_losses_of_tokens(length):
     torch.manual_seed(0)
-    x, y = torch.randn(4, length, 3, dtype=torch.float64), torch.randint(0, CLASSES, (4, length))
+    x = torch.randn(4, length, 3, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, (4, length))
     model = Tokens(0)
     wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, y), samples=4), rel=1e-9)
     assert metrics.train_grad_norm(model, x, y, of_tokens) == wanted
@@ -345,7 +346,8 @@ def test_losses_of_tokens(length):
 @pytest.mark.parametrize("length", [5, 4])
 def test_losses_of_samples_along_another_axis(length):
     torch.manual_seed(0)
-    x, y = torch.randn(length, 4, 3, dtype=torch.float64), torch.randint(0, CLASSES, (length, 4))
+    x = torch.randn(length, 4, 3, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, (length, 4))
 
     class TimeFirst(nn.Module):
         def __init__(self):
@@ -370,11 +372,10 @@ def test_losses_of_samples_along_another_axis(length):
 def test_targets_that_are_not_by_sample():
     """Connectionist temporal classification, its targets one after the other."""
     torch.manual_seed(0)
-    model, x = (
-        nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)).double(),
-        torch.randn(7, 4, 3).double(),
-    )
-    targets, lengths = torch.randint(1, CLASSES, (9,)), torch.tensor([2, 3, 1, 3])
+    model = nn.Sequential(nn.Linear(3, CLASSES), nn.LogSoftmax(-1)).double()
+    x = torch.randn(7, 4, 3).double()
+    targets = torch.randint(1, CLASSES, (9,))
+    lengths = torch.tensor([2, 3, 1, 3])
     y = {"targets": targets, "lengths": lengths}
 
     def loss(z, t):
@@ -414,7 +415,8 @@ def test_a_state_of_the_loss_is_left_as_it_was():
     model, x, y = made()
     loss = Centred()
     value = metrics.train_grad_norm(model, x, y, loss)
-    assert value == metrics.train_grad_norm(model, x, y, F.cross_entropy) and not loss.centre.any()
+    assert value == metrics.train_grad_norm(model, x, y, F.cross_entropy)
+    assert not loss.centre.any()
 
 
 def test_a_single_sample_has_no_company():

@@ -43,7 +43,8 @@ def test_the_parameters_are_those_of_the_docstring():
         name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()
     }
     assert counts == {"embedding": 4352, "dropout": 0, "layers": 4 * 527104, "head": 24672}
-    assert sum(counts.values()) == 2137440 and model.position.shape == (63, 256)
+    assert sum(counts.values()) == 2137440
+    assert model.position.shape == (63, 256)
     learned = PatchTST(learned_positions=True)
     theirs = hugging_face()
     assert (
@@ -72,16 +73,16 @@ def test_the_guides_table_of_sizes_is_hugging_faces():
     assert len(rows) == 12
     for settings, *sizes in rows:
         found = counted(**eval(f"dict({settings})"))
-        assert [f"{size:,}" for size in found[:2]] == sizes and all(
-            round(size / 1e6, 2) != 2.26 for size in found
-        )
+        assert [f"{size:,}" for size in found[:2]] == sizes
+        assert all(round(size / 1e6, 2) != 2.26 for size in found)
     own, layer = 2137440, 256 * 256 + 256
     for size, text in (
         (own + 5 * 24672, "six channels (2,260,800)"),
         (own - 24672 + 6 * 256 * 96 + 96, "(2,260,320; the paper's settings make 63)"),
         (own + 512 * 256 - 4 * 4 * (layer - 256 * 256), "in the attention (2,264,416)"),
     ):
-        assert f"{size:,}" in text and text in " ".join(guide.split())
+        assert f"{size:,}" in text
+        assert text in " ".join(guide.split())
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -94,9 +95,8 @@ def test_it_is_hugging_faces_function(training, positions):
         )
     theirs = randomised(theirs).double().train(training)
     ours = PatchTST.from_hugging_face(theirs)
-    assert ours.training == training and isinstance(ours.position, nn.Parameter) == (
-        positions == "random"
-    )
+    assert ours.training == training
+    assert isinstance(ours.position, nn.Parameter) == (positions == "random")
     x = series(5)
     torch.testing.assert_close(
         ours(x), theirs(past_values=x).prediction_outputs, rtol=1e-12, atol=1e-12
@@ -128,7 +128,8 @@ def test_local_redundancy_is_that_of_one_window_at_a_time(make):
     """Channels folded into the batch, seven sequences a window, do not count as seven samples."""
     model = randomised(make(**SMALL)).eval()
     n, sigma = 6, 0.5
-    inputs, predictive = fastlr.GaussianSeries(length=50, features=3), fastlr.Gaussian(sigma=sigma)
+    inputs = fastlr.GaussianSeries(length=50, features=3)
+    predictive = fastlr.Gaussian(sigma=sigma)
     found = fastlr.estimate(model, inputs, n=n, predictive=predictive, seed=4)
     forecast = (
         (lambda m, x: m.model(x))
@@ -184,4 +185,5 @@ def test_what_it_cannot_copy_or_take():
         with pytest.raises(InputError, match=name):
             PatchTST.from_hugging_face(changed)
     made = load_model("fastlr.models.patchtst:PatchTST", kwargs=SMALL)
-    assert isinstance(made, PatchTST) and made.horizon == 6
+    assert isinstance(made, PatchTST)
+    assert made.horizon == 6

@@ -65,10 +65,12 @@ def test_other_values_and_samples_are_no_new_kind():
 def test_asking_launches_nothing():
     (noted,) = kernel_checks.variants(dispatch._launcher("dense_sq_norms"), (torch.ones(3, 7),))
     assert noted.startswith("row_norms_kernel(norms=*float64, a=*float32, g=None, a_sample=i32")
-    assert "a_column=i32 1" in noted and "BLOCK=1024, num_warps=4" in noted
+    assert "a_column=i32 1" in noted
+    assert "BLOCK=1024, num_warps=4" in noted
     with launching.asked() as outer, launching.asked() as inner:
         ops.get("dense_sq_norms", "triton")(torch.ones(3, 7))
-    assert inner == [noted] and outer == []
+    assert inner == [noted]
+    assert outer == []
 
 
 def test_a_new_variant_is_compared_at_its_first_call(monkeypatch):

@@ -191,7 +191,8 @@ def test_input_gradient_is_that_of_autograd(name, interpreted):
 
 @pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
 def test_output_has_the_memory_format_of_the_input(name, interpreted):
-    x, out = CASES[name]["folded_conv"][0], interpreted["cases"][name, "folded_conv"][0]
+    x = CASES[name]["folded_conv"][0]
+    out = interpreted["cases"][name, "folded_conv"][0]
     if x.ndim == 4 and x.shape[1] > 1 and x.stride(1) == 1:
         assert out.is_contiguous(memory_format=torch.channels_last)
     else:

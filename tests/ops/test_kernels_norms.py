@@ -181,7 +181,8 @@ def test_tiles_of_low_precision(key, interpreted):
 @pytest.mark.parametrize("key", LEFT, ids="-".join)
 def test_left_to_torch(key, interpreted):
     assert interpreted["left"][key] is NotImplemented
-    got, want = interpreted["left_run"][key], ops.get(key[0], "torch")(*LEFT[key])
+    got = interpreted["left_run"][key]
+    want = ops.get(key[0], "torch")(*LEFT[key])
     torch.testing.assert_close(got, want)
 
 

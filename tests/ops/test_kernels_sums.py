@@ -183,7 +183,9 @@ def test_estimates_reach_the_kernels(tmp_path):
 
 def test_rule_of_the_fused_rms_norm():
     """The rule is given the node that a CPU lacks: samples along axis 1, rows of 2 x 3 numbers."""
-    x, g, rrms = draw(5, 4, 2, 3), draw(5, 4, 2, 3, seed=1), draw(5, 4, 1, 1, seed=2)
+    x = draw(5, 4, 2, 3)
+    g = draw(5, 4, 2, 3, seed=1)
+    rrms = draw(5, 4, 1, 1, seed=2)
     node = SimpleNamespace(_saved_input=x, _saved_result1=rrms, _saved_normalized_shape=(2, 3))
     site = Site(node, (g,), {0: Regular(1, 1, 1)}, 4, {1: torch.Size((2, 3))})
     found = RULES["FusedRmsNormBackward0"](site, [1])[1]

@@ -20,11 +20,9 @@ class SqueezeExcite(nn.Module):
 
     def __init__(self, channels):
         super().__init__()
-        self.pool, self.scale = (
-            nn.AdaptiveAvgPool2d(1),
-            nn.Sequential(
-                nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
-            ),
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.scale = nn.Sequential(
+            nn.Conv2d(channels, 3, 1), nn.ReLU(), nn.Conv2d(3, channels, 1), nn.Hardsigmoid()
         )
 
     def forward(self, x):
@@ -176,5 +174,6 @@ def test_models_on_a_gpu(name, dtype):
         model.double(), x.double(), v.double(), per_parameter=True
     )
     agree(norms(name, None, "cuda", dtype), want, 1e-4 if dtype is None else 5e-2)
-    first, second = norms(name, None, "cuda", dtype), norms(name, None, "cuda", dtype)
+    first = norms(name, None, "cuda", dtype)
+    second = norms(name, None, "cuda", dtype)
     assert all(torch.equal(first[n], second[n]) for n in first), "the same call gives the same bits"

@@ -27,14 +27,14 @@ def test_a_launch_is_noted_with_its_types_and_sizes():
         out, _ = ops.run("folded_conv", *given)
     assert not out.any(), "nothing was computed"
     ((_, _, signature, constants, options),) = found.values()
-    assert (
-        signature["x"] == "*bf16"
-        and signature["bias"] == "*fp32"
-        and signature["positions"] == "i32"
-    )
+    assert signature["x"] == "*bf16"
+    assert signature["bias"] == "*fp32"
+    assert signature["positions"] == "i32"
     # A constant, as the launch has it.
-    assert constants["ALIGN"] == 8 and constants["x_channel"] == 1
-    assert "inputs" in options["divisible"] and "positions" not in options["divisible"]
+    assert constants["ALIGN"] == 8
+    assert constants["x_channel"] == 1
+    assert "inputs" in options["divisible"]
+    assert "positions" not in options["divisible"]
     assert torch.empty(3).shape == (3,) and ops.run("folded_conv", *given)[0].all(), (
         "all is as before"
     )
@@ -67,5 +67,6 @@ def compiled(script, *args):
 )
 def test_networks_launch_what_compiles(network, dtype, architectures):
     found = compiled("launched_kernels.py", network, dtype, *architectures)
-    assert found["launched"] > 3 and len(found["records"]) == len(architectures) * found["launched"]
+    assert found["launched"] > 3
+    assert len(found["records"]) == len(architectures) * found["launched"]
     assert compile_kernels.problems(found["records"]) == []

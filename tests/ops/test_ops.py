@@ -64,10 +64,8 @@ def test_signatures_agree(name):
     + [(2, 2, 197, 300, 700), (2, 1, 128, 290, 280)],  # Gram matrices in strips
 )
 def test_linear(count, groups, rows, inputs, outputs, dtype):
-    a, g = (
-        draw(count, groups, rows, inputs, dtype=dtype),
-        draw(count, groups, rows, outputs, dtype=dtype, seed=1),
-    )
+    a = draw(count, groups, rows, inputs, dtype=dtype)
+    g = draw(count, groups, rows, outputs, dtype=dtype, seed=1)
     hold("linear_sq_norms", a, g, dtype=dtype)
     hold("linear_sq_norms", a.mT.contiguous().mT, g, dtype=dtype)
     hold("column_sq_norms", a[:, 0], g[:, 0], dtype=dtype)
@@ -240,11 +238,10 @@ def test_the_unfolded_product_serves_as_well(act, add):
     No second convolution is made.
     """
     for dtype in (torch.float64, torch.float32):
-        x, weight = draw(2, 24, 5, 4, dtype=dtype), draw(40, 24, 3, 3, dtype=torch.float64, seed=1)
-        statistics, bias = (
-            draw(3, 40, dtype=torch.float64, seed=3),
-            draw(40, dtype=torch.float64, seed=4),
-        )
+        x = draw(2, 24, 5, 4, dtype=dtype)
+        weight = draw(40, 24, 3, 3, dtype=torch.float64, seed=1)
+        statistics = draw(3, 40, dtype=torch.float64, seed=3)
+        bias = draw(40, dtype=torch.float64, seed=4)
         residual = draw(2, 40, 5, 4, dtype=dtype, seed=5) if add else None
         how = geometry(2, padding=1)
         assert torch_folded.keeps_product(x, weight, how)
@@ -270,12 +267,11 @@ def test_the_unfolded_product_serves_as_well(act, add):
     [({}, True), ({"dtype": torch.bfloat16}, False), ({"size": 30}, False), ({"groups": 2}, False)],
 )
 def test_where_the_unfolded_product_is_kept(change, kept):
-    size, groups, dtype = (
-        change.get("size", 5),
-        change.get("groups", 1),
-        change.get("dtype", torch.float32),
-    )
-    x, weight = torch.zeros(2, 24, size, size, dtype=dtype), torch.zeros(40, 24 // groups, 3, 3)
+    size = change.get("size", 5)
+    groups = change.get("groups", 1)
+    dtype = change.get("dtype", torch.float32)
+    x = torch.zeros(2, 24, size, size, dtype=dtype)
+    weight = torch.zeros(40, 24 // groups, 3, 3)
     assert torch_folded.keeps_product(x, weight, geometry(2, padding=1, groups=groups)) is kept
 
 
@@ -311,10 +307,8 @@ def test_norm_layers_keep_their_digits_where_means_are_large(kind):
     The rules are tried alone, as torch's own are coarser.
     """
     shape = (3, 8) if kind == "batch of vectors" else (3, 8, 6, 7)
-    x, v = (
-        draw(*shape, dtype=torch.float32, seed=1, offset=1e4),
-        draw(*shape, dtype=torch.float32, seed=2),
-    )
+    x = draw(*shape, dtype=torch.float32, seed=1, offset=1e4)
+    v = draw(*shape, dtype=torch.float32, seed=2)
     weight, bias, mean, var = (1 + 0.1 * t for t in draw(4, 8, dtype=torch.float32, seed=3).abs())
     mean = mean + 1e4
 
@@ -398,7 +392,8 @@ def test_a_kernel_that_does_not_compile_is_replaced_and_said(monkeypatch, kind):
         "headers": (CalledProcessError(1, ["gcc", "main.c"]), "headers"),
     }[kind]
     asked = failing(monkeypatch, error)
-    a, g = draw(2, 1, 5, 3, dtype=torch.float32), draw(2, 1, 5, 4, dtype=torch.float32)
+    a = draw(2, 1, 5, 3, dtype=torch.float32)
+    g = draw(2, 1, 5, 4, dtype=torch.float32)
     want = ops.get("linear_sq_norms", "torch")(a, g)
     with pytest.warns(FastlrWarning, match=f"linear_sq_norms: Triton could not compile.*{remedy}"):
         assert torch.equal(ops.run("linear_sq_norms", a, g), want)
@@ -450,7 +445,8 @@ def wrong_in(sample, factor):
 
 def calls_of(dtype):
     """An op with one result and one with two, twelve samples."""
-    a, g = draw(12, 1, 5, 3, dtype=dtype), draw(12, 1, 5, 4, dtype=dtype)
+    a = draw(12, 1, 5, 3, dtype=dtype)
+    g = draw(12, 1, 5, 4, dtype=dtype)
     x = draw(12, 1, 6, 7, dtype=dtype)
     return {"linear_sq_norms": (a, g), "channel_sums": (x, x.flip(0))}
 
@@ -504,7 +500,8 @@ def test_a_right_kernel_is_compared_once(monkeypatch, op, dtype):
     args = calls_of(dtype)[op]
     asked = with_kernel(monkeypatch, wrong_in(11, 1.0))
     want = ops.run(op, *args)
-    assert asked[0] == op and len(asked) > 1
+    assert asked[0] == op
+    assert len(asked) > 1
     for given in (args, tuple(t[:11] for t in args), args):  # another batch of this kind as well
         asked.clear()
         found = ops.run(op, *given)
@@ -587,7 +584,8 @@ def test_images_are_held_to_every_bit(monkeypatch):
     asked = with_kernel(monkeypatch, right.__getitem__)
     assert ops.images_agree(torch.device("cpu"), options)
     asked.clear()
-    assert ops.images_agree(torch.device("cpu"), {**options, "seed": 2}) and not asked
+    assert ops.images_agree(torch.device("cpu"), {**options, "seed": 2})
+    assert not asked
     with_kernel(monkeypatch, {**right, "shape_images_from": one_bit}.__getitem__)
     with pytest.warns(FastlrWarning, match="shape_images_from"):
         assert not ops.images_agree(torch.device("cpu"), options)
@@ -600,7 +598,8 @@ def test_kernels_are_held_to_all_digits():
         (torch.backends.cuda.matmul, "allow_tf32"),
     ]
     flags.append((torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"))
-    before, seen = [getattr(of, name) for of, name in flags], list[bool]()
+    before = [getattr(of, name) for of, name in flags]
+    seen = list[bool]()
 
     def twin(x):
         seen.extend(getattr(of, name) for of, name in flags)
@@ -610,7 +609,9 @@ def test_kernels_are_held_to_all_digits():
         for of, name in flags:
             setattr(of, name, True)
         kernel_checks.compared(lambda x: x.sum(1), twin, (torch.ones(3, 4),), (0,))
-        assert seen and not any(seen) and all(getattr(of, name) for of, name in flags)
+        assert seen
+        assert not any(seen)
+        assert all(getattr(of, name) for of, name in flags)
     finally:
         for (of, name), value in zip(flags, before, strict=True):
             setattr(of, name, value)

@@ -130,7 +130,8 @@ def test_what_was_not_set_is_not_set_afterwards():
     with full_products():
         pass
     backends.fp32_precision = "ieee"
-    assert backends.cuda.matmul.fp32_precision == "ieee" and backends.cudnn.fp32_precision == "ieee"
+    assert backends.cuda.matmul.fp32_precision == "ieee"
+    assert backends.cudnn.fp32_precision == "ieee"
 
 
 @pytest.mark.parametrize(("name", "setting"), CASES)
@@ -177,7 +178,9 @@ def test_threads_do_not_meet_the_settings_of_others(setting):
     if "fp32_precision" in setting and not NEWER:
         pytest.skip("needs the precisions by operation")
     exec(setting)
-    before, narrow, start = settings(), list[dict[str, Any]](), threading.Barrier(8)
+    before = settings()
+    narrow = list[dict[str, Any]]()
+    start = threading.Barrier(8)
 
     def twin(x):
         found = settings()
@@ -195,14 +198,16 @@ def test_threads_do_not_meet_the_settings_of_others(setting):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not narrow and settings() == before
+    assert not narrow
+    assert settings() == before
 
 
 def test_what_a_user_sets_meanwhile_stays():
     with full_products():
         backends.cuda.matmul.allow_tf32 = True
         backends.cudnn.allow_tf32 = True
-    assert backends.cuda.matmul.allow_tf32 and backends.cudnn.allow_tf32
+    assert backends.cuda.matmul.allow_tf32
+    assert backends.cudnn.allow_tf32
 
 
 def test_an_error_puts_back_what_was():
@@ -220,10 +225,12 @@ def test_without_the_newer_way(monkeypatch):
     )
     torch.set_float32_matmul_precision("medium")
     before = settings()
-    assert narrow_products("cuda") and not narrow_products("mps")
+    assert narrow_products("cuda")
+    assert not narrow_products("mps")
     with full_products():
         during = settings()
-    assert during["cudnn"] is False and during["cublas"] is False
+    assert during["cudnn"] is False
+    assert during["cublas"] is False
     assert settings() == before
     backends.cudnn.allow_tf32 = False
     assert narrow_products("cuda")

@@ -90,13 +90,15 @@ def test_shapes_obey_their_ranges_and_reach_the_image():
     drawn = draw_shapes(indices(0, 4000), size=(3, height, width), rectangles=5, circles=5, seed=0)
     circle, top, bottom, left, right, _ = drawn
     assert (circle.sum(1) == 5).all()
-    rectangle_h, rectangle_w = (bottom - top)[~circle], (right - left)[~circle]
+    rectangle_h = (bottom - top)[~circle]
+    rectangle_w = (right - left)[~circle]
     assert (rectangle_h.min(), rectangle_h.max()) == (height // 8, height // 2)
     assert (rectangle_w.min(), rectangle_w.max()) == (width // 8, width // 2)
     diameter = (bottom - top)[circle]
     assert torch.equal(diameter, (right - left)[circle])
     assert (diameter.min(), diameter.max()) == (2 * (width // 16) + 1, 2 * (width // 4) + 1)
-    centre_y, centre_x = top + (bottom - top) // 2, left + (right - left) // 2
+    centre_y = top + (bottom - top) // 2
+    centre_x = left + (right - left) // 2
     assert (centre_y.min(), centre_y.max()) == (0, height - 1)
     assert (centre_x.min(), centre_x.max()) == (0, width - 1)
 
@@ -110,11 +112,9 @@ def test_shapes_have_the_sizes_that_are_asked_for():
         "circle_radii": (0.1, 1),
     }
     circle, top, bottom, left, right, _ = draw_shapes(indices(0, 4000), size=(3, 40, 30), **how)
-    heights, widths, diameters = (
-        (bottom - top)[~circle],
-        (right - left)[~circle],
-        (bottom - top)[circle],
-    )
+    heights = (bottom - top)[~circle]
+    widths = (right - left)[~circle]
+    diameters = (bottom - top)[circle]
     assert (heights.min(), heights.max(), widths.min(), widths.max()) == (12, 30, 9, 22)
     assert (diameters.min(), diameters.max()) == (2 * 3 + 1, 2 * 30 + 1)
     images = ShapeImages(
@@ -124,7 +124,8 @@ def test_shapes_have_the_sizes_that_are_asked_for():
     assert torch.equal(raw, shape_images(0, 2, size=(3, 40, 30), dtype=torch.uint8, **how))
     assert not torch.equal(raw, ShapeImages((3, 40, 30), normalize=None).raw(0, 2))
     record = images.to_dict()
-    assert record["rectangle_sides"] == [0.3, 0.75] and record["circle_radii"] == [0.1, 1]
+    assert record["rectangle_sides"] == [0.3, 0.75]
+    assert record["circle_radii"] == [0.1, 1]
 
 
 @pytest.mark.parametrize(

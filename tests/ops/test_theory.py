@@ -104,7 +104,8 @@ def test_theorem_bounds_the_full_family(classes, count, n):
 def test_more_candidates_and_finer_grids_never_lower_it():
     model, x = tiny(), candidate_inputs(3)
     values = [local_redundancy_exact(model, x[:count], 2, 0.2) for count in (1, 2, 3)]
-    assert values == sorted(values) and values[0] > 0
+    assert values == sorted(values)
+    assert values[0] > 0
     coarse = local_redundancy_exact(model, x, 2, 0.2, etas=(0.1,))
     assert local_redundancy_exact(model, x, 2, 0.2, etas=(0.05, 0.1, 0.15)) >= coarse
 

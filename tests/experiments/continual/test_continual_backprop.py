@@ -31,15 +31,14 @@ class Block(nn.Module):
 
     def __init__(self, num_classes=2, bias=False):
         super().__init__()
-        self.stem, self.expand = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 6, 1, bias=False)
+        self.stem = nn.Conv2d(3, 4, 1)
+        self.expand = nn.Conv2d(4, 6, 1, bias=False)
         self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False)
         self.project = nn.Conv2d(6, 4, 1, bias=bias)
         self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (6, 6, 4))
-        self.down, self.up, self.head = (
-            nn.Conv2d(6, 3, 1),
-            nn.Conv2d(3, 6, 1),
-            nn.Linear(4, num_classes),
-        )
+        self.down = nn.Conv2d(6, 3, 1)
+        self.up = nn.Conv2d(3, 6, 1)
+        self.head = nn.Linear(4, num_classes)
 
     def forward(self, x):
         x = self.stem(x)
@@ -119,7 +118,9 @@ def test_the_rule_of_the_paper_in_each_step(optimiser):
                 )
                 assert len(set(after[f"{name}.weight"][i].tolist())) > 3
                 shift[follows[name]] += outgoing[:, i] * mean[name][i] / (1 - 0.9 ** age[name][i])
-                utility[name][i], mean[name][i], age[name][i] = 0.0, 0.0, 0
+                utility[name][i] = 0.0
+                mean[name][i] = 0.0
+                age[name][i] = 0
                 changed[f"{name}.weight"][i] = changed[f"{name}.bias"][i] = drawn[f"{name}.weight"][
                     i
                 ] = True
@@ -130,15 +131,14 @@ def test_the_rule_of_the_paper_in_each_step(optimiser):
             wanted = before[name] + (shift[name[0]] if name in ("3.bias", "5.bias") else 0)
             torch.testing.assert_close(after[name][same], wanted[same], rtol=1e-5, atol=1e-7)
             for key, value in learner.optimiser.state[p].items():
-                assert (
-                    torch.equal(value[same], kept[name][key][same])
-                    and not value[changed[name]].any()
-                )
+                assert torch.equal(value[same], kept[name][key][same])
+                assert not value[changed[name]].any()
         for layer in cbp.layers:
             name = layer.units.name
             torch.testing.assert_close(layer.utility.tolist(), utility[name], rtol=1e-4, atol=1e-7)
             torch.testing.assert_close(layer.means[0].tolist(), mean[name], rtol=1e-4, atol=1e-7)
-            assert layer.ages.tolist() == age[name] and layer.owed == pytest.approx(owed[name])
+            assert layer.ages.tolist() == age[name]
+            assert layer.owed == pytest.approx(owed[name])
     assert 20 < total == sum(cbp.record()["replaced"].values())
 
 
@@ -188,10 +188,10 @@ def test_in_a_block_of_mobilenet_new_units_are_silent(mode):
         cbp.replace(layer, torch.tensor([0, 3]))
         assert torch.equal(model(x), before)
     for name in ("expand.weight", "depthwise.weight", "up.weight"):
-        new, old = dict(model.named_parameters())[name].detach(), state[name]
-        assert not (new[[0, 3]] == old[[0, 3]]).any() and torch.equal(
-            new[[1, 2, 4, 5]], old[[1, 2, 4, 5]]
-        )
+        new = dict(model.named_parameters())[name].detach()
+        old = state[name]
+        assert not (new[[0, 3]] == old[[0, 3]]).any()
+        assert torch.equal(new[[1, 2, 4, 5]], old[[1, 2, 4, 5]])
         assert set(new[[0, 3]].flatten().tolist()) <= set(initial[name].flatten().tolist())
     model.load_state_dict(state)
     cbp.replace(layer, torch.tensor([0, 3]))

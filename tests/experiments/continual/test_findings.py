@@ -32,15 +32,16 @@ def test_rank_correlations_are_scipys_with_the_same_and_the_next_task(tmp_path):
     redundancy = rng.lognormal(size=300)
     accuracy = 0.5 + 0.1 * np.tanh(np.log(redundancy)) + 0.02 * rng.normal(size=300)
     run = run_of(tmp_path / "run", accuracy, redundancy)
-    same, following = rank_correlation([run], 0), rank_correlation([run], 1)
+    same = rank_correlation([run], 0)
+    following = rank_correlation([run], 1)
     assert same.value == pytest.approx(stats.spearmanr(redundancy, accuracy).statistic)
     assert following.value == pytest.approx(
         stats.spearmanr(redundancy[:-1], accuracy[1:]).statistic
     )
-    assert (same.n, following.n) == (300, 299) and 0.9 < same.low < same.value < same.high
-    assert describe(same).endswith("300 tasks)") and describe(following).endswith(
-        "which cannot be told from 0"
-    )
+    assert (same.n, following.n) == (300, 299)
+    assert 0.9 < same.low < same.value < same.high
+    assert describe(same).endswith("300 tasks)")
+    assert describe(following).endswith("which cannot be told from 0")
     assert rank_correlation([run], 0) == same
 
 
@@ -94,10 +95,8 @@ def test_the_last_sentences_say_what_each_run_has_lost(tmp_path):
     )
     end["local_redundancy"] |= {"value": 70.0}
     write_lines(folder, lines)
-    assert (
-        "fallen by 30 %" in verdicts([read_run(folder)])[0]
-        and "Where such" not in verdicts([read_run(folder)])[0]
-    )
+    assert "fallen by 30 %" in verdicts([read_run(folder)])[0]
+    assert "Where such" not in verdicts([read_run(folder)])[0]
     end["local_redundancy"] |= {"value": 95.0, "stderr": 2.0}
     del end["dormant_ratio"]
     write_lines(folder, lines)
@@ -111,5 +110,6 @@ def test_the_last_sentences_say_what_each_run_has_lost(tmp_path):
     assert verdicts(others)[0].startswith(
         "Local redundancy has fallen beyond its error since the start in "
     )
-    assert verdicts(others)[0].endswith(" of 5 runs.") and verdicts(others[4:5]) == []
+    assert verdicts(others)[0].endswith(" of 5 runs.")
+    assert verdicts(others[4:5]) == []
     assert verdicts(others[:2])[1].startswith("1: Local redundancy ")

@@ -70,9 +70,12 @@ def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
             "code": code,
             "killed": name == "dies",
         }
-        assert sent["n"] == 1 and sent["stdin"] == 0 and sent["slot"] in "ab"
+        assert sent["n"] == 1
+        assert sent["stdin"] == 0
+        assert sent["slot"] in "ab"
         log = (tmp_path / f"{name}.txt").read_text()
-        assert "hello" in log and log.startswith("--- ")
+        assert "hello" in log
+        assert log.startswith("--- ")
     assert [message["n"] for name, message in heard if name == "last" and "n" in message] == [1, 2]
     under_way = most = 0
     for _, message in heard:
@@ -107,7 +110,8 @@ run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*messa
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
+        assert len(pids) == 2
+        assert all(map(alive, pids))
         parent.send_signal(how)
         parent.wait(30)
     deadline = time.monotonic() + 10
@@ -131,21 +135,17 @@ def test_seeds_are_what_single_runs_are(tmp_path, images, cli, monkeypatch):
     given = as_arguments(settings)
     out = tmp_path / "out"
     captured = cli(f"continual paper --out {out} --seed 4 --seeds 2 --tensorboard", *given)
-    assert (
-        captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard")
-        and not captured.err
-    )
+    assert captured.out.startswith(f"runs: {out} (2 finished)\nlog: {out} (tensorboard")
+    assert not captured.err
     assert any((out / "seed-5/tensorboard").iterdir())
     for seed in (4, 5):
         continual.begin(tmp_path / f"{seed}", "paper", {**settings, "seed": seed, "threads": 1})
         assert comparable(out / f"seed-{seed}") == comparable(tmp_path / f"{seed}")
         assert_same(checkpoint(out / f"seed-{seed}"), checkpoint(tmp_path / f"{seed}"))
     config = json.loads((out / "seed-5/config.json").read_text())
-    assert (
-        config["options"]["seed"] == 5
-        and config["options"]["threads"] == 1
-        and config["command"] == sys.argv
-    )
+    assert config["options"]["seed"] == 5
+    assert config["options"]["threads"] == 1
+    assert config["command"] == sys.argv
     (out / "seed-6").mkdir()
     (out / "seed-6/config.json").touch()
     with pytest.warns(FastlrWarning, match="no records yet .seed-6"):
@@ -208,10 +208,8 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     assert again.finished == ("seed-0", "seed-1", "seed-2")
     queue.resume({"tasks": 2}, count=4)
     assert names[-1] == ("seed-0", "seed-1", "seed-2", "seed-3")
-    assert (
-        asked.work["seed-1"]["changed"] == {"tasks": 2}
-        and asked.work["seed-3"]["settings"]["tasks"] == 2
-    )
+    assert asked.work["seed-1"]["changed"] == {"tasks": 2}
+    assert asked.work["seed-3"]["settings"]["tasks"] == 2
     queue.resume({"tasks": 1})
     assert names[-1] == ("seed-0", "seed-2", "seed-3")
     for wrong, changed, count, message in (
@@ -240,7 +238,8 @@ def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monke
             many.Queue(continual.DRIVER, tmp_path / "out", None, print).begin(
                 {"a": {**runs["a"], **change}}
             )
-    assert not (tmp_path / "out").exists() and not hasattr(asked, "jobs")
+    assert not (tmp_path / "out").exists()
+    assert not hasattr(asked, "jobs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     with pytest.raises(InputError, match="is not empty"):
@@ -320,9 +319,9 @@ def test_a_line_for_each_run_under_way(tmp_path):
         hear(name, {"done": 1200, "total": 3000, "part": 0.5, "shown": shown})
     _, row, _ = rows = seen()
     assert [line.split()[0] for line in rows] == ["all", "seed-0", "seed-10"]
-    assert (
-        "1200/3000" in row and "accuracy 93.3 %, LR 1.234e+05" in row and row.rstrip().endswith("…")
-    )
+    assert "1200/3000" in row
+    assert "accuracy 93.3 %, LR 1.234e+05" in row
+    assert row.rstrip().endswith("…")
     hear("seed-0", {"done": 3000, "total": 3000, "part": 0.0, "shown": {"accuracy": "", "LR": ""}})
     hear("seed-0", {"event": "ended", "error": None, "killed": False})
     hear("seed-10", {"event": "ended", "error": "a reason", "killed": False})
@@ -330,7 +329,9 @@ def test_a_line_for_each_run_under_way(tmp_path):
         f"seed-10 failed: a reason (log: {tmp_path}/logs/seed-10.txt)"
         in board.console.file.getvalue()
     )
-    assert len(seen()) == 1 and "2/3" in seen()[0] and "1 failed" in seen()[0]
+    assert len(seen()) == 1
+    assert "2/3" in seen()[0]
+    assert "1 failed" in seen()[0]
 
 
 def test_without_a_terminal_a_line_a_minute(tmp_path, monkeypatch, capsys):

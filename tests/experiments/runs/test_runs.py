@@ -53,7 +53,8 @@ def test_what_was_committed_is_there_again(tmp_path):
     with Run.resume(tmp_path / "run") as run:
         assert run.config == {"name": "x"}
         assert [r["task"] for r in run.records] == [0, 1, 2]
-        assert run.state["position"] == 3 and run.state["weight"].tolist() == [2.0] * 3
+        assert run.state["position"] == 3
+        assert run.state["weight"].tolist() == [2.0] * 3
         run.append({"kind": "resume", "task": 3})
         step(run, 3)
     lines = [json.loads(line) for line in (tmp_path / "run/records.jsonl").read_text().splitlines()]
@@ -105,7 +106,8 @@ def test_damage_elsewhere_is_named(tmp_path):
         match="last.pt is damaged .it is no file of plain tensors, numbers and texts.: begin",
     ) as told:
         Run.resume(tmp_path / "run")
-    assert "weights_only" not in str(told.value) and "can still be loaded" not in str(told.value)
+    assert "weights_only" not in str(told.value)
+    assert "can still be loaded" not in str(told.value)
 
 
 def test_folders_that_are_refused(tmp_path):
@@ -191,7 +193,8 @@ def test_a_full_disk_leaves_everything_before_intact(tmp_path):
         ), err
         assert [p.name for p in (path / "checkpoints").iterdir()] == ["last.pt"]
         with Run.resume(path) as run:
-            assert [r["task"] for r in run.records] == [0] and run.state["x"].tolist() == [0.0] * 10
+            assert [r["task"] for r in run.records] == [0]
+            assert run.state["x"].tolist() == [0.0] * 10
 
 
 def test_no_space_left_says_what_to_do(tmp_path, monkeypatch):
@@ -258,4 +261,5 @@ def test_streams_of_seeds_do_not_meet():
         for use in ("model", "task")
         for task in range(50)
     }
-    assert len(seeds) == 300 and all(0 <= seed < 1 << 63 for seed in seeds)
+    assert len(seeds) == 300
+    assert all(0 <= seed < 1 << 63 for seed in seeds)

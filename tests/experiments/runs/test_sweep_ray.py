@@ -50,7 +50,8 @@ class Nodes:
 
 
 def test_what_a_run_occupies():
-    without, with_one = Nodes({"CPU": 2.0}), Nodes({"CPU": 2.0}, {"CPU": 8.0, "GPU": 1.0})
+    without = Nodes({"CPU": 2.0})
+    with_one = Nodes({"CPU": 2.0}, {"CPU": 8.0, "GPU": 1.0})
 
     def share(nodes, device="auto", threads=1, **given):
         options = RunOptions(device=device, threads=threads)
@@ -100,7 +101,8 @@ def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
     one = job(tmp_path, "one", "import os; send({'slot': os.environ['SLOT'], 'cwd': os.getcwd()})")
     monkeypatch.chdir(tmp_path.parent)
     heard = list(on_ray.run_on_node(one, node, False))
-    assert heard[1] == {"slot": "a", "cwd": str(tmp_path)} and heard[-1]["error"] is None
+    assert heard[1] == {"slot": "a", "cwd": str(tmp_path)}
+    assert heard[-1]["error"] is None
     for change, message in (
         (
             {"shared_file": tmp_path / "none/many.json"},
@@ -110,13 +112,15 @@ def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
         ({"versions": {**versions(), "torch": "1.0"}}, "torch 1.0, python"),
     ):
         (only,) = on_ray.run_on_node(one, dataclasses.replace(node, **change), False)
-        assert only.keys() == {"unfit"} and message in only["unfit"]
+        assert only.keys() == {"unfit"}
+        assert message in only["unfit"]
     (tmp_path / "one").mkdir()
     begun = time.monotonic()
     with many._folder(tmp_path / "one", make=False):
         assert on_ray._locked(tmp_path / "one")
         list(on_ray.run_on_node(one, dataclasses.replace(node, patience=0.7), True))
-    assert time.monotonic() - begun > 0.7 and not on_ray._locked(tmp_path / "one")
+    assert time.monotonic() - begun > 0.7
+    assert not on_ray._locked(tmp_path / "one")
 
 
 def test_a_worker_imports_what_this_process_does(tmp_path):
@@ -212,11 +216,14 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
             "always": "ended by signal 9 (SIGKILL), often for lack of memory, also after 1 retry",
         }
         began = {name: (tmp_path / name).read_text() for name in work}
-        assert began["says"] == "x" and began["killed"] == began["always"] == began["node"] == "xx"
+        assert began["says"] == "x"
+        assert began["killed"] == began["always"] == began["node"] == "xx"
         for name, messages in heard.items():
-            assert messages[-1]["event"] == "ended" and messages[-1]["error"] == failed.get(name)
+            assert messages[-1]["event"] == "ended"
+            assert messages[-1]["error"] == failed.get(name)
         (lost,) = [message for message in heard["node"] if message.get("event") == "lost"]
-        assert "Ray worker or node was lost" in lost["why"] and "(1 of 1 retries)" in lost["next"]
+        assert "Ray worker or node was lost" in lost["why"]
+        assert "(1 of 1 retries)" in lost["next"]
         monkeypatch.setattr(on_ray, "_checksum", lambda path: "of another folder")
         monkeypatch.setattr(on_ray, "_PATIENCE", 0.0)
         with pytest.raises(
@@ -355,10 +362,8 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
             for node in both
             if raylet not in [p.process.pid for p in node.all_processes["raylet"]]
         ]
-        reason, soon = (
-            DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
-            int(1000 * time.time()) + 600_000,
-        )
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        soon = int(1000 * time.time()) + 600_000
         accepted, why = GcsClient(address=cluster.address).drain_node(
             other.node_id, reason, "repairs", soon
         )

@@ -105,9 +105,8 @@ def test_steps_are_those_of_one_process(ranks, kind, captured, updates):
     for name, values in want["state"].items():
         assert_close(torch.tensor(values), torch.tensor(state[name]), 1e-6)
     if kind == "usual":
-        assert state["unused.num_batches_tracked"] == 0 and want["state"][
-            "1.num_batches_tracked"
-        ] == (20 if updates == "every-part" else 6)
+        assert state["unused.num_batches_tracked"] == 0
+        assert want["state"]["1.num_batches_tracked"] == (20 if updates == "every-part" else 6)
         assert state["unused.running_var"] == [1.0] * 4
     assert (max(result["captures"] for result in results) > 0) == captured
 
@@ -153,7 +152,8 @@ def test_continual_runs_are_those_of_one_process(tmp_path, images, ranks):
     assert_close(comparable(got), comparable(want))
     assert_close(training(got), training(want))
     config, config_alone = (json.loads((path / "config.json").read_text()) for path in (got, want))
-    assert config["processes"] == ranks and config["options"] == config_alone["options"]
+    assert config["processes"] == ranks
+    assert config["options"] == config_alone["options"]
 
 
 def test_without_batch_norm_the_bits_are_those_of_one_process(tmp_path, images):
@@ -336,7 +336,8 @@ def test_commands_under_torchrun(tmp_path, images):
     command = command_for(images)
     first, second = as_torchrun(2, tmp_path, command)
     assert first[0] == second[0] == 0, first[2] + second[2]
-    assert first[1].strip() == f"run: {tmp_path / 'run'}" and second[1] == second[2] == ""
+    assert first[1].strip() == f"run: {tmp_path / 'run'}"
+    assert second[1] == second[2] == ""
     assert [line["kind"] for line in lines(tmp_path / "run")] == ["start", "task", "task", "task"]
     first, second = as_torchrun(2, tmp_path, command)
     assert first[0] == second[0] == 2
@@ -366,7 +367,8 @@ def test_torchrun_itself(tmp_path, images):
     assert process.wait(60) != 0
     alive = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
     assert not alive, alive
-    resume, where = [sys.executable, *fastlr, "--resume"], {"cwd": tmp_path, "env": environment}
+    resume = [sys.executable, *fastlr, "--resume"]
+    where = {"cwd": tmp_path, "env": environment}
     finished = subprocess.run(resume, **where, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert lines(tmp_path / "run")[-1]["task"] == 39

@@ -106,7 +106,8 @@ def test_replayed_steps_train_as_launched_ones(device, images, settings, capture
     Parts are of 6 images, last batches of 10 (and one of 8), and other work comes between two
     tasks.
     """
-    graph, eager = trainer(device, True, **settings), trainer(device, False, **settings)
+    graph = trainer(device, True, **settings)
+    eager = trainer(device, False, **settings)
     for learner in (graph, eager):
         learner.started_at(
             {k: v.clone() for k, v in learner.model.state_dict().items()}, ImageStore.open(images)
@@ -116,7 +117,8 @@ def test_replayed_steps_train_as_launched_ones(device, images, settings, capture
     )
     same(graph, eager)
     assert_same(random_states(), random_states())
-    assert graph.steps.captures == captures and eager.steps.captures == 0
+    assert graph.steps.captures == captures
+    assert eager.steps.captures == 0
     assert (graph.step_mode, eager.step_mode) == ("graph", "eager")
 
 
@@ -186,7 +188,8 @@ class Broken(Tape):
 @pytest.mark.filterwarnings("error")
 def test_a_capture_that_fails(images):
     cpu = torch.device("cpu")
-    learner, eager = trainer(cpu, True, Broken, strict=False), trainer(cpu, False)
+    learner = trainer(cpu, True, Broken, strict=False)
+    eager = trainer(cpu, False)
     with pytest.warns(FastlrWarning, match="run without a CUDA graph: operation not permitted$"):
         learn(learner, images, [0])
     learn(eager, images, [0])
@@ -211,19 +214,22 @@ def test_one_capture_for_each_shape_and_not_too_many():
     )
     sizes = [n % (HELD + 2) + 1 for n in range(HELD + 2)] * 3
     for count, n in enumerate(sizes, 1):
-        assert made(torch.ones(n), torch.full((n,), count)) == count * n and state == count
+        assert made(torch.ones(n), torch.full((n,), count)) == count * n
+        assert state == count
     assert made.captures == 2 * (HELD + 2), (
         "the least recently used is dropped: here always the next"
     )
     for count in range(5):
         assert made(torch.ones(sizes[-1]), torch.full((sizes[-1],), count)) == count * sizes[-1]
-    assert made.captures == 2 * (HELD + 2) and len(made._captures) == HELD
+    assert made.captures == 2 * (HELD + 2)
+    assert len(made._captures) == HELD
 
 
 def test_modes(tmp_path, images):
     cpu, gpu = torch.device("cpu"), torch.device("cuda:1")
     assert (resolve_mode("auto", cpu), resolve_mode("auto", gpu)) == ("eager", "graph")
-    assert resolve_mode("compile", cpu) == "compile" and resolve_mode("eager", gpu) == "eager"
+    assert resolve_mode("compile", cpu) == "compile"
+    assert resolve_mode("eager", gpu) == "eager"
     with pytest.raises(
         InputError, match="step=graph: cpu has no CUDA graphs; choose step=eager or step=compile"
     ):
@@ -239,8 +245,10 @@ def test_only_the_usual_sizes_are_compiled(monkeypatch):
         torch, "compile", lambda model, **how: asked.append(how) or (lambda x: -model(x))
     )
     model = Compiled(nn.Identity(), part_sizes(1024, 300))
-    assert asked == [{"dynamic": False}] and model.sizes == {256}
-    assert model(torch.ones(256)).sum() == -256 and model(torch.ones(255)).sum() == 255
+    assert asked == [{"dynamic": False}]
+    assert model.sizes == {256}
+    assert model(torch.ones(256)).sum() == -256
+    assert model(torch.ones(255)).sum() == 255
 
 
 @pytest.mark.long

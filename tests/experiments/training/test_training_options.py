@@ -78,7 +78,8 @@ def test_weights_in_bfloat16(tmp_path, images, driver):
     )[0]["measures"]
     found = lines(whole)[0]["measures"]
     value, wanted = (measures["local_redundancy"]["value"] for measures in (found, first))
-    assert value == pytest.approx(wanted, rel=0.1) and value != wanted
+    assert value == pytest.approx(wanted, rel=0.1)
+    assert value != wanted
     initial = whole / "checkpoints" / ("last.pt" if driver == "memorize" else "initial.pt")
     state = torch.load(initial, weights_only=True)
     state = state["state"]["model"] if driver == "memorize" else state
@@ -95,10 +96,8 @@ def test_it_is_what_plain_torch_does_with_a_bfloat16_model(images):
     torch.manual_seed(0)
     model = copy.deepcopy(plain().to(memory_format=torch.channels_last)).bfloat16()
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
-    x, order = (
-        normalise(task.train_x).bfloat16(),
-        torch.Generator().manual_seed(stream_seed(0, "order", 5)),
-    )
+    x = normalise(task.train_x).bfloat16()
+    order = torch.Generator().manual_seed(stream_seed(0, "order", 5))
     for rows in torch.randperm(22, generator=order).split(12):
         optimiser.zero_grad()
         (
