@@ -30,7 +30,7 @@ def hidden_factor():
     return HIDDEN["factor"]
 
 
-class Net(nn.Module):
+class Captured(nn.Module):
     """Convolution, batch norm, ReLU, linear, and numbers that the forward pass reads."""
 
     def __init__(self):
@@ -74,7 +74,7 @@ def estimator(model, n=40, graphs=True, inputs=None, **how):
 
 def net(device):
     torch.manual_seed(0)
-    return Net().to(device)
+    return Captured().to(device)
 
 
 def agree(a, b):
@@ -187,7 +187,7 @@ def test_outputs_that_need_a_closer_look_are_flagged():
 def test_memory_that_a_graph_reads_outlives_what_held_it():
     """A replay comes before the look at the program: it must not read what was given back."""
 
-    class Shifted(Net):
+    class Shifted(Captured):
         def __init__(self):
             super().__init__()
             self.table = {"shift": torch.ones(40, 3)}
@@ -608,7 +608,7 @@ def test_each_device_captures_and_replays_on_a_stream_of_its_own(
 
 
 def test_what_a_graph_relies_on_is_known_of_the_model():
-    model = Net()
+    model = Captured()
     before = relied_on(model)
     assert before == relied_on(model)
     with torch.no_grad():
@@ -620,7 +620,7 @@ def test_graphs_go_with_the_estimator():
     import gc
     import weakref
 
-    graphs = estimator(Net())
+    graphs = estimator(Captured())
     graphs.measure()
     held = weakref.ref(graphs.chunks.replays.held[8])
     assert isinstance(held(), Replay)

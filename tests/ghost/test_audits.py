@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from single_samples import Written
 from test_trust import truth
 from torch import nn
 
@@ -23,16 +24,14 @@ def hidden(name):
     return globals()["HIDDEN"][name]
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 6), nn.Linear(6, 4)
-        self.eval()
+def forward(m, x):
+    h = m.a(x).tanh()
+    h = h - hidden("alpha") * h.detach().mean(0)
+    return m.b(h) * hidden("scale")
 
-    def forward(self, x):
-        h = self.a(x).tanh()
-        h = h - hidden("alpha") * h.detach().mean(0)
-        return self.b(h) * hidden("scale")
+
+def net():
+    return Written(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 4)).eval()
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +51,7 @@ def measured(model, x, size=8):
 
 
 def test_an_interaction_that_only_an_audit_can_see_is_refused(always):
-    model, x, v = Net(), torch.randn(8, 5), torch.randn(8, 4)
+    model, x, v = net(), torch.randn(8, 5), torch.randn(8, 4)
     fastlr.per_sample_grad_sq_norms(model, x, v)
     HIDDEN["alpha"] = 1.0
     with pytest.warns(fastlr.FastlrWarning, match="audit"), pytest.raises(fastlr.InteractionError):
@@ -69,7 +68,7 @@ def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch):
 
     A rule whose assumption no longer holds would go wrong so.
     """
-    model, x = Net(), torch.randn(40, 5)
+    model, x = net(), torch.randn(40, 5)
     want, calls = measured(model, x).per_sample, 0
 
     def wrong(*args, **kwargs):
@@ -87,7 +86,7 @@ def test_a_failed_audit_measures_all_chunks_again(always, monkeypatch):
 
 
 def test_estimates_of_one_model_share_a_proof_and_count_their_audits(proofs):
-    model, x = Net(), torch.randn(16, 5)
+    model, x = net(), torch.randn(16, 5)
     first, second = measured(model, x), measured(model, x)
     fastlr.LocalRedundancy(
         model, fastlr.TensorInputs(x), 16, predictive=fastlr.Gaussian()
@@ -121,7 +120,7 @@ def test_what_one_rank_finds_changes_what_all_run():
             clean, off, loop, failed = message
             return [message, [clean, off, sorted({*loop, "a.weight"}), failed]]
 
-    model, x = Net(), torch.randn(16, 5)
+    model, x = net(), torch.randn(16, 5)
     estimator = fastlr.LocalRedundancy(
         model, fastlr.TensorInputs(x), n=16, predictive=fastlr.Gaussian()
     )
@@ -137,7 +136,7 @@ def test_what_one_rank_finds_changes_what_all_run():
 
 def test_measurements_that_never_hold_say_so(monkeypatch):
     estimator = fastlr.LocalRedundancy(
-        Net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
+        net(), fastlr.TensorInputs(torch.randn(8, 5)), n=8, predictive=fastlr.Gaussian()
     )
     assert not estimator.measure().notes
     monkeypatch.setattr("fastlr.estimator.estimator.settled", lambda *arguments: False)

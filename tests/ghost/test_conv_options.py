@@ -32,7 +32,7 @@ OF_TRANSPOSED = {
 }
 
 
-class Call(nn.Module):
+class Convolves(nn.Module):
     """A functional convolution of four channels to six.
 
     With ``norm`` a batch norm and an activation follow.
@@ -58,7 +58,7 @@ def images(axes):
 @pytest.mark.parametrize("folded", [False, True])
 def test_convolutions_go_by_rule(axes, options, folded):
     weight = torch.randn(6, 4, *[3] * axes)
-    model = Call(CONVOLUTIONS[axes], weight, options, NORMS[axes](6) if folded else None)
+    model = Convolves(CONVOLUTIONS[axes], weight, options, NORMS[axes](6) if folded else None)
     engine = holds(randomise(model), images(axes))
     assert set(engine.folding.folded) == ({"weight"} if folded else set())
 
@@ -67,7 +67,7 @@ def test_convolutions_go_by_rule(axes, options, folded):
 @pytest.mark.parametrize("options", OF_TRANSPOSED.values(), ids=OF_TRANSPOSED)
 def test_transposed_convolutions_go_by_rule(axes, options):
     weight = torch.randn(4, 6, *[3] * axes)
-    holds(randomise(Call(TRANSPOSED[axes], weight, options, None)), images(axes))
+    holds(randomise(Convolves(TRANSPOSED[axes], weight, options, None)), images(axes))
 
 
 def test_padding_that_differs_between_the_sides_is_not_folded():

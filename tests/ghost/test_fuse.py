@@ -20,19 +20,11 @@ from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import ACTIVATIONS
 
 
-class Net(nn.Module):
+def net_of(forward, **options):
     """Convolution, batch norm, and a forward pass of the test's own."""
-
-    def __init__(self, forward, **options):
-        super().__init__()
-        self.conv = nn.Conv2d(4, 6, 3, padding=1, **options)  # type: ignore[arg-type]
-        self.bn = nn.BatchNorm2d(6)
-        self.other = nn.Conv2d(6, 5, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(5)
-        self.how = forward
-
-    def forward(self, x):
-        return self.how(self, x).flatten(1)
+    parts = {"conv": nn.Conv2d(4, 6, 3, padding=1, **options), "bn": nn.BatchNorm2d(6)}
+    parts |= {"other": nn.Conv2d(6, 5, 1, bias=False), "bn2": nn.BatchNorm2d(5)}
+    return Written(lambda net, x: forward(net, x).flatten(1), **parts)
 
 
 def block(conv=None, act=None, **options):
@@ -201,7 +193,7 @@ def test_functional_calls_and_residuals():
         z += y[:, :5]
         return z.relu_()
 
-    folding = check(Net(forward), 2)
+    folding = check(net_of(forward), 2)
     assert folding.folded == {"conv.weight": "relu", "other.weight": "add, relu"}
 
 
@@ -227,7 +219,7 @@ ADDITIONS = {
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_additions(name):
     folded = {"two_blocks": 2}.get(name, 1)
-    folding = check(Net(ADDITIONS[name]), folded)
+    folding = check(net_of(ADDITIONS[name]), folded)
     added = name in ("on_the_left", "on_the_right", "no_activation", "two_blocks")
     assert folding.folded["conv.weight"].startswith("add") == added
 
@@ -324,7 +316,7 @@ LEFT = {  # forward pass: (how many are folded, why not the others, what is froz
 @pytest.mark.parametrize("forward", LEFT)
 def test_what_must_stay_is_left(forward):
     folded, why, frozen = LEFT[forward]
-    net = Net(forward)
+    net = net_of(forward)
     if frozen:
         net.get_submodule(frozen).requires_grad_(False)
     check(net, folded, why=why)
@@ -332,7 +324,7 @@ def test_what_must_stay_is_left(forward):
 
 def test_a_hook_that_keeps_the_result_gets_the_result():
     kept = []
-    net = Net(lambda net, x: net.bn2(net.other(F.relu(net.bn(net.conv(x))))))
+    net = net_of(lambda net, x: net.bn2(net.other(F.relu(net.bn(net.conv(x))))))
     net.conv.register_forward_hook(lambda module, inputs, result: kept.append(result))
     check(net, 2)
     x = torch.randn(3, 4, 7, 6, dtype=torch.float64)

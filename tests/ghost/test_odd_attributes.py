@@ -13,6 +13,7 @@ import numpy as np
 import odd_objects as odd
 import pytest
 import torch
+from single_samples import Written
 from torch import nn
 
 import fastlr
@@ -21,16 +22,10 @@ from fastlr.ghost.program import fingerprint, hook_programs, own_attributes
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 
-class Net(nn.Module):
-    """Two layers, and a buffer, for which the module's numbers are looked at."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.c = nn.Linear(5, 4), nn.Linear(4, 3)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        return self.c(self.a(x).tanh() - self.mean)
+def two_layers():
+    """Return two layers, and a buffer, for which the module's numbers are looked at."""
+    parts = {"a": nn.Linear(5, 4), "c": nn.Linear(4, 3), "mean": nn.Buffer(torch.zeros(4))}
+    return Written(lambda m, x: m.c(m.a(x).tanh() - m.mean), **parts)
 
 
 class Holder:
@@ -102,13 +97,13 @@ def norms(net):
 
 def seeded():
     torch.manual_seed(0)
-    return Net().eval()
+    return two_layers().eval()
 
 
 @pytest.mark.parametrize("name", odd.ODD)
 def test_a_program_with_it_is_read(name):
     for place in PLACES:
-        net = Net()
+        net = two_layers()
         held = odd.ODD[name]()
         place(net, held)
         assert fingerprint(net) == fingerprint(net), place.__name__
@@ -466,7 +461,7 @@ def kept():
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen(name, kept):
     for place in (as_attribute, in_a_list, in_a_closure):
-        net = Net()
+        net = two_layers()
         held, do = CHANGES[name]()
         place(net, held)
         before = fingerprint(net)
@@ -478,7 +473,8 @@ def test_a_change_is_seen(name, kept):
 
 def test_a_fingerprint_keeps_nothing_alive():
     """What is referred to weakly ends as if nobody had looked, without the garbage collector."""
-    net, held = Net(), odd.Target()
+    net = two_layers()
+    held = odd.Target()
     net.odd = weakref.ref(held)
     gc.disable()
     try:
@@ -490,7 +486,7 @@ def test_a_fingerprint_keeps_nothing_alive():
 
 
 def test_another_thread_sees_its_own():
-    net = Net()
+    net = two_layers()
     net.odd = threading.local()
     net.odd.alpha = 0.0
     found = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import enum
 import functools
 import gc
 import sys
@@ -17,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from trust_state import Mode, Slotted
 
 from fastlr.ghost import program, tokens
 from fastlr.ghost.program import fingerprint, function_key, inputs_token, observed
@@ -25,22 +25,10 @@ ALPHA = 0.0
 SETTINGS = types.SimpleNamespace(alpha=0.0)
 
 
-class Mode(enum.Enum):
-    OFF = 0
-    ON = 1
-
-
 @dataclasses.dataclass
-class Config:
+class Options:
     alpha: float = 0.0
     inner: dict = dataclasses.field(default_factory=lambda: {"beta": [1.0, (2, {"gamma": 3})]})
-
-
-class Slotted:
-    __slots__ = ("alpha",)
-
-    def __init__(self):
-        self.alpha = 0.0
 
 
 class Space:
@@ -55,7 +43,7 @@ class Hyperparameters(dict):
     __module__ = "lightning.parsing"
 
 
-class Block(nn.Module):
+class Everything(nn.Module):
     """A linear layer with every kind of thing that a forward pass may read."""
 
     factor = 1.0
@@ -76,10 +64,11 @@ class Block(nn.Module):
         self.missing = float("nan")
         self.items = [1, [2, 3]]
         self.names = {"a", "b"}
-        self.dims = {"d": 1, "deep": {"e": [Config()]}}
-        self.config = Config()
+        self.dims = {"d": 1, "deep": {"e": [Options()]}}
+        self.config = Options()
         self.space = types.SimpleNamespace(a=0)
         self.slotted = Slotted()
+        self.slotted.alpha = 0.0
         self.held = Space
         self.settings = globals()["Settings"]()
         self.args = argparse.Namespace(a=0)
@@ -143,9 +132,9 @@ CHANGES = {
     "array": lambda m: m.array.__setitem__(0, 5.0),
     "partial": lambda m: setattr(m, "part", functools.partial(torch.add, alpha=2)),
     "default of a function": lambda m: setattr(m.act, "__defaults__", (1.0,)),
-    "class attribute": lambda m: setattr(Block, "factor", 2.0),
-    "dict of the class": lambda m: Block.table.__setitem__("a", 1),
-    "forward of the class": lambda m: setattr(Block, "forward", lambda self, x: self.layer(x)),
+    "class attribute": lambda m: setattr(Everything, "factor", 2.0),
+    "dict of the class": lambda m: Everything.table.__setitem__("a", 1),
+    "forward of the class": lambda m: setattr(Everything, "forward", lambda self, x: self.layer(x)),
     "forward of torch's class": lambda m: setattr(
         nn.Linear, "forward", lambda self, x: F.linear(x, self.weight)
     ),
@@ -171,19 +160,19 @@ CHANGES = {
 @pytest.fixture
 def restored():
     """Put back what the changes do outside the model."""
-    forwards = (Block.forward, nn.Linear.forward)
-    own = (ALPHA, Space.alpha, Block.factor, Settings.alpha)
+    forwards = (Everything.forward, nn.Linear.forward)
+    own = (ALPHA, Space.alpha, Everything.factor, Settings.alpha)
     yield
-    Block.forward, nn.Linear.forward = forwards
-    globals()["ALPHA"], Space.alpha, Block.factor, Settings.alpha = own
+    Everything.forward, nn.Linear.forward = forwards
+    globals()["ALPHA"], Space.alpha, Everything.factor, Settings.alpha = own
     SETTINGS.alpha = 0.0
-    Block.table.clear()
+    Everything.table.clear()
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_a_change_is_seen(change, restored):
-    model = nn.Sequential(nn.Identity(), Block())
+    model = nn.Sequential(nn.Identity(), Everything())
     before = fingerprint(model)
     assert fingerprint(model) == before
     CHANGES[change](model[1])
@@ -192,7 +181,9 @@ def test_a_change_is_seen(change, restored):
 
 @torch.no_grad()
 def test_training_changes_nothing():
-    model = nn.Sequential(Block(), nn.LSTM(2, 2))  # which lists its weights in an attribute, too
+    model = nn.Sequential(
+        Everything(), nn.LSTM(2, 2)
+    )  # which lists its weights in an attribute, too
     before = fingerprint(model)
     block, rnn = model
     for weight in (block.layer.weight, rnn.weight_ih_l0, rnn.bias_hh_l0):
@@ -207,11 +198,11 @@ def test_training_changes_nothing():
 
 @torch.no_grad()
 def test_equal_contents_are_equal():
-    model = nn.Sequential(Block())
+    model = nn.Sequential(Everything())
     before, block = fingerprint(model), model[0]
     block.items, block.loop = [1, [2, 3]], None
     block.loop = block.items
-    block.config, block.space = Config(), types.SimpleNamespace(a=0)
+    block.config, block.space = Options(), types.SimpleNamespace(a=0)
     block.names, block.scale = {"b", "a"}, torch.tensor(0.5)
     block.array = np.arange(3.0)
     block.scalar = np.float32(0.5)
@@ -273,7 +264,7 @@ def test_functions_written_anew_have_the_same_key():
 
 
 def test_a_fingerprint_holds_nothing():
-    model = nn.Sequential(Block())
+    model = nn.Sequential(Everything())
     fingerprint(model)
     gone = weakref.ref(model[0].config), weakref.ref(model[0].large)
     del model
@@ -295,7 +286,7 @@ def test_numbers_are_not_given_twice():
         (np.int64(0), np.int64(1)),
         (torch.tensor(0), torch.tensor(1)),
         (torch.arange(4), torch.arange(4).flip(0)),
-        (Config(), Config(1.0)),
+        (Options(), Options(1.0)),
         ({"d": 1}, {"e": 1}),
         ("a", "b"),
         (torch.zeros(50).bfloat16(), torch.ones(50).bfloat16()),
@@ -376,7 +367,7 @@ def test_it_is_cheap():
     model = nn.Sequential(
         *(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.Hardswish()) for _ in range(50))
     )
-    shared = Config()
+    shared = Options()
     for block in model:
         block.config = shared
 

@@ -368,7 +368,7 @@ def partly(model):
     )
 
 
-class Holder:
+class ModuleHolder:
     """An object that is no module."""
 
     def __init__(self, module):
@@ -376,7 +376,7 @@ class Holder:
 
 
 def in_an_object(model):
-    model.held = Holder(model.layer)
+    model.held = ModuleHolder(model.layer)
     model.function = lambda module, h: module.held.module(h)
 
 

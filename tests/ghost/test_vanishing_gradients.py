@@ -43,7 +43,7 @@ class Recurrence(nn.Module):
         return self.head(h)
 
 
-class Gated(Recurrence):
+class GatedRecurrence(Recurrence):
     """A gate keeps a small part of the states."""
 
     def step(self, x, h):
@@ -62,7 +62,7 @@ def right(model, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", [Recurrence, Gated])
+@pytest.mark.parametrize("kind", [Recurrence, GatedRecurrence])
 def test_the_graph_is_believed_where_marks_are_denormal(kind, dtype):
     torch.manual_seed(0)
     model = kind(dtype).eval()

@@ -31,7 +31,7 @@ from fastlr.integrations.measurement import on_main
 from fastlr.ops.torch_private import no_torch_function
 
 
-class Tokens(nn.Module):
+class HardToShard(nn.Module):
     """A small language model that is hard to shard.
 
     It has a tied embedding, an LSTM, a frozen layer, a bias that fewer ranks hold, and a hook.
@@ -60,7 +60,7 @@ class Tokens(nn.Module):
 
 def tokens_model() -> nn.Module:
     torch.manual_seed(3)
-    return Tokens()
+    return HardToShard()
 
 
 def sharded_model(

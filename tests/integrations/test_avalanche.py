@@ -61,7 +61,7 @@ def train(metric=None, model=None):
     return model, strategy.evaluator
 
 
-class Watched(Recorded, LocalRedundancyMetric):
+class WatchedMetric(Recorded, LocalRedundancyMetric):
     def estimate(self, strategy):
         return fastlr.estimate(strategy.model, INPUTS, N).value
 
@@ -78,7 +78,7 @@ class Watched(Recorded, LocalRedundancyMetric):
 def test_training_is_bit_for_bit_the_same(when, steps):
     alone, plain = train()
     states = random_states()
-    metric = Watched(INPUTS, N, measures=["weight_norm"], **when)
+    metric = WatchedMetric(INPUTS, N, measures=["weight_norm"], **when)
     watched, plugin = train(metric)
     assert same_bits(alone, watched)
     assert random_states() == states
@@ -95,7 +95,7 @@ def test_training_is_bit_for_bit_the_same(when, steps):
 
 
 def test_a_classifier_that_grows_and_the_best_checkpoint(tmp_path):
-    metric = Watched(INPUTS, N, keep_best=tmp_path / "best.pt")
+    metric = WatchedMetric(INPUTS, N, keep_best=tmp_path / "best.pt")
     model, _ = train(metric, growing())
     assert model[-1].classifier.out_features == 4
     assert len(metric.rows) == 3
@@ -105,11 +105,11 @@ def test_a_classifier_that_grows_and_the_best_checkpoint(tmp_path):
 
 
 def save_and_load(folder):
-    trained = train(Watched(INPUTS, N))
-    benchmark, strategy = prepare(network(), Watched(INPUTS, N))
+    trained = train(WatchedMetric(INPUTS, N))
+    benchmark, strategy = prepare(network(), WatchedMetric(INPUTS, N))
     strategy.train(benchmark.train_stream[0])
     save_checkpoint(strategy, str(folder / "strategy.pkl"))
-    again = prepare(network(), Watched(INPUTS, N))[1]
+    again = prepare(network(), WatchedMetric(INPUTS, N))[1]
     # What this call of Avalanche means, from before torch 2.6.
     load = partial(torch.load, weights_only=False)
     with mock.patch("avalanche.checkpointing.checkpoint.torch.load", load):

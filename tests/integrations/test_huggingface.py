@@ -43,7 +43,7 @@ def another_model():
         return language_model()
 
 
-class Watched(Recorded, LocalRedundancyCallback):
+class WatchedTrainer(Recorded, LocalRedundancyCallback):
     def __init__(self, trainer, *args, estimate_dtype=None, **kwargs):
         super().__init__(trainer, *args, **kwargs)
         self.estimate_dtype = estimate_dtype
@@ -106,7 +106,7 @@ def test_training_and_its_log_are_the_same(tmp_path, options):
     states = random_states()
     trainer, callback = train(
         tmp_path,
-        lambda t: Watched(t, TOKENS, every_n_steps=4, estimate_dtype=dtype, **WHAT),
+        lambda t: WatchedTrainer(t, TOKENS, every_n_steps=4, estimate_dtype=dtype, **WHAT),
         **options,
     )
     assert same_bits(alone.model, trainer.model)
@@ -124,7 +124,9 @@ def test_training_and_its_log_are_the_same(tmp_path, options):
 
 def test_own_precision_below_the_autocast_of_accelerate(tmp_path):
     trainer, callback = train(
-        tmp_path, lambda t: Watched(t, TOKENS, every_n_steps=8, dtype=None, **WHAT), bf16=True
+        tmp_path,
+        lambda t: WatchedTrainer(t, TOKENS, every_n_steps=8, dtype=None, **WHAT),
+        bf16=True,
     )
     assert "_original_forward" in vars(trainer.model), (
         "accelerate no longer wraps forward: the special case can go"
@@ -145,7 +147,7 @@ def test_best_checkpoint_at_evaluations(tmp_path):
         "greater_is_better": True,
     }
     trainer, callback = train(
-        tmp_path, lambda t: Watched(t, TOKENS, at_start=False, **WHAT), **options, **best
+        tmp_path, lambda t: WatchedTrainer(t, TOKENS, at_start=False, **WHAT), **options, **best
     )
     values = {row[0]: row[2] for row in callback.rows}
     assert list(values) == [4, 8]
@@ -157,7 +159,7 @@ def test_best_checkpoint_at_evaluations(tmp_path):
 
 def test_resumption_and_epochs(tmp_path):
     def watch(t):
-        return Watched(t, TOKENS, every_n_epochs=1, at_start=False, **WHAT)
+        return WatchedTrainer(t, TOKENS, every_n_epochs=1, at_start=False, **WHAT)
 
     whole, first = train(tmp_path / "a", watch, max_steps=16)
     assert [row[:2] for row in first.rows] == [(8, 1), (16, 2)]

@@ -307,7 +307,7 @@ def test_weights_of_samples_may_be_a_part_of_y():
         )
 
 
-class Tokens(nn.Module):
+class LogitsAlongAxis(nn.Module):
     """Logits at several positions, samples along axis 0 or 1."""
 
     def __init__(self, axis):
@@ -328,7 +328,7 @@ def test_losses_of_tokens(length):
     torch.manual_seed(0)
     x = torch.randn(4, length, 3, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (4, length))
-    model = Tokens(0)
+    model = LogitsAlongAxis(0)
     wanted = pytest.approx(looped(model, x, lambda z: entropy(z.mT, y), samples=4), rel=1e-9)
     assert metrics.train_grad_norm(model, x, y, of_tokens) == wanted
     assert metrics.train_grad_norm(model, x, y, of_tokens, batch_size=2) == wanted

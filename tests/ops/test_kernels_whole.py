@@ -74,7 +74,7 @@ def transformer():
         nn.Conv2d(3, 12, 4, 4),
         nn.Flatten(2),
         nn.Unflatten(2, (-1,)),
-        Rows(),
+        TokensFirst(),
         nn.TransformerEncoder(layer, 1, enable_nested_tensor=False),
         nn.LayerNorm(12),
         nn.Flatten(),
@@ -82,7 +82,7 @@ def transformer():
     )
 
 
-class Rows(nn.Module):
+class TokensFirst(nn.Module):
     """[B, C, T] -> [B, T, C]."""
 
     def forward(self, x):

@@ -23,7 +23,7 @@ def hidden():
     )
 
 
-class Block(nn.Module):
+class MobileBlock(nn.Module):
     """A small MobileNetV3 block: expansion, depthwise, squeeze-and-excitation, projection.
 
     The projection has no bias unless ``bias`` is true.
@@ -173,7 +173,7 @@ def test_the_function_changes_by_the_deviation_from_the_mean_only():
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_in_a_block_of_mobilenet_new_units_are_silent(mode):
     """Units without outgoing weights are replaced, batch norms too; the outputs stay the same."""
-    learner, cbp, initial = made(Block, cbp_transfer=False)
+    learner, cbp, initial = made(MobileBlock, cbp_transfer=False)
     x, y = batch(30)
     for _ in range(20):
         F.cross_entropy(learner.model(x), y).backward()
@@ -209,7 +209,7 @@ def test_a_layer_without_bias_has_the_mean_taken_from_its_batch_norm():
     outputs = []
     x, y = batch(30)
     for bias in (False, True):
-        learner, cbp, initial = made(partial(Block, bias=bias), cbp_decay=0.5)
+        learner, cbp, initial = made(partial(MobileBlock, bias=bias), cbp_decay=0.5)
         generator = torch.Generator().manual_seed(0)
         for name, p in learner.model.named_parameters():
             p.data = (
@@ -276,7 +276,7 @@ def test_weights_whose_state_is_zero_begin_as_in_a_new_optimiser():
 
 def test_the_records_say_what_was_replaced_and_what_is_left_alone(tmp_path, images):
     settings = {
-        "model": "test_continual_backprop:Block",
+        "model": "test_continual_backprop:MobileBlock",
         "measures": (),
         "cbp_rate": 0.1,
         "cbp_maturity": 2,

@@ -162,7 +162,7 @@ def test_normalise_refuses(store):
             bad()
 
 
-class Watched:
+class NotedStore:
     """A store that records which pairs were loaded, and fails or waits on demand."""
 
     def __init__(self, store, fail_at=None):
@@ -194,7 +194,7 @@ def settle(condition):
 
 
 def test_prefetcher_order_and_depth(store):
-    watched, drawn = Watched(store), pairs(5, 14, seed=2)
+    watched, drawn = NotedStore(store), pairs(5, 14, seed=2)
     with Prefetcher(partial(load_task, watched), drawn) as tasks:
         for k, task in enumerate(tasks):
             wanted = load_task(store, drawn[k])
@@ -210,7 +210,7 @@ def test_prefetcher_order_and_depth(store):
 
 
 def test_prefetcher_counts_the_time_waited(store):
-    watched = Watched(store)
+    watched = NotedStore(store)
     with Prefetcher(partial(load_task, watched), pairs(5, 3)) as tasks:
         assert settle(lambda: len(watched.loaded) == 1)
         watched.gate.clear()
@@ -222,7 +222,7 @@ def test_prefetcher_counts_the_time_waited(store):
 
 
 def test_prefetcher_raises_where_the_task_is_asked_for(store):
-    watched = Watched(store, fail_at=2)
+    watched = NotedStore(store, fail_at=2)
     tasks = Prefetcher(partial(load_task, watched), pairs(5, 6))
     next(tasks)
     next(tasks)
@@ -237,7 +237,7 @@ def test_prefetcher_raises_where_the_task_is_asked_for(store):
 
 
 def test_prefetcher_close_joins(store):
-    watched = Watched(store)
+    watched = NotedStore(store)
     tasks = Prefetcher(partial(load_task, watched), pairs(5, 6))
     next(tasks)
     watched.gate.clear()
