@@ -11,14 +11,13 @@ import torch
 
 from bench import compile_kernels
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
 def test_a_launch_is_noted_with_its_types_and_sizes():
-    from launched_kernels import noted
-
     from bench.convolution_cases import geometry
+    from bench.launched_kernels import noted
     from fastlr import ops
 
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
@@ -40,15 +39,6 @@ def test_a_launch_is_noted_with_its_types_and_sizes():
     )
 
 
-def compiled(script, *args):
-    """What a script prints, run in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(HELPERS / script), *map(str, args)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
@@ -66,7 +56,11 @@ def compiled(script, *args):
     ],
 )
 def test_networks_launch_what_compiles(network, dtype, architectures):
-    found = compiled("launched_kernels.py", network, dtype, *architectures)
+    command = [sys.executable, "-m", "bench.launched_kernels", network, dtype]
+    command += map(str, architectures)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
     assert found["launched"] > 3
     assert len(found["records"]) == len(architectures) * found["launched"]
     assert compile_kernels.problems(found["records"]) == []

@@ -1,12 +1,12 @@
 """Find which variants of the kernels a network launches, with no GPU.
 
-Usage: ``python launched_kernels.py NETWORK DTYPE ARCH...``.
+Usage: ``python -m bench.launched_kernels NETWORK DTYPE ARCH...``.
 
 The network is planned in plain torch (bf16 or fp16: autocast, channels_last; fp32: as it is) and
 run once more with every op on its Triton kernel, where each launch is noted instead of made; its
 results are zeros. A variant is what Triton would compile for the launch: types of the arguments,
 constants, and which of them are 1 or multiples of 16. Printed: JSON, {variant: resource usage} for
-each architecture, by the compiler of bench/compile_kernels.py.
+each architecture, by the compiler of compile_kernels.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,13 +24,11 @@ from torch import Tensor, nn
 from triton.runtime.jit import JITFunction
 
 import fastlr
+from bench import compile_kernels, traffic
 from fastlr import ops
 from fastlr.errors import FastlrWarning
 from fastlr.ghost.verification.audit import Audits
 from fastlr.kernels.launching import FUSED
-
-sys.path.append(str(Path(__file__).parents[2]))  # bench/ is beside tests/
-from bench import compile_kernels, traffic  # noqa: E402
 
 POINTERS = {
     torch.float32: "*fp32",
