@@ -13,7 +13,8 @@ SUFFIXES = (".py", ".md", ".cpp", ".cu", ".h", ".rst")
 WHERE = ("fastlr", "kernels", "csrc", "docs", "examples", "bench")
 NUMBER = r"(?:[A-Z]\.)?\d+(?:\.\d+)?"
 CITATION = re.compile(
-    r"\b(?P<kind>Theorem|Corollary|Lemma|Proposition|Definition|Table|Figure|Section|Equation|Appendi)(?:x|ces|s)? "
+    r"\b(?P<kind>Theorem|Corollary|Lemma|Proposition|Definition|Table|Figure|Section|Equation|"
+    r"Appendi)(?:x|ces|s)? "
     rf"(?P<numbers>{NUMBER}(?:(?:, | and |, and | to |-){NUMBER})*)",
     re.IGNORECASE,
 )

@@ -15,7 +15,10 @@ CLAIMS = [
     for paragraph in PAGE.split("\n\n")
     for claim in re.findall(r"(.*?)\(\*([a-z-]+/[a-z].*?)\*\)", paragraph.replace("\n", " "))
 ]
-SETTINGS = r"95 % interval|at 95 %|50 is a guess|R\^2|times 100|(?:\d+ to )?\d+ (?:tasks|units)|\d+ seeds|at 500|0\.9 of"
+SETTINGS = (
+    r"95 % interval|at 95 %|50 is a guess|R\^2|times 100|(?:\d+ to )?\d+ (?:tasks|units)|\d+ seeds|"
+    r"at 500|0\.9 of"
+)
 
 
 def numbers(text):

@@ -12,7 +12,8 @@ import fastlr
 HOME = Path(fastlr.__file__).parent
 # A room imports from those before it, and from itself; __init__ is fastlr with its public names.
 ORDER = """
-errors files ops display distributed ghost inputs estimator metrics models integrations __init__ experiments cli
+errors files ops display distributed ghost inputs estimator metrics models integrations __init__
+experiments cli
 """.split()
 APART = {"__main__", "kernels"}
 LIBRARIES = ("pandas", "scipy", "jinja2", "matplotlib", "rich", "typer")

@@ -115,7 +115,8 @@ import torch, fastlr, fastlr.kernels
 from pathlib import Path
 home = Path(fastlr.__file__).parent
 assert Path(fastlr.kernels.__file__).parent == home / "kernels", fastlr.kernels.__file__
-print(home, fastlr.__version__, fastlr.estimate(torch.nn.Linear(4, 2), fastlr.TensorInputs(torch.ones(8, 4)), 8).n)
+found = fastlr.estimate(torch.nn.Linear(4, 2), fastlr.TensorInputs(torch.ones(8, 4)), 8)
+print(home, fastlr.__version__, found.n)
 """
     home, found, n = run(python, "-W", "error", "-c", script, cwd=tmp_path).split()
     assert Path(home).parent == place

@@ -17,13 +17,14 @@ CONVNET = (
     "norm_batch=8"
 )
 PATCHTST = (
-    'model_kwargs={"patch":8,"stride":8,"layers":1,"width":8,"heads":2,"ffn":12} context=32 horizon=6 device=cpu threads=1 '
-    "batch_size=32 norm_batch=16 redundancy_n=8"
+    'model_kwargs={"patch":8,"stride":8,"layers":1,"width":8,"heads":2,"ffn":12} context=32 '
+    "horizon=6 device=cpu threads=1 batch_size=32 norm_batch=16 redundancy_n=8"
 )
 SIZES = '{"size":24,"widths":[2,2,2],"hidden":4}'
 SMALLER = {  # settings that make a run small, and nothing else
     "continual": f"{CONVNET.format(size=SIZES)} tasks=5 epochs=1 redundancy_n=8 measure_images=8",
-    "transfer": f"{PATCHTST} epochs=2 steps_per_epoch=4 finetune_steps_per_epoch=2 dormant_windows=8 validation_stride=8",
+    "transfer": f"{PATCHTST} epochs=2 steps_per_epoch=4 finetune_steps_per_epoch=2 "
+    "dormant_windows=8 validation_stride=8",
     "memorize vision": f"{CONVNET.format(size=SIZES)} n=32 classes=4 size=24 epochs=5",
     "memorize series": f"{PATCHTST} n=32 epochs=10",
 }

@@ -169,7 +169,9 @@ def test_a_run_writes_its_record_and_xdist_is_refused(tmp_path):
 CONTENDERS = """
 import contenders, pytest
 
-@pytest.mark.parametrize("name, rival", [("right", False), ("wrong", True), ("fails", True), ("wrong", False)])
+CASES = [("right", False), ("wrong", True), ("fails", True), ("wrong", False)]
+
+@pytest.mark.parametrize("name, rival", CASES)
 def test_contender(beside_plain, name, rival):
     beside_plain(getattr(contenders, name), group="g", name=name, rival=rival)
 """

@@ -80,7 +80,8 @@ def test_what_it_shows_is_in_the_records(shown):
     assert plain.accuracy[0] == helped.accuracy[0]
     first, _, kept = report.findings
     assert re.search(
-        rf"learns {100 * plain.accuracy[0]:.1f} % of .* and {100 * plain.accuracy[-1]:.1f} % in the last",
+        rf"learns {100 * plain.accuracy[0]:.1f} % of .* and "
+        rf"{100 * plain.accuracy[-1]:.1f} % in the last",
         first,
     )
     assert "guessing: 10.0 %" in first

@@ -473,8 +473,7 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
             )
         if name == "checkpointed":
             model.transformer.h = nn.ModuleList(map(checkpoint_wrapper, model.transformer.h))
-        blocks = lambda m: next(part for part in m.modules() if isinstance(part, nn.ModuleList))  # noqa: E731
-        return model.eval(), blocks, tokens, PREDICTIVE, inputs
+        return model.eval(), first_list, tokens, PREDICTIVE, inputs
     if name == "llama":
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, **heads))
         return model.eval(), lambda m: m.model.layers, tokens, PREDICTIVE, inputs
@@ -493,5 +492,12 @@ def big(name: str) -> tuple[nn.Module, Any, Any, Any, Any]:
     )
     model = hf.ViTForImageClassification(config)
     images = fastlr.NoiseImages((3, 8, 8))
-    blocks = lambda m: [part for part in m.modules() if type(part).__name__ == "ViTLayer"]  # noqa: E731
-    return model.eval(), blocks, torch.randn(3, 3, 8, 8), None, images
+    return model.eval(), vit_layers, torch.randn(3, 3, 8, 8), None, images
+
+
+def vit_layers(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if type(part).__name__ == "ViTLayer"]
+
+
+def first_list(model: nn.Module) -> nn.ModuleList:
+    return next(part for part in model.modules() if isinstance(part, nn.ModuleList))

@@ -315,7 +315,7 @@ class Toggle(nn.Module):
 
 for _what in TOGGLES:
     for _where in PLACES:
-        STAGES[f"{_what}, {_where}"] = lambda t, d, what=_what, where=_where: Toggle(what, where, d)  # type: ignore
+        STAGES[f"{_what}, {_where}"] = lambda t, d, of=(_what, _where): Toggle(*of, d)
 
 # -- models and batches
 # ------------------------------------------------------------------------------------------------

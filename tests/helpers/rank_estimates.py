@@ -223,7 +223,8 @@ def halved(rank: int) -> dict[str, dict[str, Any]]:
                 self.net = mlp()
 
             def forward(self, x: Tensor) -> Tensor:
-                state["low"] |= rank == who and (first == 0 or bool((x == marked).all(1).any()))  # noqa: B023
+                met = first == 0 or bool((x == marked).all(1).any())  # noqa: B023
+                state["low"] |= rank == who and met  # noqa: B023
                 if state["low"] and len(x) > 6:  # noqa: B023
                     raise torch.OutOfMemoryError("no more")
                 return self.net(x)

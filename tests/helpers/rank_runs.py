@@ -107,7 +107,7 @@ def network(kind: str) -> nn.Module:
     ]
     model = nn.Sequential(*layers)
     model.unused = nn.BatchNorm1d(4)
-    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))  # type: ignore[method-assign]
+    model.forward = lambda x: model[4](model[3](model[2](model[1](model[0](x)))))
     return model
 
 

@@ -278,7 +278,7 @@ def forward_of_the_instance(mix: Mix) -> Held:
     model = Net(None)
 
     def set_to(alpha: float) -> None:
-        model.forward = MethodType(lambda self, x: self.c(mix(self.a(x).tanh(), alpha)), model)  # type: ignore
+        model.forward = MethodType(lambda self, x: self.c(mix(self.a(x).tanh(), alpha)), model)
 
     set_to(0.0)
     return model, set_to

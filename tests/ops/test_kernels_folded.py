@@ -42,8 +42,8 @@ NORMS = {
 x, g, weight, geometry = NORMS["no-padding"]["conv_sq_norms"]
 NORMS["transposed"] = {"conv_sq_norms": (g, x, weight, geometry._replace(transposed=True))}
 SLOW = (
-    "^(depthwise-|)((rows|columns)-split|3x5|5x5|7x7|even|wide|dilation-stride|stride-3|silu|gelu_tanh"
-    "|sliced|expanded|residual-other|(planes|last|x-last)-odd)"
+    "^(depthwise-|)((rows|columns)-split|3x5|5x5|7x7|even|wide|dilation-stride|stride-3|silu"
+    "|gelu_tanh|sliced|expanded|residual-other|(planes|last|x-last)-odd)"
     "|^depthwise-(before-)?(relu6?|gelu|gelu_tanh|silu|none)$"
     "|^depthwise-(before-(mean-stride|rows-split|stride-more|mean-columns)"
     "|norms-only|no-padding|1x1-stride|x-last|planes)$"
@@ -70,20 +70,24 @@ LEFT = {
 
 RUN = """
 import inspect
+from itertools import product
 from bench import kernel_variants
 from fastlr.kernels import depthwise, folded_depthwise, folded_pointwise
 from fastlr.kernels.launching import DTYPES
 
 
 def run(cases):
-    return {(name, op): ops.get(op, "triton")(*args) for name, ops_of in cases.items() for op, args in ops_of.items()}
+    calls = [(name, op, args) for name, of in cases.items() for op, args in of.items()]
+    return {(name, op): ops.get(op, "triton")(*args) for name, op, args in calls}
 
 
 cases, norms, low, left = given
 results = {"claims": claims}
-results |= {"norms": run(norms), "cases": run(cases), "again": run(dict(list(cases.items())[::10])), "left": run(left)}
+results |= {"norms": run(norms), "cases": run(cases), "left": run(left)}
+results["again"] = run(dict(list(cases.items())[::10]))
 with ops.using("triton"):
-    results["left_run"] = {name: ops.run("folded_conv_backward", *a["folded_conv_backward"]) for name, a in left.items()}
+    backward = {name: calls["folded_conv_backward"] for name, calls in left.items()}
+    results["left_run"] = {n: ops.run("folded_conv_backward", *a) for n, a in backward.items()}
 
 pointwise_cases = kernel_variants.folded_pointwise()
 tiles = [(folded_pointwise, "forward_tile"), (folded_pointwise, "backward_tile")]
@@ -100,14 +104,16 @@ for module, name in tiles:
         (str(dtype), choose(dtype, o, i, *rest))
         for dtype in DTYPES for o in sizes for i in sizes
         for rest in ([(1,), (4,)] if name == "forward_tile" else
-                     [(act, last, align) for act in ("gelu", "hardswish", "relu") for last in (0, 1) for align in (1, 4)])
+                     product(("gelu", "hardswish", "relu"), (0, 1), (1, 4)))
     }
     results["tiles"][name] = {(dtype, tuple(tile)) for dtype, tile in found if tile}
 results["compiled"] = {"forward_tile": set(), "backward_tile": set()}
 for name, kernel, signature, flags, options in pointwise_cases:
-    tile = (*(flags[key] for key in ("POSITIONS", "OUTPUTS", "INPUTS")), options["num_warps"], options["num_stages"])
-    dtypes = {"*fp32": ["torch.float32"], "*bf16": ["torch.bfloat16", "torch.float16"]}.get(signature["x"], [])
-    results["compiled"][name.split("-")[0].split("[")[0] + "_tile"] |= {(dtype, tile) for dtype in dtypes}
+    tile = tuple(flags[key] for key in ("POSITIONS", "OUTPUTS", "INPUTS"))
+    tile += options["num_warps"], options["num_stages"]
+    dtypes = {"*fp32": ["torch.float32"], "*bf16": ["torch.bfloat16", "torch.float16"]}
+    found = {(dtype, tile) for dtype in dtypes.get(signature["x"], [])}
+    results["compiled"][name.split("-")[0].split("[")[0] + "_tile"] |= found
 """
 
 

@@ -137,7 +137,8 @@ class Tokens(nn.Module):
 
 first = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), Scaled(), nn.GroupNorm(1, 5)]
 images = nn.Sequential(*first, nn.PReLU(5), Gated(), nn.Flatten())
-models = {"images": (images.eval(), torch.randn(3, 3, 6, 5)), "tokens": (Tokens().eval(), torch.randint(5, (3, 7)))}
+models = {"images": (images.eval(), torch.randn(3, 3, 6, 5))}
+models["tokens"] = (Tokens().eval(), torch.randint(5, (3, 7)))
 ran, plain = {}, dispatch.get
 def spying(name, backend):
     run = plain(name, backend)
@@ -162,7 +163,8 @@ for name, (model, x) in models.items():
 z, index = torch.randn(2, 4, 3), range(5, 7)
 for backend in ("torch", "triton"):
     with ops.using(backend):
-        found["cotangent", backend] = {"v": fastlr.Categorical(dim=1).cotangent(z, "rademacher", index, 1)}
+        v = fastlr.Categorical(dim=1).cotangent(z, "rademacher", index, 1)
+        found["cotangent", backend] = {"v": v}
 results = found, ran
 """
 

@@ -97,11 +97,21 @@ NEW = {
     "matmul ieee": "backends.cuda.matmul.fp32_precision = 'ieee'",
     "of the CPU": "backends.mkldnn.matmul.fp32_precision = 'bf16'",
     "convolutions of the CPU": "backends.mkldnn.conv.fp32_precision = 'bf16'",
-    "all tf32, matmul ieee": "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'ieee'",
-    "all tf32, matmul tf32": "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'tf32'",
-    "mixed": "torch.set_float32_matmul_precision('high'); backends.cuda.matmul.fp32_precision = 'ieee'",
-    "mixed, other way": "backends.cudnn.allow_tf32 = False; backends.cudnn.conv.fp32_precision = 'tf32'",
-    "medium, all tf32": "torch.set_float32_matmul_precision('medium'); backends.fp32_precision = 'tf32'",
+    "all tf32, matmul ieee": (
+        "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'ieee'"
+    ),
+    "all tf32, matmul tf32": (
+        "backends.fp32_precision = 'tf32'; backends.cuda.matmul.fp32_precision = 'tf32'"
+    ),
+    "mixed": (
+        "torch.set_float32_matmul_precision('high'); backends.cuda.matmul.fp32_precision = 'ieee'"
+    ),
+    "mixed, other way": (
+        "backends.cudnn.allow_tf32 = False; backends.cudnn.conv.fp32_precision = 'tf32'"
+    ),
+    "medium, all tf32": (
+        "torch.set_float32_matmul_precision('medium'); backends.fp32_precision = 'tf32'"
+    ),
 }
 CASES = [*OLD.items(), *(pytest.param(*case, marks=needs_newer) for case in NEW.items())]
 

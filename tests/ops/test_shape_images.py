@@ -311,7 +311,8 @@ def arguments_of(case):
 
 RUN_CASES = """
 from fastlr.ops.philox import indices
-shape_images, shape_images_at = ops.get("shape_images", "triton"), ops.get("shape_images_at", "triton")
+shape_images = ops.get("shape_images", "triton")
+shape_images_at = ops.get("shape_images_at", "triton")
 results = {}
 cases, by_number = given
 for name, (a, b, how) in cases.items():

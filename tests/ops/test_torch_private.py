@@ -46,7 +46,8 @@ def test_private_names_are_in_one_module():
 def test_a_name_that_is_gone_is_told():
     with pytest.raises(
         FastlrError,
-        match=rf"^torch {torch.__version__.split('+')[0]}.* has no torch\._C\.NoSuchName.*pip install torch==",
+        match=rf"^torch {torch.__version__.split('+')[0]}.* has no "
+        r"torch\._C\.NoSuchName.*pip install torch==",
     ):
         torch_private._get("_C.NoSuchName")
 

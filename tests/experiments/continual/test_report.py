@@ -21,7 +21,9 @@ from fastlr.experiments.continual.report import write_report
 from fastlr.experiments.continual.tables import setting
 from fastlr.experiments.runs.report import show
 
-FIGURES = "redundancy-accuracy correlations forgetting-correlations measures ablation layers-0 inputs".split()
+FIGURES = (
+    "redundancy-accuracy correlations forgetting-correlations measures ablation layers-0 inputs"
+).split()
 
 
 @pytest.fixture(scope="module")

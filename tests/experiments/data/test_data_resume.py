@@ -146,7 +146,10 @@ def test_other_settings_or_files_are_refused(tmp_path):
 def test_second_process_is_refused_and_a_kill_frees_the_lock(tmp_path):
     source, out = imagenet(tmp_path / "source"), tmp_path / "store"
     out.mkdir()
-    hold = "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); f.write('77'); f.flush(); print(flush=True); time.sleep(60)"  # noqa: E501
+    hold = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "f.write('77'); f.flush(); print(flush=True); time.sleep(60)"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", hold, str(out / ".lock")], stdout=subprocess.PIPE
     )

@@ -67,7 +67,8 @@ def test_a_file_is_read_as_it_stands(tmp_path):
         (
             6,
             "",
-            r"line 8, column date: 2016-07-01 06:00:00 leaves a gap after 2016-07-01 04:00:00 of line 6 .*3600 s",
+            "line 8, column date: 2016-07-01 06:00:00 leaves a gap after 2016-07-01 04:00:00 of "
+            "line 6 .*3600 s",
         ),
         (0, "day,a,b", r"no date column among day, a, b"),
         (0, "date,time,b", r"2 columns that could be the date column"),

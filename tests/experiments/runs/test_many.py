@@ -44,7 +44,10 @@ def job(folder, name, code):
 
 def test_jobs_are_heard_and_failures_are_named_while_others_go_on(tmp_path):
     heard = []
-    work = "import os, time; send({'n': 1, 'slot': os.environ['SLOT'], 'stdin': len(os.read(0, 9))}); print('hello')\n"
+    work = (
+        "import os, time; send({'n': 1, 'slot': os.environ['SLOT'], 'stdin': len(os.read(0, 9))}); "
+        "print('hello')\n"
+    )
     jobs = [
         job(tmp_path, "good", work),
         job(tmp_path, "says", work + "send({'error': 'no such thing'}); raise SystemExit(1)"),
@@ -101,10 +104,15 @@ def test_no_process_outlives_the_queue(tmp_path, how):
     code = f"""
 import signal
 from pathlib import Path
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, and inherited so, where the tests run in the background
+# It is ignored, and inherited so, where the tests run in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from fastlr.experiments.runs.processes import Job, run_jobs
-job = Job("one", {[sys.executable, "-c", ATTACH + work + "time.sleep(600)"]!r}, Path({str(tmp_path / "log")!r}))
-run_jobs([job], [{{}}], lambda name, message: "pids" in message and print(*message["pids"], flush=True))
+command = {[sys.executable, "-c", ATTACH + work + "time.sleep(600)"]!r}
+job = Job("one", command, Path({str(tmp_path / "log")!r}))
+def listen(name, message):
+    if "pids" in message:
+        print(*message["pids"], flush=True)
+run_jobs([job], [{{}}], listen)
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE

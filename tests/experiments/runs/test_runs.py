@@ -174,11 +174,14 @@ def test_a_full_disk_leaves_everything_before_intact(tmp_path):
         with Run.create(path, {}) as run:
             run.commit({"kind": "task", "task": 0}, {"x": torch.zeros(10)})
             state = {"x": torch.zeros(100_000 if where == "checkpoint" else 10)}
-            record = {"kind": "task", "task": 1, "text": "a" * (0 if where == "checkpoint" else 100_000)}
+            record = {"kind": "task", "task": 1, "text": ""}
+            if where != "checkpoint":
+                record["text"] = "a" * 100_000
             # the checkpoint holds the record too: shorten what it gets, so that the records are hit
             if where == "records":
                 run.write_checkpoint = lambda name, content: None
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, most))
             try:
                 run.commit(record, state)
             except FastlrError as error:
@@ -218,7 +221,8 @@ KILLED = """
         start = run.state["position"] if run.state else 0
         print("ready", flush=True)
         for t in range(start, 100_000):
-            run.commit({"kind": "task", "task": t, "text": "a" * 5000}, {"position": t + 1, "x": torch.zeros(1000)})
+            record = {"kind": "task", "task": t, "text": "a" * 5000}
+            run.commit(record, {"position": t + 1, "x": torch.zeros(1000)})
 """
 
 

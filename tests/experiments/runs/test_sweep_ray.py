@@ -183,7 +183,10 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
     cluster, both = nodes
     shared = tmp_path / "many.json"
     shared.write_text("{}")
-    count = f"f = open({str(tmp_path)!r} + '/' + NAME, 'a'); f.write('x'); f.flush(); again = f.tell() > 1\n"
+    count = (
+        f"f = open({str(tmp_path)!r} + '/' + NAME, 'a'); f.write('x'); f.flush(); "
+        "again = f.tell() > 1\n"
+    )
     work = {
         "good": "send({'n': 1})",
         "says": "send({'error': 'no such thing'}); raise SystemExit(1)",
@@ -312,7 +315,9 @@ import json, os, time
 work = json.loads(sys.argv[2])
 seed, path = work["seed"], work["path"]
 os.makedirs(path, exist_ok=True)
-done = len(open(path + "/records.jsonl").readlines()) if os.path.exists(path + "/records.jsonl") else 0
+done = 0
+if os.path.exists(path + "/records.jsonl"):
+    done = len(open(path + "/records.jsonl").readlines())
 raylet = open(f"/proc/{os.getppid()}/stat").read().split(")")[1].split()[1]
 print(seed, os.getppid(), raylet, file=open(path + "/../../begun", "a"))
 for task in range(done, 3):
