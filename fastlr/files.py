@@ -197,3 +197,13 @@ def lock_folder(path: Path, make: bool = False, name: str = LOCK) -> int:
     except OSError:
         pass  # the lock holds without the name; a full disk is reported at the first record
     return lock
+
+
+@contextmanager
+def locked(path: Path, make: bool = False, name: str = LOCK) -> Iterator[None]:
+    """Hold the lock of a folder within a ``with`` block; see `lock_folder`."""
+    lock = lock_folder(path, make, name)
+    try:
+        yield
+    finally:
+        os.close(lock)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastlr.experiments.continual.tables import NUMBERS
+from fastlr.experiments.continual.association import TARGETS
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = (".py", ".md", ".cpp", ".cu", ".h", ".rst")
@@ -57,7 +57,7 @@ def test_what_is_cited_is_in_the_paper():
     assert sum(len(cited(text)) for text in texts.values()) > 50
     errors = {name: wrong(text) for name, text in texts.items()}
     assert not {name: found for name, found in errors.items() if found}
-    assert {("Table", str(number)) for number in NUMBERS.values()} <= LABELS
+    assert {("Table", str(target.table)) for target in TARGETS.values()} <= LABELS
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.causes.comparison import REDUNDANCY, Comparison
 from fastlr.display.figures import COLOURS, INK, MUTED, legend_below, new_figure, save_figure, style
-from fastlr.experiments.continual.course import mean_of_known
+from fastlr.experiments.runs.records import mean_of_known
 
 
 def scatter(found: Comparison, path: str | os.PathLike[str]) -> bool:

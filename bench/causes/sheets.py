@@ -11,8 +11,9 @@ from bench.causes.comparison import REDUNDANCY, Comparison
 from bench.causes.correlations import FEWEST, KINDS, Together
 from fastlr.display.sheets import DASH, Columns, Sheet
 from fastlr.display.tables import pm
-from fastlr.experiments.continual.course import geometric, mean_of_known
+from fastlr.experiments.continual.course import geometric
 from fastlr.experiments.continual.tables import hundred, label
+from fastlr.experiments.runs.records import mean_of_known
 from fastlr.experiments.statistics.seeds import Mean
 
 

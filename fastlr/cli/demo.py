@@ -24,20 +24,15 @@ from rich.table import Table
 
 from fastlr.display.record import MinuteLog, output_folder
 from fastlr.display.sheets import Columns, Sheet, shown
+from fastlr.display.verdict import PARTS, brief
 from fastlr.errors import FastlrError, FastlrWarning, InputError
 from fastlr.experiments.continual import ContinualRun, read_run
 from fastlr.experiments.continual.experiment import DRIVER
 from fastlr.experiments.continual.figures import redundancy_and_accuracy
-from fastlr.experiments.continual.findings import (
-    PARTS,
-    brief,
-    describe,
-    ends,
-    percent,
-    rank_correlation,
-)
+from fastlr.experiments.continual.findings import describe, ends, percent, rank_correlation
 from fastlr.experiments.continual.tables import definitions_sheet, hundred, label, setting
 from fastlr.experiments.runs import queue
+from fastlr.experiments.runs.processes import Message
 from fastlr.experiments.runs.records import Array, finite
 from fastlr.experiments.runs.report import Drawing, Report, write_files
 
@@ -171,17 +166,17 @@ def _carry_out(say: Console, path: Path, options: dict[str, Any]) -> None:
     """
     minutes = MinuteLog(Console(stderr=True))
 
-    def listen(names: tuple[str, ...]) -> Any:
-        return lambda name, message: (
-            minutes.log(f"{name}: task {message['done']}") if "done" in message else None
-        )
+    def listen(name: str, message: Message) -> None:
+        if "done" in message:
+            minutes.log(f"{name}: task {message['done']}")
 
-    runs = queue.Queue(DRIVER, path, "demo", listen)
+    runs = queue.Queue(DRIVER, path, "demo")
     with Live(get_renderable=lambda: _curves(path, options), console=say, refresh_per_second=2):
         if queue.is_many(path):
-            outcome = runs.resume(options)
+            outcome = runs.resume(options, lambda names: listen)
         else:
-            outcome = runs.begin({name: {**options, **settings} for name, settings in RUNS.items()})
+            settings = {name: {**options, **change} for name, change in RUNS.items()}
+            outcome = runs.begin(settings, lambda names: listen)
     if outcome.failed:
         failed = "; ".join(
             f"{name}: {why} (log: {path / queue.LOGS / name}.txt)"

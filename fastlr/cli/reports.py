@@ -73,28 +73,15 @@ def report(
 
     The runs are pooled.
     """
+    from fastlr.experiments.runs.experiment import find_driver
     from fastlr.experiments.runs.records import driver_of
 
-    driver = driver_of(runs)
-    if pool and driver != "continual":
-        raise InputError(f"--pool goes with continual runs, not with those of fastlr {driver}")
-    if driver == "transfer":
-        from fastlr.experiments.transfer.report import write_transfer_report
-
-        written = write_transfer_report(runs, out, figures=figures)
-    elif driver == "memorize":
-        from fastlr.experiments.memorization.report import write_memorization_report
-
-        written = write_memorization_report(runs, out, figures=figures)
-    elif driver == "continual":
-        from fastlr.experiments.continual.report import write_report
-
-        written = write_report(
-            runs, out, figures=figures, resamples=bootstrap, seed=seed, pool=pool
-        )
-    else:
-        raise InputError(f"there is no report for runs of fastlr {driver}")
-    written.show()
+    driver = find_driver(driver_of(runs))
+    options = {"resamples": bootstrap, "seed": seed, "pool": pool}
+    if pool and "pool" not in driver.analysed:
+        raise InputError(f"--pool goes with continual runs, not with those of fastlr {driver.name}")
+    taken = {name: options[name] for name in driver.analysed}
+    driver.write_report(runs, out, figures=figures, **taken).show()
 
 
 def cost(runs: RunFolders, csv_file: CsvFile = None, pool: Pool = False) -> None:

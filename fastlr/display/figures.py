@@ -64,19 +64,27 @@ def count_axis(axes: Any, xlabel: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=(1, 2, 5, 10)))
 
 
+def labels_once(*axes: Any) -> dict[str, Any]:
+    """Return what is drawn for each label of axes; of several with one label the last."""
+    found: dict[str, Any] = {}
+    for one in axes:
+        handles, texts = one.get_legend_handles_labels()
+        found.update(zip(texts, handles))
+    return found
+
+
+def legend(axes: Any, **place: Any) -> None:
+    """Put the labels of axes beside them, each once; ``place`` is as for matplotlib's legends."""
+    labels = labels_once(axes)
+    axes.legend(labels.values(), labels.keys(), fontsize=8, frameon=False, **place)
+
+
 def legend_below(figure: Any, *axes: Any) -> None:
     """Put the labels of axes below a figure, each once."""
-    labelled = [one.get_legend_handles_labels() for one in axes]
-    unique = {text: handle for handles, texts in labelled for handle, text in zip(handles, texts)}
-    if unique:
-        figure.legend(
-            unique.values(),
-            unique.keys(),
-            fontsize=8,
-            frameon=False,
-            ncols=4,
-            loc="outside lower center",
-        )
+    labels = labels_once(*axes)
+    if labels:
+        place = {"ncols": 4, "loc": "outside lower center"}
+        figure.legend(labels.values(), labels.keys(), fontsize=8, frameon=False, **place)
 
 
 def style_rows(axes: Any, xlabel: str, *, fontsize: int = 9) -> None:

@@ -80,10 +80,15 @@ def _bars(axes: Any, shares: list[float], colour: str) -> None:
 
     largest = max(shares)
     bars = axes.barh(range(len(shares)), shares, height=0.78, color=colour)
-    texts = [f"{100 * share:.1f}" if share >= 0.0005 else "" for share in shares]
+    texts = [_percent(share) for share in shares]
     axes.bar_label(bars, texts, padding=3, fontsize=7, color=MUTED)
     axes.set_xlim(0, 1.12 * largest)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0 if largest > 0.1 else 1))
     style(axes, "", grid="x")
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
+
+
+def _percent(share: float) -> str:
+    """Return a share as the text of its bar; none where it would be 0.0."""
+    return f"{100 * share:.1f}" if share >= 0.0005 else ""

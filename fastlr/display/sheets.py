@@ -58,9 +58,9 @@ class Sheet:
 
     slug: str
     title: str
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-    notes: tuple[str, ...] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+    notes: Sequence[str] = ()
 
     @classmethod
     def of(
@@ -108,10 +108,10 @@ class Sheet:
         lines = [f"### {self.title}", ""]
         if self.rows:
             marks = [":--"] + ["--:"] * (len(self.columns) - 1)
-            body = [self.columns, tuple(marks), *self.rows]
-            lines += [
-                "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body
-            ] + [""]
+            for row in (self.columns, marks, *self.rows):
+                cells = " | ".join(cell.replace("|", "\\|") for cell in row)
+                lines.append(f"| {cells} |")
+            lines.append("")
         for note in self.notes:
             lines += [note, ""]
         return "\n".join(lines)

@@ -11,37 +11,18 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import Forward, beside_copies
+from fastlr.ghost.fallback import beside_copies
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.model_io import FAILURES, ModelView
-from fastlr.ghost.planner import Chunk, batch_of, blame, compared
+from fastlr.ghost.norms import closeness, forward_of
+from fastlr.ghost.planner import Chunk, batch_of, compared, interaction, prove_as_it_is
 from fastlr.ghost.recurrent import Unfused
-from fastlr.ghost.verification.agreement import low_precision, norms_agree
+from fastlr.ghost.verification.agreement import norms_agree
 from fastlr.ghost.verification.audit import Disproved
 from fastlr.ghost.verification.company import in_batch_of
 from fastlr.ghost.verification.copies import Subject
 from fastlr.ghost.verification.record import Ledger
 from fastlr.ghost.verification.stand_in import StandIn
-
-
-def forward_of(view: ModelView, batch: Batch) -> Forward:
-    """Return the function that runs the model, as it is, on samples of a batch."""
-
-    def forward(samples: Sequence[int]) -> Tensor:
-        with Unfused():
-            return view.forward(batch.pick(samples))
-
-    return forward
-
-
-def closeness(view: ModelView, ledger: Ledger, device: torch.device) -> float:
-    """Return the relative difference of squared norms that is rounding in the model's precision."""
-    dtypes = {p.dtype for p in view.parameters.values()}
-    if dtypes == {torch.float64} and ledger.dtype is not None:
-        dtypes = {ledger.dtype}  # the model may cast to fewer digits
-    if low_precision(device, dtypes):
-        return 0.1
-    return 1e-8 if dtypes == {torch.float64} else 1e-3
 
 
 class SampleAudit:
@@ -85,13 +66,8 @@ class SampleAudit:
         """
         wrong = [name for name in norms if not self._agrees(norms[name], name)]
         if wrong:
-            noise = self._noise()
-            wrong = [
-                n
-                for n in wrong
-                if n not in noise
-                or not bool(((norms[n] - self.exact[n]).abs() <= 8 * noise[n]).all())
-            ]
+            rounding = self._rounding()
+            wrong = [n for n in wrong if n not in rounding or self._beyond(norms, n, rounding[n])]
         if wrong and self.v.dtype != torch.float64:
             within = self._within(run())
             wrong = [n for n in wrong if not self._explained_within(norms[n], within[n], n)]
@@ -103,6 +79,9 @@ class SampleAudit:
 
     def _agrees(self, value: Tensor, name: str) -> bool:
         return norms_agree(value, self.exact[name], self.total, self.close)
+
+    def _beyond(self, norms: dict[str, Tensor], name: str, rounding: Tensor) -> bool:
+        return bool(((norms[name] - self.exact[name]).abs() > 8 * rounding).any())
 
     def _explained_within(self, value: Tensor, within: Tensor, name: str) -> bool:
         """Return True if a norm is that of the sample within its batch, which is almost exact."""
@@ -123,7 +102,7 @@ class SampleAudit:
         norms = exact_grads(z, self.view.parameters, cotangent)
         return dict(zip(self.view.parameters, norms, strict=True))
 
-    def _noise(self) -> dict[str, Tensor]:
+    def _rounding(self) -> dict[str, Tensor]:
         """Return how far the exact squared norms are off by rounding.
 
         It is found from float64; empty if nobody can tell.
@@ -168,16 +147,16 @@ def begin_audit(chunk: Chunk, sample: int, v: Tensor, *, fresh: bool) -> SampleA
     """
     batch = batch_of(chunk)
     audit = SampleAudit(chunk.view, chunk.ledger, batch, sample, v)
-    if not audit.has_its_output(chunk.z.detach()):
-        if not fresh:
-            raise Disproved(
-                sample,
-                f"sample {sample} alone gives another output than within its batch of "
-                f"{chunk.count}",
-            )
-        compared(chunk)
-        blame(chunk, batch, alike=True)
-    return audit
+    if audit.has_its_output(chunk.z.detach()):
+        return audit
+    if not fresh:
+        raise Disproved(
+            sample,
+            f"sample {sample} alone gives another output than within its batch of {chunk.count}",
+        )
+    compared(chunk)
+    prove_as_it_is(chunk, batch)
+    raise interaction(chunk)
 
 
 def audited(

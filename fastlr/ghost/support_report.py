@@ -73,8 +73,8 @@ class SupportReport:
             )
         dtype = str(ledger.dtype).removeprefix("torch.") if ledger.dtype else ""
         notes = list(dict.fromkeys(ledger.notes))
-        if folding.literal:
-            notes.append(f"only convolutions and norms are folded: {folding.literal}")
+        if folding.calls_refused:
+            notes.append(f"only convolutions and norms are folded: {folding.calls_refused}")
         if folding.disabled:
             notes.append(f"nothing is folded: {folding.disabled}")
         return SupportReport(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import FastlrWarning
+from fastlr.ops.block import leaves, leaves_with_samples, with_leaves
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.recent import Recent
@@ -76,17 +77,18 @@ def signature(args: Sequence[Any], samples: Sequence[int]) -> str:
     It is the same in every process. See `compared`.
     """
     parts = []
-    for i, a in enumerate(args):
+    by_sample = leaves_with_samples(args, samples)
+    for i, a in enumerate(leaves(args)):
         if isinstance(a, Tensor):
-            parts.append(_layout(a, i in samples))
+            parts.append(_layout(a, i in by_sample))
         elif isinstance(a, ConvGeometry):
             parts.append(signature(a, ()))
         elif isinstance(a, int) and not isinstance(a, bool):
             parts.append(f"int%{divisor(a)}")
+        elif isinstance(a, (tuple, list)):
+            parts.append(str(list(a)))
         elif not isinstance(a, float):
-            parts.append(
-                str(list(a)) if isinstance(a, (tuple, list)) else str(a).removeprefix("torch.")
-            )
+            parts.append(str(a).removeprefix("torch."))
     return "; ".join(parts)
 
 
@@ -146,6 +148,8 @@ def compared(
         drawn instead. The twin's float32 products are without TF32.
     """
     result = kernel(*args) if result is None else result
+    kernel, twin = _of_leaves(kernel, args), _of_leaves(twin, args)
+    samples, args = leaves_with_samples(args, samples), list(leaves(args))
     by_sample = bool(samples)
     count = args[samples[0]].shape[0] if samples else 0
     largest = max((a.numel() for a in args if isinstance(a, Tensor)), default=1)
@@ -169,6 +173,15 @@ def compared(
     return deviation
 
 
+def _of_leaves(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """Return an op's function that takes the leaves of these arguments in place of records."""
+
+    def on_leaves(*values: Any) -> Any:
+        return function(*with_leaves(args, values))
+
+    return on_leaves
+
+
 def _deviation(
     results: list[Tensor], args: Sequence[Any], twin: Callable[..., Any], by_sample: bool
 ) -> tuple[Deviation, bool]:
@@ -181,8 +194,7 @@ def _deviation(
         return _exact(results, _leaves(twin(*args)))
     lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     truth, rounded = _leaves(twin(*map(_wide, args))), _leaves(twin(*args))
-    sizes = [a.abs() if isinstance(a, Tensor) else a for a in args]
-    terms = _leaves(twin(*map(_wide, sizes)))
+    terms = _leaves(twin(*map(_size, args)))
     worst, empty = Deviation(0.0, 0.0), True
     for got, right, low, size in zip(results, truth, rounded, terms, strict=True):
         if got.shape != right.shape:
@@ -231,6 +243,11 @@ def _wide(a: Any) -> Any:
     if isinstance(a, torch.dtype):
         return torch.float64
     return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
+
+
+def _size(a: Any) -> Any:
+    """Return absolute values in float64; anything but a tensor as `_wide` does."""
+    return _wide(a.abs() if isinstance(a, Tensor) else a)
 
 
 def _has_samples(args: Sequence[Any], samples: Sequence[int], i: int) -> bool:
@@ -284,8 +301,8 @@ def _drawn(a: Any, few: int | None) -> Any:
 
 def without_repeats(t: Tensor) -> Tensor:
     """The first of the elements along axes on which a tensor is expanded (strides of 0)."""
-    first, every = slice(0, 1), slice(None)
-    return t[tuple([first if step == 0 else every for step in t.stride()])]
+    ends = [1 if step == 0 else None for step in t.stride()]
+    return t[tuple(map(slice, ends))]
 
 
 def with_strides(values: Tensor, t: Tensor) -> Tensor:
@@ -355,12 +372,9 @@ class Comparisons:
         if deviation.share <= 1:
             return True
         self.switch_off(name, kind)
-        shapes = ", ".join(f"{list(a.shape)}" for a in args if isinstance(a, Tensor))
-        dtypes = ", ".join(
-            dict.fromkeys(
-                str(a.dtype).removeprefix("torch.") for a in args if isinstance(a, Tensor)
-            )
-        )
+        tensors = [a for a in leaves(args) if isinstance(a, Tensor)]
+        shapes = ", ".join(f"{list(t.shape)}" for t in tensors)
+        dtypes = ", ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
         warnings.warn(
             f"{name}: its Triton kernel is off by {deviation.relative:.2g} of the result of plain "
             f"torch for tensors of {shapes} ({dtypes}), {deviation.share:.2g} times what rounding "
@@ -373,4 +387,4 @@ class Comparisons:
 
 
 def _device(args: Sequence[Any]) -> int:
-    return next(a.get_device() for a in args if isinstance(a, Tensor))
+    return next(a.get_device() for a in leaves(args) if isinstance(a, Tensor))

@@ -64,6 +64,8 @@ def test_a_tensor_that_is_written_to_is_other_inputs():
     third = meter.measure()
     assert not pairs(first, third)
     assert pairs(third, meter.measure())
+    x.data = rows()
+    assert pairs(first, meter.measure())
     x[0] += 1
     fresh = fastlr.estimate(nn.Linear(6, 3), fastlr.TensorInputs(x), N)
     assert pairs(meter.measure(), fresh)

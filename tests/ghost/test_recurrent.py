@@ -158,7 +158,7 @@ def test_after_folding_is_given_up():
     engine = Engine(model)
     want = engine.run(x, lambda z: torch.ones_like(z)).total
     engine.folding.give_up([], "a test")
-    assert engine.folding.literal == "a test"
+    assert engine.folding.calls_refused == "a test"
     got = engine.run(x, lambda z: torch.ones_like(z))
     torch.testing.assert_close(got.total, want, rtol=1e-4, atol=0)
     assert set(got.routes.values()) == {"rule"}
@@ -231,7 +231,7 @@ def test_models_that_differentiate_their_own_forward_pass():
 
     model = Slope().double()
     engine = holds(model, series())
-    assert engine.folding.literal
+    assert engine.folding.calls_refused
     assert not engine.folding.replaced
 
 

@@ -24,6 +24,7 @@ from fastlr.experiments.checkpoints.measure import (
     measure_each,
     no_progress,
 )
+from fastlr.experiments.continual.fields import REAL
 from fastlr.experiments.continual.measures import CurrentImages
 from fastlr.experiments.continual.records import ContinualRun
 from fastlr.experiments.data import ImageStore, split_series
@@ -33,7 +34,6 @@ from fastlr.experiments.runs.folder import stream_seed
 from fastlr.inputs import Inputs, TensorInputs
 
 FEWEST = 3  # checkpoints with which a correlation exists
-REAL = "local_redundancy_real"
 CONTEXT = 512
 
 
@@ -185,15 +185,13 @@ def as_run(measured: Sequence[Mapping[str, Estimate]]) -> ContinualRun:
 
     This is the form that `agreement` takes.
     """
-    tasks = {}
-    for i, estimates in enumerate(measured):
-        tasks[i] = {
-            "measures": {
-                name: {"value": e.value, "stderr": e.stderr, "n": e.n}
-                for name, e in estimates.items()
-            }
+    run = ContinualRun(Path("checkpoints"))
+    for place, estimates in enumerate(measured):
+        measures = {
+            name: {"value": e.value, "stderr": e.stderr, "n": e.n} for name, e in estimates.items()
         }
-    return ContinualRun(Path("checkpoints"), tasks=tasks)
+        run.add({"kind": "task", "task": place, "measures": measures})
+    return run
 
 
 def _draw(total: int, n: int, seed: int) -> torch.Tensor:

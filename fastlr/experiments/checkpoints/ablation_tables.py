@@ -13,7 +13,8 @@ from scipy.special import stdtrit
 from fastlr.display.sheets import Sheet
 from fastlr.display.tables import pm
 from fastlr.estimator.result import Estimate
-from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR, INPUTS
+from fastlr.experiments.continual.fields import INPUTS
+from fastlr.experiments.continual.summaries import FEWEST_FOR_ERROR
 from fastlr.experiments.statistics.bootstrap import LEVEL
 
 CONSTANT = (
@@ -45,18 +46,12 @@ def checkpoints_sheet(
 
     Every value has its standard error.
     """
-    columns = (
-        "checkpoint",
-        *(f"{INPUTS[kind]} (n = {estimate.n})" for kind, estimate in measured[0].items()),
-    )
-    rows = tuple(
-        (name, *(pm(estimate.value, estimate.stderr) for estimate in estimates.values()))
-        for name, estimates in zip(names, measured)
-    )
-    return Sheet(
-        "checkpoints",
-        "Local redundancy, with its standard error from the samples",
-        columns,
-        rows,
-        tuple(notes),
-    )
+    columns = ["checkpoint"]
+    for kind, estimate in measured[0].items():
+        columns.append(f"{INPUTS[kind]} (n = {estimate.n})")
+    rows = []
+    for name, estimates in zip(names, measured):
+        cells = [pm(estimate.value, estimate.stderr) for estimate in estimates.values()]
+        rows.append((name, *cells))
+    title = "Local redundancy, with its standard error from the samples"
+    return Sheet("checkpoints", title, columns, rows, notes)

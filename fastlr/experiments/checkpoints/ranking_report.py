@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style_rows
-from fastlr.display.sheets import DASH, Columns, Sheet
+from fastlr.display.sheets import DASH, Sheet
 from fastlr.display.tables import pm
 from fastlr.experiments.checkpoints.ranking import PairedTest, Ranking
 
@@ -35,20 +35,13 @@ def verdict(ranked: Ranking) -> str:
 def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
     """The checkpoints, best first, with the paired difference of the best from each."""
     n = ranked.estimates[ranked.best].n
-    pairs = {name: ranked.against_best(name) for name in ranked.estimates}
-    places = {name: place for place, name in enumerate(ranked.estimates, 1)}
-    columns: Columns[str] = {
-        "checkpoint": str,
-        "rank": lambda name: str(places[name]),
-        "local redundancy": lambda name: pm(
-            ranked.estimates[name].value, ranked.estimates[name].stderr
-        ),
-        "best minus": lambda name: (
-            pm(pair.difference, pair.stderr) if (pair := pairs[name]) else DASH
-        ),
-        "z": lambda name: f"{pair.z:.1f}" if (pair := pairs[name]) else DASH,
-        "p": lambda name: _p(pair.adjusted) if (pair := pairs[name]) else DASH,
-    }
+    rows = []
+    for place, (name, estimate) in enumerate(ranked.estimates.items(), 1):
+        pair = ranked.against_best(name)
+        cells = [DASH] * 3
+        if pair is not None:
+            cells = [pm(pair.difference, pair.stderr), f"{pair.z:.1f}", _p(pair.adjusted)]
+        rows.append((name, str(place), pm(estimate.value, estimate.stderr), *cells))
     texts = [
         verdict(ranked),
         f"Best minus: paired over the same n = {n} inputs, ± standard error; z: difference over "
@@ -63,9 +56,9 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
             f"With n = {n} the normal distribution is doubtful, as gradients are heavy-tailed: "
             "take more."
         )
-    return Sheet.of(
-        "ranking", "Checkpoints by local redundancy", ranked.estimates, columns, [*texts, *notes]
-    )
+    columns = ("checkpoint", "rank", "local redundancy", "best minus", "z", "p")
+    title = "Checkpoints by local redundancy"
+    return Sheet("ranking", title, columns, rows, [*texts, *notes])
 
 
 def ranking_record(ranked: Ranking) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class Measurer:
     Attributes:
         chunks: Inputs at a time of each estimator, by name: chosen by the free memory when it is
             first used, and then kept in the checkpoint, as they change the last bits of a value.
+        per_image: The values of local redundancy's synthetic images at the last measurement.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Measurer:
             "local_redundancy_next_task": self._current,
         }
         self._estimators: dict[str, fastlr.LocalRedundancy] = {}
+        self.per_image: Tensor | None = None
 
     @property
     def looks_ahead(self) -> bool:
@@ -201,6 +203,8 @@ class Measurer:
         with apart():  # so that the ranks of a run go on after a value that is not finite
             estimate = self._estimators[name].measure()
         self.chunks[name] = estimate.batch_size
+        if name == "local_redundancy":
+            self.per_image = estimate.per_sample
         return redundancy_record(estimate, FIELDS[name].inputs)
 
 
@@ -211,16 +215,20 @@ def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
         estimate: The measurement.
         inputs: What it was measured on, in words.
     """
+    per_parameter = estimate.per_parameter.items()
     return {
         "value": estimate.value,
-        "stderr": None if math.isnan(estimate.stderr) else estimate.stderr,
+        "stderr": or_none(estimate.stderr),
         "definition": _LR.format(n=estimate.n, inputs=inputs),
         "n": estimate.n,
         "probe": estimate.probe,
-        "per_parameter": {
-            key: float(f"{value:.6g}") for key, value in estimate.per_parameter.items()
-        },
+        "per_parameter": {key: float(f"{value:.6g}") for key, value in per_parameter},
     }
+
+
+def or_none(value: float) -> float | None:
+    """Return a number as JSON has it: None for NaN."""
+    return None if math.isnan(value) else value
 
 
 def _record(measure: metrics.Measure) -> dict[str, Any]:

@@ -84,15 +84,14 @@ def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
     Raises:
         SourceError: The size is above ``limit_mb``.
     """
-    size = (
-        open_zip(root).getinfo(name).file_size
-        if zipped
-        else os.stat(os.path.join(root, name)).st_size
-    )
+    if zipped:
+        size, unpacked = open_zip(root).getinfo(name).file_size, " unpacked"
+    else:
+        size, unpacked = os.stat(os.path.join(root, name)).st_size, ""
     if size > limit_mb * 1e6:
         raise SourceError(
-            f"{name} of {root} has {size / 1e6:,.1f} MB{' unpacked' * zipped}, and the limit is "
-            f"{limit_mb:g} MB: give a greater --max-file-mb if it is to be read"
+            f"{name} of {root} has {size / 1e6:,.1f} MB{unpacked}, and the limit is {limit_mb:g} "
+            "MB: give a greater --max-file-mb if it is to be read"
         )
     return size
 

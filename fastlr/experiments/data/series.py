@@ -110,6 +110,31 @@ def read_series(path: str | Path) -> Table:
 
 def _read(path: Path, reader: Iterator[list[str]]) -> Table:
     header = [cell.strip() for cell in next(reader, [])]
+    date_column = _date_column(path, header)
+    named = header[date_column]
+    columns = header[:date_column] + header[date_column + 1 :]
+    dates: list[datetime] = []
+    lines: list[int] = []
+    values: list[list[float]] = []
+    for row in reader:
+        if not any(cell.strip() for cell in row):
+            continue
+        lines.append(reader.line_num)  # type: ignore[attr-defined]
+        where = f"{path}, line {lines[-1]}"
+        if len(row) != len(header):
+            raise InputError(f"{where}: {len(row)} cells, but the header has {len(header)}")
+        dates.append(_date(row.pop(date_column).strip(), f"{where}, column {named}"))
+        values.append([_number(cell, f"{where}, column {of}") for of, cell in zip(columns, row)])
+    if len(values) < 2:
+        raise InputError(f"{path} has {len(values)} rows: a series needs at least two")
+    step = _even_step(path, named, dates, lines)
+    table = Table(path.stem, path.absolute(), tuple(columns), np.array(values), step)
+    _warn_of_outliers(table, lines)
+    return table
+
+
+def _date_column(path: Path, header: list[str]) -> int:
+    """Return the place of the column of dates; refuse a header that is not that of a series."""
     named = [i for i, cell in enumerate(header) if cell.lower() in DATES]
     if len(named) != 1:
         count = "no" if not named else f"{len(named)} columns that could be the"
@@ -117,52 +142,27 @@ def _read(path: Path, reader: Iterator[list[str]]) -> Table:
             f"{path}: {count} date column among {', '.join(header[:8]) or 'nothing'}: name one of "
             "them date, and separate columns by commas"
         )
-    features = [i for i in range(len(header)) if i != named[0]]
-    columns = tuple(header[i] for i in features)
-    if not columns:
-        raise InputError(
-            f"{path} has no column besides {header[named[0]]}: there is nothing to forecast"
-        )
-    twice = next((name for name in columns if columns.count(name) > 1), None)
-    if twice is not None:
-        raise InputError(
-            f"{path} has two columns called {twice or '(empty name)'}: give each a name of its own"
-        )
-    dates: list[datetime] = []
-    lines: list[int] = []
-    values: list[list[float]] = []
-    for row in reader:
-        line = reader.line_num  # type: ignore[attr-defined]
-        if not any(cell.strip() for cell in row):
-            continue
-        if len(row) != len(header):
+    if len(header) == 1:
+        raise InputError(f"{path} has no column besides {header[0]}: there is nothing to forecast")
+    for name in header:
+        if header.count(name) > 1:
             raise InputError(
-                f"{path}, line {line}: {len(row)} cells, but the header has {len(header)}"
+                f"{path} has two columns called {name or '(empty name)'}: give each a name of its "
+                "own"
             )
-        dates.append(
-            _date(row[named[0]].strip(), f"{path}, line {line}, column {header[named[0]]}")
-        )
-        values.append([_number(row[i], path, line, header[i]) for i in features])
-        lines.append(line)
-    if len(values) < 2:
-        raise InputError(f"{path} has {len(values)} rows: a series needs at least two")
-    step = _even_step(path, header[named[0]], dates, lines)
-    _warn_of_outliers(path, columns, np.array(values), lines)
-    return Table(path.stem, path.absolute(), columns, np.array(values), step)
+    return named[0]
 
 
-def _warn_of_outliers(
-    path: Path, columns: tuple[str, ...], values: NDArray[np.float64], lines: list[int]
-) -> None:
+def _warn_of_outliers(table: Table, lines: list[int]) -> None:
     """Warn of a cell so far out that normalising flattens the rest of its column to a line."""
-    for column, cells in zip(columns, values.T):
+    for column, cells in zip(table.columns, table.values.T):
         with np.errstate(over="ignore"):
             distance = np.abs(cells - np.median(cells))
         changing = distance[distance > 0]
         at = int(distance.argmax())
         if len(changing) and distance[at] > _OUTLIER * np.median(changing):
             warnings.warn(
-                f"{path}, line {lines[at]}, column {column}: {cells[at]:g} is more than "
+                f"{table.path}, line {lines[at]}, column {column}: {cells[at]:g} is more than "
                 f"{_OUTLIER:g} times as far from the median as other cells are, and flattens the "
                 "column when it is normalised; mend it if it is an error",
                 FastlrWarning,
@@ -170,16 +170,14 @@ def _warn_of_outliers(
             )
 
 
-def _number(text: str, path: Path, line: int, column: str) -> float:
+def _number(text: str, where: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
         what = f"{text.strip()!r} is no finite number" if text.strip() else "the cell is empty"
-        raise InputError(
-            f"{path}, line {line}, column {column}: {what}; fill it in, or leave the column out"
-        )
+        raise InputError(f"{where}: {what}; fill it in, or leave the column out")
     return number
 
 

@@ -119,8 +119,11 @@ def _check_index(index: dict[str, Any]) -> None:
     count, height, width, channels = index["shape"]
     first = 0
     for entry in index["classes"]:
-        (a, b), (c, d) = entry["train"], entry["test"]
-        if not (entry["first"] == first == a < b == c < d <= first + entry["rows"]):
+        # Training images, then test images, then zero rows in place of what was left out.
+        train, middle = entry["train"]
+        test, end = entry["test"]
+        begins_where_it_should = entry["first"] == train == first and middle == test
+        if not begins_where_it_should or not first < middle < end <= first + entry["rows"]:
             raise ValueError(f"rows of class {entry['name']}")
         first += entry["rows"]
     if index["dtype"] != "uint8" or channels != CHANNELS or height != width or first != count:

@@ -138,12 +138,13 @@ class Memorizer(TrainingLoop):
                 total[1] += correct.sum()
         loss, accuracy = (self.parallel.sum(total) / self.data.n).tolist()
         bits = self.data.bits(_finite(loss, f"in eval mode {when}"))
+        ceiling = self.data.ceiling
         return {
             "loss": loss,
             "accuracy": accuracy if self.options.kind == "vision" else None,
             "bits": bits,
             "bits_per_parameter": bits / self.parameters,
-            "share_of_ceiling": None if self.data.ceiling is None else bits / self.data.ceiling,
+            "share_of_ceiling": bits / ceiling if ceiling else None,
         }
 
     def measure(self) -> Record:
@@ -256,13 +257,18 @@ def _finished(options: MemorizeOptions, records: Sequence[Mapping[str, Any]]) ->
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
     """Loss, accuracy, bits a parameter; local redundancy where it was measured."""
-    accuracy, redundancy = record["accuracy"], record["measures"].get("local_redundancy")
-    return {
+    texts = {
         "loss": f"{record['loss']:.4g}",
-        "accuracy": "" if accuracy is None else f"{100 * accuracy:.1f} %",
+        "accuracy": "",
         "bits/parameter": f"{record['bits_per_parameter']:.3f}",
-        "LR": f"{redundancy['value']:.4g}" if redundancy else "",
+        "LR": "",
     }
+    if record["accuracy"] is not None:
+        texts["accuracy"] = f"{100 * record['accuracy']:.1f} %"
+    redundancy = record["measures"].get("local_redundancy")
+    if redundancy:
+        texts["LR"] = f"{redundancy['value']:.4g}"
+    return texts
 
 
 DRIVER = Driver(
@@ -278,5 +284,6 @@ DRIVER = Driver(
     finished=_finished,
     before={**BEFORE, "redundancy_probe": "rademacher"},
     shown=_shown,
+    report="fastlr.experiments.memorization.report:write_memorization_report",
 )
 begin, resume = DRIVER.begin, DRIVER.resume

@@ -4,8 +4,8 @@
 ``config.json``        What runs: resolved options, versions, commit, command, data; written when
                        the run begins.
 ``records.jsonl``      One JSON object a line, flushed to disk with every line.
-``checkpoints/``       ``last.pt`` (replaced atomically) and files that are written once, such as
-                       ``initial.pt``.
+``checkpoints/``       ``last.pt`` (replaced atomically), files that are written once, such as
+                       ``initial.pt``, and files of rows of numbers (`Run.write_row`).
 ``run.lock``           Held by the process that writes.
 =====================  ============================================================================
 
@@ -230,6 +230,22 @@ class Run:
             raise InputError(
                 f"{path} is damaged ({first_line(error)}): begin the run anew"
             ) from error
+
+    def write_row(self, name: str, row: int, values: torch.Tensor) -> None:
+        """Write a row of float32 numbers into a file of ``checkpoints/``, all rows of one length.
+
+        Written before the step that it belongs to is committed, it is there whenever the step's
+        record is; a step that is done anew writes it anew.
+        """
+        data = values.to(torch.float32).cpu().contiguous().numpy().astype("<f4").tobytes()
+        with disk_errors(self.path):
+            file = os.open(self.path / CHECKPOINTS / name, os.O_WRONLY | os.O_CREAT, 0o666)
+            try:
+                os.lseek(file, row * len(data), os.SEEK_SET)
+                write_all(file, data)
+                os.fsync(file)
+            finally:
+                os.close(file)
 
     def _append(self, record: dict[str, Any]) -> None:
         path = self.path / RECORDS

@@ -180,18 +180,21 @@ def write_files(
         else:
             path.unlink(missing_ok=True)
     write_json(folder / "report.json", dict(numbers))
-    origins = dict.fromkeys(text for run in runs if (text := provenance(run)))
-    content = {"title": title, "findings": findings, "lead": [*lead, *origins], "sheets": sheets}
-    content |= {"pictures": pictures, "runs": runs}
-    texts = {
-        "report.md": "\n".join(
-            [f"# {title}\n", *(f"{s}\n" for s in findings), *(sheet.markdown() for sheet in sheets)]
-        ),
-        **{f"{sheet.slug}.csv": sheet.csv() for sheet in sheets if sheet.rows},
-        **(texts or {}),
-        "index.html": _PAGE.render(content, json=json.dumps),
-    }
-    for name, text in texts.items():
+    origins = dict.fromkeys(filter(None, map(provenance, runs)))
+    page = _PAGE.render(
+        title=title,
+        findings=findings,
+        lead=[*lead, *origins],
+        sheets=sheets,
+        pictures=pictures,
+        runs=runs,
+        json=json.dumps,
+    )
+    paragraphs = [f"# {title}\n", *(f"{sentence}\n" for sentence in findings)]
+    markdown = "\n".join([*paragraphs, *(sheet.markdown() for sheet in sheets)])
+    tables = {f"{sheet.slug}.csv": sheet.csv() for sheet in sheets if sheet.rows}
+    files = {"report.md": markdown, **tables, **(texts or {}), "index.html": page}
+    for name, text in files.items():
         write_text(folder / name, text)
     return Report(
         folder, folder / "index.html", tuple(sheets), tuple(screen), tuple(figures), tuple(findings)
@@ -204,15 +207,17 @@ def provenance(run: RunFolder) -> str:
     What the configuration does not hold is left out.
     """
     config, command, versions = run.config, run.config.get("command"), run.config.get("versions")
+    if isinstance(command, list):
+        command = " ".join(map(str, command))
+    if isinstance(versions, dict):
+        versions = ", ".join(f"{name} {version}" for name, version in versions.items())
     entries = {
         "preset": config.get("preset"),
         "model": run.options.get("model"),
         "seed": run.options.get("seed"),
         "machine": run.machine,
-        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
-        "versions": ", ".join(f"{k} {v}" for k, v in versions.items())
-        if isinstance(versions, dict)
-        else versions,
+        "command": command,
+        "versions": versions,
         "commit": config.get("commit"),
     }
     text = "; ".join(f"{key}: {value}" for key, value in entries.items() if value not in (None, ""))

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fastlr.distributed.process_group import broadcast
 from fastlr.distributed.sharding import Team, team
 from fastlr.experiments.runs.folder import Run
@@ -66,6 +68,11 @@ class SharedRun(Run):
         """See `Run`."""
         if self._run is not None:
             self._run.write_checkpoint(name, content)
+
+    def write_row(self, name: str, row: int, values: Tensor) -> None:
+        """See `Run`."""
+        if self._run is not None:
+            self._run.write_row(name, row, values)
 
     def read_checkpoint(self, name: str) -> Any:
         """See `Run`."""

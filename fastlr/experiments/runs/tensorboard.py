@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fastlr.errors import FastlrError, FastlrWarning
-from fastlr.experiments.runs.experiment import Progress, Report
 from fastlr.experiments.runs.folder import RECORDS, read_lines
+from fastlr.experiments.runs.progress import Progress, Report
 from fastlr.integrations.loggers import Logger, TensorBoardLogger, require_tensorboard
 
 TENSORBOARD = "tensorboard"  # folder in that of the run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import fastlr
 from fastlr import metrics
 from fastlr.errors import InputError
 from fastlr.estimator.statistics import Moments
+from fastlr.experiments.continual.measures import or_none
 from fastlr.experiments.data import SplitSeries
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.forecaster import Forecaster, batches
@@ -62,7 +62,7 @@ class Redundancy:
         assert estimate.per_sample is not None
         self.chunk, self._sums = estimate.batch_size, self._sums + estimate.per_sample
         self.points.append(
-            {"step": step, "value": estimate.value, "stderr": _or_none(estimate.stderr)}
+            {"step": step, "value": estimate.value, "stderr": or_none(estimate.stderr)}
         )
 
     def record(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Redundancy:
             definition += f"; mean of {len(self.points)} measurements"
         return {
             "value": moments.mean,
-            "stderr": _or_none(moments.stderr),
+            "stderr": or_none(moments.stderr),
             "definition": definition,
             "n": moments.n,
             "probe": self._estimator.options.probe,
@@ -180,7 +180,3 @@ def trainable_only(model: nn.Module, part: nn.Module) -> Iterator[None]:
         for p, flag in flags:
             p.requires_grad_(flag)
             p.grad = None
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -16,7 +16,7 @@ by local structure (node kind, slot, parameter side).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -59,6 +59,7 @@ from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ghost.verification.trial import Trial
 
 SCALES = (-20, 20)  # powers of two of cotangents that gradients must follow
+_SCALES_OF_HALF = (3,)  # and where the model casts to a dtype that holds no such range
 PERTURBATIONS = (1.0, 0.1, 0.0)  # of parameters and buffers; gentler where values are not finite
 COUNTED = "scale_grad_by_freq counts the ids of the whole batch"
 
@@ -104,7 +105,7 @@ class Prover:
             with trial.subject.precision():
                 step(trial)
                 otherwise = interaction_otherwise(trial, stand_in, scale, seed)
-            self.ledger.by_data = otherwise or self.ledger.by_data
+            self.ledger.reason_to_look = otherwise or self.ledger.reason_to_look
 
         failure: Exception | None = None
         for scale in PERTURBATIONS:
@@ -179,7 +180,7 @@ def _prove_on(trial: Trial, ledger: Ledger) -> None:
         _enter_unused(trial.view, unused, ledger)
     ledger.others = tuple(f"shape {tuple(graph.nodes[i].variable.shape)}" for i in graph.others)
     v = generic_cotangent(z)
-    truth = _exact_norms(trial, in_batch, v)
+    truth = _exact_norms(trial, in_batch, v, graph.float_dtypes())
     if truth.alone:
         ledger.notes.append(
             "the model does not take two samples: its gradients were taken from one alone"
@@ -331,7 +332,9 @@ class _Truth(NamedTuple):
     alone: bool
 
 
-def _exact_norms(trial: Trial, in_batch: InBatch, v: Tensor) -> _Truth:
+def _exact_norms(
+    trial: Trial, in_batch: InBatch, v: Tensor, dtypes: Collection[torch.dtype]
+) -> _Truth:
     """Return the truth: each sample run beside a copy of itself, one plain backward pass each.
 
     A model that does not take two samples is run on the sample alone, one that does not take one on
@@ -342,26 +345,29 @@ def _exact_norms(trial: Trial, in_batch: InBatch, v: Tensor) -> _Truth:
     cotangent does.
     """
     out_dim, parameters = trial.view.out_dim, trial.subject.parameters
+    narrow = any(torch.finfo(dtype).max < 2.0**20 for dtype in dtypes)
+    scales = _SCALES_OF_HALF if narrow else SCALES
+    if trial.subject.dtype is None:
+        scales = ()
     by_sample: list[Tensor] = []  # [parameters] each
-    scaled: list[Tensor] = []
+    scaled: dict[int, Tensor] = {}
     alone = False
     for sample in trial.all:
         own = v.narrow(out_dim, sample, 1)
-        scales = SCALES if sample == 0 and trial.subject.dtype is not None else ()
+        at = () if sample else scales
         exact = beside_copies(
             partial(trial.run, backward=True),
             sample,
-            [own, *(own * 2.0**exponent for exponent in scales)],
+            [own, *(own * 2.0**exponent for exponent in at)],
             out_dim,
             parameters,
             (2, 1, trial.count),
         )
         require_same(trial, in_batch, [sample], exact.row)
-        norms, *at_scales = map(torch.stack, exact.norms)
+        norms, *others = map(torch.stack, exact.norms)
+        scaled |= zip(at, others, strict=True)
         by_sample.append(norms)
         alone = alone or exact.copies == 1
-        if scales:
-            scaled = at_scales
     table = torch.stack(by_sample, 1)
     if not table.isfinite().all():
         bad = int((~table.isfinite()).any(1).nonzero()[0])
@@ -369,20 +375,20 @@ def _exact_norms(trial: Trial, in_batch: InBatch, v: Tensor) -> _Truth:
             f"the gradient of parameter {list(parameters)[bad]} is not finite on {trial.count} "
             "samples of the inputs"
         )
-    if scaled:
-        _require_scaling(by_sample[0], scaled)
+    _require_scaling(by_sample[0], scaled, 0.05 if narrow else 1e-6)
     return _Truth(dict(zip(parameters, table, strict=True)), alone)
 
 
-def _require_scaling(norms: Tensor, at_scales: list[Tensor]) -> None:
+def _require_scaling(norms: Tensor, at_scales: Mapping[int, Tensor], close: float) -> None:
     """Require that a sample's gradients scale as the cotangent does.
 
     Args:
         norms: squared norms [parameters] for a cotangent.
-        at_scales: those for it times two to the power of each of `SCALES`.
+        at_scales: exponent -> those for it times two to that power.
+        close: difference that is rounding, in parts of the norms' sum.
     """
-    for exponent, scaled in zip(SCALES, at_scales, strict=True):
-        if not bool(((scaled * 4.0**-exponent - norms).abs() <= 1e-6 * norms.sum()).all()):
+    for exponent, scaled in at_scales.items():
+        if not bool(((scaled * 4.0**-exponent - norms).abs() <= close * norms.sum()).all()):
             raise NonlinearBackwardError(
                 f"gradients do not scale as the output's do: 2^{exponent} times the one does "
                 f"not give 2^{exponent} times the others. Something changes them on the way, "
@@ -474,7 +480,7 @@ def _layouts(
 
     What the graph tells and marks confirm, else what marks find.
     """
-    of_graph, _ = trace(graph, z, out_dim)
+    of_graph = trace(graph, z, out_dim).known
     places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
     told: dict[Place, list[Layout]] = {
         place: [of_graph[place]] if place in of_graph else [] for place in places

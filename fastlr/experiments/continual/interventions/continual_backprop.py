@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fastlr.errors import InputError
 from fastlr.experiments.continual.interventions.base import Intervention, Learner
-from fastlr.experiments.continual.interventions.units import ReadingLayer, Units, find_units
+from fastlr.experiments.continual.interventions.find_units import find_units
+from fastlr.experiments.continual.interventions.units import ReadingLayer, Units
 from fastlr.experiments.data import Task
 from fastlr.experiments.runs.options import option
 
