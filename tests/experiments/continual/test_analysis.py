@@ -50,7 +50,7 @@ def test_a_run_is_read_back(tmp_path):
     assert run.definition("weight_norm") == "definition of weight_norm"
     assert np.isnan(run.accuracy[4])
     assert np.isfinite(np.delete(run.accuracy, 4)).all()
-    assert run.start["weight_norm"]["value"] == 10.0
+    assert run.untrained["measures"]["weight_norm"]["value"] == 10.0
     assert run.timed == ["train", "evaluate", "local_redundancy", "dormant_ratio+srank"]
     assert sum(run.per_parameter()[3].values()) == pytest.approx(run.measure("local_redundancy")[3])
 
