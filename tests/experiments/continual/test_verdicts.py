@@ -1,7 +1,5 @@
 """The verdict on runs that were learned for it, trimmed: one new seed of each problem."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path
