@@ -169,7 +169,7 @@ def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
     if job["npy"] is not None:
         array = npy_images(job, job["npy"])
         for row, image in enumerate(array.transpose(0, 2, 3, 1)):
-            split = SPLITS[row >= job["npy_train"]]
+            split = "train" if row < job["npy_train"] else "test"
             same = image.shape[:2] == (size, size)
             pixels = image if same else to_pixels(Image.fromarray(image.copy()), size, resize)
             yield split, f"{job['npy']}[{row}]", pixels

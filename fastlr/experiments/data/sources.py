@@ -64,14 +64,9 @@ def list_source(path: str | Path) -> Source:
     files.sort()
     prefix = _wrapper(files, folders)
     cut = len(prefix)
-    return Source(
-        path,
-        not path.is_dir(),
-        prefix,
-        [name[cut:] for name in files],
-        {name[cut:] for name in folders if len(name) > cut and name.startswith(prefix)},
-        {name[cut:]: checksum for name, checksum in checksums.items()},
-    )
+    below = {name[cut:] for name in folders if name.startswith(prefix)} - {""}
+    checksums = {name[cut:]: checksum for name, checksum in checksums.items()}
+    return Source(path, not path.is_dir(), prefix, [name[cut:] for name in files], below, checksums)
 
 
 def _walk(path: Path) -> tuple[list[str], set[str]]:
