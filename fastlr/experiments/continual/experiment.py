@@ -42,6 +42,7 @@ from fastlr.experiments.data import (
     synthetic_store,
 )
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
+from fastlr.experiments.runs.fields import ACCURACY, REDUNDANCY, texts
 from fastlr.experiments.runs.folder import (
     Run,
     random_states,
@@ -213,14 +214,10 @@ def _finished(options: ContinualOptions, records: Sequence[Mapping[str, Any]]) -
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
-    """Accuracy, and local redundancy where it was measured."""
-    texts = {"accuracy": record.get("skipped") or "", "LR": ""}
-    if record.get("accuracy") is not None:
-        texts["accuracy"] = f"{100 * record['accuracy']:.1f} %"
-    redundancy = record["measures"].get("local_redundancy", {}).get("value")
-    if redundancy is not None:
-        texts["LR"] = f"{redundancy:.4g}"
-    return texts
+    """Accuracy, or why the task was skipped, and local redundancy where it was measured."""
+    found = texts(record, (ACCURACY, REDUNDANCY))
+    found["accuracy"] = record.get("skipped") or found["accuracy"]
+    return found
 
 
 DRIVER = Driver(

@@ -13,7 +13,7 @@ from page import Page
 from PIL import Image
 from rich.console import Console
 
-from fastlr.display.sheets import Sheet
+from fastlr.display.sheets import HTML, Sheet
 from fastlr.errors import InputError
 from fastlr.experiments.continual import figures as curves
 from fastlr.experiments.continual import read_run
@@ -179,7 +179,7 @@ def test_an_older_figure_does_not_stay(tmp_path):
 
 def test_titles_and_cells_are_escaped():
     sheet = Sheet("x", "a < b", ("c|d", "e"), (("<b>", "1|2"),), ("n & m",))
-    root = ElementTree.fromstring(sheet.html())
+    root = ElementTree.fromstring(HTML.get_template("sheet").render(sheet=sheet))
     assert root.find("summary").text == "a < b"
     assert root.find(".//td").text == "<b>"
     assert "c\\|d" in sheet.markdown()

@@ -30,7 +30,7 @@ RUNS = Path(__file__).with_name("runs_of_verdicts")
 def cut(name, tasks):
     """The first tasks of a run."""
     run = copy.copy(read_run(RUNS / name))
-    run.tasks = {task: record for task, record in run.tasks.items() if task < tasks}
+    run.rows = {task: record for task, record in run.tasks.items() if task < tasks}
     return run
 
 
