@@ -153,8 +153,12 @@ continual = experiment_command(
     "continual",
     "Train on a sequence of binary tasks and measure plasticity at every boundary; PRESET names a "
     "set of options.",
-    "paper, table5, dohare32, tiny or demo; without it, paper.",
-    data=(str, "Folder of an image store, or synthetic."),
+    "paper, table5, dohare32, tiny, small or demo; without it, paper.",
+    data=(
+        str,
+        "Folder of an image store, or synthetic, random-labels, random-labels-digits or "
+        "permuted-digits.",
+    ),
     tasks=(int, "How many, in all: --set tasks=."),
 )
 transfer = experiment_command(

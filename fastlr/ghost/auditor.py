@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import beside_copies
+from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.model_io import FAILURES, ModelView
-from fastlr.ghost.norms import closeness, forward_of
+from fastlr.ghost.norms import forward_of, norm_tolerance
 from fastlr.ghost.planner import Chunk, batch_of, compared, interaction, prove_as_it_is
 from fastlr.ghost.recurrent import Unfused
 from fastlr.ghost.verification.agreement import norms_agree
@@ -44,9 +44,9 @@ class SampleAudit:
         self, view: ModelView, ledger: Ledger, batch: Batch, sample: int, v: Tensor
     ) -> None:
         self.view, self.batch, self.sample, self.v = view, batch, sample, v
-        self.close = closeness(view, ledger, v.device)
-        forward = forward_of(view, batch)
-        own = beside_copies(forward, sample, [view.row(v, sample)], view.out_dim, view.parameters)
+        self.tolerance = norm_tolerance(view, ledger, v.device)
+        samples = SingleSamples(forward_of(view, batch), view.out_dim, view.parameters)
+        own = samples.run(sample, [view.row(v, sample)])
         self.row, (exact,) = own.row, own.norms
         self.exact = dict(zip(view.parameters, exact, strict=True))
         self.total = torch.stack(exact).sum()
@@ -78,15 +78,15 @@ class SampleAudit:
         return {n: float((norms[n] - self.exact[n]).abs() / self.total) for n in names}
 
     def _agrees(self, value: Tensor, name: str) -> bool:
-        return norms_agree(value, self.exact[name], self.total, self.close)
+        return norms_agree(value, self.exact[name], self.total, self.tolerance)
 
     def _beyond(self, norms: dict[str, Tensor], name: str, rounding: Tensor) -> bool:
         return bool(((norms[name] - self.exact[name]).abs() > 8 * rounding).any())
 
     def _explained_within(self, value: Tensor, within: Tensor, name: str) -> bool:
         """Return True if a norm is that of the sample within its batch, which is almost exact."""
-        loose = max(0.01, 2 * self.close)
-        return norms_agree(value, within, self.total, self.close) and norms_agree(
+        loose = max(0.01, 2 * self.tolerance)
+        return norms_agree(value, within, self.total, self.tolerance) and norms_agree(
             within, self.exact[name], self.total, loose
         )
 
@@ -124,11 +124,9 @@ class SampleAudit:
             with torch.autocast(v.device.type, enabled=False), Unfused():
                 return in_double.output(batch.pick(samples))
 
-        row, chosen = view.row(v, j).double(), {n: wide[n] for n in view.parameters}
+        samples = SingleSamples(forward, view.out_dim, {n: wide[n] for n in view.parameters})
         try:
-            beside = stand_in.trusted(
-                lambda: beside_copies(forward, j, [row], view.out_dim, chosen, [2])
-            )
+            beside = stand_in.trusted(lambda: samples.run(j, [view.row(v, j).double()], [2]))
         except FAILURES:
             return {}
         # one without a gradient may be held outside the module, where the copy does not replace it

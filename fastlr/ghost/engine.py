@@ -40,6 +40,7 @@ from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
 
@@ -167,6 +168,7 @@ class Engine:
             torch.inference_mode(False),
             quiet_rng(self.view.device),
             put_back(self._buffers.keep(modules, unseen=training)),
+            uncompiled(),  # checkpoints run compiled parts again in the backward pass
         ):
             try:
                 with refusals(self.view, x), self.without_caches(x):
@@ -275,8 +277,8 @@ class Engine:
         """Return the norms of a batch: find what is known of it, measure, audit."""
         begun = time.perf_counter()
         self._plan = None
-        self._prove_without_values(x)
-        chunk = self._chunk(x)
+        self._prove_before_memory_is_held(x)
+        chunk = self._chunk_of(x)
         several = passes(cotangent, chunk.z.detach(), self.view.out_dim)
         first = next(several)
         plan = plan_of(chunk, look=self.audits.failed > 0)
@@ -284,36 +286,36 @@ class Engine:
         table = self._norms(chunk, plan, first, audit)
         for one in several:
             table = table + self._norms(chunk, plan, one)
-        self._refuse_not_finite(table)
+        self._refuse_gradients_not_finite(table)
         self._plan = plan
         self.audits.measured(time.perf_counter() - begun)
         return ChunkNorms(list(self.parameters), table, self._routes())
 
-    def _prove_without_values(self, x: Any) -> None:
+    def _prove_before_memory_is_held(self, x: Any) -> None:
         """Prove what is not proven before the batch's graph is made, which then holds no memory.
 
         So where parameters are in memory only while something uses them.
         """
         if not self.view.in_memory and self.known.of_flags(self._flags()) is None:
             with self.view.structure_only():
-                chunk = self._chunk(x)
+                chunk = self._chunk_of(x)
             proven(chunk)
 
-    def _chunk(self, x: Any) -> Chunk:
+    def _chunk_of(self, x: Any) -> Chunk:
         """Run the model forward and walk the graph of its output."""
-        self._current = known = self._known_flags(x)
+        self._current = known = self._known_of_flags(x)
         fingerprint = program.fingerprint(self.model, known.running_statistics)
         z = self._output(x, known)
         count = self.view.sample_count(z)
-        inputs = program.inputs_token(x, along(x, count, self.view.in_dim))
-        _refuse_not_finite(z)
+        shared_inputs = program.inputs_token(x, along(x, count, self.view.in_dim))
+        _refuse_output_not_finite(z)
         require_graph(z)
         graph = walk(z, self.parameters)
         self._warn_of_others(graph)
-        key = Key.of(graph, count, (fingerprint, inputs))
+        key = Key.of(graph, count, fingerprint, shared_inputs)
         return Chunk(self.view, self.folding, self.known, known, x, z, count, graph, key)
 
-    def _known_flags(self, x: Any) -> KnownFlags:
+    def _known_of_flags(self, x: Any) -> KnownFlags:
         """Return what is known of the model with its flags of now.
 
         The first time a forward pass is watched for what its graph does not show.
@@ -322,8 +324,10 @@ class Engine:
         known = self.known.of_flags(flags)
         if known is None:
             given = copied(x)
-            watched = program.observed(self.model, lambda: self.view.forward(given))
-            known = self.known.enter(KnownFlags(flags, *watched))
+            statistics, hooks_tensors = program.observed(
+                self.model, lambda: self.view.forward(given)
+            )
+            known = self.known.enter(KnownFlags(flags, statistics, hooks_tensors))
         return known
 
     def _output(self, x: Any, known: KnownFlags) -> Tensor:
@@ -410,7 +414,7 @@ class Engine:
         proofs = self.ledger.parameters
         return {name: proofs[name].route if name in proofs else "zero" for name in self.parameters}
 
-    def _refuse_not_finite(self, table: Tensor) -> None:
+    def _refuse_gradients_not_finite(self, table: Tensor) -> None:
         if not float(table.amax()) < math.inf:  # nor is that so of what is not a number
             bad, sample = (~torch.isfinite(table)).nonzero()[0].tolist()
             raise NonFiniteError(
@@ -479,7 +483,7 @@ class Engine:
         """
         with torch.inference_mode(False):
             z = self._forward(x)
-            _refuse_not_finite(z)
+            _refuse_output_not_finite(z)
             graph = walk(z, self.parameters)
             if graph.signature() != plan.key.structure:
                 raise Rerouted
@@ -520,7 +524,7 @@ class Engine:
         return right
 
 
-def _refuse_not_finite(z: Tensor) -> None:
+def _refuse_output_not_finite(z: Tensor) -> None:
     """Refuse an output that is not finite.
 
     Minus infinity is allowed: it is a logit that classes may have.

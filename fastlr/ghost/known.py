@@ -21,9 +21,9 @@ from typing import NamedTuple
 from torch import nn
 
 from fastlr.ghost.backward import Structure
-from fastlr.ghost.fallback import Singles
+from fastlr.ghost.fallback import RightCopies
 from fastlr.ghost.graph import Graph, Place
-from fastlr.ghost.ownership import details
+from fastlr.ghost.ownership import saved_axes
 from fastlr.ghost.sample_axis import Layout
 from fastlr.ghost.verification.few_samples import FewSamples
 from fastlr.ghost.verification.record import Ledger
@@ -37,18 +37,23 @@ class Key(NamedTuple):
 
     structure: tuple
     shapes: tuple
-    program: tuple
+    program: bytes
+    shared_inputs: bytes
 
     @staticmethod
-    def of(graph: Graph, count: int, program: tuple) -> Key:
-        """Return the key of a batch of ``count`` samples with this graph and program."""
+    def of(graph: Graph, count: int, program: bytes, shared_inputs: bytes) -> Key:
+        """Return the key of a batch of ``count`` samples with this graph and program.
+
+        And with the inputs that carry no samples, as far as a forward pass may branch on them.
+        """
         sizes = tuple(graph.sizes(i) for i in range(len(graph.nodes)))
-        return Key(graph.signature(), (count, sizes, details(graph)), program)
+        shapes = count, sizes, saved_axes(graph)
+        return Key(graph.signature(), shapes, program, shared_inputs)
 
     @property
     def plan(self) -> tuple:
         """By what the plan of a structure is found."""
-        return self.shapes, self.program
+        return self.shapes, self.program, self.shared_inputs
 
 
 @dataclass
@@ -104,7 +109,7 @@ class KnownFlags:
         inputs_with_samples: which of the inputs carry samples, by number of samples, shapes and
             program.
         shapes_of_one_sample: shapes of inputs that are one sample.
-        single_samples: how a single sample is run.
+        right_copies: how often a single sample is run at once.
     """
 
     flags: tuple
@@ -115,7 +120,7 @@ class KnownFlags:
     tried_programs: Recent[bytes, bool] = field(default_factory=Recent)
     inputs_with_samples: Recent[tuple, list[int]] = field(default_factory=Recent)
     shapes_of_one_sample: Recent[tuple, bool] = field(default_factory=Recent)
-    single_samples: Singles = field(default_factory=Singles)
+    right_copies: RightCopies = field(default_factory=RightCopies)
 
     @property
     def hooked(self) -> bool:
@@ -156,7 +161,7 @@ class Known:
     """What is known of one model: a tree of caches, flags at its root.
 
     Attributes:
-        few: on how many samples it is proven.
+        few_samples: on how many samples it is proven.
         emptied: of the dicts of tensors in it, those that our forward passes run without.
         proofs: how many were made.
         comparisons: how many batches' outputs were compared with those of their parts.
@@ -164,7 +169,7 @@ class Known:
 
     def __init__(self) -> None:
         self._by_flags: Recent[tuple, KnownFlags] = Recent(_FEW)
-        self.few = FewSamples()
+        self.few_samples = FewSamples()
         self.emptied: Recent[tuple, list[tuple[nn.Module, str]]] = Recent(1)
         self.proofs = self.comparisons = 0
 

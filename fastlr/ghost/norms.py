@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastlr.ghost.backward import sq_norms
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import Forward
+from fastlr.ghost.fallback import Forward, SingleSamples
 from fastlr.ghost.graph import exact_grads
 from fastlr.ghost.known import Plan
 from fastlr.ghost.model_io import ModelView
@@ -53,7 +53,7 @@ def norms_by_rules(
 def norms_of_one(chunk: Chunk, v: Tensor, *, retain: bool) -> dict[str, Tensor]:
     """Return the squared norms [1] of a batch of one sample, by plain autograd."""
     parameters = chunk.view.parameters
-    if not chunk.flags.single_samples.alone(_key_of_single(chunk, parameters)):
+    if not chunk.flags.right_copies.alone(_key_of_single(chunk, parameters)):
         return norms_by_loop(chunk, v, parameters)
     exact = exact_grads(chunk.z, parameters, v, retain=retain)
     return {name: norm[None] for name, norm in zip(parameters, exact, strict=True)}
@@ -64,16 +64,15 @@ def norms_by_loop(chunk: Chunk, v: Tensor, chosen: Mapping[str, Tensor]) -> dict
 
     It makes one forward and backward pass a sample.
     """
-    view, singles = chunk.view, chunk.flags.single_samples
-    forward = forward_of(view, batch_of(chunk))
-    close = closeness(view, chunk.ledger, v.device)
+    view, copies = chunk.view, chunk.flags.right_copies
+    samples = SingleSamples(forward_of(view, batch_of(chunk)), view.out_dim, chosen)
+    close = norm_tolerance(view, chunk.ledger, v.device)
     key = _key_of_single(chunk, chosen)
     by_sample = []  # [parameters] each
     for sample in range(chunk.count):
-        own = view.row(v, sample)
-        norms = singles.sq_norms(forward, sample, own, view.out_dim, chosen, key, close)
+        norms = copies.sq_norms(samples, sample, view.row(v, sample), key, close)
         by_sample.append(torch.stack(norms))
-    for note in singles.notes:
+    for note in copies.notes:
         chunk.ledger.note(note)
     return dict(zip(chosen, torch.stack(by_sample, 1), strict=True))
 
@@ -87,7 +86,7 @@ def _key_of_single(chunk: Chunk, chosen: Iterable[str]) -> tuple:
     strides = tuple(
         (t.shape, t.stride()) for t in leaves if isinstance(t, Tensor) and t.layout == torch.strided
     )
-    return strides, chunk.key.program, tuple(chosen)
+    return strides, chunk.key.program, chunk.key.shared_inputs, tuple(chosen)
 
 
 def norms_refuting_rules(chunk: Chunk, v: Tensor, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -110,7 +109,7 @@ def norms_refuting_rules(chunk: Chunk, v: Tensor, norms: Mapping[str, Tensor]) -
         return {}
     looped = norms_by_loop(chunk, v, unsure)
     total = torch.stack([*(dict(norms) | looped).values()]).sum(0)
-    close = closeness(chunk.view, chunk.ledger, v.device)
+    close = norm_tolerance(chunk.view, chunk.ledger, v.device)
     wrong: dict[str, Tensor] = {}
     for name, exact in looped.items():
         if norms_agree(norms[name], exact, total, close):
@@ -131,7 +130,7 @@ def forward_of(view: ModelView, batch: Batch) -> Forward:
     return forward
 
 
-def closeness(view: ModelView, ledger: Ledger, device: torch.device) -> float:
+def norm_tolerance(view: ModelView, ledger: Ledger, device: torch.device) -> float:
     """Return the relative difference of squared norms that is rounding in the model's precision."""
     dtypes = {p.dtype for p in view.parameters.values()}
     if dtypes == {torch.float64} and ledger.dtype is not None:

@@ -59,7 +59,7 @@ def axis(dim: int, ndim: int) -> int:
     return (dim - (1 << 64) if dim >= 1 << 63 else dim) % max(1, ndim)
 
 
-def details(graph: Graph) -> tuple:
+def saved_axes(graph: Graph) -> tuple:
     """Return the axes along which nodes of the graph work, as far as they have saved them.
 
     They are part of what a plan is kept by.

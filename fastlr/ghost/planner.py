@@ -84,7 +84,7 @@ class Chunk:
     @property
     def key_of_inputs(self) -> tuple:
         """By what is found which of the inputs carry samples."""
-        return self.count, input_shapes(self.x), self.key.program
+        return self.count, input_shapes(self.x), self.key.program, self.key.shared_inputs
 
 
 def input_shapes(x: Any) -> tuple:
@@ -125,7 +125,7 @@ def proven(chunk: Chunk) -> KnownStructure:
     """
     graph = chunk.graph
     known = chunk.flags.structures.get(chunk.key.structure)
-    if known is not None and _has_these_sides(chunk, known):
+    if known is not None and _fits(chunk, known):
         known.classify(graph)
         return known
     unproven = _prove_structure(chunk)
@@ -133,7 +133,7 @@ def proven(chunk: Chunk) -> KnownStructure:
     return chunk.flags.structures.put(chunk.key.structure, found)
 
 
-def _has_these_sides(chunk: Chunk, known: KnownStructure) -> bool:
+def _fits(chunk: Chunk, known: KnownStructure) -> bool:
     """Return True if nodes of a known structure fall on the known sides with the chunk's shapes."""
     if chunk.count == 1 or chunk.key.plan in known.plans:
         return True  # one sample needs no layouts
@@ -153,8 +153,8 @@ def _prove_structure(chunk: Chunk) -> list[str]:
     graph, ledger = chunk.graph, chunk.ledger
     unproven = _unproven(chunk)
     rows = trace(graph, chunk.z, chunk.view.out_dim)
-    chosen_by_data = bool(rows.hidden_by and ledger.parameters)
-    if chosen_by_data and not unproven and _absence_is_proven(chunk):
+    varies_with_data, proven_before = bool(rows.hidden_by), bool(ledger.parameters)
+    if varies_with_data and proven_before and not unproven and _absence_is_proven(chunk):
         return []
     refuse_parts_of_samples(graph, rows.known)  # needs no proof
     unproven = _prove_on_triples(chunk)
@@ -182,8 +182,8 @@ def _prove_on_triples(chunk: Chunk) -> list[str]:
     unproven: list[str] = []
     for start in range(0, min(chunk.count, MAX_PROOFS * SAMPLES), SAMPLES):
         chunk.known.proofs += 1
-        chunk.known.few.take(prover, batch, partial(prover.prove, seed=start), start)
-        chunk.flags.tried_programs.put(chunk.key.program[0], True)
+        chunk.known.few_samples.take_step(prover, batch, partial(prover.prove, seed=start), start)
+        chunk.flags.tried_programs.put(chunk.key.program, True)
         unproven = _unproven(chunk)
         if not unproven and _absence_is_proven(chunk):
             break
@@ -327,9 +327,9 @@ def prove_as_it_is(chunk: Chunk, batch: Batch) -> None:
 
     So the error names what is to blame where samples give something else in other company.
     """
-    few = chunk.known.few
+    few = chunk.known.few_samples
     prover = Prover(chunk.view, Ledger())
-    few.take(prover, batch.part(few.spread(batch.count)), prover.prove)
+    few.take_step(prover, batch.part(few.spread(batch.count)), prover.prove)
 
 
 def interaction(chunk: Chunk) -> InteractionError:
@@ -347,11 +347,11 @@ def try_program(chunk: Chunk) -> None:
     They must not under other conditions either (`interaction_otherwise`). Where activations
     saturate, the batch at hand may hide in its few digits what the next one shows.
     """
-    tried = chunk.key.program[0]
+    tried = chunk.key.program
     if tried in chunk.flags.tried_programs:
         return
     prover = Prover(chunk.view, chunk.ledger)
-    chunk.known.few.take(prover, batch_of(chunk), prover.compare_outputs)
+    chunk.known.few_samples.take_step(prover, batch_of(chunk), prover.compare_outputs)
     chunk.flags.tried_programs.put(tried, True)
 
 
@@ -373,28 +373,27 @@ def known_of_the_graph(chunk: Chunk, known: KnownStructure, *, fresh: bool) -> S
     graph, uses = chunk.graph, known.uses
     rows = _rows_of_the_graph(chunk)
     options = likely_layouts(graph, uses, chunk.ledger, chunk.count, rows.known)
-    layouts = _likeliest(options)
-    told = options.keys() & rows.known.keys()
-    if fresh and not (rows.hidden_by and known.plans):
+    untold = {place: options[place] for place in options if place not in rows.known}
+    hidden_by = rows.hidden_by
+    found_in_every_batch = bool(hidden_by and known.plans)
+    if fresh and not found_in_every_batch:
         # What the graph tells is held to the marks once.
         confirmed = _confirmed_by_marks(chunk, uses, options, rows)
-        options = {place: options[place] for place in confirmed}  # where gradients arrive
-        refuted = [place for place in confirmed if place in told and not confirmed[place]]
+        untold = {place: untold[place] for place in confirmed if place in untold}
+        refuted = [place for place in confirmed if place in rows.known and not confirmed[place]]
         if refuted:
-            options |= {place: every_layout(graph, place, chunk.count) for place in refuted}
-            told -= set(refuted)
-            chunk.ledger.hooked, rows = True, RowsOfGraph({}, HOOK)
-    untold = {place: options[place] for place in options if place not in told}
+            untold |= {place: every_layout(graph, place, chunk.count) for place in refuted}
+            chunk.ledger.hooked, hidden_by = True, HOOK
     found: dict[Place, list[Layout]] = {}
     if untold:
         v = generic_cotangent(chunk.z)
         found = first_explained(graph, uses, chunk.z, v, chunk.view.out_dim, untold)
     _to_loop_where_unexplained(chunk, uses, found)
-    reason = _reason_to_look(chunk, uses, rows.hidden_by if found else "")
+    reason = _reason_to_look(chunk, uses, hidden_by if found else "")
     if reason:
         kind = reason.removesuffix("Backward0")
         chunk.ledger.note(f"rows are found and outputs compared anew in every batch: {kind}")
-    return ShapePlan(layouts | _likeliest(found), reason)
+    return ShapePlan(_likeliest(options) | _likeliest(found), reason)
 
 
 def _rows_of_the_graph(chunk: Chunk) -> RowsOfGraph:

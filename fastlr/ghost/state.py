@@ -328,7 +328,7 @@ class _Buffers:
                 with torch.no_grad():
                     tensor.copy_(copy.values)
                 self._copies[id(tensor)] = copy._replace(version=version(tensor))
-            if place.get(name) is not tensor:
+            if name not in place or place[name] is not tensor:  # scripted modules have no get
                 place[name] = tensor
 
 

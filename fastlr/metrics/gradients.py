@@ -19,6 +19,7 @@ from fastlr.ghost.refusals import refusals
 from fastlr.ghost.runtime import as_it_was
 from fastlr.metrics.sample_losses import Loss, SampleLosses
 from fastlr.metrics.value import Measure, check_known
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locks_model
 from fastlr.ops.torch_private import tree_flatten, tree_map
 
@@ -303,7 +304,7 @@ def _parts(
     parameters = list(view.parameters.values())
     x = view.inputs(x)
     losses = SampleLosses(loss, view.out_dim)
-    with as_it_was(view.module, view.device):
+    with as_it_was(view.module, view.device), uncompiled():
         for part, labels, whole in _chunks(x, y, batch_size, view.in_dim):
 
             def own(z: Tensor, labels: Any = labels, whole: bool = whole) -> Tensor:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from threading import Event, Thread
 
 import pytest
 import torch
+import torch.nn.functional as F
 from exact import assert_norms, truth
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import fastlr
 from fastlr.ghost.engine import Engine
 from fastlr.ops.compiled_parts import uncompiled
 
@@ -55,6 +59,17 @@ class OfAWeight(nn.Module):
         return (x @ bounded(self.weight).T).tanh()
 
 
+class Checkpointed(nn.Module):
+    """A checkpoint that runs a compiled part again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.compile(layers(), backend=BACKEND)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, x.tanh(), use_reentrant=False)
+
+
 def in_place() -> nn.Module:
     net = layers()
     net.compile(backend=BACKEND)
@@ -78,6 +93,20 @@ def test_they_do_so_where_they_have_run_compiled() -> None:
     model = nn.Sequential(nn.Linear(4, 4), OfAWeight(), nn.Linear(4, 3))
     model(torch.randn(5, 4)).sum().backward()
     held(model)
+
+
+@pytest.mark.filterwarnings("ignore::fastlr.FastlrWarning")
+def test_checkpoints_run_them_again_as_they_were_written() -> None:
+    """Their backward pass was met by other tensors than had been saved."""
+    model, x, y = Checkpointed(), torch.randn(4, 4), torch.arange(4)
+    plain = nn.Sequential(nn.Tanh(), deepcopy(model.part._orig_mod))
+    inputs = fastlr.TensorInputs(x)
+    for measure in (
+        lambda model: fastlr.estimate(model, inputs, 4, probe="batch", batch_size=4).value,
+        lambda model: float(fastlr.metrics.train_grad_norm(model, x, y, F.cross_entropy)),
+        lambda model: fastlr.redundancy_loss(model, x, seed=0).item(),
+    ):
+        assert measure(model) == pytest.approx(measure(plain), rel=1e-5)
 
 
 def held(model: nn.Module) -> None:

@@ -96,6 +96,7 @@ CALLS = [
     ),
     (NonFiniteError, "a loss is not finite", lambda: of_losses(lambda z, t: z.sum(1) * math.inf)),
     (InputError, "loss must be a function", lambda: of_losses("mse")),
+    (InputError, "instance of a loss, not MSELoss", lambda: of_losses(nn.MSELoss)),
     (InputError, "batch_size must be", lambda: of_losses(F.cross_entropy, batch_size=0)),
     (
         InputError,

@@ -224,6 +224,7 @@ OWN: dict[str, Callable[..., Tensor]] = {
     "plain": entropy,
     "scaled": lambda z, y: 0.3 * entropy(z, y),
     "focal": Focal(),
+    "scripted": torch.jit.script(nn.CrossEntropyLoss(reduction="none")),
     "class weights": with_class_weights,
     "in float32": lambda z, y: entropy(z.float(), y),
     "in bfloat16": lambda z, y: entropy(z.bfloat16(), y),
@@ -288,6 +289,8 @@ def test_constants_of_a_place_go_with_the_whole_batch() -> None:
     for loss in of_places:
         value = metrics.train_grad_norm(model, x, y, loss)
         assert value == pytest.approx(looped(model, x, lambda z, loss=loss: loss(z, y)), rel=1e-9)
+    with pytest.raises(InputError, match="fails on a part of the samples .*as a part of y"):
+        metrics.train_grad_norm(model, x, y, of_places[0], batch_size=4)
     for loss in of_places[1:]:
         with pytest.raises(InputError, match="depends on its place or on the number of samples"):
             metrics.train_grad_norm(model, x, y, loss, batch_size=4)

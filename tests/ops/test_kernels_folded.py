@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.convolution_cases import case, depthwise_cases, folded_calls
 from fastlr import ops
-from fastlr.ops.block import leaves, with_leaves
+from fastlr.ops.block import changed
 from fastlr.ops.kernel_calls import moved
 from fastlr.ops.reference.folded import ACTIVATIONS
 
@@ -253,8 +253,7 @@ def layers() -> dict[str, dict]:
 def on_gpu(args: tuple, dtype: torch.dtype, op: str) -> tuple[tuple, tuple]:
     """The arguments on the GPU, data rounded to ``dtype``, and those in float32 on the CPU."""
     gpu = moved(op, args, torch.device("cuda"), dtype)
-    wide = [a.cpu().float() if isinstance(a, Tensor) else a for a in leaves(gpu)]
-    return gpu, tuple(with_leaves(gpu, wide))
+    return gpu, tuple(changed(lambda a, _: a.cpu().float() if isinstance(a, Tensor) else a, gpu))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,12 +6,11 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastlr.display.images import contact_sheet
+from fastlr.display.images import tiled
 from fastlr.display.record import counted
 from fastlr.display.sheets import Sheet, csv_text
 from fastlr.errors import InputError
@@ -29,17 +28,6 @@ from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 
 
-@dataclass(frozen=True)
-class ContinualReport(Report):
-    """The report of continual runs.
-
-    Attributes:
-        correlations: By target.
-    """
-
-    correlations: dict[str, list[Correlation] | TooShort]
-
-
 def write_report(
     paths: Sequence[str | Path],
     out: str | Path | None = None,
@@ -48,7 +36,7 @@ def write_report(
     resamples: int = 1000,
     seed: int = 0,
     pool: bool = False,
-) -> ContinualReport:
+) -> Report:
     """Analyse run folders and write the report.
 
     Args:
@@ -126,7 +114,7 @@ def write_report(
         f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in "
         "report.json."
     )
-    report = write_files(
+    return write_files(
         folder,
         "Plasticity over a sequence of tasks",
         sentences,
@@ -138,7 +126,6 @@ def write_report(
         screen=screen,
         texts=_correlations_as_csv(known),
     )
-    return ContinualReport(**vars(report), correlations=results)
 
 
 class TargetSheets(NamedTuple):
@@ -169,7 +156,7 @@ def _correlations_as_csv(known: Sequence[Correlation]) -> dict[str, str]:
     if not known:
         return {}
     columns = [key for key in vars(known[0]) if key != "per_run"]
-    rows = [[getattr(c, key) for key in columns] for c in known]
+    rows = [list(map(vars(c).get, columns)) for c in known]
     return {"correlations.csv": csv_text(columns, rows)}
 
 
@@ -178,7 +165,7 @@ def _report_by_intervention(
     runs: Sequence[ContinualRun],
     folder: Path,
     figures: str,
-) -> ContinualReport:
+) -> Report:
     """Write the report of runs that differ by interventions: their courses side by side."""
     screen = [*course_sheets(groups), tables.runs_sheet(runs)]
     sentences = verdicts_by_group(groups)
@@ -190,7 +177,7 @@ def _report_by_intervention(
     caption = "Local redundancy and accuracy over the tasks, by intervention."
     course = Drawing("course.png", partial(curves.group_curves, groups), caption)
     lead = f"{counted(len(runs), 'run')} of {counted(len(groups), 'intervention')}."
-    report = write_files(
+    return write_files(
         folder,
         "Plasticity over a sequence of tasks, by intervention",
         sentences,
@@ -201,7 +188,6 @@ def _report_by_intervention(
         numbers,
         screen=screen,
     )
-    return ContinualReport(**vars(report), correlations={})
 
 
 def _drawings(runs: Sequence[ContinualRun], known: Sequence[Correlation]) -> list[Drawing]:
@@ -246,17 +232,16 @@ def _drawings(runs: Sequence[ContinualRun], known: Sequence[Correlation]) -> lis
     return [*drawings, Drawing("inputs.png", partial(_draw_inputs, runs[0], size, seed), caption)]
 
 
-def _draw_inputs(run: ContinualRun, size: Any, seed: Any, path: Path) -> bool:
+def _draw_inputs(run: ContinualRun, size: Any, seed: Any) -> Any:
     """Draw the first synthetic images on which a run was measured.
 
-    Returns False if the run did not measure on them or its configuration does not say their size.
+    Returns None if the run did not measure on them or its configuration does not say their size.
     """
     from fastlr.inputs import ShapeImages
 
     is_known = isinstance(size, int) and isinstance(seed, int)
     if not is_known or "local_redundancy" not in run.measures:
-        return False
+        return None
     enlarged = max(1, 96 // size)  # whole pixels, so that small images can be seen
     images = ShapeImages(size=(3, size, size)).raw(0, 16, seed=seed)
-    contact_sheet(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3), path)
-    return True
+    return tiled(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3))

@@ -34,7 +34,7 @@ _NEVER = 0.1  # of the way from a guess to 1: a network that never got further n
 _CLOSE = 1e-3  # relative difference of a reading and the mean of its images' values in float32
 
 
-class Outcome(NamedTuple):
+class Changes(NamedTuple):
     """What became of a run; None where it is not known.
 
     Attributes:
@@ -104,12 +104,12 @@ def _moves(name: str, changes: Sequence[Change | None]) -> str:
     return f"{name} has fallen in {known.count(-1)}, risen in {known.count(1)} of {len(known)}"
 
 
-def outcome(run: ContinualRun) -> Outcome:
+def outcome(run: ContinualRun) -> Changes:
     """Compare the first and the last fifth of a run."""
     value = first_and_last(readings(run))
     own = first_and_last(readings(run, _OWN))
     accuracy = first_and_last(finite(run.accuracy).tolist())
-    return Outcome(
+    return Changes(
         change(*value) if value else None,
         change(*own) if own else None,
         difference(*accuracy) if accuracy else None,

@@ -23,6 +23,7 @@ from fastlr.errors import NonFiniteError
 from fastlr.experiments.continual.measures import redundancy_record
 from fastlr.experiments.data.memorization import GaussianPairs, LabelledShapes, RandomData, digest
 from fastlr.experiments.memorization.options import PRESETS, MemorizeOptions, substitutions
+from fastlr.experiments.redundancy import redundancy_estimator
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
 from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
 from fastlr.experiments.training.loop import TrainingLoop
@@ -139,9 +140,11 @@ class Memorizer(TrainingLoop):
         loss, accuracy = (self.parallel.sum(total) / self.data.n).tolist()
         bits = self.data.bits(_finite(loss, f"in eval mode {when}"))
         ceiling = self.data.ceiling
+        if self.options.kind != "vision":
+            accuracy = None
         return {
             "loss": loss,
-            "accuracy": accuracy if self.options.kind == "vision" else None,
+            "accuracy": accuracy,
             "bits": bits,
             "bits_per_parameter": bits / self.parameters,
             "share_of_ceiling": bits / ceiling if ceiling else None,
@@ -151,16 +154,9 @@ class Memorizer(TrainingLoop):
         """Return local redundancy, on inputs of the same kind that are not among the samples."""
         options = self.options
         if self._redundancy is None:
-            self._redundancy = fastlr.LocalRedundancy(
-                self.model,
-                self.data.inputs,
-                options.redundancy_n,
-                predictive=self.data.predictive,
-                probe=options.redundancy_probe,
-                seed=stream_seed(options.seed, "redundancy"),
-                dtype=self.autocast_dtype,
-                batch_size=options.redundancy_batch or self.chunk or None,
-                progress=False,
+            seed = stream_seed(options.seed, "redundancy")
+            self._redundancy = redundancy_estimator(
+                self, self.data.inputs, self.chunk, predictive=self.data.predictive, seed=seed
             )
         estimate = self._redundancy.measure()
         self.chunk = estimate.batch_size

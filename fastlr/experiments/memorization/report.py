@@ -6,7 +6,6 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
@@ -17,14 +16,13 @@ import numpy as np
 
 from fastlr.display.figures import (
     COLOURS,
-    MUTED,
     count_axis,
+    dashed_line,
     error_band,
     labels_once,
     legend,
     log_axis,
     new_figure,
-    save_figure,
     style,
 )
 from fastlr.display.sheets import DASH, Sheet, shown
@@ -278,10 +276,10 @@ def _drawings(runs: Sequence[MemorizationRun]) -> list[Drawing]:
     ]
 
 
-def bits_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def bits_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw bits per parameter over epochs (the paper's figure), a panel for each kind of data.
 
-    Returns False before the first epoch.
+    Returns None before the first epoch.
     """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
@@ -294,13 +292,13 @@ def bits_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
         )
         if _has_ceiling(run):
             text = f"ceiling, all bits that there are: {run.ceiling:.2f}"
-            axes.axhline(run.ceiling, color=MUTED, linewidth=1, linestyle="--", label=text)
+            dashed_line(axes, run.ceiling, text)
 
     labels = dict.fromkeys(KINDS, "bits per parameter")
-    return _panels([run for run in runs if len(run) > 1], path, labels, draw)
+    return _panels([run for run in runs if len(run) > 1], labels, draw)
 
 
-def loss_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def loss_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw the losses over epochs; False before the first."""
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
@@ -320,13 +318,13 @@ def loss_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
         )
 
     labels = {name: kind.loss for name, kind in KINDS.items()}
-    return _panels([run for run in runs if len(run) > 1], path, labels, draw)
+    return _panels([run for run in runs if len(run) > 1], labels, draw)
 
 
-def redundancy_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def redundancy_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw local redundancy over epochs, on a logarithmic axis.
 
-    Returns False where it was measured less than twice.
+    Returns None where it was measured less than twice.
     """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
@@ -340,20 +338,19 @@ def redundancy_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[s
         log_axis(axes)
 
     labels = dict.fromkeys(KINDS, "local redundancy, E||grad||²")
-    return _panels([run for run in runs if len(run.redundancy()[0]) > 1], path, labels, draw)
+    return _panels([run for run in runs if len(run.redundancy()[0]) > 1], labels, draw)
 
 
 def _panels(
     runs: Sequence[MemorizationRun],
-    path: str | os.PathLike[str],
     ylabel: dict[str, str],  # by kind of data
     draw: Callable[[Any, MemorizationRun, str], None],  # axes, run, colour
-) -> bool:
+) -> Any:
     """One panel for each kind of data, one colour for each run."""
     given = {run.kind for run in runs}
     kinds = [kind for kind in KINDS if kind in given]
     if not kinds:
-        return False
+        return None
     figure, panels = new_figure((10, 0.5 + 3.0 * len(kinds)), len(kinds), squeeze=False)
     for axes, kind in zip(panels.ravel(), kinds):
         chosen = [run for run in runs if run.kind == kind]
@@ -368,7 +365,7 @@ def _panels(
         count_axis(axes, "epoch")
         if len(labels_once(axes)) <= 2 * len(COLOURS):
             legend(axes, loc="center left", bbox_to_anchor=(1, 0.5))
-    return save_figure(figure, path)
+    return figure
 
 
 def _has_ceiling(run: MemorizationRun) -> bool:
