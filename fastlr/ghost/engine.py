@@ -143,7 +143,7 @@ class Engine:
 
     def without_caches(self, x: Any) -> AbstractContextManager[None]:
         """Run the model within this context without what earlier forward passes have left in it."""
-        return emptied(caches_of(self.view, self.known, self._flags(), x))
+        return emptied(caches_of(self.view, self.known, self._flags, x))
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Per-sample squared norms of the gradient of <cotangent, output> for each sample.
