@@ -17,7 +17,7 @@ from fastlr.errors import ModelError, NonFiniteError
 from fastlr.experiments.continual.fields import FIELDS, LEARNING_SPEED, REFERENCE, THIS_TASK
 from fastlr.experiments.continual.trainer import Trainer
 from fastlr.experiments.data import Task, TaskSequence, normalise, take
-from fastlr.experiments.redundancy import or_none, redundancy_estimator
+from fastlr.experiments.redundancy import by_batches, or_none, redundancy_estimator
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.ghost.runtime import clock
 from fastlr.inputs import Inputs
@@ -244,7 +244,7 @@ def redundancy_record(estimate: fastlr.Estimate, inputs: str) -> dict[str, Any]:
     return {
         "value": estimate.value,
         "stderr": or_none(estimate.stderr),
-        "definition": _LR.format(n=estimate.n, inputs=inputs),
+        "definition": _LR.format(n=estimate.inputs_used, inputs=inputs) + by_batches(estimate),
         "n": estimate.n,
         "probe": estimate.probe,
         "per_parameter": {key: float(f"{value:.6g}") for key, value in per_parameter},

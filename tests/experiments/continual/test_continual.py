@@ -428,3 +428,23 @@ def test_progress_goes_from_epoch_to_epoch(tmp_path, images):
         *[(0, 1, False), (0, 2, False), (1, 0, True)],
         *[(1, 1, False), (1, 2, False), (2, 0, True)],
     ]
+
+
+def test_local_redundancy_by_batches_is_the_estimators(tmp_path, images):
+    """A record of redundancy_probe=batch is of batches, and says so."""
+    settings = {
+        "redundancy_probe": "batch",
+        "redundancy_batch": 5,
+        "measures": ("local_redundancy",),
+    }
+    *_, last = begin(tmp_path / "run", images, **settings)
+    found = last["measures"]["local_redundancy"]
+    assert (found["n"], found["probe"]) == (4, "batch")  # of 20 images
+    assert found["definition"].startswith("local redundancy: mean over 20 synthetic shapes of ")
+    assert found["definition"].endswith("; by batches of 5: 5 ||gradient of the batch's mean||^2")
+    state = checkpoint(tmp_path / "run")
+    model = net()
+    model.load_state_dict(state["model"])
+    shapes = fastlr.ShapeImages(size=(3, 8, 8))
+    wanted = fastlr.estimate(model, shapes, n=20, probe="batch", batch_size=5, seed=0)
+    assert found["value"] == pytest.approx(wanted.value, rel=1e-4)
