@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import ConvGeometry
-from fastlr.ops.kernel_calls import channels_last, draw
+from fastlr.ops.kernel_calls import channels_last, draw, plain_block
 from fastlr.ops.reference.folded import ACTIVATIONS
 
 LAYOUTS = {  # of the input, of the output's gradient, of what is kept
@@ -128,7 +129,7 @@ def case(
     groups: int = 1,
     want: bool = True,
     residual: str | None = None,
-    before: str | None = None,
+    before: str = "none",
     gate: bool = False,
     settled: bool = False,
     more: str | None = None,
@@ -138,8 +139,8 @@ def case(
 
     ``layout`` is one of LAYOUTS or MIXED.
 
-    ``before`` is applied to the inputs and to the residual; ``more`` is the layout of a gradient
-    that is added.
+    ``before`` is applied to the inputs and to the residual as they are loaded; ``settled``: the
+    gradient at its output is wanted; ``more`` is the layout of a gradient that is added there.
     """
     axes = len(size)
     taps = kernel if isinstance(kernel, tuple) else (kernel,) * axes
@@ -150,20 +151,22 @@ def case(
     folded = weight * statistics[0].view(-1, 1, *[1] * axes)
     of_x, of_grad, of_kept = (LAYOUTS | MIXED)[layout]
     x = laid_out(draw(count, inputs, *size, seed=3, scale=2), of_x)
+    block = Block(weight, folded, torch.cat([bias[None], statistics]), act, how)
     factors = draw(count, inputs, *[1] * axes, seed=6) if gate else None
-    out, kept = ops.get("folded_conv", "reference")(
-        x, folded, bias, act, how, None, before or "none", factors
-    )
+    loaded = Loaded(x, before, factors, settled)
+    out, kept = ops.get("folded_conv", "reference")(loaded, block)
     grad, kept = laid_out(draw(*out.shape, seed=4, scale=2), of_grad), laid_out(kept, of_kept)
-    added = () if residual is None else (laid_out(draw(*out.shape, seed=5, scale=2), residual),)
-    forward: tuple = (x, folded, bias, act, how, *added)
-    backward: tuple = (x, grad, kept, act, folded, weight, statistics, how, want)
-    if before is not None:
-        others = None if more is None else laid_out(draw(*x.shape, seed=7, scale=2), more)
-        of_mean = draw(count, outputs, *[1] * axes, seed=8, scale=9) if mean else None
-        forward = (*forward[:5], *(added or (None,)), before, factors, before, mean)
-        backward = (*backward, None, before, settled, factors, others, of_mean)
-    return {"folded_conv": forward, "folded_conv_backward": backward}
+    added = others = of_mean = None
+    if residual is not None:
+        added = Loaded(laid_out(draw(*out.shape, seed=5, scale=2), residual), before)
+    if more is not None:
+        others = laid_out(draw(*x.shape, seed=7, scale=2), more)
+    if mean:
+        of_mean = draw(count, outputs, *[1] * axes, seed=8, scale=9)
+    return {
+        "folded_conv": (loaded, block, added, mean),
+        "folded_conv_backward": (loaded, Gradients(grad, others, of_mean), kept, block, want),
+    }
 
 
 def closed(calls: dict) -> dict:
@@ -171,11 +174,13 @@ def closed(calls: dict) -> dict:
 
     Nothing passes through the activation before or after the convolution there.
     """
-    x, grad, kept, *rest = calls["folded_conv_backward"]
-    grad = torch.where(kept > 0, grad, torch.inf) if rest[0] == "relu" else grad
-    if len(rest) > 10 and rest[10] is not None:
-        rest[10] = torch.where(x > 0, rest[10], torch.inf)
-    return calls | {"folded_conv_backward": (x, grad, kept, *rest)}
+    x, gradients, kept, block, want = calls["folded_conv_backward"]
+    grad, others, _ = gradients
+    if block.activation == "relu":
+        grad = torch.where(kept > 0, grad, torch.inf)
+    if others is not None:
+        others = torch.where(x.tensor > 0, others, torch.inf)
+    return calls | {"folded_conv_backward": (x, Gradients(grad, others), kept, block, want)}
 
 
 def pointwise_cases() -> dict[str, dict]:
@@ -403,20 +408,23 @@ def moments_cases() -> dict[str, tuple]:
     cases: dict[str, tuple] = {}
     for name, (x, g, weight, how) in conv_cases().items():
         if not how.transposed and not how.groups == x.shape[2] == g.shape[2]:
-            cases[name] = (x[:, 0], g[:, 0], weight, draw(3, g.shape[2], seed=4), how)
-    x, g, weight, *others = cases["3x3-tap-a-tile"]
-    cases["weight-channels-last"] = (x, g, channels_last(weight, 1), *others)
+            block = plain_block(weight, draw(3, g.shape[2], seed=4), how)
+            cases[name] = (x[:, 0], g[:, 0], block)
+    x, g, block = cases["3x3-tap-a-tile"]
+    last = block._replace(weight=channels_last(block.weight, 1))
+    cases["weight-channels-last"] = (x, g, last)
     for inputs, outputs, size in (
         (16, 70, 12),
         (70, 24, 7),
         (8, 8, 14),
     ):  # whole and broken tiles on either side
         x, g = draw(2, inputs, size, size), draw(2, outputs, size, size)
-        rest = (draw(outputs, inputs, 1, 1), draw(3, outputs, seed=4), geometry(2))
-        cases[f"pointwise-{inputs}-{outputs}"] = (x, g, *rest)
+        weight, statistics = draw(outputs, inputs, 1, 1), draw(3, outputs, seed=4)
+        block = plain_block(weight, statistics, geometry(2))
+        cases[f"pointwise-{inputs}-{outputs}"] = (x, g, block)
         cases[f"pointwise-{inputs}-{outputs}-channels-last"] = (
             channels_last(x, 1),
             channels_last(g, 1),
-            *rest,
+            block,
         )
     return cases

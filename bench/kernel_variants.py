@@ -444,7 +444,13 @@ def folded_depthwise() -> Iterator[tuple]:
 
 
 def one_pointwise(
-    name: str, dtype: str, tile: pointwise.Tile, last: bool, *, backward: bool, **flags: Any
+    name: str,
+    dtype: str,
+    tile: pointwise.PointwiseTile,
+    last: bool,
+    *,
+    backward: bool,
+    **flags: Any,
 ) -> tuple:
     """Return a variant of a pointwise convolution, forward or backward, in one memory format."""
     kinds = fp32(MOMENTS + " bias")

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from fastlr.inputs import ShapeImages
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.kernel_calls import plain_block
 from fastlr.ops.reference.folded import ACTIVATIONS, KEEPS_OUTPUT
 
 
@@ -108,25 +110,28 @@ class Layer:
 
 def _folded_conv(layer: Layer, residual: bool, draw: Draw) -> Call:
     x, g, weight = layer.tensors(draw)
-    args = (x, weight.to(draw.dtype), draw.weights(layer.outputs), layer.act, layer.geometry)
-    return Call((*args, g) if residual else args, layer.operations(g))
+    channels = draw.weights(4, layer.outputs)
+    folded = weight.to(draw.dtype)  # in place of the unfolded weight too, which it does not read
+    block = Block(folded, folded, channels, layer.act, layer.geometry)
+    args = (Loaded(x), block, Loaded(g) if residual else None)
+    return Call(args, layer.operations(g))
 
 
 def _folded_conv_sq_norms(layer: Layer, draw: Draw) -> Call:
     x, g, weight = layer.tensors(draw)
-    return Call(
-        (x, g, weight, 1 + draw.weights(3, layer.outputs) / 10, layer.geometry), layer.operations(g)
-    )
+    statistics = 1 + draw.weights(3, layer.outputs) / 10
+    return Call((x, g, plain_block(weight, statistics, layer.geometry)), layer.operations(g))
 
 
 def _folded_conv_backward(layer: Layer, draw: Draw) -> Call:
     x, grad, weight = layer.tensors(draw)
-    statistics = 1 + draw.weights(3, layer.outputs) / 10
-    folded = (weight * statistics[0].view(-1, 1, 1, 1)).to(draw.dtype)
+    channels = 1 + draw.weights(4, layer.outputs) / 10
+    folded = (weight * channels[1].view(-1, 1, 1, 1)).to(draw.dtype)
+    block = Block(weight, folded, channels, layer.act, layer.geometry)
     kept = 2 * draw.normal(*grad.shape, last=True)
     if layer.act in KEEPS_OUTPUT and layer.act != "none":
         kept = ACTIVATIONS[layer.act](kept)
-    args = (x, grad, kept, layer.act, folded, weight, statistics, layer.geometry, True)
+    args = (Loaded(x), Gradients(grad), kept, block, True)
     return Call(args, 2 * layer.operations(grad))
 
 

@@ -25,6 +25,7 @@ from fastlr.kernels.launching import covered, merged
 from fastlr.kernels.linear_norms import linear_sq_norms
 from fastlr.kernels.moments import finish_norms
 from fastlr.kernels.product_norms import Operand, Sizes, Window, product_norms
+from fastlr.ops.block import Block
 from fastlr.ops.geometry import ConvGeometry
 
 
@@ -90,32 +91,25 @@ def conv_sq_norms(
 def folded_conv_sq_norms(
     x: Tensor,  # [B, C, *spatial]
     g: Tensor,  # [B, O, *spatial']
-    weight: Tensor,  # [O, C / groups, *kernel]
-    statistics: Tensor,  # [3, O]
-    geometry: ConvGeometry,
+    block: Block,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, ...]:  # four of [B]
     """See fastlr.ops.reference.folded.folded_conv_sq_norms.
 
     Sums over positions are float32; ``product`` is not needed.
     """
-    if (
-        not 3 <= x.ndim <= 4
-        or not covered(x, g)
-        or not weight.is_floating_point()
-        or weight.dtype == torch.float64
-    ):
+    narrow = block.weight.is_floating_point() and block.weight.dtype != torch.float64
+    if not narrow or not 3 <= x.ndim <= 4 or not covered(x, g):
         return NotImplemented
     if x.ndim == 3:
-        x, g, weight, geometry = (
-            x.unsqueeze(2),
-            g.unsqueeze(2),
-            weight.unsqueeze(2),
-            geometry.with_rows(),
+        x, g = x.unsqueeze(2), g.unsqueeze(2)
+        block = block._replace(
+            weight=block.weight.unsqueeze(2), geometry=block.geometry.with_rows()
         )
+    weight, geometry = block.weight, block.geometry
     if geometry.groups == x.shape[1] == g.shape[1]:
-        return depthwise_norms(x, g, weight, statistics, geometry)
+        return depthwise_norms(x, g, block)
     operands = _operands(x[:, None], g[:, None], weight.shape[2:], geometry)
-    statistics = statistics.contiguous()
+    statistics = block.statistics.contiguous()
     squares, inner, sums = product_norms(*operands, folded=(weight, statistics))
     return finish_norms(squares, inner, sums, sums, weight, statistics)

@@ -15,6 +15,7 @@ a program's threads once, at its end. Where rows or columns are shared between p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from torch import Tensor
 from fastlr.kernels.activation_functions import act_gradient, activated
 from fastlr.kernels.launching import covered, launch, multiple, on_device, tuned
 from fastlr.kernels.moments import alignment, channels_last, finish_norms, like, moments_space
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
@@ -38,7 +40,7 @@ STATE_HALF = 88
 WARPS = 4
 
 
-class Tile(NamedTuple):
+class DepthwiseTile(NamedTuple):
     """Block sizes of one program."""
 
     columns: int
@@ -438,11 +440,11 @@ def lanes(dtype: torch.dtype, tiles: int, state: int) -> int:
     return next((n for n in (8, 4, 2) if n <= widest and n * tiles <= state), 1)
 
 
-def tile_of(elements: int, places: int, channels: int, last: bool) -> Tile:
+def tile_of(elements: int, places: int, channels: int, last: bool) -> DepthwiseTile:
     """Share ``elements`` between columns and channels: whole memory sectors, then all columns."""
     least = min(16 if last else 1, triton.next_power_of_2(channels), elements)
     columns = min(triton.next_power_of_2(places), elements // least)
-    return Tile(columns, min(triton.next_power_of_2(channels), elements // columns))
+    return DepthwiseTile(columns, min(triton.next_power_of_2(channels), elements // columns))
 
 
 def taps_first(weight: Tensor) -> Tensor:
@@ -460,7 +462,7 @@ def backward_tile(
     want: bool,
     last: bool,
     bent: bool = False,
-) -> Tile | None:
+) -> DepthwiseTile | None:
     """Return block sizes of the backward kernel; None if windows and taps overfill the registers.
 
     ``bent``: a smooth activation is applied as ``x`` is loaded, and columns are stepped over or the
@@ -473,63 +475,56 @@ def backward_tile(
     return tile_of(32 * WARPS * lanes(dtype, tiles, state), places, channels, last)
 
 
-def depthwise_backward(
-    x: Tensor,
-    grad: Tensor,
-    kept: Tensor,
-    act: str,
-    folded: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    geometry: ConvGeometry,
-    want_input: bool,
-    before: str = "none",
-    settled: bool = False,
-    gate: Tensor | None = None,
-    more: Tensor | None = None,
-    of_mean: Tensor | None = None,
+def folded_conv_backward(
+    x: Loaded, gradients: Gradients, kept: Tensor, block: Block, want_input: bool
 ) -> tuple[Tensor | None, ...]:
     """`fastlr.ops.reference.folded.folded_conv_backward` for one channel a group."""
-    kept = grad if act == "none" else kept
-    if gate is not None or not covered(x, grad, kept):
+    inputs, grad, geometry = x.tensor, gradients.output, block.geometry
+    kept = grad if block.activation == "none" else kept
+    if x.gate is not None or not covered(inputs, grad, kept):
         return NotImplemented
-    gx = torch.empty_like(x) if want_input else x
+    if gradients.mean is not None and block.activation == "none":
+        return NotImplemented  # the kernel adds the mean's gradient as it applies the derivative
+    gx = torch.empty_like(inputs) if want_input else inputs
     if not covered(gx):
         return NotImplemented
-    count, channels, height, width = x.shape
+    count, channels, height, width = inputs.shape
     out_height, out_width = grad.shape[2:]
-    last = all(channels_last(t) for t in (x, gx, grad, kept))
-    align = alignment(x.dtype, last, x, gx, grad, kept) if last else 1
-    kernel = weight.shape[2:]
+    tensors = (inputs, gx, grad, kept)
+    last = all(map(channels_last, tensors))
+    kernel = block.weight.shape[2:]
     places = max(triton.cdiv(width, geometry.stride[1]), out_width)
-    bent = before not in KEEPS_OUTPUT and (of_mean is not None or geometry.stride[1] > 1)
-    tile = backward_tile(x.dtype, kernel, geometry, places, channels, want_input, last, bent)
+    bent = x.activation not in KEEPS_OUTPUT and (
+        gradients.mean is not None or geometry.stride[1] > 1
+    )
+    tile = backward_tile(inputs.dtype, kernel, geometry, places, channels, want_input, last, bent)
     if tile is None:
         return NotImplemented
-    folded = taps_first(folded) if want_input else x
-    more = x if more is None else like(more, gx)
-    weight, statistics = weight.contiguous(), statistics.contiguous()
+    added = gradients.loaded is not None
+    more = like(gradients.loaded, gx) if gradients.loaded is not None else inputs
+    folded = taps_first(block.folded) if want_input else inputs
+    align = alignment(inputs.dtype, last, *tensors) if last else 1
+    weight, statistics = block.weight.contiguous(), block.statistics.contiguous()
     channel_tiles, strips = triton.cdiv(channels, tile.channels), triton.cdiv(places, tile.columns)
     steps = max(triton.cdiv(height + geometry.padding[0], geometry.stride[0]), out_height)
     segments = max(1, min(triton.cdiv(ENOUGH_PROGRAMS, count * channel_tiles * strips), steps // 8))
     steps = triton.cdiv(steps, segments)
-    moments = moments_space(x, segments * strips, prod(kernel), channels, channel_tiles, 1)
-    strides = [s for t in (x, gx, grad, kept) for s in t.stride()]
-    with on_device(x):
+    moments = moments_space(inputs, segments * strips, prod(kernel), channels, channel_tiles, 1)
+    with on_device(inputs):
         launch(
             depthwise_backward_kernel,
             count * segments * strips * channel_tiles,
-            x,
+            inputs,
             grad,
             kept,
             folded,
             weight,
             statistics,
             more,
-            of_mean,
+            gradients.mean,
             gx,
             *moments,
-            *strides,
+            *itertools.chain(*(t.stride() for t in tensors)),
             channels,
             height,
             width,
@@ -539,15 +534,15 @@ def depthwise_backward(
             strips,
             segments,
             steps,
-            ACT=act,
+            ACT=block.activation,
             WANT_INPUT=want_input,
             SPLIT=segments * strips > 1,
             LAST=last,
             ALIGN=align,
-            BEFORE=before,
-            SETTLED=settled,
-            MORE=more is not x,
-            MEAN=of_mean is not None,
+            BEFORE=x.activation,
+            SETTLED=x.gradient_at_output,
+            MORE=added,
+            MEAN=gradients.mean is not None,
             **constants(kernel, geometry),
             WINDOW=window_rows(kernel, geometry),
             COLUMNS=tile.columns,
@@ -560,12 +555,11 @@ def depthwise_backward(
 def depthwise_norms(
     x: Tensor,  # [B, C, H, W]
     g: Tensor,  # [B, C, H', W']
-    weight: Tensor,  # [C, 1, h, w]
-    statistics: Tensor,  # [3, C]
-    geometry: ConvGeometry,
+    block: Block,
 ) -> tuple[Tensor, ...]:
     """`fastlr.ops.reference.folded.folded_conv_sq_norms` for one channel a group."""
-    result = depthwise_backward(x, g, g, "none", weight, weight, statistics, geometry, False)
+    block = block._replace(activation="none")
+    result = folded_conv_backward(Loaded(x), Gradients(g), g, block, False)
     return result if result is NotImplemented else result[1:]
 
 
@@ -576,8 +570,10 @@ def depthwise_sq_norms(
     geometry: ConvGeometry,
 ) -> Tensor:
     """Squared norms [B] (float64) of each sample's weight gradient, one channel a group."""
-    channels = x.shape[1]
-    ones = torch.ones(channels * max(3, prod(kernel)), dtype=torch.float32, device=x.device)
-    weight = ones[: channels * prod(kernel)].view(channels, 1, *kernel)
-    result = depthwise_norms(x, g, weight, ones[: 3 * channels].view(3, channels), geometry)
+    channels, taps = x.shape[1], prod(kernel)
+    ones = torch.ones(3 + channels * max(4, taps), dtype=torch.float32, device=x.device)
+    weight = ones[: channels * taps].view(channels, 1, *kernel)
+    start = -channels % 4  # the statistics begin at a multiple of 16 bytes then
+    numbers = ones[start : start + 4 * channels].view(4, channels)
+    result = depthwise_norms(x, g, Block(weight, weight, numbers, "none", geometry))
     return result if result is NotImplemented else result[0]

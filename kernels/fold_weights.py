@@ -10,6 +10,8 @@ all of them, not eight for each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 from fastlr.kernels.launching import DTYPES, INT32, launch, on_device
 
 BLOCK, WARPS = 256, 4
-ROLES = ("weight", "bias", "gamma", "beta", "mean", "var")
+ROLES = ("WEIGHT", "BIAS", "GAMMA", "BETA", "MEAN", "VAR")
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MOST_TABLES = 1 << 12
 # By what is in them. They stay: a captured CUDA graph reads its own at every replay.
@@ -118,61 +120,81 @@ def fold_weights(
     float32. The tensors of one role must have one dtype.
     """
     calls = [tensors[i : i + 6] for i in range(0, len(tensors), 6)]
-    kinds = [
-        {t.dtype for t in role if t is not None} or {torch.float32}
-        for role in zip(*calls, strict=True)
-    ]
-    weights = [call[0] for call in calls]
-    fits = dtype in DTYPES and all(len(kind) == 1 and kind <= DTYPES.keys() for kind in kinds)
-    for weight, *rest in calls:
-        last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-        fits &= (last or weight.is_contiguous()) and all(
-            t is None or t.is_contiguous() for t in rest
-        )
-        fits &= 0 < weight.numel() < INT32
-    if not fits:
+    kinds = [_dtypes(role) for role in zip(*calls, strict=True)]
+    if not _fits(dtype, calls, kinds):
         return NotImplemented
-    places, programs = [0], [0]
-    for weight in weights:
-        places.append(places[-1] + -(-weight.numel() // 64) * 64)  # aligned
-        programs.append(programs[-1] + len(weight))
-    device = weights[0].device
+    outputs = [len(weight) for weight, *_ in calls]
+    # In one tensor for all, each at a multiple of 64 elements.
+    places = [0, *accumulate(-(-weight.numel() // 64) * 64 for weight, *_ in calls)]
+    programs = [0, *accumulate(outputs)]
+    device = calls[0][0].device
     folded = torch.empty(places[-1], dtype=dtype, device=device)
     numbers = torch.empty(4 * programs[-1], dtype=torch.float32, device=device)
     results, entries = [], []
     for call, number, place, first in zip(calls, eps, places, programs, strict=False):
-        weight = call[0]
-        shaped, (step, inner_step, outer_step, inner) = _laid_out(
-            folded[place : place + weight.numel()], weight
-        )
-        results.append(
-            (shaped, numbers[4 * first : 4 * (first + len(weight))].view(4, len(weight)))
-        )
-        addresses = (0 if t is None else t.data_ptr() for t in call)
+        weight, count = call[0], len(call[0])
+        flat = folded[place : place + weight.numel()]
+        shaped, (step, inner_step, outer_step, inner) = _laid_out(flat, weight)
+        results.append((shaped, numbers[4 * first : 4 * (first + count)].view(4, count)))
         sizes = inner << 32 | weight[0].numel()
-        entries.append(
-            (first, *addresses, len(weight), place, step, inner_step, outer_step, sizes, number)
-        )
-    key = (device, *entries)
-    if key not in _tables:
-        if len(_tables) >= MOST_TABLES:
-            return NotImplemented
-        whole = torch.tensor([entry[:-1] for entry in entries], dtype=torch.int64)
-        bits = torch.tensor([entry[-1:] for entry in entries], dtype=torch.float64).view(
-            torch.int64
-        )
-        _tables[key] = torch.cat([whole, bits], 1).T.contiguous().to(device)
+        entry = (first, *map(_address, call), count, place, step, inner_step, outer_step, sizes)
+        entries.append((*entry, number))
+    table = _table(entries, device)
+    if table is None:
+        return NotImplemented
     with on_device(folded):
         launch(
             fold_weights_kernel,
             programs[-1],
-            _tables[key],
+            table,
             folded,
             numbers,
             len(calls),
             COUNT=triton.next_power_of_2(len(calls)),
             BLOCK=BLOCK,
-            **{role.upper(): KINDS[min(k, key=str)] for role, k in zip(ROLES, kinds, strict=True)},
+            **{
+                role.upper(): KINDS[next(iter(kind))]
+                for role, kind in zip(ROLES, kinds, strict=True)
+            },
             num_warps=WARPS,
         )
     return results
+
+
+def _dtypes(tensors: Iterable[Tensor | None]) -> set[torch.dtype]:
+    """Return the dtypes of the tensors of one role; float32 where there are none."""
+    return {t.dtype for t in tensors if t is not None} or {torch.float32}
+
+
+def _fits(dtype: torch.dtype, calls: list[tuple], kinds: list[set[torch.dtype]]) -> bool:
+    """Return True if the kernel takes these convolutions: dtypes, memory formats, sizes."""
+    if dtype not in DTYPES or any(len(kind) > 1 or not kind <= DTYPES.keys() for kind in kinds):
+        return False
+    for weight, *numbers in calls:
+        last = weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+        if not (last or weight.is_contiguous()) or not 0 < weight.numel() < INT32:
+            return False
+        if not all(t is None or t.is_contiguous() for t in numbers):
+            return False
+    return True
+
+
+def _address(t: Tensor | None) -> int:
+    """Return where a tensor lies; 0 for none."""
+    return 0 if t is None else t.data_ptr()
+
+
+def _table(entries: list[tuple], device: torch.device) -> Tensor | None:
+    """Return the table of these entries on a device, and keep it; None if too many are kept.
+
+    The last number of an entry is written as the bits of a float64.
+    """
+    key = (device, *entries)
+    if key not in _tables:
+        if len(_tables) >= MOST_TABLES:
+            return None
+        whole = torch.tensor([entry[:-1] for entry in entries], dtype=torch.int64)
+        last = torch.tensor([entry[-1:] for entry in entries], dtype=torch.float64)
+        table = torch.cat([whole, last.view(torch.int64)], 1)
+        _tables[key] = table.T.contiguous().to(device)
+    return _tables[key]

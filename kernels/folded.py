@@ -12,91 +12,102 @@ read it. `python -m bench.traffic` counts launches and bytes of a network.
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fastlr.kernels import folded_depthwise, folded_pointwise
-from fastlr.kernels.depthwise import depthwise_backward
-from fastlr.ops.geometry import ConvGeometry, kind_of
+from fastlr.ops.block import Block, Gradients, Loaded
+from fastlr.ops.geometry import kind_of
 from fastlr.ops.reference.folded import ACTIVATIONS
 
 
 def folded_conv(
-    x: Tensor,  # [B, C, *spatial]
-    weight: Tensor,  # [O, C / groups, *kernel]
-    bias: Tensor,  # [O]
-    act: str,
-    geometry: ConvGeometry,
-    residual: Tensor | None = None,  # [B, O, *spatial']
-    before: str = "none",
-    gate: Tensor | None = None,  # [B, C, 1, ...]
-    residual_before: str = "none",
+    x: Loaded,  # [B, C, *spatial]
+    block: Block,
+    residual: Loaded | None = None,  # [B, O, *spatial']
     mean: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, O, *spatial'], both; with ``mean`` the second [B, O, 1, ...]
     """See fastlr.ops.reference.folded.folded_conv."""
-    kind = kind_of(weight, geometry)
-    if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim or weight.dtype != x.dtype:
+    kernels, dtype = _kernels_of(x.tensor, block), x.tensor.dtype
+    if kernels is None or block.folded.dtype != dtype:
         return NotImplemented
-    if residual is not None and residual.dtype != x.dtype:
+    if residual is not None and residual.tensor.dtype != dtype:
         return NotImplemented
-    if gate is not None and (gate.dtype != x.dtype or gate.shape[:2] != x.shape[:2]):
+    gate = contiguous(x.gate)
+    if gate is not None and (gate.dtype != dtype or gate.shape[:2] != x.tensor.shape[:2]):
         return NotImplemented
-    flat = x.ndim == 3
-    x, weight, residual = (
-        t[:, :, None] if flat and t is not None else t for t in (x, weight, residual)
-    )
-    kernels = folded_pointwise if kind == "pointwise" else folded_depthwise
-    gate, geometry = contiguous(gate), geometry.with_rows() if flat else geometry
-    result = kernels.folded_conv(
-        x, weight, bias, act, geometry, residual, before, gate, residual_before, mean
-    )
-    if result is NotImplemented or not flat:
+    x = x._replace(gate=gate)
+    if x.tensor.ndim == 4:
+        return kernels.folded_conv(x, block, residual, mean)
+    if residual is not None:
+        residual = residual._replace(tensor=with_rows(residual.tensor))
+    x = x._replace(tensor=with_rows(x.tensor))
+    result = kernels.folded_conv(x, _block_with_rows(block), residual, mean)
+    if result is NotImplemented:
         return result
     out, kept = result
     narrow = out.squeeze(2)
     return narrow, narrow if kept is out else kept.squeeze(2)
 
 
-def contiguous(t: Tensor | None) -> Tensor | None:
-    """The same numbers of channels [B, C, 1, ...], those of a sample next to each other."""
-    return None if t is None else t if t.stride()[:2] == (t.shape[1], 1) else t.contiguous()
-
-
 def folded_conv_backward(
-    x: Tensor,  # [B, C, *spatial]
-    grad: Tensor,  # [B, O, *spatial']
+    x: Loaded,  # [B, C, *spatial]
+    gradients: Gradients,
     kept: Tensor,  # [B, O, *spatial']
-    act: str,
-    folded: Tensor,  # [O, C / groups, *kernel]
-    weight: Tensor,  # [O, C / groups, *kernel]
-    statistics: Tensor,  # [3, O]
-    geometry: ConvGeometry,
+    block: Block,
     want_input: bool,
     product: Tensor | None = None,  # [B, O, *spatial']
-    before: str = "none",
-    settled: bool = False,
-    gate: Tensor | None = None,  # [B, C, 1, ...]
-    more: Tensor | None = None,  # [B, C, *spatial]
-    of_mean: Tensor | None = None,  # [B, O, 1, ...]
 ) -> tuple[Tensor | None, ...]:  # of the shape of x, four of [B], with a gate one of its shape
     """See fastlr.ops.reference.folded.folded_conv_backward; ``product`` is not needed."""
-    kind = kind_of(weight, geometry)
-    if kind is None or act not in ACTIVATIONS or x.ndim != weight.ndim:
+    kernels = _kernels_of(x.tensor, block)
+    if kernels is None or torch.float64 in (block.weight.dtype, block.channels.dtype):
         return NotImplemented
-    if torch.float64 in (weight.dtype, statistics.dtype) or {
-        t.dtype for t in (gate, more) if t is not None
-    } - {x.dtype}:
-        return NotImplemented
-    flat = x.ndim == 3
-    tensors = (x, grad, kept, folded, weight, more)
-    x, grad, kept, folded, weight, more = (
-        t[:, :, None] if flat and t is not None else t for t in tensors
+    for t in (x.gate, gradients.loaded):
+        if t is not None and t.dtype != x.tensor.dtype:
+            return NotImplemented
+    x = x._replace(gate=contiguous(x.gate))
+    gradients = gradients._replace(mean=contiguous(gradients.mean))
+    if x.tensor.ndim == 4:
+        return kernels.folded_conv_backward(x, gradients, kept, block, want_input)
+    x = x._replace(tensor=with_rows(x.tensor))
+    gradients = gradients._replace(
+        output=with_rows(gradients.output), loaded=with_rows(gradients.loaded)
     )
-    gate, of_mean = contiguous(gate), contiguous(of_mean)
-    backward = folded_pointwise.folded_conv_backward if kind == "pointwise" else depthwise_backward
-    geometry = geometry.with_rows() if flat else geometry
-    given = (x, grad, kept, act, folded, weight, statistics, geometry, want_input)
-    result = backward(*given, before, settled, gate, more, of_mean)
-    if result is NotImplemented or not flat or result[0] is None:
+    result = kernels.folded_conv_backward(
+        x, gradients, with_rows(kept), _block_with_rows(block), want_input
+    )
+    if result is NotImplemented or result[0] is None:
         return result
     return result[0].squeeze(2), *result[1:]
+
+
+def _kernels_of(x: Tensor, block: Block) -> ModuleType | None:
+    """Return the module whose kernels serve a block with inputs ``x``; None if none does."""
+    kind = kind_of(block.weight, block.geometry)
+    if kind is None or block.activation not in ACTIVATIONS or x.ndim != block.weight.ndim:
+        return None
+    return folded_pointwise if kind == "pointwise" else folded_depthwise
+
+
+def contiguous(t: Tensor | None) -> Tensor | None:
+    """Return numbers of channels [B, C, 1, ...], those of a sample next to each other."""
+    if t is None or t.stride()[:2] == (t.shape[1], 1):
+        return t
+    return t.contiguous()
+
+
+def with_rows(t: Any) -> Any:
+    """Return [B, C, L] as [B, C, 1, L]; None stays."""
+    return None if t is None else t[:, :, None]
+
+
+def _block_with_rows(block: Block) -> Block:
+    """Return a block of one spatial axis as one of two."""
+    return block._replace(
+        weight=with_rows(block.weight),
+        folded=with_rows(block.folded),
+        geometry=block.geometry.with_rows(),
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastlr.kernels.activation_functions import act_forward, activated
 from fastlr.kernels.depthwise import (
     WARPS,
-    Tile,
+    DepthwiseTile,
     added,
     constants,
     lanes,
@@ -30,8 +30,10 @@ from fastlr.kernels.depthwise import (
     window_rows,
     zeros,
 )
+from fastlr.kernels.depthwise import folded_conv_backward as folded_conv_backward
 from fastlr.kernels.launching import INT32, covered, launch, multiple, on_device, tuned, workspace
 from fastlr.kernels.moments import alignment, channels_last, empty_output, like
+from fastlr.ops.block import Block, Loaded
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
@@ -172,12 +174,14 @@ def forward_tile(
     channels: int,
     last: bool,
     before: str = "none",
-) -> Tile:
+) -> DepthwiseTile:
     """Return the forward kernel's block sizes.
 
     All taps are held in registers, and the unaligned loads of planes take many.
     """
-    state = 70 if not last else 140 if before in ("none", "relu") else 128
+    state = 70
+    if last:
+        state = 140 if before in ("none", "relu") else 128
     held = lanes(dtype, prod(kernel) + 2 * ROWS, state)
     return tile_of(32 * WARPS * held, columns, channels, last)
 
@@ -189,80 +193,76 @@ def most_registers(
 
     It would spill for occupancy's sake.
     """
-    if dtype == torch.float32:
-        return None
-    return (
-        255 if prod(kernel) == (25 if geometry.stride[1] > 1 else 49 if not last else 0) else None
-    )
+    taps = prod(kernel)
+    if geometry.stride[1] > 1:
+        spills = taps == 25
+    else:
+        spills = taps == 49 and not last
+    return 255 if spills and dtype != torch.float32 else None
 
 
 def folded_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    act: str,
-    geometry: ConvGeometry,
-    residual: Tensor | None,
-    before: str,
-    gate: Tensor | None,
-    residual_before: str,
-    mean: bool,
+    x: Loaded, block: Block, residual: Loaded | None, mean: bool
 ) -> tuple[Tensor, Tensor]:
     """`fastlr.ops.reference.folded.folded_conv` for one channel a group."""
-    count, channels, height, width = x.shape
-    kernel = weight.shape[2:]
+    inputs, geometry = x.tensor, block.geometry
+    count, channels, height, width = inputs.shape
+    kernel = block.weight.shape[2:]
     size = geometry.output_size((height, width), kernel)
     small = max(kernel) <= 7 and window_rows(kernel, geometry) <= 32 and min(size) >= 1
-    if (
-        gate is not None
-        or not covered(x, weight)
-        or not small
-        or channels * size[0] * size[1] >= INT32
-    ):
+    if x.gate is not None or not small or not covered(inputs, block.folded):
         return NotImplemented
-    out = empty_output(x, channels, size)
-    kept = out if mean or act in KEEPS_OUTPUT else torch.empty_like(out)
-    residual = None if residual is None else like(residual, out)
-    last = channels_last(x)
-    tile = forward_tile(x.dtype, kernel, size[1], channels, last, before)
+    if channels * size[0] * size[1] >= INT32:
+        return NotImplemented
+    out = empty_output(inputs, channels, size)
+    keeps_output = mean or block.activation in KEEPS_OUTPUT
+    kept = out if keeps_output else torch.empty_like(out)
+    last = channels_last(inputs)
+    tile = forward_tile(inputs.dtype, kernel, size[1], channels, last, x.activation)
     tiles = (
         triton.cdiv(channels, tile.channels),
         triton.cdiv(size[1], tile.columns),
         triton.cdiv(size[0], ROWS),
     )
-    align = alignment(x.dtype, True, x, out) if last else 1
-    means = workspace(count, tiles[1] * tiles[2] if mean else 0, channels, device=x.device)
-    with on_device(x):
+    added, of_residual = out, "none"
+    if residual is not None:
+        added, of_residual = like(residual.tensor, out), residual.activation
+    align = alignment(inputs.dtype, True, inputs, out) if last else 1
+    parts = tiles[1] * tiles[2] if mean else 0
+    means = workspace(count, parts, channels, device=inputs.device)
+    with on_device(inputs):
         launch(
             folded_depthwise_kernel,
             count * tiles[0] * tiles[1] * tiles[2],
-            x,
-            taps_first(weight),
-            bias.contiguous(),
-            out if residual is None else residual,
+            inputs,
+            taps_first(block.folded),
+            block.bias.contiguous(),
+            added,
             out,
             kept,
             means,
-            *x.stride(),
+            *inputs.stride(),
             *out.stride(),
             channels,
             height,
             width,
             *size,
             *tiles,
-            ACT=act,
+            ACT=block.activation,
             KEEP=kept is not out,
             ADD=residual is not None,
             LAST=last,
             ALIGN=align,
             **constants(kernel, geometry),
-            BEFORE=before,
-            OF_RESIDUAL=residual_before,
+            BEFORE=x.activation,
+            OF_RESIDUAL=of_residual,
             MEAN=mean,
             ROWS=ROWS,
             COLUMNS=tile.columns,
             CHANNELS=tile.channels,
             num_warps=WARPS,
-            maxnreg=most_registers(x.dtype, kernel, geometry, last),
+            maxnreg=most_registers(inputs.dtype, kernel, geometry, last),
         )
-    return out, means.sum(1).to(x.dtype)[:, :, None, None] if mean else kept
+    if not mean:
+        return out, kept
+    return out, means.sum(1).to(inputs.dtype)[:, :, None, None]

@@ -33,8 +33,8 @@ from fastlr.kernels.moments import (
     like,
     moments_space,
 )
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.folded import activation_grad
-from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import KEEPS_OUTPUT
 
 ENOUGH_PROGRAMS = 512  # to fill a GPU with
@@ -42,7 +42,7 @@ FEW = 256  # positions that may be one tile
 CHEAP = ("none", "relu", "relu6", "hardswish")  # activations whose derivative takes few registers
 
 
-class Tile(NamedTuple):
+class PointwiseTile(NamedTuple):
     """Block sizes of one program, and how it is compiled."""
 
     positions: int
@@ -483,7 +483,7 @@ def folded_pointwise_backward_kernel(
             tl.store(squares + program, tl.sum(product * product))
 
 
-def block(n: int) -> int:
+def block_size(n: int) -> int:
     """The size of a block that holds ``n``: a power of two, 16 at least, as products need."""
     return max(16, triton.next_power_of_2(n))
 
@@ -491,14 +491,15 @@ def block(n: int) -> int:
 @tuned("positions", "outputs", "inputs", "num_warps", "num_stages")
 def forward_tile(
     dtype: torch.dtype, outputs: int, inputs: int, align: int, *, changed: bool = False
-) -> Tile:
+) -> PointwiseTile:
     """Block sizes of the forward kernel; ``changed``: the inputs are before they are multiplied."""
     if dtype == torch.float32 or align == 1:
-        return Tile(32, min(64, block(outputs)), 16, 4, 1 if align == 1 else 2)
-    across = min(128, block(outputs))
-    return Tile(
-        128, across, min(32 if changed else 64, block(inputs)), 8 if across == 128 else 4, 3
-    )
+        stages = 1 if align == 1 else 2
+        return PointwiseTile(32, min(64, block_size(outputs)), 16, 4, stages)
+    across = min(128, block_size(outputs))
+    along = min(32 if changed else 64, block_size(inputs))
+    warps = 8 if across == 128 else 4
+    return PointwiseTile(128, across, along, warps, 3)
 
 
 @tuned("positions", "inputs", "num_warps")
@@ -511,7 +512,7 @@ def backward_tile(
     align: int,
     more: bool = False,
     gated: bool = False,
-) -> Tile | None:
+) -> PointwiseTile | None:
     """Return block sizes of the backward kernel; None where it would spill or has too many inputs.
 
     Plain torch serves there.
@@ -520,54 +521,63 @@ def backward_tile(
     gradient added to another. ``gated``: it is multiplied by factors. A stage only: Triton's own
     pipeline fails on three products in one loop for compute capability 10.0 (3.6).
     """
-    across, cheap = block(outputs), act in CHEAP
     if dtype == torch.float32 or align == 1:
-        along = min(16 if more or across == 128 and not last or align == 1 else 32, block(inputs))
-        fits = (
-            across <= (128 if dtype == torch.float32 and not more else 64) and inputs <= 4 * along
-        )
-        return Tile(16, across, along, 8, 1) if fits else None
-    if across > (256 if last else 128 if cheap else 64):
+        return _narrow_backward_tile(dtype, outputs, inputs, last, align, more)
+    across, cheap = block_size(outputs), act in CHEAP
+    if last:
+        widest = 256
+    else:
+        widest = 128 if cheap else 64
+    if across > widest:
         return None
-    along = min(
-        128, (8192 if last else 4096) // across, max(block(inputs), 32 if across == 256 else 16)
-    )
-    along = min(along, 64) if gated and not cheap or more and across == 64 else along
-    along = 16 if gated and across == 256 else along
+    along = max(block_size(inputs), 32 if across == 256 else 16)
+    along = min(128, (8192 if last else 4096) // across, along)
+    if (gated and not cheap) or (more and across == 64):
+        along = min(along, 64)
+    if gated and across == 256:
+        along = 16
     if inputs > 4 * along:
         return None
-    if cheap and across <= 64 and along <= 32 and 512 <= across * along and (last or not gated):
-        return Tile(64, across, along, 4, 1)
-    high = (
-        across * along <= 1024
-        and not gated
-        or across == 128
-        and act in KEEPS_OUTPUT
-        and last
-        and not more
-    )
-    return Tile(64 if high else 32, across, along, 8, 1)
+    small = across <= 64 and along <= 32 and across * along >= 512
+    if cheap and small and (last or not gated):
+        return PointwiseTile(64, across, along, 4, 1)
+    light = across * along <= 1024 and not gated
+    high = light or (across == 128 and act in KEEPS_OUTPUT and last and not more)
+    return PointwiseTile(64 if high else 32, across, along, 8, 1)
 
 
-def most_registers(tile: Tile, few: bool, plain: bool, more: bool) -> int | None:
+def _narrow_backward_tile(
+    dtype: torch.dtype, outputs: int, inputs: int, last: bool, align: int, more: bool
+) -> PointwiseTile | None:
+    """Return block sizes as `backward_tile` does, for float32 and for loads of single elements."""
+    across = block_size(outputs)
+    short = more or align == 1 or (across == 128 and not last)
+    along = min(16 if short else 32, block_size(inputs))
+    widest = 128 if dtype == torch.float32 and not more else 64
+    if across > widest or inputs > 4 * along:
+        return None
+    return PointwiseTile(16, across, along, 8, 1)
+
+
+def most_registers(tile: PointwiseTile, few: bool, plain: bool, more: bool) -> int | None:
     """Return the backward kernel's registers a thread where ptxas alone would spill, or None.
 
     It would spill for occupancy's sake.
     """
     if few and tile.outputs < 64:
         return {16: 128, 32: 192}.get(tile.positions)
-    return 255 if few or not plain or more and tile.outputs == 128 else None
+    return 255 if few or not plain or (more and tile.outputs == 128) else None
 
 
-def few_tile(dtype: torch.dtype, positions: int, align: int) -> Tile | None:
+def few_tile(dtype: torch.dtype, positions: int, align: int) -> PointwiseTile | None:
     """Block sizes of the backward kernel that walks the outputs; None for too many positions."""
-    across, narrow = block(positions), dtype == torch.float32 or align == 1
+    across, narrow = block_size(positions), dtype == torch.float32 or align == 1
     if across > (FEW // 2 if narrow else FEW):
         return None
-    along, warps = 16 if narrow else 32, 4 if across < 64 or across == 64 and narrow else 8
-    return Tile(
-        across, 64 if across <= 64 and not narrow else along, along, warps, 1 if narrow else 2
-    )
+    if narrow:
+        return PointwiseTile(across, 16, 16, 4 if across <= 64 else 8, 1)
+    outputs = 64 if across <= 64 else 32
+    return PointwiseTile(across, outputs, 32, 4 if across < 64 else 8, 2)
 
 
 def splits_of(
@@ -581,74 +591,74 @@ def splits_of(
     return max(1, min(triton.cdiv(ENOUGH_PROGRAMS, programs), small, positions // (8 * step)))
 
 
+def column_of(t: Tensor) -> int | None:
+    """Return the stride of the one axis that rows and columns form; None where they form none."""
+    return merged((t.shape[2], t.stride(2)), (t.shape[3], t.stride(3)))
+
+
 def folded_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    act: str,
-    geometry: ConvGeometry,
-    residual: Tensor | None,
-    before: str,
-    gate: Tensor | None,
-    residual_before: str,
-    mean: bool,
+    x: Loaded, block: Block, residual: Loaded | None, mean: bool
 ) -> tuple[Tensor, Tensor]:
     """`fastlr.ops.reference.folded.folded_conv` for a 1x1 kernel without padding."""
-    count, inputs, height, width = x.shape
-    outputs, stride = len(weight), geometry.stride
-    size = geometry.output_size((height, width), (1, 1))
-    if mean or not covered(x, weight) or outputs * size[0] * size[1] >= INT32:
+    stored, stride = x.tensor, block.geometry.stride
+    count, inputs, height, width = stored.shape
+    outputs = len(block.folded)
+    size = block.geometry.output_size((height, width), (1, 1))
+    if mean or not covered(stored, block.folded) or outputs * size[0] * size[1] >= INT32:
         return NotImplemented
-    out = empty_output(x, outputs, size)
-    kept = out if act in KEEPS_OUTPUT else torch.empty_like(out)
-    residual = None if residual is None else like(residual, out)
-    weight, bias = weight.contiguous(), bias.contiguous()
+    out = empty_output(stored, outputs, size)
+    kept = out if block.activation in KEEPS_OUTPUT else torch.empty_like(out)
     positions = size[0] * size[1]
-    last = channels_last(x)
-    align = alignment(x.dtype, last, x, out)
-    column = merged((height, x.stride(2)), (width, x.stride(3))) if max(stride) == 1 else None
-    samples, x_sample = count, x.stride(0)
-    if column is not None and last and gate is None:
-        whole = merged((count, x.stride(0)), (height, x.stride(2)), (width, x.stride(3)))
+    last = channels_last(stored)
+    align = alignment(stored.dtype, last, stored, out)
+    column = column_of(stored) if max(stride) == 1 else None
+    samples, x_sample = count, stored.stride(0)
+    if column is not None and last and x.gate is None:
+        sizes, steps = (count, height, width), (x_sample, *stored.stride()[2:])
+        whole = merged(*zip(sizes, steps, strict=True))
         if whole is not None and count * positions < INT32:
             # One long axis: no part-filled tile but the last.
             samples, x_sample, positions, column = 1, 0, count * positions, whole
-    tile = forward_tile(
-        x.dtype, outputs, inputs, align, changed=before != "none" or gate is not None
-    )
+    plain = column is not None
+    x_column = stored.stride(3) if column is None else column
+    out_position = outputs if last else 1
+    added, of_residual = None, "none"
+    if residual is not None:
+        added, of_residual = like(residual.tensor, out), residual.activation
+    changed = x.activation != "none" or x.gate is not None
+    tile = forward_tile(stored.dtype, outputs, inputs, align, changed=changed)
     tiles = triton.cdiv(positions, tile.positions), triton.cdiv(outputs, tile.outputs)
-    with on_device(x):
+    with on_device(stored):
         launch(
             folded_pointwise_kernel,
             samples * tiles[0] * tiles[1],
-            x,
-            weight,
-            bias,
-            residual,
-            gate,
+            stored,
+            block.folded.contiguous(),
+            block.bias.contiguous(),
+            added,
+            x.gate,
             out,
             kept,
             x_sample,
-            x.stride(1),
-            x.stride(2),
-            x.stride(3) if column is None else column,
+            *stored.stride()[1:3],
+            x_column,
             out.stride(0),
             out.stride(1),
-            outputs if last else 1,
+            out_position,
             positions,
             size[1],
             inputs,
             outputs,
             *tiles,
             *stride,
-            ACT=act,
+            ACT=block.activation,
             KEEP=kept is not out,
             ADD=residual is not None,
-            PLAIN=column is not None,
+            PLAIN=plain,
             LAST=last,
-            BEFORE=before,
-            GATE=gate is not None,
-            OF_RESIDUAL=residual_before,
+            BEFORE=x.activation,
+            GATE=x.gate is not None,
+            OF_RESIDUAL=of_residual,
             ALIGN=align,
             POSITIONS=tile.positions,
             OUTPUTS=tile.outputs,
@@ -660,110 +670,81 @@ def folded_conv(
 
 
 def folded_conv_backward(
-    x: Tensor,
-    grad: Tensor,
-    kept: Tensor,
-    act: str,
-    folded: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    geometry: ConvGeometry,
-    want_input: bool,
-    before: str = "none",
-    settled: bool = False,
-    gate: Tensor | None = None,
-    more: Tensor | None = None,
-    of_mean: Tensor | None = None,
+    x: Loaded, gradients: Gradients, kept: Tensor, block: Block, want_input: bool
 ) -> tuple[Tensor | None, ...]:
     """`fastlr.ops.reference.folded.folded_conv_backward` for a 1x1 kernel without padding."""
-    kept = grad if act == "none" else kept
-    apart = max(geometry.stride) > 1 and more is not None  # what is added has all positions
-    if (
-        of_mean is not None
-        or apart
-        or not covered(x, grad, kept, folded)
-        or (gate is not None and not want_input)
-    ):
+    stored, grad = x.tensor, gradients.output
+    kept = grad if block.activation == "none" else kept
+    stride = block.geometry.stride
+    strided, added = max(stride) > 1, gradients.loaded is not None
+    # What is added has all positions of the input, not those of the output alone.
+    if gradients.mean is not None or (strided and added) or (x.gate is not None and not want_input):
         return NotImplemented
-    count, inputs, height, width = x.shape
+    if not covered(stored, grad, kept, block.folded):
+        return NotImplemented
+    count, inputs, _, _ = stored.shape
     _, outputs, *size = grad.shape
-    stride = geometry.stride
-    gx = x
+    gx = stored
     if want_input:
         # Between strides nothing is written.
-        gx = torch.empty_like(x) if max(stride) == 1 else torch.zeros_like(x)
+        gx = torch.zeros_like(stored) if strided else torch.empty_like(stored)
         if not covered(gx):
             return NotImplemented
-    folded, weight, statistics = folded.contiguous(), weight.contiguous(), statistics.contiguous()
     positions = size[0] * size[1]
-    tensors = (x, gx, grad, kept)
-    x_last, g_last = (
-        channels_last(x) and channels_last(gx),
-        channels_last(grad) and channels_last(kept),
+    x_last = channels_last(stored) and channels_last(gx)
+    g_last = channels_last(grad) and channels_last(kept)
+    align = min(
+        alignment(stored.dtype, x_last, stored, gx), alignment(stored.dtype, g_last, grad, kept)
     )
-    align = min(alignment(x.dtype, x_last, x, gx), alignment(x.dtype, g_last, grad, kept))
-    columns = [merged((t.shape[2], t.stride(2)), (t.shape[3], t.stride(3))) for t in tensors]
-    plain = max(stride) == 1 and None not in columns
-    strides = [
-        s
-        for t, column in zip(tensors, columns, strict=True)
-        for s in (*t.stride()[:3], column if plain else t.stride(3))
-    ]
-    more = x if more is None else like(more, gx)
-    of_gate = None if gate is None else torch.empty_like(gate)
-    flags = {"WANT_INPUT": want_input, "X_LAST": x_last, "G_LAST": g_last, "ALIGN": align}
-    flags |= {"BEFORE": before, "SETTLED": settled, "GATE": gate is not None, "MORE": more is not x}
-    changed = {"more": more is not x or before != "none", "gated": gate is not None}
+    tensors = (stored, gx, grad, kept)
+    plain = not strided and None not in map(column_of, tensors)
+    changed = added or x.activation != "none"
     tile = backward_tile(
-        x.dtype,
+        stored.dtype,
         outputs,
         inputs,
-        before if act == "none" else act,
+        x.activation if block.activation == "none" else block.activation,
         x_last and g_last,
         align,
-        **changed,
+        more=changed,
+        gated=x.gate is not None,
     )
     few = tile is None
     if tile is None:
-        tile = few_tile(x.dtype, positions, align) if plain else None
+        tile = few_tile(stored.dtype, positions, align) if plain else None
         if tile is None:
             return NotImplemented
-        if act != "none" and tile.positions > 64:
+        if block.activation != "none" and tile.positions > 64:
             # Too many registers: the gradient is written first.
-            g = activation_grad(grad, kept, act)
-            given = (
-                x,
-                g,
-                g,
-                "none",
-                folded,
-                weight,
-                statistics,
-                geometry,
-                want_input,
-                before,
-                settled,
-                gate,
-            )
-            return folded_conv_backward(*given, None if more is x else more)
+            g = activation_grad(grad, kept, block.activation)
+            gradients = gradients._replace(output=g)
+            block = block._replace(activation="none")
+            return folded_conv_backward(x, gradients, g, block, want_input)
     input_tiles = triton.cdiv(inputs, tile.inputs)
-    splits = splits_of(count, positions, inputs, outputs, count * input_tiles, tile.positions)
-    splits = 1 if few or gate is not None else splits
+    splits = 1
+    if not few and x.gate is None:
+        programs = count * input_tiles
+        splits = splits_of(count, positions, inputs, outputs, programs, tile.positions)
     steps = triton.cdiv(triton.cdiv(positions, tile.positions), splits)
     splits = triton.cdiv(positions, steps * tile.positions)
-    moments = moments_space(x, splits, inputs, outputs, input_tiles, input_tiles)
-    with on_device(x):
+    moments = moments_space(stored, splits, inputs, outputs, input_tiles, input_tiles)
+    weight, statistics = block.weight.contiguous(), block.statistics.contiguous()
+    of_gate = None if x.gate is None else torch.empty_like(x.gate)
+    strides: list[int | None] = []
+    for t in tensors:
+        strides += [*t.stride()[:3], column_of(t) if plain else t.stride(3)]
+    with on_device(stored):
         launch(
             folded_pointwise_backward_kernel,
             count * splits * input_tiles,
-            x,
+            stored,
             grad,
             kept,
-            folded,
+            block.folded.contiguous(),
             weight,
             statistics,
-            gate,
-            more,
+            x.gate,
+            stored if gradients.loaded is None else like(gradients.loaded, gx),
             gx,
             of_gate,
             *moments,
@@ -776,8 +757,15 @@ def folded_conv_backward(
             splits,
             *stride,
             steps,
-            **flags,
-            ACT=act,
+            WANT_INPUT=want_input,
+            X_LAST=x_last,
+            G_LAST=g_last,
+            ALIGN=align,
+            BEFORE=x.activation,
+            SETTLED=x.gradient_at_output,
+            GATE=x.gate is not None,
+            MORE=added,
+            ACT=block.activation,
             SPLIT=splits > 1,
             FEW=few,
             PLAIN=plain,
@@ -786,7 +774,8 @@ def folded_conv_backward(
             INPUTS=tile.inputs,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            maxnreg=most_registers(tile, few, plain, changed["more"]),
+            maxnreg=most_registers(tile, few, plain, changed),
         )
     norms = finish_norms(*moments, weight, statistics)
-    return gx if want_input else None, *norms, *(() if gate is None else (of_gate,))
+    found = gx if want_input else None, *norms
+    return found if of_gate is None else (*found, of_gate)

@@ -136,7 +136,10 @@ def _seen_of(value: Any, parameter: Parameter) -> str:
         kind = str(value.dtype).removeprefix("torch.")
         return f"*{kind}" if value.data_ptr() % 16 == 0 else f"*{kind} unaligned"
     if isinstance(value, int) and not isinstance(value, bool):
-        width = "i32" if -INT32 <= value < INT32 else "i64" if value < 1 << 63 else "u64"
+        if -INT32 <= value < INT32:
+            width = "i32"
+        else:
+            width = "i64" if value < 1 << 63 else "u64"
         if parameter.specialised and value == 1:
             return f"{width} 1"
         aligned = parameter.specialised and parameter.aligned and value % 16 == 0
@@ -159,13 +162,15 @@ def covered(*tensors: Tensor) -> bool:
 
     That is: one dtype of theirs, no empty ones, a sample within int32 offsets.
     """
-    x = tensors[0]
-    return x.dtype in DTYPES and all(
-        t.dtype == x.dtype
-        and t.numel() > 0
-        and sum((n - 1) * s for n, s in zip(t.shape[1:], t.stride()[1:], strict=True)) < INT32
-        for t in tensors
-    )
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES:
+        return False
+    return all(t.dtype == dtype and t.numel() > 0 and _span(t) < INT32 for t in tensors)
+
+
+def _span(t: Tensor) -> int:
+    """Return the offset of the last element of a sample."""
+    return sum((n - 1) * step for n, step in zip(t.shape[1:], t.stride()[1:], strict=True))
 
 
 def merged(*axes: tuple[int, int]) -> int | None:

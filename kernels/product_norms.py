@@ -266,15 +266,23 @@ def choose_tile(
     operands take them; loads of single elements cannot be sent past them; the folded form holds a
     tile of the weight at the end.
     """
-    across, along = (32 if n <= 32 else 64 if n <= 64 else 128 for n in (outputs, columns))
+    across, along = _side(outputs), _side(columns)
     if packed or dtype == torch.float32:
         side = min(64, max(across, along))
-        return Tile(side, side, 16, 8, 3) if dtype == torch.float32 else Tile(side, side, 32, 8, 3)
+        return Tile(side, side, 16 if dtype == torch.float32 else 32, 8, 3)
     if across == along == 128 and (folded or not vector):
         across = 64
     if not vector:
         return Tile(max(across, 64), max(along, 64), 16 if folded else 32, 8, 3)
-    return Tile(across, along, 64, 8 if across * along > (4096 if folded else 8192) else 4, 3)
+    most = 4096 if folded else 8192  # elements for four warps
+    return Tile(across, along, 64, 8 if across * along > most else 4, 3)
+
+
+def _side(n: int) -> int:
+    """Return the side of a tile for ``n`` channels."""
+    if n <= 32:
+        return 32
+    return 64 if n <= 64 else 128
 
 
 def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_plain: bool) -> int:
@@ -300,7 +308,10 @@ def alignment(x: Operand | None, g: Operand, sizes: Sizes, *, window: bool, g_pl
         else:
             return 1
     counts = (16 // itemsize,) if window or itemsize == 4 else (8, 4)
-    return next((n for n in counts if not any(k % n for k in numbers)), 1)
+    for n in counts:
+        if not any(k % n for k in numbers):
+            return n
+    return 1
 
 
 def product_norms(

@@ -134,11 +134,10 @@ def merged(axes: Iterable[Axis]) -> list[Axis]:
     Order: largest stride first.
     """
     joined: list[Axis] = []
-    for axis in sorted((a for a in axes if a.size != 1), key=lambda a: (a.g, a.x), reverse=True):
-        if joined and all(
-            outer == inner * axis.size
-            for outer, inner in zip(joined[-1][1:], axis[1:], strict=True)
-        ):
+    several = [axis for axis in axes if axis.size != 1]
+    for axis in sorted(several, key=lambda a: (a.g, a.x), reverse=True):
+        whole = [step * axis.size for step in axis[1:]]  # strides of the axis outside of it
+        if joined and [*joined[-1][1:]] == whole:
             joined[-1] = Axis(joined[-1].size * axis.size, *axis[1:])
         else:
             joined.append(axis)
@@ -158,7 +157,15 @@ def tile_sizes(kept: Axis, summed: Axis) -> tuple[int, int]:
     """Tile (kept, summed) of 1024 or 2048 elements, its long side along memory: one of TILES."""
     if kept.g == 1 and kept.size > 1:
         return TILES["kept"][0 if kept.size > 32 else 1]
-    return TILES["summed"][0 if summed.size > 256 else 1 if summed.size > 64 else 2]
+    wide, medium, narrow = TILES["summed"]
+    if summed.size > 256:
+        return wide
+    return medium if summed.size > 64 else narrow
+
+
+def _strides(t: Tensor | None, axes: int) -> tuple[int, ...]:
+    """Return the strides of a tensor of so many axes; those of no tensor are 0."""
+    return (0,) * axes if t is None else t.stride()
 
 
 def aligned_space(like: Tensor, count: int, *shape: int) -> Tensor:
@@ -201,21 +208,26 @@ def strided_sums(
     tensors = [t for t in (g, x, centre, shift, factor) if t is not None]
     if any(t.dtype not in DTYPES for t in tensors) or g.numel() == 0:
         return NotImplemented
-    rows = shift if shift is not None else factor
-    strides = [t.stride() if t is not None else (0,) * g.ndim for t in (g, x, rows)]
+    rows = factor if shift is None else shift
+    strides = [_strides(t, g.ndim) for t in (g, x, rows)]
     summed = {axis % g.ndim for axis in axes}
     shape = [size for axis, size in enumerate(g.shape) if axis not in summed]
-    where = iter(torch.empty(shape, device="meta").stride()[1:])
-    every = [
-        Axis(g.shape[a], *(s[a] for s in strides), 0 if a in summed else next(where))
-        for a in range(1, g.ndim)
-    ]
-    kept_axes = merged(axis for a, axis in enumerate(every, 1) if a not in summed)
-    summed_axes = merged(axis for a, axis in enumerate(every, 1) if a in summed)
-    # Offsets inside a sample are 32-bit.
-    span = max(sum((axis.size - 1) * axis[1 + i] for axis in every) for i in range(4))
-    if len(kept_axes) > 2 or len(summed_axes) > 2 or span >= 1 << 31:
+    # Those of the result are contiguous.
+    steps = iter(torch.empty(shape, device="meta").stride()[1:])
+    along_kept, along_summed = [], []
+    for a in range(1, g.ndim):
+        axis = Axis(g.shape[a], *(stride[a] for stride in strides))
+        if a in summed:
+            along_summed.append(axis)
+        else:
+            along_kept.append(axis._replace(out=next(steps)))
+    kept_axes, summed_axes = merged(along_kept), merged(along_summed)
+    if len(kept_axes) > 2 or len(summed_axes) > 2:
         return NotImplemented
+    for i in range(1, len(Axis._fields)):
+        span = sum((axis.size - 1) * axis[i] for axis in along_kept + along_summed)
+        if span >= 1 << 31:  # offsets inside a sample are 32-bit
+            return NotImplemented
     (k0, k1), (s0, s1) = inner_last(kept_axes), inner_last(summed_axes)
     tile, along = tile_sizes(k1, s1)
     total = s0.size * triton.cdiv(s1.size, along)
@@ -223,10 +235,10 @@ def strided_sums(
     programs = len(g) * k0.size * triton.cdiv(k1.size, tile) * splits
     if programs >= 1 << 31:
         return NotImplemented
-    wanted = [x is not None, plain or x is None]
-    buffers = aligned_space(g, sum(wanted), splits, *shape)
-    results = iter(buffers)
-    sum_gx, sum_g = (next(results) if want else None for want in wanted)
+    want_g = plain or x is None
+    buffers = aligned_space(g, (x is not None) + want_g, splits, *shape)
+    sum_gx = None if x is None else buffers[0]
+    sum_g = buffers[-1] if want_g else None
     with on_device(g):
         launch(
             sums_kernel,

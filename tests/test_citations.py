@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastlr.experiments.continual.tables import NUMBERS, TARGET_LABELS
+from fastlr.experiments.continual.association import TARGETS
 
 ROOT = Path(__file__).parents[1]
 NEAR = {"Figure": 60}  # characters on either side, in which one of the words must stand
@@ -78,9 +78,9 @@ def test_what_is_cited_is_in_the_paper():
     }
 
 
-@pytest.mark.parametrize("target", NUMBERS)
+@pytest.mark.parametrize("target", TARGETS.values())
 def test_numbers_of_the_tables_of_correlations(target):
-    assert not wrong(f"Table {NUMBERS[target]}: {TARGET_LABELS[target]}")
+    assert not wrong(f"Table {target.table}: {target.label}")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ gradient is formed: Goodfellow 2015 (arXiv:1510.01799), Li et al. 2022 (arXiv:21
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
 
@@ -42,6 +43,7 @@ from fastlr.ghost.rules import COMPLEX, RULES, Site
 from fastlr.ghost.sample_axis import Layout, Unsupported
 from fastlr.ops.linear import chunks
 
+_OWN = {*OURS, SCAN}
 # What a rule may raise where it does not apply, in a proof.
 _OF_RULES = (RuntimeError, ValueError, IndexError, AttributeError)
 Visit = Callable[[int, tuple[Tensor | None, ...]], None]
@@ -86,10 +88,10 @@ class Group:
     Attributes:
         parameters: AccumulateGrad nodes.
         sources: outputs at which the parameter side ends (see `Use.source`).
-        relation: "separate": views of disjoint elements of one parameter, whose norms add.
-            "matrix": each is the parameter or its transpose (``transposed``). "same": all show the
-            same elements at the same positions. "computed": the parameter side is differentiated
-            sample by sample.
+        relation: "disjoint views": of elements of one parameter, whose norms add. "matrix": each is
+            the parameter or its transpose (``transposed``). "equal views": all show the same
+            elements at the same positions. "computed": the parameter side is differentiated sample
+            by sample.
         transposed: those that are the transpose of a matrix.
     """
 
@@ -154,7 +156,7 @@ def _relate(graph: Graph, group: Group) -> None:
     if chains is None:
         return
     if len(chains) == 1:
-        group.relation = "separate"
+        group.relation = "disjoint views"
         return
     turns = {source: _is_transposed(graph, chain) for source, chain in chains.items()}
     if None not in turns.values():
@@ -189,10 +191,10 @@ def _relation_of_views(graph: Graph, chains: dict[Place, list[Place]]) -> str:
     maps = [position_map(graph, chain, graph.shape(*source)) for source, chain in chains.items()]
     times_seen = torch.stack([seen for seen, _ in maps]).sum(0)
     if float(times_seen.max()) <= 1:
-        return "separate"
+        return "disjoint views"
     shapes = {graph.shape(*source) for source in chains}
     if len(shapes) == 1 and all(_equal_maps(one, maps[0]) for one in maps[1:]):
-        return "same"
+        return "equal views"
     return "computed"
 
 
@@ -238,33 +240,21 @@ def backward(
         visits[i] += 1
         visit(i, tuple(gradients))
 
-    roots = [i for i in structure.by_node if graph.is_root(i)]
-    places = [(i, output) for i in roots for output in range(graph.outputs(i))]
-    ours = [
-        node
-        for node, name in zip(graph.nodes, graph.names, strict=True)
-        if name in OURS or name == SCAN
-    ]
-    handles = [
-        graph.nodes[i].register_prehook(partial(counted, i))
-        for i in structure.by_node
-        if i not in set(roots)
-    ]
-    for node in ours:
-        node.norms_only = True
+    lowest = dict.fromkeys(i for i in structure.by_node if graph.is_root(i))
+    above = [i for i in structure.by_node if i not in lowest]
+    places = [(i, output) for i in lowest for output in range(graph.outputs(i))]
+    edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
+    handles = [graph.nodes[i].register_prehook(partial(counted, i)) for i in above]
     try:
-        with full_precision(z.device):
-            edges = [GradientEdge(graph.nodes[i], output) for i, output in places]
+        with _without_weight_gradients(graph), full_precision(z.device):
             captured = on_demand.gradients(z, edges, v, retain=retain)
     finally:
-        for node in ours:
-            node.norms_only = False
         for handle in handles:
             handle.remove()
     gradients = dict(zip(places, captured, strict=True))
     del captured  # each is freed once it was visited
     with torch.no_grad(), full_precision(z.device):
-        for i in roots:
+        for i in lowest:
             counted(i, tuple(gradients.pop((i, output)) for output in range(graph.outputs(i))))
     missed = [graph.names[i] for i, times in visits.items() if times != 1]
     if missed:
@@ -272,6 +262,19 @@ def backward(
             f"{len(missed)} planned uses of parameters were not visited exactly once "
             f"({', '.join(missed[:5])}); this is a defect of fastlr: please report the model"
         )
+
+
+@contextmanager
+def _without_weight_gradients(graph: Graph) -> Iterator[None]:
+    """Have fastlr's own nodes in a graph compute no gradients of weights in a backward pass."""
+    nodes = [node for node, name in zip(graph.nodes, graph.names, strict=True) if name in _OWN]
+    for node in nodes:
+        node.norms_only = True
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.norms_only = False
 
 
 def sq_norms(
@@ -365,7 +368,7 @@ class _NormsOfUses:
         """Add what stands for the gradients at uses of one node, by slot."""
         for use in uses:
             group, factor = self.structure.group_of[use.source], factors[use.slot]
-            if group.relation == "separate" and self.structure.times_used[use.source] == 1:
+            if group.relation == "disjoint views" and self.structure.times_used[use.source] == 1:
                 self._add(self.graph.parameters[group.parameters[0]], factor.sq_norms())
                 continue
             if isinstance(factor, Norms):  # they cannot be added to others
@@ -434,10 +437,10 @@ def _norms_of_group(
 ) -> dict[str, Tensor]:
     """Norms of the parameters of a group from the factors of its sources."""
     name = graph.parameters[group.parameters[0]]
-    if group.relation == "separate":
+    if group.relation == "disjoint views":
         parts = (combined_sq_norms(fs, graph.shape(*s)) for s, fs in factors.items())
         return {name: reduce(torch.add, parts)}
-    if group.relation == "same":
+    if group.relation == "equal views":
         added = [factor for fs in factors.values() for factor in fs]
         return {name: combined_sq_norms(added, graph.shape(*group.sources[0]))}
     if group.relation == "matrix":

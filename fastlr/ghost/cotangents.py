@@ -32,16 +32,25 @@ class Scaled(NamedTuple):
 Cotangent = Tensor | Callable[[Tensor], "Tensor | Scaled | Iterable[Tensor]"]
 
 
-def passes(
-    cotangent: Cotangent, output: Tensor, out_dim: int
-) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """Yield (scaled cotangent, factor, whether more follow) for each backward pass.
+class Pass(NamedTuple):
+    """What one backward pass is of.
 
-    The factor [B] undoes the scaling of squared norms.
+    Attributes:
+        v: the cotangent, each sample scaled to unit size.
+        factor: [B] undoes the scaling of squared norms.
+        more: whether other passes of the batch follow.
     """
+
+    v: Tensor
+    factor: Tensor
+    more: bool
+
+
+def passes(cotangent: Cotangent, output: Tensor, out_dim: int) -> Iterator[Pass]:
+    """Yield the backward passes of a batch, each made when it is asked for."""
     made = cotangent if isinstance(cotangent, Tensor) else cotangent(output)
     if isinstance(made, Scaled):
-        yield made.v, _squared(made.exponent), False
+        yield Pass(made.v, _squared(made.exponent), more=False)
         return
     several = iter([made] if isinstance(made, Tensor) else made)
     try:
@@ -50,7 +59,7 @@ def passes(
         raise InputError("the cotangent function gave no cotangents") from None
     while True:
         following = next(several, None)
-        yield *scaled(current, output, out_dim), following is not None
+        yield Pass(*scaled(current, output, out_dim), more=following is not None)
         if following is None:
             return
         current = following

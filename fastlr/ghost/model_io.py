@@ -182,6 +182,15 @@ class ModelView:
         """What the user of a result is told of where the parameters were."""
         return on_demand.notes()
 
+    def tensors_in_memory(self) -> list[Tensor]:
+        """Return the parameters and buffers whose values are in memory."""
+        held = (*self.module.parameters(), *self.module.buffers())
+        return [t for t in held if not on_demand.is_on_demand(t)]
+
+    def saved_tensor_hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Return hooks of saved tensors that keep no graph for ever, as a tensor itself would."""
+        return on_demand.hooks() or (Tensor.detach, lambda t: t)
+
     def structure_only(self) -> AbstractContextManager[None]:
         """Make graphs within this context that can be walked, but not run backward.
 
@@ -216,8 +225,10 @@ class ModelView:
         return x
 
     def forward(self, x: Any) -> Tensor:
-        """Return the output for inputs, with its graph (see `forward`)."""
-        return forward(self.module, x, self.output)
+        """Return the output for inputs, with its graph."""
+        with torch.enable_grad():
+            result = call(self.module, x)
+        return select_output(result, self.output)
 
     def outputs(self, x: Any) -> Tensor:
         """Return the output for inputs, without its graph."""
@@ -356,10 +367,3 @@ def require_graph(z: Tensor) -> None:
             "the output depends on no trainable parameter that autograd can see (no_grad, "
             "inference_mode, detach or .data?)"
         )
-
-
-def forward(model: nn.Module, x: Any, output: OutputSelector) -> Tensor:
-    """Run the model with gradients and pick its output."""
-    with torch.enable_grad():
-        result = call(model, x)
-    return select_output(result, output)

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fastlr.errors import FastlrError, InputError, NonFiniteError, first_line
 from fastlr.ghost.model_io import sample_count
-from fastlr.ghost.state import BufferKeeper
+from fastlr.ghost.state import BufferKeeper, put_back
 from fastlr.ghost.verification.agreement import MARGIN, agree
 from fastlr.ghost.verification.noise import Noise
 from fastlr.ops.deferred_checks import out_of_memory
@@ -86,7 +86,7 @@ class SampleLosses:
 
     def state_kept(self) -> AbstractContextManager[Any]:
         """Put back the buffers that a loss with a state writes to, after its backward pass."""
-        return BufferKeeper().kept(self.modules, with_attributes=True)
+        return put_back(BufferKeeper().keep(self.modules, with_attributes=True))
 
     def gradient(self, z: Tensor, y: Any) -> Tensor:
         """Return the gradient of the losses' sum at the output z, in float32 at least.

@@ -4,9 +4,12 @@ The reference is the definition; the other backends are tested against it.
 
 Backends: ``reference`` (fastlr.ops.reference, the definition), ``torch`` (fast plain torch,
 fastlr.ops), ``triton`` (kernels/). Functions are imported on first use, so that importing fastlr
-never imports triton. A kernel may return NotImplemented for a case that it does not cover: then
-plain torch serves. So it does where a kernel disagrees with it at its first call of a kind, as
-which every new compiled variant counts (fastlr.ops.kernel_checks).
+never imports triton.
+
+`run` chooses the backend. Plain torch serves wherever a kernel does not, and `_by_kernel` is the
+one function that says so, by NotImplemented: the kernel does not cover the call, Triton cannot
+compile it, or it is not trusted (fastlr.ops.kernel_checks: it disagreed with plain torch at the
+first call of a kind, as which every new compiled variant counts, or cannot be compared now).
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ from torch import Tensor
 
 from fastlr.errors import FastlrWarning
 from fastlr.ops import kernel_checks
+from fastlr.ops.block import leaves
 from fastlr.ops.deferred_checks import waiting
 
 _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
     # modules of the reference, of plain torch and of the kernel; arguments that have samples, along
-    # axis 0
+    # axis 0 (records: all of their tensors have them)
     "shape_images": ("ops.shape_images", None, "kernels.shape_images", ()),
     "shape_images_from": ("ops.shape_images", None, "kernels.shape_images", ()),
     "shape_images_at": ("ops.shape_images", None, "kernels.shape_images", (0,)),
@@ -56,16 +60,11 @@ _OPS: dict[str, tuple[str, str | None, str | None, tuple[int, ...]]] = {
         (0, 1),
     ),
     "fold_weights": ("ops.reference.folded", "ops.folded", "kernels.fold_weights", ()),
-    "folded_conv": ("ops.reference.folded", "ops.folded", "kernels.folded", (0, 5, 7)),
+    "folded_conv": ("ops.reference.folded", "ops.folded", "kernels.folded", (0, 2)),
     "activation_grad": ("ops.reference.folded", "ops.folded", None, (0, 1)),
     "gate_grad": ("ops.reference.folded", "ops.folded", None, (0, 1, 2)),
-    "folded_conv_sq_norms": ("ops.reference.folded", "ops.folded", "kernels.conv_norms", (0, 1, 5)),
-    "folded_conv_backward": (
-        "ops.reference.folded",
-        "ops.folded",
-        "kernels.folded",
-        (0, 1, 2, 9, 12, 13, 14),
-    ),
+    "folded_conv_sq_norms": ("ops.reference.folded", "ops.folded", "kernels.conv_norms", (0, 1, 3)),
+    "folded_conv_backward": ("ops.reference.folded", "ops.folded", "kernels.folded", (0, 1, 2, 5)),
 }
 TABLE: dict[str, dict[str, str]] = {}  # op -> backend -> module
 SAMPLES: dict[str, tuple[int, ...]] = {}  # op -> its arguments that have samples
@@ -145,16 +144,17 @@ def backend_for(*args: Any) -> str:
 def run(name: str, *args: Any) -> Any:
     """Run op ``name`` by its Triton kernel on a GPU, else in plain torch.
 
-    Plain torch serves also where no kernel covers the case.
+    Plain torch serves also where no kernel does.
     """
     backend = backend_for(*args)
     if backend not in TABLE[name] or _choice.by_twins:
         backend = "torch"
-    if backend == "triton" and _choice.checked:
-        result = _by_checked_kernel(name, args)
-    else:
-        result = get(name, backend)(*args)
-    return get(name, "torch")(*args) if result is NotImplemented else result
+    if backend == "triton":
+        result = _by_kernel(name, args)
+        if result is not NotImplemented:
+            return result
+        backend = "torch"
+    return get(name, backend)(*args)
 
 
 def switched_off() -> list[list[str]]:
@@ -171,12 +171,13 @@ def switch_off(kernels: list[list[str]]) -> None:
         _comparisons.switch_off(name, signature)
 
 
-def _by_checked_kernel(name: str, args: tuple[Any, ...]) -> Any:
-    """Return the result of a kernel that is trusted for this call; NotImplemented without one.
+def _by_kernel(name: str, args: tuple[Any, ...]) -> Any:
+    """Return the result of an op's kernel for this call; NotImplemented where plain torch serves.
 
-    What was found at the first such call decides. The first call of a kind is compared with plain
-    torch.
+    A kernel that is held to plain torch is compared at the first call of a kind.
     """
+    if not _choice.checked:
+        return get(name, "triton")(*args)
     call = _call(name, args)
     serves = _comparisons.serves.get(call)
     if serves is None:
@@ -185,23 +186,24 @@ def _by_checked_kernel(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _at_first_call(name: str, args: tuple[Any, ...], call: tuple) -> Any:
-    """Launch a kernel that was not launched for such a call, and note whether it serves.
+    """Do as `_by_kernel` for a call that was not made yet, and note whether the kernel serves it.
 
-    Returns its result, or NotImplemented where plain torch serves: the kernel's kind of call is
-    switched off or cannot be compared now, or the kernel does not cover it or disagrees.
+    Nothing is noted where that cannot be told now: it is asked again at the next such call.
     """
-    kind = kernel_checks.kind_of_call(_launcher(name), args, SAMPLES[name])
+    samples = SAMPLES[name]
+    kind = kernel_checks.kind_of_call(_launcher(name), args, samples)
+    if _comparisons.off(name, kind):
+        _comparisons.serves.put(call, False)
+        return NotImplemented
     compared = _comparisons.known(name, kind, args)
-    result, serves = NotImplemented, False
-    if not _comparisons.off(name, kind):
-        if not compared and (not waiting() or _capturing()):
-            return NotImplemented  # nothing can be compared now: another time
-        result = _launched(name, args, call)
-        serves = result is not NotImplemented
+    if not compared and (not waiting() or _capturing()):
+        return NotImplemented
+    result = _launched(name, args, call)
+    serves = result is not NotImplemented
     if serves and not compared:
         kernel = get(name, "triton")
-        agrees = _comparisons.agrees(name, kind, kernel, twin(name), args, SAMPLES[name], result)
-        if agrees is None:  # memory did not suffice: it is compared another time
+        agrees = _comparisons.agrees(name, kind, kernel, twin(name), args, samples, result)
+        if agrees is None:  # memory did not suffice
             return result
         serves = agrees
     _comparisons.serves.put(call, serves)
@@ -233,8 +235,7 @@ def images_agree(device: torch.device, options: dict[str, Any]) -> bool:
 
     They are compared once for these options.
     """
-    told = {name: value for name, value in options.items() if name not in ("table", "seed")}
-    kind = repr(told)
+    kind = repr({name: given for name, given in options.items() if name not in ("table", "seed")})
     call = (str(device), kind)
     known = _comparisons.serves.get(call)
     if known is not None:
@@ -270,7 +271,7 @@ def _call(name: str, args: tuple[Any, ...]) -> tuple:
     That is the op, sizes, strides, dtypes, the device, whether memory is aligned, and options.
     """
     parts: list[Any] = [name]
-    for a in args:
+    for a in leaves(args):
         if isinstance(a, Tensor):
             parts += (a.dtype, a.shape, a.stride(), a.data_ptr() & 15, a.get_device())
         elif type(a) is list:
@@ -290,12 +291,9 @@ def _is_compilers(error: Exception) -> bool:
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    in_message = isinstance(error, RuntimeError) and any(
-        text in str(error) for text in _COMPILER_SAYS
-    )
-    return in_message or isinstance(
-        error, (CompilationError, OutOfResources, PTXASError, CalledProcessError)
-    )
+    if isinstance(error, (CompilationError, OutOfResources, PTXASError, CalledProcessError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _COMPILER_SAYS)
 
 
 _COMPILER_SAYS = (
@@ -322,7 +320,7 @@ def _warn_uncompiled(name: str, error: Exception) -> None:
 
 
 def _on_gpu(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, Tensor) and a.is_cuda for a in args)
+    return any(isinstance(a, Tensor) and a.is_cuda for a in leaves(args))
 
 
 @cache

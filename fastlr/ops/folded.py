@@ -9,6 +9,7 @@ large temporary is made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -16,63 +17,59 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.convolution import conv_sq_norms, gram_pays, weight_grads
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.linear import raised
-from fastlr.ops.reference.folded import ACTIVATIONS, KEEPS_OUTPUT
+from fastlr.ops.reference.folded import ACTIVATIONS, KEEPS_OUTPUT, value_of
 
 SLICE_BYTES = 8 << 20  # of gradients worked on at once on a CPU
 aten = torch.ops.aten
 
 
 def folded_conv(
-    x: Tensor,  # [B, C, *spatial]
-    weight: Tensor,  # [O, C / groups, *kernel]
-    bias: Tensor,  # [O]
-    act: str,
-    geometry: ConvGeometry,
-    residual: Tensor | None = None,  # [B, O, *spatial']
-    before: str = "none",
-    gate: Tensor | None = None,  # [B, C, 1, ...]
-    residual_before: str = "none",
+    x: Loaded,  # [B, C, *spatial]
+    block: Block,
+    residual: Loaded | None = None,  # [B, O, *spatial']
     mean: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, O, *spatial'], both; with ``mean`` the second [B, O, 1, ...]
     """See fastlr.ops.reference.folded.folded_conv."""
-    residual = None if residual is None else ACTIVATIONS[residual_before](residual)
-    pre = aten.convolution(entering(x, before, gate), weight, bias.to(x.dtype), *geometry)
-    if mean:
-        pre = pre if residual is None else pre.add_(residual)
-        return pre, ACTIVATIONS[act](pre).mean(list(range(2, x.ndim)), keepdim=True)
-    return _activated(pre, act, residual)
+    inputs, activation = value_of(x), block.activation
+    added = None if residual is None else value_of(residual)
+    pre = aten.convolution(inputs, block.folded, block.bias.to(inputs.dtype), *block.geometry)
+    if not mean:
+        return _activated(pre, activation, added)
+    pre = pre if added is None else pre.add_(added)
+    return pre, ACTIVATIONS[activation](pre).mean(list(range(2, pre.ndim)), keepdim=True)
 
 
-def entering(x: Tensor, before: str, gate: Tensor | None) -> Tensor:
-    """What a convolution is of, of what is stored."""
-    x = ACTIVATIONS[before](x)
-    return x if gate is None else x * gate
-
-
-def leaving(
-    gx: Tensor, x: Tensor, before: str, settled: bool, gate: Tensor | None, more: Tensor | None
+def through_loading(
+    gx: Tensor, x: Loaded, at_activation: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients at what is stored and at the gate.
+    """Return the gradients at a loaded tensor, or its activation, and at its gate.
 
-    They are computed from the gradient at what entered a convolution.
+    Args:
+        gx: the gradient at `value_of` the tensor [B, C, *spatial].
+        x: the loaded tensor.
+        at_activation: a gradient at its activation from elsewhere, which is added.
     """
     of_gate = None
-    if gate is not None:
-        gx, of_gate = ops.run("gate_grad", gx, ACTIVATIONS[before](x), gate)
-    gx = gx if more is None else gx + more
-    return gx if settled else ops.run("activation_grad", gx, x, before), of_gate
+    if x.gate is not None:
+        active = ACTIVATIONS[x.activation](x.tensor)
+        gx, of_gate = ops.run("gate_grad", gx, active, x.gate)
+    if at_activation is not None:
+        gx = gx + at_activation
+    if not x.gradient_at_output:
+        gx = ops.run("activation_grad", gx, x.tensor, x.activation)
+    return gx, of_gate
 
 
-def arriving(grad: Tensor, kept: Tensor, act: str, of_mean: Tensor | None) -> Tensor:
-    """The gradient at a convolution's output from the one after it."""
-    if of_mean is None:
-        return ops.run("activation_grad", grad, kept, act)
-    return grad + ops.run(
-        "activation_grad", (of_mean / prod(grad.shape[2:])).expand_as(grad), kept, act
-    )
+def through_activation(gradients: Gradients, kept: Tensor, activation: str) -> Tensor:
+    """Return the gradient at the input of a block's activation."""
+    if gradients.mean is None:
+        return ops.run("activation_grad", gradients.output, kept, activation)
+    each = (gradients.mean / prod(kept.shape[2:])).expand(kept.shape)
+    return gradients.output + ops.run("activation_grad", each, kept, activation)
 
 
 def keeps_product(
@@ -87,12 +84,8 @@ def keeps_product(
     So it is where Gram matrices serve (few positions), on a CPU. In low precision what is kept
     would be too coarse.
     """
-    if (
-        x.device.type != "cpu"
-        or x.dtype not in (torch.float32, torch.float64)
-        or x.ndim != 4
-        or geometry.groups > 1
-    ):
+    precise = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    if not precise or x.ndim != 4 or geometry.groups > 1:
         return False
     size = geometry.output_size(x.shape[2:], weight.shape[2:])
     return gram_pays(x, x.new_empty(0, len(weight), *size), weight.shape, geometry)
@@ -100,30 +93,32 @@ def keeps_product(
 
 def conv_and_product(
     x: Tensor,  # [B, C, *spatial]
-    weight: Tensor,  # [O, C / groups, *kernel]
-    scale: Tensor,  # [O]
-    bias: Tensor,  # [O]
-    act: str,
-    geometry: ConvGeometry,
+    block: Block,
     residual: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `folded_conv` by the unfolded weight, whose output is scaled afterwards.
 
     Returns (output, kept, unfolded convolution).
     """
-    product = aten.convolution(x, weight.to(x.dtype), None, *geometry)
-    scale, bias = (t.to(x.dtype).view(-1, *[1] * (x.ndim - 2)) for t in (scale, bias))
-    return *_activated(torch.addcmul(bias, product, scale), act, residual), product
+    product = aten.convolution(x, block.weight.to(x.dtype), None, *block.geometry)
+    per_channel = [-1, *[1] * (x.ndim - 2)]
+    scale = block.statistics[0].to(x.dtype).view(per_channel)
+    bias = block.bias.to(x.dtype).view(per_channel)
+    pre = torch.addcmul(bias, product, scale)
+    return *_activated(pre, block.activation, residual), product
 
 
 def _activated(pre: Tensor, act: str, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(output, kept) of an activation, of ``pre`` changed in place."""
+    """Return (output, kept) of an activation; ``pre`` is changed in place."""
     if residual is not None:
         pre.add_(residual)
-    if act in KEEPS_OUTPUT:
-        out = pre if act == "none" else pre.relu_() if act == "relu" else pre.clamp_(0, 6)
-        return out, out
-    return ACTIVATIONS[act](pre), pre
+    if act not in KEEPS_OUTPUT:
+        return ACTIVATIONS[act](pre), pre
+    if act == "relu":
+        pre.relu_()
+    elif act == "relu6":
+        pre.clamp_(0, 6)
+    return pre, pre
 
 
 def activation_grad(
@@ -168,88 +163,81 @@ def gate_grad(
 def folded_conv_sq_norms(
     x: Tensor,  # [B, C, *spatial]
     g: Tensor,  # [B, O, *spatial']
-    weight: Tensor,  # [O, C / groups, *kernel]
-    statistics: Tensor,  # [3, O]
-    geometry: ConvGeometry,
+    block: Block,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, ...]:  # four of [B]
     """See fastlr.ops.reference.folded.folded_conv_sq_norms. Sums in float32 at least."""
-    x, g = raised(x), raised(g)
-    w = weight.to(g.dtype)
-    s, rstd, shift = statistics.to(g.dtype)
+    x, g, geometry = raised(x), raised(g), block.geometry
+    weight = block.weight.to(g.dtype)
+    s, rstd, shift = block.statistics.to(g.dtype)
     sums = g.flatten(2).sum(2)
     if geometry.groups == 1 and gram_pays(x, g, weight.shape, geometry):
         scaled = g * s.view(-1, *[1] * (g.ndim - 2))
         sq = conv_sq_norms(x[:, None], scaled[:, None], weight, geometry)
         if product is None:
-            product = aten.convolution(x, w, None, *geometry)
+            product = aten.convolution(x, weight, None, *geometry)
         inner = (product * g).flatten(2).sum(2)
     else:
         squares, along = [], []
-        flat = w.flatten(1)
+        flat = weight.flatten(1)
         for _, _, grads in weight_grads(x, g, weight.shape, geometry):
             squares.append(torch.linalg.vector_norm(grads, dim=2).mul_(s).double().square().sum(1))
             along.append(torch.linalg.vecdot(grads, flat))
         sq, inner = torch.cat(squares), torch.cat(along)
-    return sq, *(
-        t.double().square().sum(1) for t in (sums * s, (inner + shift * sums) * rstd, sums)
-    )
+    of_channels = (sums * s, (inner + shift * sums) * rstd, sums)
+    return sq, *(t.double().square().sum(1) for t in of_channels)
 
 
 def folded_conv_backward(
-    x: Tensor,  # [B, C, *spatial]
-    grad: Tensor,  # [B, O, *spatial']
+    x: Loaded,  # [B, C, *spatial]
+    gradients: Gradients,
     kept: Tensor,  # [B, O, *spatial']
-    act: str,
-    folded: Tensor,  # [O, C / groups, *kernel]
-    weight: Tensor,  # [O, C / groups, *kernel]
-    statistics: Tensor,  # [3, O]
-    geometry: ConvGeometry,
+    block: Block,
     want_input: bool,
     product: Tensor | None = None,  # [B, O, *spatial']
-    before: str = "none",
-    settled: bool = False,
-    gate: Tensor | None = None,  # [B, C, 1, ...]
-    more: Tensor | None = None,  # [B, C, *spatial]
-    of_mean: Tensor | None = None,  # [B, O, 1, ...]
 ) -> tuple[Tensor | None, ...]:  # of the shape of x, four of [B], with a gate one of its shape
     """See fastlr.ops.reference.folded.folded_conv_backward.
 
     It runs the parts of the backward pass in turn, on a CPU for a few samples at a time.
     """
-    if of_mean is not None:
-        grad, act = arriving(grad, kept, act, of_mean), "none"
-    if before != "none" or gate is not None or more is not None:
-        given = (grad, kept, act, folded, weight, statistics, geometry, want_input, product)
-        gx, *of_parameters = folded_conv_backward(entering(x, before, gate), *given)
-        gx, of_gate = (gx, None) if gx is None else leaving(gx, x, before, settled, gate, more)
-        return gx, *of_parameters, *(() if of_gate is None else (of_gate,))
-    ranges = [(0, len(x))]
-    size = grad.numel() * grad.element_size()
-    # slices of the input gradient have to be joined: not where it is the larger one
-    if (
-        x.device.type == "cpu"
-        and size >= 2 * SLICE_BYTES
-        and not (want_input and x.numel() > grad.numel())
-    ):
-        step = -(-len(x) // -(-size // SLICE_BYTES))
-        step += step % 2  # samples are shared out among the cores
-        ranges = [(lo, min(len(x), lo + step)) for lo in range(0, len(x), step)]
-    inputs, parts = [], []
-    for lo, hi in ranges:
-        g = ops.run("activation_grad", grad[lo:hi], kept[lo:hi], act)
+    inputs = value_of(x)
+    grad = gradients.output
+    if gradients.mean is not None:
+        grad = through_activation(gradients, kept, block.activation)
+        block = block._replace(activation="none")
+    input_grads, norms = [], []
+    for lo, hi in _slices(inputs, grad, want_input):
+        part, g = inputs[lo:hi], grad[lo:hi]
+        g = ops.run("activation_grad", g, kept[lo:hi], block.activation)
         if want_input:
-            backward = aten.convolution_backward
-            inputs.append(backward(g, x[lo:hi], folded, None, *geometry, [True, False, False])[0])
-        products = () if product is None else (product[lo:hi],)
-        parts.append(
-            ops.run("folded_conv_sq_norms", x[lo:hi], g, weight, statistics, geometry, *products)
-        )
-    norms = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
-    gx = None
-    if want_input:
-        gx = inputs[0] if len(inputs) == 1 else torch.cat(inputs)
-    return gx, *norms
+            mask = [True, False, False]
+            found = aten.convolution_backward(g, part, block.folded, None, *block.geometry, mask)
+            input_grads.append(found[0])
+        known = None if product is None else product[lo:hi]
+        norms.append(ops.run("folded_conv_sq_norms", part, g, block, known))
+    of_parameters = [_joined(parts) for parts in zip(*norms, strict=True)]
+    if not want_input:
+        return None, *of_parameters
+    gx, of_gate = through_loading(_joined(input_grads), x, gradients.loaded)
+    return (gx, *of_parameters) if of_gate is None else (gx, *of_parameters, of_gate)
+
+
+def _slices(x: Tensor, grad: Tensor, want_input: bool) -> list[tuple[int, int]]:
+    """Return the ranges of samples that are worked on at a time."""
+    whole = [(0, len(x))]
+    size = grad.numel() * grad.element_size()
+    if x.device.type != "cpu" or size < 2 * SLICE_BYTES:
+        return whole
+    if want_input and x.numel() > grad.numel():
+        return whole  # slices of the input gradient would have to be joined, the larger of the two
+    step = -(-len(x) // -(-size // SLICE_BYTES))
+    step += step % 2  # samples are shared out among the cores
+    return [(lo, min(len(x), lo + step)) for lo in range(0, len(x), step)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts of a batch as one."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def fold_weights(
@@ -258,7 +246,10 @@ def fold_weights(
     *tensors: Any,  # six a convolution: [O, C / groups, *kernel], five of [O]
 ) -> list[tuple[Tensor, Tensor]]:  # of the shape of the weight, [4, O]
     """See fastlr.ops.reference.folded.fold_weights. In float32 at least."""
-    return [_folded(dtype, one, *tensors[6 * i : 6 * i + 6]) for i, one in enumerate(eps)]
+    results = []
+    for i, one in enumerate(eps):
+        results.append(_folded(dtype, one, *tensors[6 * i : 6 * i + 6]))
+    return results
 
 
 def _folded(

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ops.block import Block, Gradients, Loaded, changed
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.kernel_checks import with_strides, without_repeats
 
@@ -66,11 +68,21 @@ def _convolution() -> Calls:
 
 
 def _moments() -> Calls:
-    """X [B, C, H, W], g [B, O, H', W'], weight, statistics [3, O], geometry."""
+    """X [B, C, H, W], g [B, O, H', W'], block."""
     calls: Calls = {}
     for name, (x, g, weight, geometry) in _convolution().items():
-        calls[name] = (x[:, 0], g[:, 0], weight, draw(3, len(weight), seed=4), geometry)
+        calls[name] = (
+            x[:, 0],
+            g[:, 0],
+            plain_block(weight, draw(3, len(weight), seed=4), geometry),
+        )
     return calls
+
+
+def plain_block(weight: Tensor, statistics: Tensor, geometry: ConvGeometry) -> Block:
+    """Return a block of which only norms are wanted: nothing is folded, and nothing follows."""
+    channels = torch.cat([torch.zeros_like(statistics[:1]), statistics])
+    return Block(weight, weight, channels, "none", geometry)
 
 
 def _folded(op: str) -> Calls:
@@ -85,10 +97,11 @@ def _folded(op: str) -> Calls:
         x = draw(2, 16, 6, 8, scale=2).contiguous(memory_format=torch.channels_last)
         weight, bias = draw(*kernel), draw(kernel[0], seed=1)
         statistics = draw(3, kernel[0], seed=2).abs() + 0.1
-        forward = x, weight, bias, act, geometry
+        channels = torch.cat([bias[None], statistics])
+        forward = Loaded(x), Block(weight, weight, channels, act, geometry)
         out, kept = ops.get("folded_conv", "reference")(*forward)
         grad = draw(*out.shape, seed=4).contiguous(memory_format=torch.channels_last)
-        backward = x, grad, kept, act, weight, weight, statistics, geometry, True
+        backward = forward[0], Gradients(grad), kept, forward[1], True
         calls[name] = forward if op == "folded_conv" else backward
     return calls
 
@@ -171,11 +184,6 @@ IMAGES = [  # options of shape_images and its like
         ((4, 16, 16), torch.float16, True),
     )
 ]
-# Arguments without samples, in the dtype of the data.
-LOW = {
-    "folded_conv": (1,),
-    "folded_conv_backward": (4,),
-}
 
 
 def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tuple:
@@ -185,22 +193,23 @@ def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tup
     """
     if op == "fold_weights":
         return dtype, *(_on(a, device, None) for a in args[1:])
-    data = (*ops.SAMPLES[op], *LOW.get(op, ()))
-    return tuple(
-        _on(
-            a,
-            device,
-            dtype if i in data and isinstance(a, Tensor) and a.dtype == torch.float32 else None,
-        )
-        for i, a in enumerate(args)
-    )
+
+    def on_device(a: Any, by_sample: bool) -> Any:
+        return _on(a, device, dtype if by_sample else None)
+
+    given = changed(on_device, args, ops.SAMPLES[op])
+    for i, a in enumerate(given):
+        if isinstance(a, Block):
+            given[i] = a._replace(folded=_on(a.folded, device, dtype))
+    return tuple(given)
 
 
-def _on(a: object, device: torch.device, dtype: torch.dtype | None) -> object:
+def _on(a: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Return a tensor on a device, with the same strides; anything else as it is.
 
-    It is in ``dtype`` if there is one.
+    Numbers in float32 get ``dtype`` if there is one.
     """
     if not isinstance(a, Tensor):
         return a
-    return with_strides(without_repeats(a).to(device, dtype or a.dtype), a)
+    kind = dtype if dtype is not None and a.dtype == torch.float32 else a.dtype
+    return with_strides(without_repeats(a).to(device, kind), a)

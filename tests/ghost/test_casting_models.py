@@ -156,7 +156,7 @@ def many_batches(monkeypatch: pytest.MonkeyPatch, models: int, batches: int) -> 
             norms(model, x, torch.randn(count, 1000))
         engine = engine_for(model)
         assert engine.audits.failed == 0 and engine.audits.passed == batches
-        assert engine.proofs == 1 and not engine.ledger.by_data
+        assert engine.proofs == 1 and not engine.ledger.reason_to_look
 
 
 def test_no_batch_of_a_kept_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

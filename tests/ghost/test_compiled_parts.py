@@ -119,7 +119,7 @@ def held(model: nn.Module) -> None:
     got = engine.run(x, v)
     assert_norms(got.per_parameter, want, 1e-10, 1e-13)
     assert set(got.routes.values()) == {"rule"}
-    assert not engine.ledger.by_data
+    assert not engine.ledger.reason_to_look
 
 
 def node(part: nn.Module) -> str:

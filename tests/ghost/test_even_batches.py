@@ -85,7 +85,7 @@ def test_they_are_not_spared_the_proof() -> None:
 
 def test_others_are_proven_on_three() -> None:
     engine = holds(model(lambda h: h), batch(6))
-    assert engine.known.few.count == 3
+    assert engine.known.few_samples.count == 3
 
 
 @pytest.mark.parametrize("most", [7, 8, 16, 50])

@@ -17,7 +17,7 @@ from bench import cases
 from fastlr import ops
 from fastlr.ghost.api import engine_for
 from fastlr.ghost.fusion import mode as fuse
-from fastlr.ghost.fusion.conv_bn import FoldedConv, FoldedWeights
+from fastlr.ghost.fusion.conv_bn import BlockOptions, BlockTensors, Fold, FoldedConv, FoldedWeights
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.reference.folded import ACTIVATIONS
@@ -70,15 +70,7 @@ def test_its_gradients_are_right(act: str, frozen: tuple[str, ...], residual: bo
         torch.rand(6, dtype=torch.float64) + 0.5,
     )
     options = ((2, 1), (1, 1), (1, 2), 2)
-    rest = (
-        mean,
-        var,
-        1e-3,
-        act,
-        torch.float64,
-        ConvGeometry(*options[:3], groups=2),
-        FoldedWeights(),
-    )
+    how = BlockOptions(1e-3, act, torch.float64, ConvGeometry(*options[:3], groups=2))
     x, weight, bias, gamma, beta = given.values()
     pre = F.batch_norm(
         F.conv2d(x, weight, bias, *options), mean, var, gamma, beta, False, 0.0, 1e-3
@@ -87,7 +79,8 @@ def test_its_gradients_are_right(act: str, frozen: tuple[str, ...], residual: bo
         given["residual"] = torch.randn(
             pre.shape, generator=generator, dtype=torch.float64
         ).requires_grad_()
-    got = FoldedConv.apply(*given.values(), *[None] * (not residual), *rest)
+    tensors = BlockTensors(**{"residual": None, **given}, mean=mean, var=var)
+    got = FoldedConv.apply(FoldedWeights(), how, *tensors)
     want = ACTIVATIONS[act](pre + given["residual"] if residual else pre)
     assert_same_function(got, want, [t for t in given.values() if t.requires_grad])
 
@@ -124,7 +117,7 @@ def test_weights_are_folded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             if change and i == 2:
                 change()
             tensors = (weight, None, *rest[1:]) if i == 1 else (weight, *rest)
-            got = weights.get(kind, 1e-3 * (i + 1), tensors)
+            got = weights.get(Fold(kind, 1e-3 * (i + 1), tensors))
             want = ops.get("fold_weights", "torch")(kind, (1e-3 * (i + 1),), *tensors)[0]
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         weights.begin()
@@ -387,8 +380,8 @@ def test_a_wrong_fold_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     right = FoldedConv.sq_norms
 
     def wrong(ctx: object, grad: Tensor) -> tuple:
-        through, gx, sq, *others = right(ctx, grad)
-        return through, gx, sq * 1.001, *others
+        at_inputs, norms = right(ctx, grad)
+        return at_inputs, norms | {"weight": norms["weight"] * 1.001}
 
     monkeypatch.setattr(FoldedConv, "sq_norms", wrong)
     model = nn.Sequential(
@@ -438,7 +431,7 @@ def test_few_positions_keep_the_unfolded_product(monkeypatch: pytest.MonkeyPatch
     taken = []
     plain = folded.conv_and_product
     monkeypatch.setattr(
-        folded, "conv_and_product", lambda *args: taken.append(args[1].shape) or plain(*args)
+        folded, "conv_and_product", lambda *args: taken.append(args[1].weight.shape) or plain(*args)
     )
     check(
         resnet_block(),

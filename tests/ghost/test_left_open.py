@@ -17,7 +17,7 @@ from torchvision.models.resnet import Bottleneck
 
 from fastlr import ops
 from fastlr.ghost.fusion.mode import Folding
-from fastlr.ghost.fusion.pending import Activated
+from fastlr.ghost.fusion.pending import Activated, Pending, Product
 from fastlr.ghost.graph import walk
 from fastlr.ops.reference.folded import ACTIVATIONS
 
@@ -109,6 +109,10 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
     "unknown_first": (lambda m, x: x.tanh() + m.second(x), 3),
     "plain_convolution": (lambda m, x: m.plain(x) + m.second(x), 3),
     "dense": (lambda m, x: m.dense(x) + m.second(x), 4),
+    "mean_without_activation": (
+        lambda m, x: m.second[:2](x).mean((2, 3), keepdim=True).expand(-1, -1, 4, 4),
+        3,
+    ),
     "mean_flat": (
         lambda m, x: (
             x * F.linear(m.second(x).mean([2, 3]), m.plain.weight[:, :, 0, 0])[:, :, None, None]
@@ -122,6 +126,12 @@ BETWEEN: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
 def test_norms_are_those_of_the_model(name: str) -> None:
     between, folded = BETWEEN[name]
     check(Wired(between), folded)
+
+
+def test_no_attribute_of_a_pending_result_hides_one_of_tensors() -> None:
+    """A model asks them of it: they must be the tensor's."""
+    own = {name for kind in (Pending, Product) for name in kind.__annotations__ | vars(kind)}
+    assert {name for name in own if hasattr(Tensor, name) and not name.startswith("__")} == set()
 
 
 @pytest.mark.parametrize("between", [before_and_after, in_place_later])

@@ -157,7 +157,7 @@ def test_after_folding_is_given_up() -> None:
     engine = Engine(model)
     want = engine.run(x, lambda z: torch.ones_like(z)).total
     engine.folding.give_up([], "a test")
-    assert engine.folding.literal == "a test"
+    assert engine.folding.calls_refused == "a test"
     got = engine.run(x, lambda z: torch.ones_like(z))
     torch.testing.assert_close(got.total, want, rtol=1e-4, atol=0)
     assert set(got.routes.values()) == {"rule"}
@@ -227,7 +227,7 @@ def test_models_that_differentiate_their_own_forward_pass() -> None:
 
     model = Slope().double()
     engine = holds(model, series())
-    assert engine.folding.literal and not engine.folding.replaced
+    assert engine.folding.calls_refused and not engine.folding.replaced
 
 
 def test_weights_that_are_computed_or_frozen() -> None:

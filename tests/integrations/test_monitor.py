@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fastlr
+from fastlr.display.verdict import brief, change
 from fastlr.errors import FastlrWarning, InputError, NonFiniteError
 from fastlr.integrations import Monitor
 from fastlr.integrations.loggers import CsvLogger
@@ -194,32 +195,46 @@ def test_best_checkpoint_and_resumption(tmp_path, mode):
         again.load_state_dict({"steps": 3})
 
 
-def test_the_verdict_is_of_the_first_and_the_last_reading():
+def test_the_verdict_is_of_the_first_and_the_last_fifth_after_training_began():
     model, (x, _) = network(), data()
     meter = monitor(model, measures=["dormant_ratio"], x=x)
-    assert "cannot be told: it was not measured" in meter.verdict()
-    meter.measure()
-    assert (
-        "a change cannot be told from its error" in meter.verdict() and "units" in meter.verdict()
-    )
+    meter.measure()  # before training: no reading of the verdict
+    with pytest.raises(InputError, match="takes 3 readings after training began, and there are 0"):
+        meter.reference()
+    for _ in range(2):
+        train(model, meter.step)  # three readings each
+    assert "cannot be told yet" not in meter.verdict() and len(meter.course) == 6
     with torch.no_grad():
         [p.mul_(0.2) for p in model.parameters()]
-    last = meter.measure()
-    fall = 100 * (1 - last.value / meter.first["value"])
-    assert f"has fallen by {fall:.3g} % since the first reading" in meter.verdict()
-    dormant = last.measures["dormant_ratio"].details
-    assert f"{dormant['dormant']} of {dormant['units']} units" in meter.verdict()
-    again = monitor(model)
-    again.load_state_dict(pickle.loads(pickle.dumps(meter.state_dict())))
-    again.measure()
-    assert (
-        f"has fallen by {fall:.3g} %" in again.verdict()
-        and "were not measured. Where such" in again.verdict()
-    )
-    older = meter.state_dict()
-    del older["first"]
+    kept = pickle.dumps(meter.state_dict())
+    for _ in range(3):
+        meter.measure()
+    found = change(meter.course[:3], meter.course[-3:])
+    assert found.moved == -1 and found.paired
+    told = meter.verdict()
+    assert told.startswith(f"Local redundancy has fallen from {brief(found.first)} to ")
+    dormant = meter.last.measures["dormant_ratio"].details
+    assert f"{dormant['dormant']} of {dormant['units']} units" in told
+    again = monitor(model, measures=["dormant_ratio"], x=x)
+    again.load_state_dict(pickle.loads(kept))
+    for _ in range(3):
+        again.measure()
+    assert again.verdict() == told
+    again.reference()  # the last three of nine, all alike
+    assert "cannot be told yet" in again.verdict() and "there are 9" in again.verdict()
+    for _ in range(3):
+        again.measure()
+    assert "went from" in again.verdict()
+    older = {key: value for key, value in meter.state_dict().items() if key != "course"}
     again.load_state_dict(older)
-    assert again.first == {}
+    assert again.course == []
+
+
+def test_the_verdict_knows_the_networks_own_inputs():
+    own = Monitor(network(), fastlr.TensorInputs(data()[0]), len(data()[0]))
+    for _ in range(7):
+        own.measure()
+    assert len(own.course) == 6 and "these are its own inputs" in own.verdict()
 
 
 def test_loggers_and_names(tmp_path):

@@ -17,6 +17,7 @@ from bench import kernel_cases
 from bench.convolution_cases import geometry
 from fastlr import ops
 from fastlr.ops import dispatch, kernel_calls, kernel_checks
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import gathered
 
 pytest.importorskip("triton")
@@ -33,13 +34,13 @@ def pointwise(channels: int, *, size: tuple[int, int] = (4, 4), count: int = 2) 
         memory_format=torch.channels_last
     )
     weight = torch.ones(channels, channels, 1, 1, dtype=torch.bfloat16)
-    return x, weight, torch.ones(channels), "none", geometry(2)
+    return Loaded(x), Block(weight, weight, torch.ones(4, channels), "none", geometry(2))
 
 
 def backward(channels: int, *size: int) -> tuple:
     """The backward pass of a pointwise folded convolution in bf16."""
-    x, weight, _, act, how = pointwise(channels, size=size)
-    return x, x, x, act, weight, weight, torch.ones(3, channels), how, True
+    x, block = pointwise(channels, size=size)
+    return x, Gradients(x.tensor), x.tensor, block, True
 
 
 def rows(count: int, width: int) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,7 @@ def test_a_new_variant_is_compared_at_its_first_call(monkeypatch: pytest.MonkeyP
         samples: Any,
         result: Any,
     ) -> bool:
-        compared.append(args[0].shape[1])
+        compared.append(args[0].tensor.shape[1])
         self._known.add((name, kind, -1))
         return True
 
@@ -223,9 +224,14 @@ def noted(self, name, kind, *given):
 kernel_checks.Comparisons.agrees = noted
 with using("triton", checked=True):
     for channels in (20, 28, 20, 28):
-        x, weight, bias, act, how = here.pointwise(channels)
-        run("folded_conv", x.float(), weight.float(), bias, act, how)
+        run("folded_conv", *here.in_float32(channels))
 """
+
+
+def in_float32(channels: int) -> tuple:
+    x, block = pointwise(channels)
+    weight = block.weight.float()
+    return Loaded(x.tensor.float()), block._replace(weight=weight, folded=weight)
 
 
 @pytest.mark.long
@@ -233,7 +239,4 @@ def test_variants_are_known_in_the_interpreter(tmp_path: Any) -> None:
     found = interpreter.interpreted(RUN, tmp_path)
     assert [name for name, _ in found] == ["folded_conv"] * len(found)
     assert len(set(found)) == len(found), "a kind is compared once"
-    x, weight, bias, act, how = pointwise(20)
-    assert found[0][1] == kind("folded_conv", x.float(), weight.float(), bias, act, how), (
-        "the same in every process"
-    )
+    assert found[0][1] == kind("folded_conv", *in_float32(20)), "the same in every process"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bench.convolution_cases import case, depthwise_cases, folded_calls
 from fastlr import ops
+from fastlr.ops.block import changed
 from fastlr.ops.kernel_calls import moved
 from fastlr.ops.reference.folded import ACTIVATIONS
 
@@ -29,10 +30,11 @@ CASES = folded_calls()
 
 def norms_of(calls: dict) -> dict:
     """Calls of the ops for norms alone, of the same convolution."""
-    x, g, _, _, _, weight, statistics, geometry, *_ = calls["folded_conv_backward"]
+    loaded, gradients, _, block, _ = calls["folded_conv_backward"]
+    x, g = loaded.tensor, gradients.output
     return {
-        "folded_conv_sq_norms": (x, g, weight, statistics, geometry),
-        "conv_sq_norms": (x[:, None], g[:, None], weight, geometry),
+        "folded_conv_sq_norms": (x, g, block),
+        "conv_sq_norms": (x[:, None], g[:, None], block.weight, block.geometry),
     }
 
 
@@ -140,11 +142,13 @@ def definition(op: str, args: tuple) -> tuple:
 def test_kernels_agree_with_the_definition(name, op, interpreted):
     args, got = CASES[name][op], interpreted["cases"][name, op]
     check(got, definition(op, args), TOLERANCE[torch.float32])
-    if op == "folded_conv" and args[-1] is not True:  # without a mean
-        assert (got[1] is got[0]) == (args[3] in ("none", "relu", "relu6"))
-        assert all(t.dtype == args[0].dtype for t in got)
-    elif op == "folded_conv_backward":
+    if op == "folded_conv_backward":
         assert got[1].dtype == torch.float64
+        return
+    x, block, _, mean = args
+    if not mean:
+        assert (got[1] is got[0]) == (block.activation in ("none", "relu", "relu6"))
+        assert all(t.dtype == x.tensor.dtype for t in got)
 
 
 @pytest.mark.parametrize("name", interpreter.params(NORMS, SLOW))
@@ -170,30 +174,32 @@ def test_same_call_same_bits(interpreted):
 
 @pytest.mark.parametrize(
     "name",
-    interpreter.params((name for name in CASES if CASES[name]["folded_conv_backward"][8]), SLOW),
+    interpreter.params((name for name in CASES if CASES[name]["folded_conv_backward"][4]), SLOW),
 )
 def test_input_gradient_is_that_of_autograd(name, interpreted):
-    x, grad, kept, act, folded, _, _, geometry, _, *rest = CASES[name]["folded_conv_backward"]
-    bias = CASES[name]["folded_conv"][2].double()
-    leaf = x.double().requires_grad_()
-    _, before, settled, gate, more, of_mean = rest or (None, "none", False, None, None, None)
-    active = ACTIVATIONS[before](leaf)
-    gate = torch.ones((), dtype=torch.float64) if gate is None else gate.double()
+    x, gradients, _, block, _ = CASES[name]["folded_conv_backward"]
+    leaf = x.tensor.double().requires_grad_()
+    active = ACTIVATIONS[x.activation](leaf)
+    gate = torch.ones((), dtype=torch.float64) if x.gate is None else x.gate.double()
     gate.requires_grad_()
-    pre = torch.ops.aten.convolution(active * gate, folded.double(), bias, *geometry)
-    out = ACTIVATIONS[act](pre)
-    given = [(pre if of_mean is not None else out, grad)]
-    given += [] if more is None else [(active, more)]
-    given += [] if of_mean is None else [(out.mean(list(range(2, x.ndim)), keepdim=True), of_mean)]
-    outputs, grads = zip(*((t, g.double()) for t, g in given), strict=True)
-    want = torch.autograd.grad(outputs, (active if settled else leaf, gate), grads)
+    pre = torch.ops.aten.convolution(
+        active * gate, block.folded.double(), block.bias.double(), *block.geometry
+    )
+    out = ACTIVATIONS[block.activation](pre)
+    mean = out.mean(list(range(2, pre.ndim)), keepdim=True)
+    outputs = (out if gradients.mean is None else pre, active, mean)
+    pairs = zip(outputs, gradients, strict=True)
+    given = [(output, g.double()) for output, g in pairs if g is not None]
+    wanted = (active if x.gradient_at_output else leaf, gate)
+    outputs, grads = zip(*given, strict=True)
+    want = torch.autograd.grad(outputs, wanted, grads)
     got = interpreted["cases"][name, "folded_conv_backward"]
     check((got[0], *got[5:]), want if gate.ndim else want[:1], TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("name", interpreter.params(CASES, SLOW))
 def test_output_has_the_memory_format_of_the_input(name, interpreted):
-    x, out = CASES[name]["folded_conv"][0], interpreted["cases"][name, "folded_conv"][0]
+    x, out = CASES[name]["folded_conv"][0].tensor, interpreted["cases"][name, "folded_conv"][0]
     if x.ndim == 4 and x.shape[1] > 1 and x.stride(1) == 1:
         assert out.is_contiguous(memory_format=torch.channels_last)
     else:
@@ -247,7 +253,7 @@ def layers() -> dict[str, dict]:
 def on_gpu(args: tuple, dtype: torch.dtype, op: str) -> tuple[tuple, tuple]:
     """The arguments on the GPU, data rounded to ``dtype``, and those in float32 on the CPU."""
     gpu = moved(op, args, torch.device("cuda"), dtype)
-    return gpu, tuple(a.cpu().float() if isinstance(a, Tensor) else a for a in gpu)
+    return gpu, tuple(changed(lambda a, _: a.cpu().float() if isinstance(a, Tensor) else a, gpu))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

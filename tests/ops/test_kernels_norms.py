@@ -15,7 +15,7 @@ from agreement import assert_near, pairs
 from bench.convolution_cases import conv_cases, convolution, geometry, moments_cases
 from bench.kernel_cases import dense_cases, linear_cases
 from fastlr import ops
-from fastlr.ops.kernel_calls import channels_last, draw, moved
+from fastlr.ops.kernel_calls import channels_last, draw, moved, plain_block
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 TOLERANCE = {
@@ -52,23 +52,20 @@ def wide_cases() -> dict[tuple[str, str], tuple]:
             x, g = (
                 channels_last(t, 1) for t in (draw(1, inputs, 10, 14), draw(1, outputs, 10, 14))
             )
-            cases["folded_conv_sq_norms", name] = (
-                x,
-                g,
-                draw(outputs, inputs, 1, 1),
-                draw(3, outputs),
-                geometry(2),
-            )
+            block = plain_block(draw(outputs, inputs, 1, 1), draw(3, outputs), geometry(2))
+            cases["folded_conv_sq_norms", name] = (x, g, block)
             x, g = (channels_last(t, 1) for t in (draw(1, inputs, 5, 4), draw(1, outputs, 3, 4)))
             weight, g = draw(outputs, inputs, 3, 2), g[..., :3]
-            cases["folded_conv_sq_norms", f"3x2-{name}"] = (x, g, weight, draw(3, outputs), strided)
+            block = plain_block(weight, draw(3, outputs), strided)
+            cases["folded_conv_sq_norms", f"3x2-{name}"] = (x, g, block)
             cases["conv_sq_norms", f"3x2-{name}"] = (x[:, None], g[:, None], weight, strided)
     x, g, weight = (
         draw(1, 72, 5, 4),
         draw(1, 132, 3, 3),
         draw(132, 72, 3, 2),
     )  # too few aligned channels for vectors
-    cases["folded_conv_sq_norms", "3x2-first"] = (x, g, weight, draw(3, 132), strided)
+    block = plain_block(weight, draw(3, 132), strided)
+    cases["folded_conv_sq_norms", "3x2-first"] = (x, g, block)
     cases["conv_sq_norms", "3x2-first"] = (x[:, None], g[:, None], weight, strided)
     kept = ("3x3", "pointwise", "3x5_grouped", "stem")
     return cases | {

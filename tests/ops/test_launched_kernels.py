@@ -23,9 +23,11 @@ def test_a_launch_is_noted_with_its_types_and_sizes() -> None:
 
     from bench.convolution_cases import geometry
     from fastlr import ops
+    from fastlr.ops.block import Block, Loaded
 
     x = torch.ones(2, 32, 3, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
-    given = x, torch.ones(8, 32, 1, 1, dtype=torch.bfloat16), torch.ones(8), "none", geometry(2)
+    weight = torch.ones(8, 32, 1, 1, dtype=torch.bfloat16)
+    given = Loaded(x), Block(weight, weight, torch.ones(4, 8), "none", geometry(2))
     with noted() as found:
         out, _ = ops.run("folded_conv", *given)
     assert not out.any(), "nothing was computed"

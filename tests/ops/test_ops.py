@@ -25,6 +25,7 @@ from fastlr.ops import convolution as torch_conv
 from fastlr.ops import dispatch as ops
 from fastlr.ops import folded as torch_folded
 from fastlr.ops import kernel_checks
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import gathered
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.kernel_calls import channels_last, draw
@@ -209,13 +210,19 @@ def test_layer_norm_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 FOLDABLE = [name for name, layer in CONVOLUTIONS.items() if layer.images == 1]  # of a sample
 
 
-def moments_case(
-    name: str, dtype: torch.dtype, last: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, ConvGeometry]:
+def moments_case(name: str, dtype: torch.dtype, last: bool) -> tuple[Tensor, Tensor, Block]:
     """Arguments of folded_conv_sq_norms for a named convolution."""
     x, g, weight, how = convolution(name, dtype, False)
     x, g = (channels_last(t, 1) if last else t for t in (x[:, 0], g[:, 0]))
-    return x, g, weight, draw(3, len(weight), dtype=weight.dtype, seed=3), how
+    return x, g, block_of(weight, how, dtype)
+
+
+def block_of(weight: Tensor, how: ConvGeometry, dtype: torch.dtype, act: str = "none") -> Block:
+    """A block with this weight and numbers of the channels that are drawn."""
+    bias = draw(1, len(weight), dtype=weight.dtype, seed=4)
+    channels = torch.cat([bias, draw(3, len(weight), dtype=weight.dtype, seed=3)])
+    folded = (weight * channels[1].view(-1, *[1] * (weight.ndim - 1))).to(dtype)
+    return Block(weight, folded, channels, act, how)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -229,14 +236,13 @@ def test_folded_conv_sq_norms(name: str, dtype: torch.dtype, last: bool) -> None
 @pytest.mark.parametrize("name", ["3x3_strided", "depthwise", "pointwise", "stem", "1d_depthwise"])
 def test_folded_conv_and_its_backward(name: str, act: str) -> None:
     for dtype in (torch.float64, torch.float32):
-        x, g, weight, statistics, how = moments_case(name, dtype, True)
-        folded = (weight * statistics[0].view(-1, *[1] * (weight.ndim - 1))).to(dtype)
-        bias = draw(len(weight), dtype=dtype, seed=4)
-        forward = (x, folded, bias, act, how)
+        x, g, block = moments_case(name, dtype, True)
+        block = block._replace(activation=act)
+        forward = (Loaded(x), block)
         hold("folded_conv", *forward, dtype=dtype)
         _, kept = ops.get("folded_conv", "reference")(*forward)
         hold("activation_grad", g, kept, act, dtype=dtype)
-        backward = (x, g, kept, act, folded, weight, statistics, how)
+        backward = (Loaded(x), Gradients(g), kept, block)
         hold("folded_conv_backward", *backward, True, dtype=dtype)
         assert ops.run("folded_conv_backward", *backward, False)[0] is None
 
@@ -250,26 +256,19 @@ def test_the_unfolded_product_serves_as_well(act: str, add: bool) -> None:
     """
     for dtype in (torch.float64, torch.float32):
         x, weight = draw(2, 24, 5, 4, dtype=dtype), draw(40, 24, 3, 3, dtype=torch.float64, seed=1)
-        statistics, bias = (
-            draw(3, 40, dtype=torch.float64, seed=3),
-            draw(40, dtype=torch.float64, seed=4),
-        )
         residual = draw(2, 40, 5, 4, dtype=dtype, seed=5) if add else None
-        how = geometry(2, padding=1)
-        assert torch_folded.keeps_product(x, weight, how)
-        folded = (weight * statistics[0].view(-1, 1, 1, 1)).to(dtype)
-        want = ops.get("folded_conv", "reference")(x, folded, bias, act, how, residual)
-        out, kept, product = torch_folded.conv_and_product(
-            x, weight, statistics[0], bias, act, how, residual
-        )
+        block = block_of(weight, geometry(2, padding=1), dtype, act)
+        assert torch_folded.keeps_product(x, weight, block.geometry)
+        added = Loaded(residual) if add else None
+        want = ops.get("folded_conv", "reference")(Loaded(x), block, added)
+        out, kept, product = torch_folded.conv_and_product(x, block, residual)
         assert_near((out, kept), want, TOLERANCE[dtype])
         g = draw(2, 40, 5, 4, dtype=dtype, seed=6)
-        args = (x, g, kept, act, folded, weight, statistics, how, True)
+        args = (Loaded(x), Gradients(g), kept, block, True)
         got = ops.run("folded_conv_backward", *args, product)
         assert_near(got, ops.get("folded_conv_backward", "reference")(*args), TOLERANCE[dtype])
-        statistics[2] = (
-            0  # then gamma's gradient is <W, M> / sigma, and that comes from the product
-        )
+        # then gamma's gradient is <W, M> / sigma, and that comes from the product
+        block.statistics[2] = 0
         got, other = (ops.run("folded_conv_backward", *args, factor * product) for factor in (1, 2))
         torch.testing.assert_close(other[3], 4 * got[3])
 
@@ -290,8 +289,8 @@ def test_where_the_unfolded_product_is_kept(change: dict, kept: bool) -> None:
 
 def test_folded_backward_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Going through the batch a sample at a time changes nothing."""
-    x, g, weight, statistics, how = moments_case("3x3", torch.float64, True)
-    args = (x, g, g, "none", weight, weight, statistics, how, True)
+    x, g, block = moments_case("3x3", torch.float64, True)
+    args = (Loaded(x), Gradients(g), g, block, True)
     whole = ops.run("folded_conv_backward", *args)
     monkeypatch.setattr(torch_folded, "SLICE_BYTES", 1)
     torch.testing.assert_close(whole, ops.run("folded_conv_backward", *args))

@@ -248,4 +248,5 @@ def substitutions(options: ContinualOptions, data: Mapping[str, Any], tasks: int
             key: given[key] for key in ("classes", "size", "resize") if given.get(key) is not None
         }
     texts = differences({**vars(options), "tasks": tasks, **actual}, paper, _NO_MATTER)
-    return [f"{text} (500 in Table 5)" if text.startswith("tasks 500 ") else text for text in texts]
+    of_table5 = f"tasks 500 for {paper['tasks']}"
+    return [text.replace(of_table5, f"{of_table5} (500 in Table 5)") for text in texts]

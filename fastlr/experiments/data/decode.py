@@ -84,15 +84,14 @@ def size_within(limit_mb: float, root: str, zipped: bool, name: str) -> int:
     Raises:
         SourceError: The size is above ``limit_mb``.
     """
-    size = (
-        open_zip(root).getinfo(name).file_size
-        if zipped
-        else os.stat(os.path.join(root, name)).st_size
-    )
+    if zipped:
+        size, unpacked = open_zip(root).getinfo(name).file_size, " unpacked"
+    else:
+        size, unpacked = os.stat(os.path.join(root, name)).st_size, ""
     if size > limit_mb * 1e6:
         raise SourceError(
-            f"{name} of {root} has {size / 1e6:,.1f} MB{' unpacked' * zipped}, and the limit is "
-            f"{limit_mb:g} MB: give a greater --max-file-mb if it is to be read"
+            f"{name} of {root} has {size / 1e6:,.1f} MB{unpacked}, and the limit is {limit_mb:g} "
+            "MB: give a greater --max-file-mb if it is to be read"
         )
     return size
 
@@ -170,7 +169,7 @@ def class_images(job: Job) -> Iterator[tuple[str, str, np.ndarray | str]]:
     if job["npy"] is not None:
         array = npy_images(job, job["npy"])
         for row, image in enumerate(array.transpose(0, 2, 3, 1)):
-            split = SPLITS[row >= job["npy_train"]]
+            split = "train" if row < job["npy_train"] else "test"
             same = image.shape[:2] == (size, size)
             pixels = image if same else to_pixels(Image.fromarray(image.copy()), size, resize)
             yield split, f"{job['npy']}[{row}]", pixels

@@ -154,9 +154,8 @@ def from_record(kind: type[Options], record: Mapping[str, Any]) -> Options:
 
 def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of options as they were before JSON made lists of tuples."""
-    return {
-        key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-    }
+    lists = {key: value for key, value in values.items() if isinstance(value, list)}
+    return {**values, **{key: tuple(value) for key, value in lists.items()}}
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

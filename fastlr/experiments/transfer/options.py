@@ -1,4 +1,4 @@
-"""Options and presets of ``fastlr transfer``, and its strategies of selection."""
+"""Options and presets of ``fastlr transfer``."""
 
 from __future__ import annotations
 
@@ -8,21 +8,7 @@ from typing import Any, Literal
 from fastlr.errors import InputError
 from fastlr.experiments.runs.options import ON_A_CORE, differences, option
 from fastlr.experiments.training import options as training
-
-# Strategy -> (the number it goes by, whether the least or the greatest is picked), in the order of
-# the paper's Table 3.
-STRATEGIES: dict[str, tuple[str, str]] = {
-    "linear_probe": ("linear_probe", "least"),
-    "local_redundancy": ("local_redundancy", "greatest"),
-    "validation_loss": ("validation_loss", "least"),
-    "dormant_ratio": ("dormant_ratio", "least"),
-    "weight_norm": ("weight_norm", "least"),
-    "no_pretraining": ("", ""),
-}
-# Further ones, by name. The paper's local redundancy of an epoch is the mean of measurements within
-# it, which need not be greatest where that of the file is: this is the last measurement alone, of
-# the checkpoint that is fine-tuned.
-FURTHER = {"local_redundancy_at_end": ("local_redundancy_at_end", "greatest")}
+from fastlr.experiments.transfer.fields import FURTHER, STRATEGIES
 
 
 @dataclasses.dataclass(frozen=True)

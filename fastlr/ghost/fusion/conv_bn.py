@@ -1,6 +1,6 @@
-"""Convolution, batch norm in eval mode and activation as one node, with its rule.
+"""Convolution, batch norm in eval mode and activation as one node of the autograd graph.
 
-The node is one of the autograd graph.
+With its rule.
 
 The definitions and identities are in fastlr.ops.reference.folded; which blocks of a model run so is
 decided in fastlr.ghost.fusion.mode.
@@ -8,7 +8,8 @@ decided in fastlr.ghost.fusion.mode.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
@@ -21,9 +22,16 @@ from fastlr.ghost.graph import Graph, Place
 from fastlr.ghost.rules import Site, Unsupported, rule
 from fastlr.ghost.sample_axis import Regular
 from fastlr.ghost.tokens import version
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.deferred_checks import waiting
-from fastlr.ops.folded import arriving, conv_and_product, entering, keeps_product, leaving
+from fastlr.ops.folded import (
+    conv_and_product,
+    keeps_product,
+    through_activation,
+    through_loading,
+)
 from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.reference.folded import value_of
 
 NODE = "FoldedConvBackward"
 ONE_IMAGE = Regular(0, 1, 1)
@@ -39,6 +47,42 @@ class FoldRefuted(Exception):
         self.names, self.reason = names, reason
 
 
+class Fold(NamedTuple):
+    """What is folded: a convolution and a batch norm.
+
+    Attributes:
+        dtype: of the folded weight.
+        eps: added to the variance.
+        tensors: weight, bias, gamma, beta, running mean and variance, as
+            `fastlr.ops.reference.folded.fold_weights` takes them; or what gives them as long as
+            they exist.
+    """
+
+    dtype: torch.dtype
+    eps: float
+    tensors: tuple[Any, ...]
+
+    @property
+    def identity(self) -> tuple:
+        """Which tensors these are, where they are and how often they were written to."""
+        return self.dtype, self.eps, *map(_identity, self.tensors)
+
+    @property
+    def exists(self) -> bool:
+        """True if no tensor that must be there is gone: weight, running mean and variance."""
+        weight, _, _, _, mean, var = self.tensors
+        return weight is not None and mean is not None and var is not None
+
+
+def _weakly(t: Tensor | None) -> Callable[[], Tensor | None]:
+    """Return what gives a tensor as long as it exists, then None."""
+    return ref(t) if t is not None else lambda: None
+
+
+def _identity(t: Tensor | None) -> tuple | None:
+    return None if t is None else (id(t), t.data_ptr(), version(t))
+
+
 class FoldedWeights:
     """The folded weights of a forward pass.
 
@@ -46,12 +90,14 @@ class FoldedWeights:
     """
 
     def __init__(self) -> None:
-        self._passes: dict[
-            tuple, list[tuple]
-        ] = {}  # first weight -> what was asked for, by weak references
-        self._asked: list[tuple] = []
-        self._made: dict[tuple, tuple[tuple, tuple[Tensor, Tensor]]] = {}
-        self._alone = False  # some were made one by one
+        # What passes have asked for, weakly, by what they asked for first.
+        self._passes: dict[tuple, list[Fold]] = {}
+        self._first: tuple = ()  # of this pass: what it has asked for first, and all so far
+        self._asked: list[Fold] = []
+        # What this pass has made, by its identity: the tensors are held, so that the identity is
+        # no other's.
+        self._made: dict[tuple, tuple[Fold, tuple[Tensor, Tensor]]] = {}
+        self._one_by_one = False  # some were not made with others
 
     def begin(self) -> None:
         """Begin a forward pass, or end one.
@@ -61,93 +107,118 @@ class FoldedWeights:
         if self._asked:
             if len(self._passes) >= PASSES:
                 self._passes.clear()
-            self._passes[self._first], self._asked = self._asked, []
-            if self._alone and len(self._passes[self._first]) > 1 and waiting():
-                self._make(self._before())
+            self._passes[self._first] = self._asked
+            if self._one_by_one and len(self._asked) > 1 and waiting():
+                self._make(self._of_earlier_pass())
+            self._asked = []
         self._made.clear()
-        self._alone = False
+        self._one_by_one = False
 
-    def get(
-        self, dtype: torch.dtype, eps: float, tensors: tuple[Tensor | None, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """What fastlr.ops.reference.folded.fold_weights returns for one convolution."""
+    def get(self, fold: Fold) -> tuple[Tensor, Tensor]:
+        """Return the folded weight and the numbers of the channels."""
+        dtype, eps, tensors = fold
         if ops.backend_for(tensors[0]) != "triton":
             return ops.run("fold_weights", dtype, (eps,), *tensors)[0]
         if not self._asked:
             self._first = dtype, id(tensors[0])
-        self._asked.append((dtype, eps, tuple(t if t is None else ref(t) for t in tensors)))
-        key = _identity(dtype, eps, tensors)
+        self._asked.append(fold._replace(tensors=tuple(map(_weakly, tensors))))
+        key = fold.identity
         if key not in self._made:
-            calls = [(dtype, eps, tensors)]
+            folds = [fold]
             if not self._made:
-                before = self._before()
-                if key in (_identity(*call) for call in before):
-                    calls = before
-            self._alone |= len(calls) == 1
-            self._make(calls)
+                earlier = self._of_earlier_pass()
+                if any(other.identity == key for other in earlier):
+                    folds = earlier
+            self._one_by_one |= len(folds) == 1
+            self._make(folds)
         return self._made[key][1]
 
-    def _before(self) -> list[tuple]:
+    def _of_earlier_pass(self) -> list[Fold]:
         """Return what the last pass that began like this one has asked for.
 
-        It holds None for tensors that are gone.
+        Tensors that are gone are None.
         """
-        return [
-            (*call[:2], tuple(t and t() for t in call[2]))
-            for call in self._passes.get(self._first, [])
-        ]
+        folds = []
+        for fold in self._passes.get(self._first, []):
+            folds.append(fold._replace(tensors=tuple(t() for t in fold.tensors)))
+        return folds
 
     @torch.no_grad()
-    def _make(self, calls: list[tuple]) -> None:
+    def _make(self, folds: list[Fold]) -> None:
         """Fold these, those of the same dtypes together."""
-        alike: dict[tuple, list[tuple]] = {}
-        for dtype, eps, tensors in calls:
-            if tensors[0] is not None and tensors[4] is not None and tensors[5] is not None:
-                # Else they are gone.
-                dtypes = [t if t is None else t.dtype for t in tensors]
-                one = {*dtypes} - {None}
-                alike.setdefault((dtype, *(one if len(one) == 1 else dtypes)), []).append(
-                    (eps, tensors)
-                )
-        for (dtype, *_), group in alike.items():
-            results = ops.run(
-                "fold_weights",
-                dtype,
-                tuple(eps for eps, _ in group),
-                *(t for _, ts in group for t in ts),
-            )
-            for (eps, tensors), result in zip(group, results, strict=True):
-                self._made[_identity(dtype, eps, tensors)] = tensors, result
+        alike: dict[tuple, list[Fold]] = {}
+        for fold in folds:
+            if fold.exists:
+                dtypes = [getattr(t, "dtype", None) for t in fold.tensors]
+                given = {*dtypes} - {None}
+                key = (fold.dtype, *(given if len(given) == 1 else dtypes))
+                alike.setdefault(key, []).append(fold)
+        for group in alike.values():
+            every_eps = tuple(fold.eps for fold in group)
+            tensors = itertools.chain(*(fold.tensors for fold in group))
+            results = ops.run("fold_weights", group[0].dtype, every_eps, *tensors)
+            for fold, result in zip(group, results, strict=True):
+                self._made[fold.identity] = fold, result
 
 
-def _identity(dtype: torch.dtype, eps: float, tensors: tuple[Tensor | None, ...]) -> tuple:
-    """Which tensors these are, where they are and how often they were written to."""
-    return dtype, eps, *(None if t is None else (id(t), t.data_ptr(), version(t)) for t in tensors)
-
-
-class Entry(NamedTuple):
-    """How a folded convolution takes its inputs, and what it gives beside its output.
-
-    This is for convolutions that work by a kernel.
+class Neighbours(NamedTuple):
+    """What a block does for the blocks around it, where kernels serve.
 
     Attributes:
-        act: applied to ``x`` as it is loaded: what is stored is the activation's input.
-        settled: the gradient for ``x`` is that of ``act(x)``: the derivative is another node's to
-            apply.
-        gate: factors of ``act(x)`` [B, C, 1, ...].
-        passes: ``x`` is an output too: ``act(x)`` for who takes it from there, whose gradient is
-            added here.
-        residual: applied to the residual as it is loaded.
-        mean: the mean of the activation over all positions is an output too, and the first output
-            the activation's input.
+        activation: of the block before, applied to ``x`` as it is loaded.
+        gradient_at_output: of ``x``, as in `fastlr.ops.block.Loaded`.
+        residual_activation: applied to the residual as it is loaded.
+        shares_x: ``x`` is an output too, for those who load it after this block: their gradient,
+            at the output of the activation, comes here and is added.
+        mean: the mean of the block's activation over all positions is an output too, and the first
+            output is the activation's input.
     """
 
-    act: str = "none"
-    settled: bool = False
-    gate: bool = False
-    passes: bool = False
-    residual: str = "none"
+    activation: str = "none"
+    gradient_at_output: bool = False
+    residual_activation: str = "none"
+    shares_x: bool = False
     mean: bool = False
+
+
+ALONE = Neighbours()
+
+
+class BlockOptions(NamedTuple):
+    """What a folded block is but for its tensors.
+
+    Attributes:
+        eps: of the batch norm.
+        activation: a key of fastlr.ops.reference.folded.ACTIVATIONS.
+        dtype: of the block's work, autocast's perhaps.
+        geometry: of the convolution.
+        neighbours: what it does for the blocks around it. The node has three outputs then: its
+            own, ``x`` and the mean, of which the others are None where they are not wanted.
+    """
+
+    eps: float
+    activation: str
+    dtype: torch.dtype
+    geometry: ConvGeometry
+    neighbours: Neighbours | None = None
+
+
+class BlockTensors(NamedTuple):
+    """The tensors of a folded block: the inputs of its node, by the names that ``roles`` gives."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    gamma: Tensor | None
+    beta: Tensor | None
+    residual: Tensor | None
+    mean: Tensor
+    var: Tensor
+    gate: Tensor | None = None
+
+
+INPUTS = ("weights", "options", *BlockTensors._fields)  # the arguments of a node
+PARAMETERS = ("weight", "bias", "gamma", "beta")
 
 
 class FoldedConv(torch.autograd.Function):
@@ -155,135 +226,137 @@ class FoldedConv(torch.autograd.Function):
 
     A residual may be added before the activation. The node has correct gradients.
 
-    With an `Entry` there are three outputs, of which the second and third may be None.
-
-    Attributes of a node: ``roles`` names its inputs; ``ready`` hands over what the rule has
-    computed before the backward pass reaches the node (the output gradient and the input gradient
-    for it); ``norms_only`` says that the gradients of the parameters will not be looked at.
+    Attributes of a node:
+        roles: names of its inputs, those of `BlockTensors` that are given.
+        options: the `BlockOptions`.
+        ready: what the rule has computed before the backward pass reaches the node: the gradients
+            at its outputs, and those at its inputs by role. None if it has not.
+        norms_only: the gradients of the parameters will not be looked at.
     """
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gamma: Tensor | None,
-        beta: Tensor | None,
-        residual: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        eps: float,
-        act: str,
-        dtype: torch.dtype,
-        geometry: ConvGeometry,
-        weights: FoldedWeights,
-        entry: Entry | None = None,
-        gate: Tensor | None = None,
+        ctx: Any, weights: FoldedWeights, options: BlockOptions, *given: Tensor | None
     ) -> Tensor | tuple[Tensor | None, ...]:
-        given, mean_out = x, None
-        # The faster order for convolutions, on CPUs too.
-        last = x.ndim == 4 and dtype != torch.float64
-        x = x.to(dtype, memory_format=torch.channels_last if last else torch.preserve_format)
-        folded, numbers = weights.get(dtype, eps, (weight, bias, gamma, beta, mean, var))
-        folded_bias, statistics = numbers[0], numbers[1:]
-        if entry is not None:
-            how = (entry.act, gate, entry.residual, entry.mean)
-            product = None
-            out, kept = ops.run(
-                "folded_conv", x, folded, folded_bias, act, geometry, residual, *how
-            )
-            if entry.mean:
-                kept, mean_out = out, kept
-            ctx.set_materialize_grads(False)
-        elif ops.backend_for(x) == "torch" and keeps_product(x, weight, geometry):
-            out, kept, product = conv_and_product(
-                x, weight, statistics[0], folded_bias, act, geometry, residual
-            )
+        tensors, neighbours = BlockTensors(*given), options.neighbours or ALONE  # type: ignore[arg-type]
+        x, weight = _cast(tensors.x, options.dtype), tensors.weight
+        affine = weight, tensors.bias, tensors.gamma, tensors.beta
+        fold = Fold(options.dtype, options.eps, (*affine, tensors.mean, tensors.var))
+        folded, channels = weights.get(fold)
+        block = Block(weight, folded, channels, options.activation, options.geometry)
+        residual = product = mean = None
+        if options.neighbours is None and _keeps_product(x, block):
+            out, found, product = conv_and_product(x, block, tensors.residual)
         else:
-            product = None
-            out, kept = ops.run("folded_conv", x, folded, folded_bias, act, geometry, residual)
-        needed = None if act == "none" else kept  # the model may add to the output in place
-        ctx.save_for_backward(x, product, needed, weight, folded, statistics, gate)
-        ctx.act, ctx.geometry, ctx.ready, ctx.norms_only = act, geometry, None, False
-        ctx.adds, ctx.entry = residual is not None, entry
-        tensors = {
-            "x": x,
-            "weight": weight,
-            "bias": bias,
-            "gamma": gamma,
-            "beta": beta,
-            "residual": residual,
-        }
-        tensors |= {"mean": mean, "var": var, "gate": gate}
-        ctx.roles = tuple(role for role, t in tensors.items() if t is not None)
-        return out if entry is None else (out, given if entry.passes else None, mean_out)
+            loaded = Loaded(x, neighbours.activation, tensors.gate)
+            if tensors.residual is not None:
+                residual = Loaded(tensors.residual, neighbours.residual_activation)
+            out, found = ops.run("folded_conv", loaded, block, residual, neighbours.mean)
+        kept: Tensor | None = found
+        if neighbours.mean:
+            mean, kept = found, out
+        if options.activation == "none":
+            kept = None  # not needed, and the model may add to the output in place
+        ctx.save_for_backward(x, tensors.gate, weight, folded, channels, kept, product)
+        ctx.options, ctx.ready, ctx.norms_only = options, None, False
+        ctx.roles = tuple(role for role, t in tensors._asdict().items() if t is not None)
+        if options.neighbours is None:
+            return out
+        ctx.set_materialize_grads(False)
+        return out, tensors.x if neighbours.shares_x else None, mean
 
     @staticmethod
-    def sq_norms(
-        ctx: Any, grad: Tensor | None, more: Tensor | None = None, of_mean: Tensor | None = None
-    ) -> tuple[Any, ...]:
-        """Return the gradients and the squared norms of a folded convolution.
+    def sq_norms(ctx: Any, *given: Tensor | None) -> tuple[dict[str, Tensor | None], dict]:
+        """Return the gradients at the inputs of a node, and the squared norms of its parameters.
 
-        First the gradient handed to the residual, then what
-        fastlr.ops.reference.folded.folded_conv_backward returns.
+        Both by role; of the gradients only those of what is no parameter.
         """
-        x, product, kept, weight, folded, statistics, gate = ctx.saved_tensors
-        want, entry = ctx.needs_input_grad[0], ctx.entry
-        act = "none" if entry is not None and entry.mean and of_mean is None else ctx.act
-        if grad is None:  # nothing but the mean was used
-            grad = kept.new_zeros(()).expand(kept.shape)
-        if ctx.adds and kept is not None:
-            # The gradient before the activation has to be made anyway.
-            grad, kept, act = ops.run("activation_grad", grad, kept, act), None, "none"
-        kept = grad if kept is None else kept
-        given = (x, grad, kept, act, folded, weight, statistics, ctx.geometry, want)
-        rest: tuple[Any, ...] = () if product is None else (product,)
-        if entry is not None:
-            rest = (product, entry.act, entry.settled, gate, more, of_mean)
-        return grad, *ops.run("folded_conv_backward", *given, *rest)
+        gradients, x, block, kept, product = _backward_of(ctx, given)
+        if "residual" in ctx.roles and kept is not None:
+            # The gradient before the activation has to be made anyway: it is the residual's.
+            g = through_activation(gradients, kept, block.activation)
+            gradients, kept = Gradients(g, gradients.loaded), None
+            block = block._replace(activation="none")
+        kept = gradients.output if kept is None else kept
+        want_input = ctx.needs_input_grad[INPUTS.index("x")]
+        gx, *norms = ops.run("folded_conv_backward", x, gradients, kept, block, want_input, product)
+        of_gate = norms[len(PARAMETERS)] if len(norms) > len(PARAMETERS) else None
+        at_inputs = {"x": gx, "residual": gradients.output, "gate": of_gate}
+        return at_inputs, dict(zip(PARAMETERS, norms, strict=False))
 
     @staticmethod
-    def backward(  # noqa: D102
-        ctx: Any, grad: Tensor | None, more: Tensor | None = None, of_mean: Tensor | None = None
-    ) -> tuple:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple:  # noqa: D102
         ready, ctx.ready = ctx.ready, None
-        if ready is not None and all(
-            a is b for a, b in zip(ready[0], (grad, more, of_mean), strict=False)
-        ):
-            return (ready[1], *[None] * 4, ready[2] if ctx.adds else None, *[None] * 8, ready[3])
-        stored, _, kept, weight, folded, (scale, rstd, shift), gate = ctx.saved_tensors
-        entry = ctx.entry or Entry()
-        x = entering(stored, entry.act, gate)
-        if grad is None:  # only another output was used
-            size = ctx.geometry.output_size(x.shape[2:], weight.shape[2:])
-            grad = x.new_zeros(len(x), len(weight), *size)
-        act = "none" if kept is None or (entry.mean and of_mean is None) else ctx.act
-        g = arriving(grad, grad if kept is None else kept, act, of_mean)
-        mask = [
-            ctx.needs_input_grad[0],
-            any(ctx.needs_input_grad[1:5]) and not ctx.norms_only,
-            False,
-        ]
-        gx, gw, _ = torch.ops.aten.convolution_backward(g, x, folded, None, *ctx.geometry, mask)
-        gx, of_gate = (
-            (gx, None) if gx is None else leaving(gx, stored, entry.act, entry.settled, gate, more)
+        if ready is not None and all(a is b for a, b in zip(ready[0], given, strict=True)):
+            found = ready[1]
+        else:
+            found = FoldedConv.gradients(ctx, *given)
+        for role, needed in zip(INPUTS, ctx.needs_input_grad, strict=True):
+            if not needed:
+                found.pop(role, None)
+        return tuple(map(found.get, INPUTS))
+
+    @staticmethod
+    def gradients(ctx: Any, *given: Tensor | None) -> dict[str, Tensor | None]:
+        """Return the gradients at the inputs of a node by role, as autograd's own would be."""
+        needed = dict(zip(INPUTS, ctx.needs_input_grad, strict=True))
+        gradients, x, block, kept, _ = _backward_of(ctx, given)
+        kept = gradients.output if kept is None else kept
+        g = through_activation(gradients, kept, block.activation)
+        want_weight = any(needed[role] for role in PARAMETERS) and not ctx.norms_only
+        gx, gw, _ = torch.ops.aten.convolution_backward(
+            g, value_of(x), block.folded, None, *block.geometry, [needed["x"], want_weight, False]
         )
-        through = g if ctx.needs_input_grad[5] else None
+        found: dict[str, Tensor | None] = {"residual": g}
+        if gx is not None:
+            found["x"], found["gate"] = through_loading(gx, x, gradients.loaded)
         if gw is None:
-            return (gx, *[None] * 4, through, *[None] * 8, of_gate)
+            return found
+        weight, (scale, rstd, shift) = block.weight, block.statistics
         gw, sums = gw.to(scale.dtype), g.to(scale.dtype).sum([0, *range(2, g.ndim)])
-        per_channel = [-1, *[1] * (weight.ndim - 1)]
         inner = (gw * weight).flatten(1).sum(1)
-        grads = (gw * scale.view(per_channel), sums * scale, (inner + shift * sums) * rstd, sums)
-        wanted = zip(grads, ctx.needs_input_grad[1:5], strict=True)
-        return (
-            gx,
-            *(t.to(weight.dtype) if needed else None for t, needed in wanted),
-            through,
-            *[None] * 8,
-            of_gate,
-        )
+        of_parameters = {
+            "weight": gw * scale.view(-1, *[1] * (weight.ndim - 1)),
+            "bias": sums * scale,
+            "gamma": (inner + shift * sums) * rstd,
+            "beta": sums,
+        }
+        return found | {role: t.to(weight.dtype) for role, t in of_parameters.items()}
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the inputs of a block in a dtype, in the memory format that is fastest."""
+    # Channels last is the faster order for convolutions, on CPUs too.
+    last = x.ndim == 4 and dtype != torch.float64
+    return x.to(dtype, memory_format=torch.channels_last if last else torch.preserve_format)
+
+
+def _keeps_product(x: Tensor, block: Block) -> bool:
+    """Return True if the unfolded convolution of ``x`` is made and kept."""
+    return ops.backend_for(x) == "torch" and keeps_product(x, block.weight, block.geometry)
+
+
+def _backward_of(
+    ctx: Any, given: Sequence[Tensor | None]
+) -> tuple[Gradients, Loaded, Block, Tensor | None, Tensor | None]:
+    """Return what the backward pass of a node works on.
+
+    That is (gradients at its outputs, what it has loaded, the block, what is kept for the
+    activation's derivative, unfolded convolution); the last two may be None.
+    """
+    x, gate, weight, folded, channels, kept, product = ctx.saved_tensors
+    options, neighbours = ctx.options, ctx.options.neighbours or ALONE
+    output, *others = given
+    if output is None:  # only other outputs were used
+        size = options.geometry.output_size(x.shape[2:], weight.shape[2:])
+        output = x.new_zeros(()).expand(len(x), len(weight), *size)
+    gradients = Gradients(output, *others)
+    activation = options.activation
+    if neighbours.mean and gradients.mean is None:
+        activation = "none"  # what was used is the activation's input
+    loaded = Loaded(x, neighbours.activation, gate, neighbours.gradient_at_output)
+    block = Block(weight, folded, channels, activation, options.geometry)
+    return gradients, loaded, block, kept, product
 
 
 @rule(NODE, about="convolution folded with batch norm in eval mode and an activation")
@@ -294,16 +367,15 @@ def folded(site: Site, slots: Sequence[int]) -> dict[int, Factor]:
     """
     node = site.node
     reached = [o for o, g in enumerate(site.gradients) if g is not None]
-    if 0 not in reached and not (node.entry and node.entry.mean):
+    if 0 not in reached and not (node.options.neighbours or ALONE).mean:
         raise Unsupported("no gradient at the first output")
     if any(site.layouts.get(o) != ONE_IMAGE for o in reached):
         raise Unsupported(SEVERAL)
     if any(node.roles[slot] == "residual" for slot in slots):
         raise Unsupported("what is added is computed of parameters alone")
-    through, gx, *norms = FoldedConv.sq_norms(node, *site.gradients)
-    node.ready = (site.gradients, gx, through, norms[4] if len(norms) > 4 else None)
-    factors = dict(zip(("weight", "bias", "gamma", "beta"), map(Norms, norms), strict=False))
-    return {slot: factors[node.roles[slot]] for slot in slots}
+    at_inputs, norms = FoldedConv.sq_norms(node, *site.gradients)
+    node.ready = site.gradients, at_inputs
+    return {slot: Norms(norms[node.roles[slot]]) for slot in slots}
 
 
 def weight_of(graph: Graph, node: int) -> list[str]:
@@ -333,8 +405,9 @@ def refuse_blocks(blocks: Iterable[list[str]], reason: str) -> NoReturn:
 
     Without any names if one block has none, or if there is no block.
     """
-    names = list(blocks)
-    raise FoldRefuted([] if [] in names else [name for block in names for name in block], reason)
+    named = list(blocks)
+    names = [] if [] in named else list(itertools.chain(*named))
+    raise FoldRefuted(names, reason)
 
 
 def refuse_parts_of_samples(graph: Graph, layouts: Mapping[Place, Regular]) -> None:

@@ -1,22 +1,36 @@
-"""A convolution's result that has not been computed, so that what follows can be folded into it.
+"""A block's result that has not been computed, so that what follows can be folded into it.
 
-See fastlr.ghost.fusion.mode, which makes these and decides what they may take in.
+`fastlr.ghost.fusion.calls` decides what it takes in. A `Pending` begins as the result of a
+convolution; each call that the block takes in makes the next one of it, which has *absorbed* the
+one before. Whoever needs numbers computes it.
+
+By kernels a block may leave its last steps to those who read its result: it then computes the
+activation's input alone, and the readers, blocks themselves, load it by `Lazy.loaded` and apply the
+activation. The first of them hands back the gradient at the activation's input, and for the next
+ones passes the tensor on as an output of its own, so that their gradients come to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import NoneType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ghost.fusion.conv_bn import Entry, FoldedConv, FoldedWeights
+from fastlr.ghost.fusion.blocks import Blocks
+from fastlr.ghost.fusion.conv_bn import (
+    BlockOptions,
+    BlockTensors,
+    FoldedConv,
+    Neighbours,
+)
 from fastlr.ghost.fusion.squeeze_excitation import Gate
-from fastlr.ops.geometry import kind_of
+from fastlr.ops.block import Loaded
+from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.reference.folded import ACTIVATIONS
 from fastlr.ops.torch_private import tree_leaves, tree_map_only, wrapper_subclass
 
@@ -24,9 +38,9 @@ _METHODS = (
     "dim ndimension size numel nelement is_floating_point is_complex element_size __len__".split()
 )
 _PROPERTIES = "shape ndim dtype device layout is_cuda is_sparse is_quantized is_meta".split()
-METADATA = {getattr(Tensor, name) for name in _METHODS} | {
-    getattr(Tensor, name).__get__ for name in _PROPERTIES
-}
+# Calls that read no numbers of a tensor.
+METADATA = {getattr(Tensor, name) for name in _METHODS}
+METADATA |= {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
@@ -35,84 +49,45 @@ def result_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class Folds(Protocol):
-    """The mode that made a pending result, to be told what forbids folding.
-
-    It is a fastlr.ghost.fusion.mode.Folding.
-    """
-
-    weights: FoldedWeights
-
-    def refuse(self, weight: Tensor, why: str) -> None: ...  # noqa: D102
-    def refuse_all(self, why: str) -> None: ...  # noqa: D102
-
-
-class Stored(NamedTuple):
-    """What lies in memory of a result whose next step is left to those who load it.
-
-    Attributes:
-        tensor: the activation's input.
-        act: the activation.
-        settled: whoever loads it hands back the gradient of ``act(tensor)``; one before applies the
-            derivative.
-        gate: factors of ``act(tensor)`` [B, C, 1, ...].
-    """
-
-    tensor: Tensor
-    act: str = "none"
-    settled: bool = True
-    gate: Tensor | None = None
-
-    def versions(self) -> tuple[int, ...]:
-        """Those of the tensors: whether they were changed in place."""
-        return self.tensor._version, 0 if self.gate is None else self.gate._version
-
-
 class Activated(torch.autograd.Function):
-    """What a `Stored` stands for, for who cannot apply the activation itself."""
+    """The activation of what a block has left before it, for those who cannot apply it on loading.
+
+    With ``gradient_at_output`` somebody else applies the derivative.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, act: str, settled: bool) -> Tensor:  # noqa: D102
-        ctx.save_for_backward(*(() if settled else (tensor,)))
+    def forward(ctx: Any, tensor: Tensor, act: str, gradient_at_output: bool) -> Tensor:  # noqa: D102
+        ctx.save_for_backward(*(() if gradient_at_output else (tensor,)))
         ctx.act = act
         return ACTIVATIONS[act](tensor)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
-        return (
-            (
-                ops.run("activation_grad", g, *ctx.saved_tensors, ctx.act)
-                if ctx.saved_tensors
-                else g
-            ),
-            None,
-            None,
-        )
+        if ctx.saved_tensors:
+            g = ops.run("activation_grad", g, *ctx.saved_tensors, ctx.act)
+        return g, None, None
 
 
 class Lazy(Tensor):
     """A result that has not been computed, or of which only a part has."""
 
-    folding: Folds
-    value: Tensor | None
+    blocks: Blocks  # of the model, to be told what forbids folding
+    value: Tensor | None  # the result, once somebody has needed its numbers
 
     def compute(self) -> Tensor:
-        """The tensor that the model would have here."""
+        """Return the tensor that the model would have here."""
         raise NotImplementedError
 
-    def stored(self) -> Stored:
-        """What those load who apply the rest themselves; computed now if it was not."""
-        return Stored(self.compute())
+    def loaded(self) -> Loaded:
+        """Return what those load who can apply the last steps; it is computed now if need be."""
+        return Loaded(self.compute())
 
-    def left_open(self) -> bool:
-        """Return True if something is left to those who load the result.
-
-        They have something to apply, or may add to its gradient.
-        """
+    def leaves_steps(self) -> bool:
+        """Return True if last steps, or a part of their derivatives, are left to the readers."""
         return False
 
-    def passed(self, tensor: Tensor) -> None:
-        """The same tensor as an output of who has loaded it last, for the next."""
+    def pass_on(self, tensor: Tensor) -> None:
+        """Give the next reader this tensor: the same numbers, as an output of the last reader."""
 
     @classmethod
     def __torch_function__(
@@ -128,7 +103,7 @@ class Lazy(Tensor):
     ):
         for lazy in [a for a in tree_leaves((args, kwargs)) if isinstance(a, Lazy)]:
             # reached without torch's Python interface: autograd has not seen it
-            lazy.folding.refuse_all(f"{func} got a result past torch's Python interface")
+            lazy.blocks.refuse_all(f"{func} got a result past torch's Python interface")
         return func(*computed(args), **computed(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override] # noqa: D105
@@ -136,205 +111,252 @@ class Lazy(Tensor):
 
 
 class Product(Lazy):
-    """A product with one number a sample and channel.
+    """A pending result times one factor a sample and channel, which its readers may apply."""
 
-    Whoever loads the other factor may apply it.
-    """
-
-    origin: Lazy
-    numbers: Tensor
-    version: int
+    factored: Lazy
+    factors: Tensor
+    version: int  # of the factors, to tell whether they were changed in place
 
     @staticmethod
-    def __new__(cls, origin: Lazy, numbers: Tensor) -> Product:
-        """Stand for ``origin * numbers``."""
-        self: Product = wrapper_subclass(cls, list(origin.shape), origin.dtype, origin.device)
-        self.origin, self.numbers, self.value, self.version = (
-            origin,
-            numbers,
-            None,
-            numbers._version,
-        )
-        self.folding = origin.folding
+    def __new__(cls, factored: Lazy, factors: Tensor) -> Product:
+        """Stand for ``factored * factors``."""
+        shape = list(factored.shape)
+        self: Product = wrapper_subclass(cls, shape, factored.dtype, factored.device)
+        self.blocks, self.value = factored.blocks, None
+        self.factored, self.factors, self.version = factored, factors, factors._version
         return self
 
     def compute(self) -> Tensor:  # noqa: D102
         if self.value is None:
-            if self.numbers._version != self.version:
+            if self.factors._version != self.version:
                 # Then nothing is folded.
                 raise RuntimeError("the factor of a product was changed in place")
-            self.value = Gate.apply(self.origin.compute(), self.numbers)
+            self.value = Gate.apply(self.factored.compute(), self.factors)
         return self.value
 
-    def stored(self) -> Stored:  # noqa: D102
-        if self.value is not None or self.numbers._version != self.version:
-            return Stored(self.compute())
-        return self.origin.stored()._replace(gate=self.numbers)
+    def loaded(self) -> Loaded:  # noqa: D102
+        if self.value is not None or self.factors._version != self.version:
+            return Loaded(self.compute())
+        return self.factored.loaded()._replace(gate=self.factors)
 
-    def left_open(self) -> bool:  # noqa: D102
-        return self.value is None and self.origin.left_open()
+    def leaves_steps(self) -> bool:  # noqa: D102
+        return self.value is None and self.factored.leaves_steps()
 
-    def passed(self, tensor: Tensor) -> None:  # noqa: D102
-        self.origin.passed(tensor)
+    def pass_on(self, tensor: Tensor) -> None:  # noqa: D102
+        self.factored.pass_on(tensor)
+
+
+class Convolution(NamedTuple):
+    """A call of a convolution; its input may be `Lazy`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    geometry: ConvGeometry
+
+    def run(self) -> Tensor:
+        """Return the result as torch computes it."""
+        stride, padding, dilation = self.geometry[:3]
+        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
+        x, groups = computed(self.x), self.geometry.groups
+        return convolve(x, self.weight, self.bias, stride, padding, dilation, groups)
+
+
+class Norm(NamedTuple):
+    """A call of batch norm by running statistics."""
+
+    mean: Tensor
+    var: Tensor
+    gamma: Tensor | None
+    beta: Tensor | None
+    eps: float
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return the result as torch computes it."""
+        mean, var, gamma, beta, eps = self
+        return F.batch_norm(x, mean, var, gamma, beta, False, 0.0, eps)
 
 
 class Pending(Lazy):
-    """The result of a convolution, or of batch norm after it, that has not been computed.
+    """The result of a block that has not been computed, as far as the block has come.
 
-    By kernels (``lazy``) the activation is left to those who load the result, if they are such
-    blocks too: it is stored once, before the activation, and the derivative is applied where the
-    activation is.
+    A block is a convolution; then perhaps batch norm; then perhaps the addition of a residual and
+    an activation, either or both.
     """
 
-    source: (
-        tuple  # the convolution: input (a `Lazy` is loaded as it is stored), weight, bias, geometry
-    )
-    normed: tuple | None  # the batch norm: statistics, gamma, beta, eps
-    act: str
-    before: Stored | None  # what was computed for who applies the activation
-    taken: bool  # went into a later Pending
-    version: tuple[int, ...]  # of the convolution's input
-    autocast: bool
-    residual: Tensor | None  # added to the batch norm's result
-    residual_version: tuple[int, ...]
+    convolution: Convolution
+    batch_norm: Norm | None
+    residual: Tensor | None
+    activation: str
+    autocast: bool  # as it was at the convolution
+    versions: tuple[int, ...]  # of the input and of the residual, when the block took them in
+    residual_versions: tuple[int, ...]
+    absorbed: bool  # a later step of the block exists, which stands for this one too
+    unactivated: Loaded | None  # computed but for the activation, which is left to the readers
 
     @staticmethod
-    def __new__(
-        cls, folding: Folds, source: tuple, shape: list[int], norm: tuple | None = None
-    ) -> Pending:
+    def __new__(cls, blocks: Blocks, convolution: Convolution, shape: list[int]) -> Pending:
         """Stand for a result of this shape."""
-        x = source[0]
+        x = convolution.x
         self: Pending = wrapper_subclass(cls, shape, result_dtype(x), x.device)
-        self.folding, self.source, self.normed, self.act = folding, source, norm, "none"
-        self.value, self.before, self.taken, self.version = (
-            None,
-            None,
-            False,
-            stored_of(x).versions(),
-        )
-        self.residual, self.residual_version = None, (0, 0)
+        self.blocks, self.value = blocks, None
+        self.convolution, self.batch_norm, self.activation = convolution, None, "none"
         self.autocast = torch.is_autocast_enabled(x.device.type)
+        self.versions = versions(x)
+        self.residual, self.residual_versions = None, ()
+        self.absorbed, self.unactivated = False, None
         return self
 
-    def followed(self, normed: tuple | None) -> Pending:
-        """The next step, which takes this one in."""
-        result = Pending(self.folding, self.source, list(self.shape), normed)
-        result.version, self.taken = self.version, True
-        result.residual, result.residual_version = self.residual, self.residual_version
+    def next_step(self) -> Pending:
+        """Return the same once more, to take in the next call; this one is absorbed."""
+        result = Pending(self.blocks, self.convolution, list(self.shape))
+        result.versions, result.batch_norm, self.absorbed = self.versions, self.batch_norm, True
+        result.residual, result.residual_versions = self.residual, self.residual_versions
         return result
 
-    def _as_written(self) -> Tensor:
-        """The convolution, and what has followed it, one after another."""
-        x, weight, bias, geometry = computed(self.source[0]), *self.source[1:]
-        convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[len(geometry.stride) - 1]
-        result = convolve(x, weight, bias, *geometry[:3], geometry.groups)
-        if self.normed is None:
-            return result
-        mean, var, gamma, beta, eps = self.normed
-        result = F.batch_norm(result, mean, var, gamma, beta, False, 0.0, eps)
-        return ACTIVATIONS[self.act](
-            result if self.residual is None else result + computed(self.residual)
-        )
+    def take_residual(self, residual: Tensor) -> None:
+        """Take in the addition of a residual."""
+        self.residual, self.residual_versions = residual, versions(residual)
+
+    @property
+    def untouched(self) -> bool:
+        """True if nobody has needed any of its numbers yet."""
+        return self.value is None and self.unactivated is None
+
+    @property
+    def takes_addition(self) -> bool:
+        """True if a residual can still be added to it."""
+        fresh = self.batch_norm is not None and self.residual is None and self.activation == "none"
+        return fresh and self.untouched and not self.absorbed
 
     def compute(self) -> Tensor:  # noqa: D102
-        if self.value is None and self.before is not None:
-            tensor, act, settled, _ = self.before
-            self.value = tensor if act == "none" else Activated.apply(tensor, act, settled)
-        elif self.value is None:
-            weight = self.source[1]
-            spoiled = self._spoiled()
-            if self.taken or spoiled:
-                self.folding.refuse(
-                    weight, spoiled or "something else uses the result before the activation"
-                )
-            kind = self.device.type
-            with (
-                torch.enable_grad(),
-                torch.autocast(kind, enabled=self.autocast, dtype=torch.get_autocast_dtype(kind)),
-            ):
-                if self.normed is None or self.taken or spoiled:
-                    self.value = self._as_written()
-                else:
-                    self.value = self._folded(self.act)[0]
+        if self.value is None:
+            if self.unactivated is None:
+                self.value = self._computed()
+            elif self.unactivated.activation == "none":
+                self.value = self.unactivated.tensor
+            else:
+                tensor, activation, _, gradient_at_output = self.unactivated
+                self.value = Activated.apply(tensor, activation, gradient_at_output)
         assert self.value is not None
         return self.value
 
-    def _spoiled(self) -> str | None:
-        """Why this is not what the model would compute now."""
-        if stored_of(self.source[0]).versions() != self.version:
+    def _computed(self) -> Tensor:
+        """Return the result, folded if that is still what the model computes."""
+        changed = self._changed_in_place()
+        if self.absorbed or changed:
+            why = changed or "something else uses the result before the activation"
+            self.blocks.refuse(self.convolution.weight, why)
+        kind = self.device.type
+        dtype = torch.get_autocast_dtype(kind)
+        with torch.enable_grad(), torch.autocast(kind, enabled=self.autocast, dtype=dtype):
+            if self.batch_norm is None or self.absorbed or changed:
+                return self._as_written()
+            return self._folded(self.activation)[0]
+
+    def _as_written(self) -> Tensor:
+        """Return the result of the convolution, and of what has followed it, one by one."""
+        result = self.convolution.run()
+        if self.batch_norm is None:
+            return result
+        result = self.batch_norm.run(result)
+        if self.residual is not None:
+            result = result + computed(self.residual)
+        return ACTIVATIONS[self.activation](result)
+
+    def _changed_in_place(self) -> str | None:
+        """Return what was changed in place since the block took it in, as a reason; or None."""
+        if versions(self.convolution.x) != self.versions:
             return "the convolution's input was changed in place"
-        if (
-            self.residual is not None
-            and stored_of(self.residual).versions() != self.residual_version
-        ):
+        if self.residual is not None and versions(self.residual) != self.residual_versions:
             return "what is added was changed in place"
         return None
 
-    def _folded(self, act: str, *, mean: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _folded(self, activation: str, *, mean: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the block as one node with this activation.
 
         With ``mean``: (before the activation, mean after it).
         """
-        x, weight, bias, geometry = self.source
-        running_mean, var, gamma, beta, eps = self.normed or ()
-        how, added = stored_of(x), None if self.residual is None else stored_of(self.residual)
-        tensors = (how.tensor, weight, bias, gamma, beta, added and added.tensor, running_mean, var)
-        options = (eps, act, self.dtype, geometry, self.folding.weights)
+        assert self.batch_norm is not None
+        (x, weight, bias, geometry), (running_mean, var, gamma, beta, eps) = (
+            self.convolution,
+            self.batch_norm,
+        )
+        loaded, added = loaded_of(x), None
+        if self.residual is not None:
+            added = loaded_of(self.residual)
+        residual = None if added is None else added.tensor
+        options = BlockOptions(eps, activation, self.dtype, geometry)
+        tensors = BlockTensors(
+            loaded.tensor, weight, bias, gamma, beta, residual, running_mean, var, loaded.gate
+        )
+        weights = self.blocks.weights
         with torch.autocast(self.device.type, enabled=False):
             if not (mean or isinstance(x, Lazy) or isinstance(self.residual, Lazy)):
-                return FoldedConv.apply(*tensors, *options), None
-            passes = isinstance(x, Lazy) and how.tensor.requires_grad
-            of_residual = "none" if added is None else added.act
-            entry = Entry(how.act, how.settled, how.gate is not None, passes, of_residual, mean)
-            out, alias, means = FoldedConv.apply(*tensors, *options, entry, how.gate)
-        if passes:
-            x.passed(alias)
+                return FoldedConv.apply(weights, options, *tensors), None
+            neighbours = Neighbours(
+                loaded.activation,
+                loaded.gradient_at_output,
+                residual_activation="none" if added is None else added.activation,
+                shares_x=isinstance(x, Lazy) and loaded.tensor.requires_grad,
+                mean=mean,
+            )
+            options = options._replace(neighbours=neighbours)
+            out, shared, means = FoldedConv.apply(weights, options, *tensors)
+        if neighbours.shares_x:
+            x.pass_on(shared)  # type: ignore[attr-defined]
         return out, means
 
     @property
-    def lazy(self) -> bool:
-        """True if those who load the result may apply the activation."""
-        free = (
-            self.value is None
-            and self.before is None
-            and self.normed is not None
-            and not self.taken
-        )
-        return (
-            free
-            and ops.backend_for(stored_of(self.source[0]).tensor) == "triton"
-            and self._spoiled() is None
-        )
+    def may_leave_activation(self) -> bool:
+        """True if the activation may be left to the readers: kernels serve, and nothing is late."""
+        if self.batch_norm is None or self.absorbed or not self.untouched:
+            return False
+        by_kernels = ops.backend_for(loaded_of(self.convolution.x).tensor) == "triton"
+        return by_kernels and self._changed_in_place() is None
 
-    def stored(self) -> Stored:  # noqa: D102
-        if self.before is None and self.lazy:
-            self.before = Stored(self._folded("none")[0], self.act, settled=self.act == "none")
-        return self.before or Stored(self.compute())
+    def _leave_activation(self, unactivated: Tensor) -> None:
+        """Leave the activation of this tensor to the readers, of whom the first differentiates."""
+        nothing_left = self.activation == "none"
+        self.unactivated = Loaded(unactivated, self.activation, gradient_at_output=nothing_left)
 
-    def left_open(self) -> bool:  # noqa: D102
-        self.stored()
-        return self.before is not None
+    def loaded(self) -> Loaded:  # noqa: D102
+        if self.unactivated is None and self.may_leave_activation:
+            self._leave_activation(self._folded("none")[0])
+        return self.unactivated or Loaded(self.compute())
 
-    def squeezed(self) -> Tensor | None:
-        """Return the mean over all positions [B, C, 1, ...], or None.
+    def leaves_steps(self) -> bool:  # noqa: D102
+        self.loaded()
+        return self.unactivated is not None
 
-        There is one if it can be had from where the result is computed.
+    def mean_over_positions(self) -> Tensor | None:
+        """Return the mean [B, C, 1, ...] as it can be had from where the result is computed.
+
+        None if it cannot.
         """
-        of_images = self.ndim == 4 and kind_of(self.source[1], self.source[3]) == "depthwise"
-        if self.residual is not None or not of_images or not self.lazy:
+        kind = kind_of(self.convolution.weight, self.convolution.geometry)
+        if self.residual is not None or self.ndim != 4 or kind != "depthwise":
             return None
-        pre, mean = self._folded(self.act, mean=True)
-        self.before = Stored(pre, self.act, settled=self.act == "none")
+        if not self.may_leave_activation:
+            return None
+        unactivated, mean = self._folded(self.activation, mean=True)
+        self._leave_activation(unactivated)
         return mean
 
-    def passed(self, tensor: Tensor) -> None:  # noqa: D102
-        assert self.before is not None
-        self.before = self.before._replace(tensor=tensor, settled=True)
+    def pass_on(self, tensor: Tensor) -> None:  # noqa: D102
+        assert self.unactivated is not None
+        self.unactivated = self.unactivated._replace(tensor=tensor, gradient_at_output=True)
 
 
-def stored_of(t: Tensor) -> Stored:
-    """What is loaded of a tensor, computed or not."""
-    return t.stored() if isinstance(t, Lazy) else Stored(t)
+def loaded_of(t: Tensor) -> Loaded:
+    """Return what is loaded of a tensor, computed or not."""
+    return t.loaded() if isinstance(t, Lazy) else Loaded(t)
+
+
+def versions(t: Tensor) -> tuple[int, ...]:
+    """Return how often what is loaded of a tensor was written to."""
+    loaded = loaded_of(t)
+    return loaded.tensor._version, 0 if loaded.gate is None else loaded.gate._version
 
 
 def computed(tree: Any) -> Any:

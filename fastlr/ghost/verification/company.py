@@ -22,7 +22,7 @@ from fastlr.ghost.verification.noise import Noise
 _MEASURED = 8  # samples at most by which rounding is measured
 
 
-class Difference(NamedTuple):
+class OtherOutput(NamedTuple):
     """Samples that give something else in other company than in their batch.
 
     Attributes:
@@ -61,12 +61,12 @@ class InBatch:
 
     def first_difference(
         self, companies: Iterable[Sequence[int]], run: Callable[[Sequence[int]], Tensor]
-    ) -> Difference | None:
+    ) -> OtherOutput | None:
         """Run samples in other companies until some give something else; None if none do."""
         for samples in companies:
             output = run(samples)
             if not self.holds(samples, output):
-                return Difference(samples, output)
+                return OtherOutput(samples, output)
         return None
 
 

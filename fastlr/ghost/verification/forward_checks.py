@@ -26,7 +26,7 @@ from fastlr.ghost.fusion.conv_bn import FoldRefuted
 from fastlr.ghost.graph import Graph
 from fastlr.ghost.model_io import FAILURES
 from fastlr.ghost.verification.agreement import agree
-from fastlr.ghost.verification.company import Difference, InBatch
+from fastlr.ghost.verification.company import InBatch, OtherOutput
 from fastlr.ghost.verification.copies import with_buffers_moved
 from fastlr.ghost.verification.stand_in import StandIn
 from fastlr.ghost.verification.trial import Trial
@@ -52,7 +52,7 @@ def require_same(trial: Trial, in_batch: InBatch, samples: Sequence[int], output
         raise what_differs(trial, in_batch)
 
 
-def _beside_copies(trial: Trial) -> tuple[InBatch, Difference | None]:
+def _beside_copies(trial: Trial) -> tuple[InBatch, OtherOutput | None]:
     """Run each sample beside copies of itself; the first that gives something else, if any does."""
     with torch.no_grad():
         in_batch = trial.in_batch(trial.run(trial.all))

@@ -38,7 +38,7 @@ from fastlr.errors import (
 )
 from fastlr.ghost.backward import Routes, Structure, sq_norms
 from fastlr.ghost.batch import Batch
-from fastlr.ghost.fallback import beside_copies
+from fastlr.ghost.fallback import SingleSamples
 from fastlr.ghost.fusion.conv_bn import FoldRefuted, parameters_of, refuse_blocks, weight_of
 from fastlr.ghost.fusion.mode import OURS, Folding
 from fastlr.ghost.graph import CASTS, Graph, Place, Use, walk
@@ -105,7 +105,7 @@ class Prover:
             with trial.subject.precision():
                 step(trial)
                 otherwise = interaction_otherwise(trial, stand_in, scale, seed)
-            self.ledger.by_data = otherwise or self.ledger.by_data
+            self.ledger.reason_to_look = otherwise or self.ledger.reason_to_look
 
         failure: Exception | None = None
         for scale in PERTURBATIONS:
@@ -349,20 +349,15 @@ def _exact_norms(
     scales = _SCALES_OF_HALF if narrow else SCALES
     if trial.subject.dtype is None:
         scales = ()
+    samples = SingleSamples(partial(trial.run, backward=True), out_dim, parameters)
     by_sample: list[Tensor] = []  # [parameters] each
     scaled: dict[int, Tensor] = {}
     alone = False
     for sample in trial.all:
         own = v.narrow(out_dim, sample, 1)
         at = () if sample else scales
-        exact = beside_copies(
-            partial(trial.run, backward=True),
-            sample,
-            [own, *(own * 2.0**exponent for exponent in at)],
-            out_dim,
-            parameters,
-            (2, 1, trial.count),
-        )
+        cotangents = [own, *(own * 2.0**exponent for exponent in at)]
+        exact = samples.run(sample, cotangents, (2, 1, trial.count))
         require_same(trial, in_batch, [sample], exact.row)
         norms, *others = map(torch.stack, exact.norms)
         scaled |= zip(at, others, strict=True)
@@ -480,7 +475,7 @@ def _layouts(
 
     What the graph tells and marks confirm, else what marks find.
     """
-    of_graph, _ = trace(graph, z, out_dim)
+    of_graph = trace(graph, z, out_dim).known
     places = [(node, output) for node in structure.by_node for output in range(graph.outputs(node))]
     told: dict[Place, list[Layout]] = {
         place: [of_graph[place]] if place in of_graph else [] for place in places

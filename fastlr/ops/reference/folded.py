@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastlr.ops.geometry import ConvGeometry
+from fastlr.ops.block import Block, Gradients, Loaded
 from fastlr.ops.reference.norms import conv_grads
 
 ACTIVATIONS = {
@@ -40,32 +40,24 @@ ACTIVATIONS = {
 KEEPS_OUTPUT = frozenset({"none", "relu", "relu6"})
 
 
+def value_of(loaded: Loaded) -> Tensor:
+    """Return what a `Loaded` stands for, in the dtype of its tensor."""
+    value = ACTIVATIONS[loaded.activation](loaded.tensor)
+    return value if loaded.gate is None else value * loaded.gate
+
+
 def folded_conv(
-    x: Tensor,  # [B, C, *spatial]
-    weight: Tensor,  # [O, C / groups, *kernel]
-    bias: Tensor,  # [O]
-    act: str,
-    geometry: ConvGeometry,
-    residual: Tensor | None = None,  # [B, O, *spatial']
-    before: str = "none",
-    gate: Tensor | None = None,  # [B, C, 1, ...]
-    residual_before: str = "none",
+    x: Loaded,  # [B, C, *spatial]
+    block: Block,
+    residual: Loaded | None = None,  # [B, O, *spatial']
     mean: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [B, O, *spatial'], both; with ``mean`` the second [B, O, 1, ...]
-    """Return the activation of a convolution with folded weight and bias.
-
-    Or of the convolution's sum with another tensor, the residual.
+    """Return the activation of a folded convolution, or of its sum with a residual.
 
     Args:
-        x: what is stored of the inputs [B, C, *spatial]: the convolution is of ``before(x) gate``.
-        weight: folded weight [O, C/groups, *kernel].
-        bias: folded bias [O].
-        act: a key of ACTIVATIONS.
-        geometry: of the convolution, not transposed.
-        residual: ``residual_before(residual)`` is added before the activation, [B, O, *spatial'].
-        before: a key of ACTIVATIONS.
-        gate: one number a sample and channel [B, C, 1, ...]; None for one.
-        residual_before: a key of ACTIVATIONS.
+        x: what is convolved [B, C, *spatial].
+        block: its folded weight and bias, activation and geometry are looked at.
+        residual: added before the activation, without a gate [B, O, *spatial'].
         mean: return (the activation's input, the mean of the activation over all positions [B, O,
             1, ...]) instead.
 
@@ -73,15 +65,24 @@ def folded_conv(
         (output, kept): kept is what `activation_grad` takes: the output itself for KEEPS_OUTPUT,
         else the activation's input; both [B, O, *spatial'] in the dtype of ``x``.
     """
-    inputs = ACTIVATIONS[before](x.double()) * (1 if gate is None else gate.double())
-    pre = torch.ops.aten.convolution(inputs, weight.double(), bias.double(), *geometry)
-    pre = pre if residual is None else pre + ACTIVATIONS[residual_before](residual.double())
+    inputs = value_of(_wide(x))
+    pre = torch.ops.aten.convolution(
+        inputs, block.folded.double(), block.bias.double(), *block.geometry
+    )
+    if residual is not None:
+        pre = pre + value_of(_wide(residual))
+    dtype = x.tensor.dtype
+    out = ACTIVATIONS[block.activation](pre)
     if mean:
-        return pre.to(x.dtype), ACTIVATIONS[act](pre).mean(list(range(2, x.ndim)), keepdim=True).to(
-            x.dtype
-        )
-    out = ACTIVATIONS[act](pre).to(x.dtype)
-    return out, out if act in KEEPS_OUTPUT else pre.to(x.dtype)
+        return pre.to(dtype), out.mean(list(range(2, pre.ndim)), keepdim=True).to(dtype)
+    out = out.to(dtype)
+    return out, out if block.activation in KEEPS_OUTPUT else pre.to(dtype)
+
+
+def _wide(loaded: Loaded) -> Loaded:
+    """Return the same in float64."""
+    gate = None if loaded.gate is None else loaded.gate.double()
+    return loaded._replace(tensor=loaded.tensor.double(), gate=gate)
 
 
 def activation_grad(
@@ -123,17 +124,14 @@ def gate_grad(
         (g gate, sum of g x over the positions), in the shapes and dtypes of ``x`` and ``gate``.
     """
     axes = list(range(2, x.ndim))
-    return (g.double() * gate.double()).to(x.dtype), (g.double() * x.double()).sum(
-        axes, keepdim=True
-    ).to(gate.dtype)
+    sums = (g.double() * x.double()).sum(axes, keepdim=True)
+    return (g.double() * gate.double()).to(x.dtype), sums.to(gate.dtype)
 
 
 def folded_conv_sq_norms(
     x: Tensor,  # [B, C, *spatial]
     g: Tensor,  # [B, O, *spatial']
-    weight: Tensor,  # [O, C / groups, *kernel]
-    statistics: Tensor,  # [3, O]
-    geometry: ConvGeometry,
+    block: Block,
     product: Tensor | None = None,  # [B, O, *spatial']
 ) -> tuple[Tensor, ...]:  # four of [B]
     """Return the squared norms of the gradients of a folded convolution's parameters.
@@ -143,83 +141,67 @@ def folded_conv_sq_norms(
     Args:
         x: inputs [B, C, *spatial].
         g: gradients at the folded convolution's output (before the activation) [B, O, *spatial'].
-        weight: the *unfolded* weight W [O, C/groups, *kernel].
-        statistics: of the channels [3, O]: s, 1/sigma, bias - mean.
-        geometry: as in `folded_conv`.
+        block: its unfolded weight, statistics and geometry are looked at.
         product: the convolution of ``x`` with the unfolded weight [B, O, *spatial'], if it is
             known: <W_c, M_bc> is also its sum with ``g``. Not needed here.
 
     Returns:
         Of weight, bias, gamma and beta, [B] each, float64.
     """
-    grads = conv_grads(x.double()[:, None], g.double()[:, None], weight, geometry).flatten(2)
-    scale, rstd, shift = statistics.double()
-    inner, sums = (grads * weight.double().flatten(1)).sum(2), g.double().flatten(2).sum(2)
+    wide = x.double()[:, None], g.double()[:, None]
+    grads = conv_grads(*wide, block.weight, block.geometry).flatten(2)
+    scale, rstd, shift = block.statistics.double()
+    inner = (grads * block.weight.double().flatten(1)).sum(2)
+    sums = g.double().flatten(2).sum(2)
     of_channels = (sums * scale, (inner + shift * sums) * rstd, sums)
     return (scale[:, None] * grads).square().sum((1, 2)), *(t.square().sum(1) for t in of_channels)
 
 
 def folded_conv_backward(
-    x: Tensor,  # [B, C, *spatial]
-    grad: Tensor,  # [B, O, *spatial']
+    x: Loaded,  # [B, C, *spatial]
+    gradients: Gradients,
     kept: Tensor,  # [B, O, *spatial']
-    act: str,
-    folded: Tensor,  # [O, C / groups, *kernel]
-    weight: Tensor,  # [O, C / groups, *kernel]
-    statistics: Tensor,  # [3, O]
-    geometry: ConvGeometry,
+    block: Block,
     want_input: bool,
     product: Tensor | None = None,  # [B, O, *spatial']
-    before: str = "none",
-    settled: bool = False,
-    gate: Tensor | None = None,  # [B, C, 1, ...]
-    more: Tensor | None = None,  # [B, C, *spatial]
-    of_mean: Tensor | None = None,  # [B, O, 1, ...]
 ) -> tuple[Tensor | None, ...]:  # of the shape of x, four of [B], with a gate one of its shape
-    """The whole backward pass of a folded block: input gradient and squared norms.
+    """Compute the whole backward pass of a folded block: input gradient and squared norms.
 
     Args:
-        x: what is stored of the inputs [B, C, *spatial].
-        grad: gradients at the activation's output [B, O, *spatial']; with ``of_mean`` those at its
-            input.
+        x: what was convolved.
+        gradients: at all that the block has given out.
         kept: from `folded_conv`.
-        act: a key of ACTIVATIONS.
-        folded: folded weight s W, in the dtype of ``x``.
-        weight: unfolded weight W.
-        statistics: as in `folded_conv_sq_norms`.
-        geometry: as in `folded_conv`.
+        block: as in `folded_conv`, all of it.
         want_input: compute the input gradient too.
         product: as in `folded_conv_sq_norms`.
-        before: as in `folded_conv`.
-        settled: the gradient of ``before(x)`` is wanted in place of that of ``x``.
-        gate: as in `folded_conv`.
-        more: a gradient of ``before(x)`` from elsewhere, which is added [B, C, *spatial].
-        of_mean: the gradient at the mean over all positions of the activation [B, O, 1, ...].
 
     Returns:
         (gradient of x in its dtype or None, *what `folded_conv_sq_norms` returns*), and where there
         is a gate its gradient.
     """
-    if of_mean is None:
-        g = activation_grad(grad.double(), kept, act)
+    geometry = block.geometry
+    if gradients.mean is None:
+        g = activation_grad(gradients.output.double(), kept, block.activation)
     else:
-        g = grad.double() + activation_grad(
-            (of_mean.double() / prod(grad.shape[2:])).expand_as(grad), kept, act
-        )
-    active = ACTIVATIONS[before](x.double())
-    inputs = active if gate is None else active * gate.double()
-    norms = folded_conv_sq_norms(inputs, g, weight, statistics, geometry)
+        each = gradients.mean.double() / prod(kept.shape[2:])
+        of_mean = activation_grad(each.expand(kept.shape), kept, block.activation)
+        g = gradients.output.double() + of_mean
+    wide = _wide(x)
+    inputs = value_of(wide)
+    norms = folded_conv_sq_norms(inputs, g, block)
     if not want_input:
         return None, *norms
     # As in fastlr.ops.reference.norms.conv_grads.
-    given = (t.contiguous() for t in (g, inputs, folded.double()))
+    given = (t.contiguous() for t in (g, inputs, block.folded.double()))
     gx = torch.ops.aten.convolution_backward(*given, None, *geometry, [True, False, False])[0]
     of_gate: list[Tensor] = []
-    if gate is not None:
-        gx, *of_gate = gate_grad(gx, active, gate)
-    gx = gx if more is None else gx + more.double()
-    gx = gx if settled else activation_grad(gx, x, before)
-    return gx.to(x.dtype), *norms, *of_gate
+    if x.gate is not None:
+        gx, *of_gate = gate_grad(gx, ACTIVATIONS[x.activation](wide.tensor), x.gate)
+    if gradients.loaded is not None:
+        gx = gx + gradients.loaded.double()
+    if not x.gradient_at_output:
+        gx = activation_grad(gx, x.tensor, x.activation)
+    return gx.to(x.tensor.dtype), *norms, *of_gate
 
 
 def fold_weights(
@@ -248,7 +230,9 @@ def fold_weights(
         rstd = (var.double() + one).rsqrt()
         scale = rstd if gamma is None else gamma.double() * rstd
         shift = -mean.double() if bias is None else bias.double() - mean.double()
-        folded_bias = scale * shift + (0.0 if beta is None else beta.double())
+        folded_bias = scale * shift
+        if beta is not None:
+            folded_bias = folded_bias + beta.double()
         folded = weight.double() * scale.view(-1, *[1] * (weight.ndim - 1))
         results.append((folded.to(dtype), torch.stack([folded_bias, scale, rstd, shift])))
     return results

@@ -219,9 +219,9 @@ def test_windows_of_a_csv_file_are_of_its_last_fifth(tmp_path):
         np.testing.assert_allclose(
             window, (walk[start : start + 8] - mean) / std, rtol=1e-5, atol=1e-5
         )
-    assert real.shape == (8, 2) and real.series and "overlap" in real.note
+    assert real.shape == (8, 2) and real.series and "overlap" in real.notes[0]
     apart = real_inputs(tmp_path / "walk.csv", 4, context=8)
-    assert apart.count == 4 and apart.note == ""
+    assert apart.count == 4 and apart.notes == ()
     assert list(synthetic_inputs(real)) == ["local_redundancy_series"]
 
 
@@ -289,9 +289,9 @@ def test_a_checkpoint_without_numbers_is_named(tmp_path):
 
 def test_what_few_checkpoints_are_worth():
     """The threshold for |r| is that of a test of no correlation; errors are given from 91 on."""
-    assert "|r| of 0.71 " in few_checkpoints(8)
+    assert "|r| of 0.71 " in few_checkpoints(8)[0]
     assert stats.pearsonr(*_pair(8, 0.7067))[1] == pytest.approx(0.05, abs=2e-4)
-    assert few_checkpoints(91) == "" and few_checkpoints(90)
+    assert few_checkpoints(91) == [] and few_checkpoints(90)
     rng = np.random.default_rng(0)
     for n, known in ((90, False), (91, True)):
         y = np.exp(rng.standard_normal(n))

@@ -49,7 +49,7 @@ def test_a_run_is_read_back(tmp_path):
     assert run.measures[:2] == ["local_redundancy", "local_redundancy_noise"]
     assert run.definition("weight_norm") == "definition of weight_norm"
     assert np.isnan(run.accuracy[4]) and np.isfinite(np.delete(run.accuracy, 4)).all()
-    assert run.start["weight_norm"]["value"] == 10.0
+    assert run.untrained["measures"]["weight_norm"]["value"] == 10.0
     assert run.timed == ["train", "evaluate", "local_redundancy", "dormant_ratio+srank"]
     assert sum(run.per_parameter()[3].values()) == pytest.approx(run.measure("local_redundancy")[3])
 

@@ -373,7 +373,7 @@ def test_interrupted_it_says_how_far_it_is(tmp_path, images, monkeypatch, capsys
 
         yield show
 
-    monkeypatch.setattr("fastlr.cli.runs.progress", stopping)
+    monkeypatch.setattr("fastlr.cli.experiments.progress", stopping)
     for stop, how, says in (
         (
             (0, 1),

@@ -15,7 +15,6 @@ from fastlr.experiments.continual.findings import (
     describe,
     findings,
     rank_correlation,
-    verdicts,
 )
 from fastlr.experiments.continual.report import write_report
 
@@ -92,44 +91,3 @@ def test_sentences_come_first_and_tables_are_folded_away_under_names_of_their_ow
         assert page.index(html.escape(sentence, quote=False)[:30]) < first_table
     assert page.count("<details") == page.count("</details>") > len(titles)
     assert report.findings[0] in (report.folder / "report.md").read_text()
-
-
-def test_the_last_sentences_say_what_each_run_has_lost(tmp_path):
-    folder = write_run(tmp_path / "run", 40)
-    lines = read_lines(folder)
-    start, end = lines[0]["measures"], lines[-1]["measures"]
-    shares = {"body.weight": 60.0, "neck.weight": 20.0, "head.weight": 20.0}
-    start["local_redundancy"] = {"value": 100.0, "stderr": 2.0, "per_parameter": shares}
-    late = {"body.weight": 9.0, "neck.weight": 20.0, "head.weight": 11.0}
-    end["local_redundancy"] = {"value": 40.0, "stderr": 1.0, "per_parameter": late}
-    end["dormant_ratio"] |= {"value": 0.25, "units": 192, "dormant": 48}
-    write_lines(folder, lines)
-    (told,) = verdicts([read_run(folder)])
-    told, helped, _ = told.partition(" Where such a fall")
-    assert helped
-    assert told == (
-        "Local redundancy has fallen by 60 % since the start, from 100.0 ± 2.0 to 40.0 ± 1.0: "
-        "beyond its error (95 %). The fall is largest in body (85 %) and head (15 %); 48 of 192 "
-        "units (25 %) are dormant."
-    )
-    end["local_redundancy"] |= {"value": 70.0}
-    write_lines(folder, lines)
-    assert (
-        "fallen by 30 %" in verdicts([read_run(folder)])[0]
-        and "Where such" not in verdicts([read_run(folder)])[0]
-    )
-    end["local_redundancy"] |= {"value": 95.0, "stderr": 2.0}
-    del end["dormant_ratio"]
-    write_lines(folder, lines)
-    (told,) = verdicts([read_run(folder)])
-    assert "95.0 ± 2.0, after 100.0 ± 2.0 at the start: a change cannot be told" in told
-    assert told.endswith("Which blocks lost most cannot be told; dormant units were not measured.")
-    others = [
-        read_run(write_run(tmp_path / str(i), 40, leave_out=("local_redundancy",) * (i == 4)))
-        for i in range(6)
-    ]
-    assert verdicts(others)[0].startswith(
-        "Local redundancy has fallen beyond its error since the start in "
-    )
-    assert verdicts(others)[0].endswith(" of 5 runs.") and verdicts(others[4:5]) == []
-    assert verdicts(others[:2])[1].startswith("1: Local redundancy ")

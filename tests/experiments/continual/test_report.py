@@ -179,7 +179,7 @@ def test_titles_and_cells_are_escaped():
 def test_the_heat_map_holds_the_layers_in_network_order(tmp_path):
     """The picture itself: rows of the map are ordered as their values are."""
     run = read_run(write_run(tmp_path / "run", 30))
-    assert curves.layer_map(run, tmp_path / "map.png")
+    curves.layer_map(run).save(tmp_path / "map.png")
     shares = {"stem": 0.101, "blocks.0": 0.3, "blocks.1": 0.4, "head": 0.199}
     pixels = np.asarray(Image.open(tmp_path / "map.png").convert("RGB")).astype(float)
     height, width = pixels.shape[:2]
@@ -200,27 +200,22 @@ def test_the_layer_map_averages_many_tasks_and_takes_gaps(tmp_path):
     for record in lines[300:310]:
         record["measures"]["local_redundancy"]["per_parameter"] = dict.fromkeys(LAYERS, 0.0)
     write_lines(folder, lines)
-    assert curves.layer_map(read_run(folder), tmp_path / "map.png")
+    assert curves.layer_map(read_run(folder)) is not None
 
 
-def drawn(monkeypatch, draw, *arguments):
-    """The figure that a function draws."""
-    figures = []
-    monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure) is None)
-    assert draw(*arguments)
-    figures[0].canvas.draw()
-    return figures[0]
+def drawn(figure):
+    """The figure with its labels in place."""
+    figure.canvas.draw()
+    return figure
 
 
 def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_accuracy_has_a_chance_line_and_a_band_and_the_figure_says_of_how_many(
-    tmp_path, monkeypatch
-):
+def test_accuracy_has_a_chance_line_and_a_band_and_the_figure_says_of_how_many(tmp_path):
     folder = write_run(tmp_path / "run", 160)
-    figure = drawn(monkeypatch, curves.redundancy_and_accuracy, [read_run(folder)], "x.png")
+    figure = drawn(curves.redundancy_and_accuracy([read_run(folder)]))
     top, bottom = figure.axes
     assert legend(figure) == ["run", "chance, 50 %"] and "n = 5000 inputs" in top.get_title("left")
     assert "n = 100 images a task (band: ± 2 standard errors)" in bottom.get_title("left")
@@ -233,17 +228,17 @@ def test_accuracy_has_a_chance_line_and_a_band_and_the_figure_says_of_how_many(
     # Accuracy is of all the task's images: nothing to be uncertain of.
     config = set_options(folder, data="random-labels")
     (folder / "config.json").write_text(json.dumps({**config, "data": {"classes": 10}}))
-    figure = drawn(monkeypatch, curves.redundancy_and_accuracy, [read_run(folder)], "x.png")
+    figure = drawn(curves.redundancy_and_accuracy([read_run(folder)]))
     assert legend(figure) == ["run", "chance, 10 %"] and not figure.axes[1].collections
 
 
-def test_measures_begin_at_zero_and_have_names_on_both_axes(tmp_path, monkeypatch):
+def test_measures_begin_at_zero_and_have_names_on_both_axes(tmp_path):
     folder = write_run(tmp_path / "run", 30)
     lines = read_lines(folder)
     for record in lines[1:]:
         record["measures"]["dormant_ratio"]["value"] = 0.30 + 0.002 * record["task"]
     write_lines(folder, lines)
-    figure = drawn(monkeypatch, curves.measure_curves, [read_run(folder)], "x.png")
+    figure = drawn(curves.measure_curves([read_run(folder)]))
     panels = {axes.get_title("left"): axes for axes in figure.axes if axes.get_visible()}
     assert {axes.get_xlabel() for axes in panels.values()} == {"task"} and legend(figure) == ["run"]
     assert all(axes.get_ylabel() for axes in panels.values())
@@ -251,15 +246,15 @@ def test_measures_begin_at_zero_and_have_names_on_both_axes(tmp_path, monkeypatc
     assert low == 0 and 0.358 < high < 0.5
 
 
-def test_checkpoints_stand_on_the_axis_by_their_names(tmp_path, monkeypatch):
+def test_checkpoints_stand_on_the_axis_by_their_names(tmp_path):
     run, names = read_run(write_run(tmp_path / "run", 4)), [f"epoch-{i}.pt" for i in range(4)]
-    figure = drawn(monkeypatch, curves.ablation_curves, [run], "x.png", "checkpoint", names)
+    figure = drawn(curves.ablation_curves([run], "checkpoint", names))
     (axes,) = figure.axes
     assert axes.get_xlabel() == "checkpoint" and axes.get_xticks().tolist() == [0, 1, 2, 3]
     assert [
         tick.get_text() for tick in axes.get_xticklabels()
     ] == names and "shapes, n = 5000" in legend(figure)
-    figure = drawn(monkeypatch, curves.ablation_curves, [run], "x.png")
+    figure = drawn(curves.ablation_curves([run]))
     assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
 
 

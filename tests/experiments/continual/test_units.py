@@ -9,7 +9,7 @@ from folding import randomise
 from single_samples import Written
 from torch import nn
 
-from fastlr.experiments.continual.interventions.units import find_units
+from fastlr.experiments.continual.interventions.find_units import find_units
 
 
 def squeeze(m, x):

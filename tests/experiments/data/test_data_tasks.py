@@ -64,8 +64,6 @@ def test_pairs_are_a_function_of_seed_and_position():
     assert pairs(12, 50, seed=3) == drawn[:50] and pairs(12, 90, seed=3, start=60) == drawn[60:150]
     assert all(pairs(12, 1, seed=3, start=k) == [drawn[k]] for k in (0, 65, 66, 131, 132, 199))
     assert pairs(12, 200, seed=4) != drawn and pairs(12, 0) == []
-    names = [f"n{i}" for i in range(12)]
-    assert pairs(names, 5, seed=3) == [(names[a], names[b], turn) for a, b, turn in drawn[:5]]
     # These bytes hold on every machine.
     digest = hashlib.sha256(
         repr([tuple(pair) for pair in pairs(1000, 3000, seed=0)]).encode()
@@ -90,7 +88,7 @@ def test_pairs_are_uniform():
 
 
 @pytest.mark.parametrize(
-    "arguments", [(1, 5), (0, 1), (5, -1), (5, 1, -1), (5, 1, 0, -1), (["a"], 1), (1 << 20, 1)]
+    "arguments", [(1, 5), (0, 1), (5, -1), (5, 1, -1), (5, 1, 0, -1), (1 << 20, 1)]
 )
 def test_pairs_refuse(arguments):
     with pytest.raises(InputError):
@@ -98,13 +96,13 @@ def test_pairs_refuse(arguments):
 
 
 def test_load_task(store):
-    task = load_task(store, ("texture-003", 1))
+    task = load_task(store, (3, 1))
     assert task.train_x.shape == (12, 3, 16, 16) and task.test_x.shape == (6, 3, 16, 16)
     assert task.train_y.tolist() == [0] * 6 + [1] * 6 and task.test_y.tolist() == [0] * 3 + [1] * 3
     assert torch.equal(task.train_x[:6], texture_images(3, 0, 6, size=16))
     assert torch.equal(task.test_x[3:], texture_images(1, 6, 9, size=16))
     with pytest.raises(InputError, match="two different"):
-        load_task(store, (1, "texture-001"))
+        load_task(store, (1, 1))
 
 
 def test_take(store):
@@ -148,8 +146,7 @@ def test_normalise_refuses(store):
     for bad in (
         lambda: normalise(images.float()),
         lambda: normalise(images[0]),
-        lambda: normalise(images, mean=(0.5,), std=(0.5,)),
-        lambda: normalise(images, std=(1.0, 0.0, 1.0)),
+        lambda: normalise(images[:, :1]),
     ):
         with pytest.raises(InputError):
             bad()
@@ -162,9 +159,6 @@ class Watched:
         self.store, self.fail_at, self.loaded, self.threads = store, fail_at, [], set()
         self.gate = threading.Event()
         self.gate.set()
-
-    def class_index(self, item):
-        return self.store.class_index(item)
 
     def load(self, classes, split, **options):
         if split == "train":
@@ -197,18 +191,6 @@ def test_prefetcher_order_and_depth(store):
     assert threading.main_thread() not in watched.threads and not any(
         thread.is_alive() for thread in watched.threads
     )
-
-
-def test_prefetcher_counts_the_time_waited(store):
-    watched = Watched(store)
-    with Prefetcher(partial(load_task, watched), pairs(5, 3)) as tasks:
-        assert settle(lambda: len(watched.loaded) == 1)
-        watched.gate.clear()
-        next(tasks)
-        assert tasks.waited == 0
-        threading.Timer(0.1, watched.gate.set).start()
-        next(tasks)
-        assert 0.05 < tasks.waited < 5
 
 
 def test_prefetcher_raises_where_the_task_is_asked_for(store):

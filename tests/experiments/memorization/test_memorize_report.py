@@ -87,7 +87,7 @@ def test_numbers_of_a_run(tmp_path):
     run = MemorizationRun.read(write_run(tmp_path / "run"))
     assert (run.kind, run.parameters, run.samples) == ("vision", PARAMETERS, N)
     assert run.ceiling == pytest.approx(N * 4 / PARAMETERS)
-    assert run.epochs.tolist() == list(range(0, 41, 2))
+    assert run.epochs == list(range(0, 41, 2))
     assert run.series("bits") == pytest.approx([bits_of(e, 0) for e in range(0, 41, 2)])
     assert run.late_gain() == pytest.approx((bits_of(40, 0) - bits_of(36, 0)) / PARAMETERS)
     epochs, losses = run.train_losses()
@@ -95,7 +95,7 @@ def test_numbers_of_a_run(tmp_path):
     epochs, values, errors = run.redundancy()
     assert epochs.tolist() == [0, 8, 16, 24, 32, 40] and values.tolist() == [10, 18, 26, 34, 42, 50]
     assert (errors == 0.5).all()
-    assert (run.seconds("train"), run.seconds("evaluate"), run.seconds("local_redundancy")) == (
+    assert (run.spent("train"), run.spent("evaluate"), run.spent("local_redundancy")) == (
         80.0,
         10.5,
         0.0,
@@ -208,7 +208,7 @@ def test_what_is_no_run_is_named(tmp_path):
         "".join([*text, '{"kind": "epoch", "epoch": 42}\n', text[-1][:30]])
     )
     with pytest.warns(FastlrWarning) as seen:
-        assert max(MemorizationRun.read(folder).records) == 40
+        assert MemorizationRun.read(folder).epochs[-1] == 40
     said = [str(warning.message) for warning in seen]
     for accuracy in ("NaN", '"0.4"'):
         odd = text[-1].replace('"accuracy": 0.4', f'"accuracy": {accuracy}')
@@ -216,7 +216,7 @@ def test_what_is_no_run_is_named(tmp_path):
         with pytest.warns(
             FastlrWarning, match=rf"line {len(text)} is damaged .ValueError: accuracy"
         ):
-            assert max(MemorizationRun.read(folder).records) == 38
+            assert MemorizationRun.read(folder).epochs[-1] == 38
     assert (
         len(said) == 2
         and "line 23 is damaged" in said[0]

@@ -62,7 +62,7 @@ def test_a_store_opens_and_gives_a_task():
     store = ImageStore.open(EARLIER / "store")
     assert store.classes == ["n0", "n1", "n2"] and store.damaged() == []
     assert [item["file"] for item in store.index["classes"][1]["left_out"]] == ["train/n1/9.png"]
-    assert np.array_equal(rows(store, "n2", "test"), np.stack([pixels(2100), pixels(2101)]))
-    task = load_task(store, (2, "n1"))
+    assert np.array_equal(rows(store, 2, "test"), np.stack([pixels(2100), pixels(2101)]))
+    task = load_task(store, (2, 1))
     assert task.train_y.tolist() == [0] * 4 + [1] * 4
     assert np.array_equal(task.train_x[4].permute(1, 2, 0).numpy(), pixels(1000))

@@ -31,6 +31,7 @@ from fastlr.experiments.runs import queue as many
 from fastlr.experiments.runs.experiment import Progress
 from fastlr.experiments.runs.processes import Job, run_jobs
 from fastlr.experiments.runs.sweep import product
+from fastlr.files import locked
 
 # Without fastlr's imports.
 ATTACH = f"import runpy; send = runpy.run_path({processes.__file__!r})['attach']()\n"
@@ -201,20 +202,20 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
     settings = {**SMALL, "data": images, "tasks": 1, "measures": (), "threads": 1}
     runs = product(continual.DRIVER, "paper", settings, {}, 3)
     assert list(runs) == ["seed-0", "seed-1", "seed-2"]
-    queue = many.Queue(continual.DRIVER, tmp_path / "out", None, names.append)
-    queue.begin(runs)
+    queue = many.Queue(continual.DRIVER, tmp_path / "out", None)
+    queue.begin(runs, names.append)
     continual.begin(tmp_path / "out/seed-1", "paper", runs["seed-1"])
-    again = queue.resume({})
+    again = queue.resume({}, names.append)
     assert names == [("seed-0", "seed-1", "seed-2"), ("seed-0", "seed-2")]
     assert asked.work["seed-2"]["settings"] == {**settings, "seed": 2, "measures": []}
     assert again.finished == ("seed-0", "seed-1", "seed-2")
-    queue.resume({"tasks": 2}, count=4)
+    queue.resume({"tasks": 2}, names.append, count=4)
     assert names[-1] == ("seed-0", "seed-1", "seed-2", "seed-3")
     assert (
         asked.work["seed-1"]["changed"] == {"tasks": 2}
         and asked.work["seed-3"]["settings"]["tasks"] == 2
     )
-    queue.resume({"tasks": 1})
+    queue.resume({"tasks": 1}, names.append)
     assert names[-1] == ("seed-0", "seed-2", "seed-3")
     for wrong, changed, count, message in (
         ({}, {"epochs": 3}, None, "epochs cannot change"),
@@ -223,12 +224,12 @@ def test_resuming_does_what_is_left(tmp_path, images, monkeypatch):
         ({"at_once": 0}, {}, None, "--at-once 0: give at least 1"),
     ):
         with pytest.raises(InputError, match=message):
-            dataclasses.replace(queue, **wrong).resume(changed, count)
+            dataclasses.replace(queue, **wrong).resume(changed, print, count)
     with (
-        many._folder(tmp_path / "out", make=False),
+        locked(tmp_path / "out"),
         pytest.raises(InputError, match="is being written by process"),
     ):
-        queue.resume({})
+        queue.resume({}, print)
 
 
 def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monkeypatch):
@@ -239,14 +240,14 @@ def test_what_is_wrong_for_all_is_said_before_any_begins(tmp_path, images, monke
         ({"data": str(tmp_path / "none")}, "none"),
     ):
         with pytest.raises(InputError, match=message):
-            many.Queue(continual.DRIVER, tmp_path / "out", None, print).begin(
-                {"a": {**runs["a"], **change}}
+            many.Queue(continual.DRIVER, tmp_path / "out", None).begin(
+                {"a": {**runs["a"], **change}}, print
             )
     assert not (tmp_path / "out").exists() and not hasattr(asked, "jobs")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     with pytest.raises(InputError, match="is not empty"):
-        many.Queue(continual.DRIVER, tmp_path / "full", None, print).begin(runs)
+        many.Queue(continual.DRIVER, tmp_path / "full", None).begin(runs, print)
     with pytest.raises(InputError, match="--seeds 0"):
         product(continual.DRIVER, None, runs["a"], {}, 0)
 
@@ -268,8 +269,8 @@ def test_places(tmp_path, images, monkeypatch):
 
     def places(at_once: int | None = None, **settings) -> tuple[list, int]:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
-        many.Queue(continual.DRIVER, out, None, lambda names: print, at_once).begin(
-            {"a": {**runs["a"], **settings}}
+        many.Queue(continual.DRIVER, out, None, at_once).begin(
+            {"a": {**runs["a"], **settings}}, lambda names: print
         )
         return asked.slots, asked.work["a"]["settings"]["threads"]
 

@@ -25,11 +25,12 @@ from test_many import ATTACH
 from fastlr.cli.main import main
 from fastlr.errors import InputError
 from fastlr.experiments.continual import experiment as continual
-from fastlr.experiments.runs import queue as many
 from fastlr.experiments.runs import ray as on_ray
-from fastlr.experiments.runs import sweep
+from fastlr.experiments.runs import ray_node, sweep
+from fastlr.experiments.runs.experiment import Driver
 from fastlr.experiments.runs.options import RunOptions
 from fastlr.experiments.runs.processes import Job
+from fastlr.files import locked
 from fastlr.ghost.runtime import versions
 
 DRIVER = continual.DRIVER
@@ -80,7 +81,7 @@ def test_what_a_run_occupies():
 def job(folder: Path, name: str, code: str) -> Job:
     """Return a job that runs a program in the place of a run.
 
-    The command has the form of `fastlr.experiments.runs.worker.command`: Python, -c, program, its
+    The command has the form of `Driver.command`: Python, -c, program, its
     path, its work.
     """
     command = [
@@ -96,12 +97,12 @@ def job(folder: Path, name: str, code: str) -> Job:
 def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
     shared = tmp_path / "many.json"
     shared.write_text("{}")
-    node = on_ray.Node(
-        shared, on_ray._checksum(shared), versions(), {"SLOT": "a"}, str(tmp_path), 0.0
+    node = ray_node.Node(
+        shared, ray_node.checksum(shared), versions(), {"SLOT": "a"}, str(tmp_path), 0.0
     )
     one = job(tmp_path, "one", "import os; send({'slot': os.environ['SLOT'], 'cwd': os.getcwd()})")
     monkeypatch.chdir(tmp_path.parent)
-    heard = list(on_ray.run_on_node(one, node, False))
+    heard = list(ray_node.run_on_node(one, node, False))
     assert heard[1] == {"slot": "a", "cwd": str(tmp_path)} and heard[-1]["error"] is None
     for change, message in (
         (
@@ -111,14 +112,14 @@ def test_a_worker_checks_its_node_first(tmp_path, monkeypatch):
         ({"checksum": "0"}, f"sees other files in {tmp_path}"),
         ({"versions": {**versions(), "torch": "1.0"}}, "torch 1.0, python"),
     ):
-        (only,) = on_ray.run_on_node(one, dataclasses.replace(node, **change), False)
+        (only,) = ray_node.run_on_node(one, dataclasses.replace(node, **change), False)
         assert only.keys() == {"unfit"} and message in only["unfit"]
     (tmp_path / "one").mkdir()
     begun = time.monotonic()
-    with many._folder(tmp_path / "one", make=False):
-        assert on_ray._locked(tmp_path / "one")
-        list(on_ray.run_on_node(one, dataclasses.replace(node, patience=0.7), True))
-    assert time.monotonic() - begun > 0.7 and not on_ray._locked(tmp_path / "one")
+    with locked(tmp_path / "one"):
+        assert ray_node._locked(tmp_path / "one")
+        list(ray_node.run_on_node(one, dataclasses.replace(node, patience=0.7), True))
+    assert time.monotonic() - begun > 0.7 and not ray_node._locked(tmp_path / "one")
 
 
 def test_a_worker_imports_what_this_process_does(tmp_path):
@@ -135,7 +136,7 @@ print(list(carry([sys.argv[1], "/not/here"], pickle.dumps(([], [], []))))[0]["un
 assert sys.path[0] == sys.argv[1] and "/not/here" not in sys.path
 """
     cloudpickle = pytest.importorskip("ray.cloudpickle")
-    (tmp_path / "function").write_bytes(cloudpickle.dumps(on_ray._sent_whole()))
+    (tmp_path / "function").write_bytes(cloudpickle.dumps(ray_node.sent_whole()))
     (tmp_path / "fastlr").mkdir()
     (tmp_path / "fastlr/__init__.py").write_text("raise ImportError('broken')")
     done = subprocess.run(
@@ -219,7 +220,7 @@ def test_an_existing_cluster_loses_a_node_and_processes(tmp_path, nodes, monkeyp
             assert messages[-1]["event"] == "ended" and messages[-1]["error"] == failed.get(name)
         (lost,) = [message for message in heard["node"] if message.get("event") == "lost"]
         assert "Ray worker or node was lost" in lost["why"] and "(1 of 1 retries)" in lost["next"]
-        monkeypatch.setattr(on_ray, "_checksum", lambda path: "of another folder")
+        monkeypatch.setattr(on_ray, "checksum", lambda path: "of another folder")
         monkeypatch.setattr(on_ray, "_PATIENCE", 0.0)
         with pytest.raises(
             InputError,
@@ -341,7 +342,7 @@ def test_two_hundred_runs_outlive_a_killed_worker_and_a_drained_node(
         # Seed, process of its Ray worker and of its node, in the order in which they began.
         return [[int(word) for word in line.split()] for line in begun.read_text().splitlines()]
 
-    monkeypatch.setattr(many.worker, "command", command)
+    monkeypatch.setattr(Driver, "command", command)
     drained: list[int] = []
 
     def disturb() -> None:

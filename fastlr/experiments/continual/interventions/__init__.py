@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
 
 from fastlr.experiments.continual.interventions.base import INTERVENTIONS, Intervention
-
-if TYPE_CHECKING:
-    from fastlr.experiments.continual.options import ContinualOptions
+from fastlr.experiments.training.options import TrainingOptions
 
 __all__ = ["INTERVENTIONS", "Intervention", "asked_for"]
 
@@ -28,6 +25,6 @@ for _name in (*_FIRST, *(file.name for file in pkgutil.iter_modules(__path__))):
     importlib.import_module(f"{__name__}.{_name}")
 
 
-def asked_for(options: ContinualOptions) -> list[type[Intervention]]:
+def asked_for(options: TrainingOptions) -> list[type[Intervention]]:
     """Return the interventions that a run's options ask for, in the order in which they act."""
     return [kind for kind in INTERVENTIONS.values() if kind.is_on(options)]

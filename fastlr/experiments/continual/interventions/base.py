@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, get_type_hints
+from typing import Any, ClassVar, Protocol, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from fastlr.experiments.data import Task, TaskSequence
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.data_parallel import Parallel
-
-if TYPE_CHECKING:
-    from fastlr.experiments.continual.options import ContinualOptions
+from fastlr.experiments.training.options import TrainingOptions
 
 INTERVENTIONS: dict[str, type[Intervention]] = {}  # by name, in the order in which they act
 
@@ -28,7 +26,7 @@ class Learner(Protocol):
     """
 
     model: nn.Module
-    options: ContinualOptions
+    options: Any  # of the run: a class that is made of what is declared here
     device: torch.device
     parallel: Parallel
     initial: Mapping[str, Tensor]
@@ -96,7 +94,7 @@ class Intervention:
             yield option, types[attribute], vars(cls)[attribute]
 
     @classmethod
-    def is_on(cls, options: ContinualOptions) -> bool:
+    def is_on(cls, options: TrainingOptions) -> bool:
         """Return True if a run's options ask for it: its first option is not at its default."""
         first = next(iter(cls.options))
         return getattr(options, first) != getattr(type(options), first)

@@ -5,7 +5,7 @@ Layer norm takes the place of batch norm.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,7 @@ from fastlr.experiments.continual.interventions.base import Intervention, Learne
 from fastlr.experiments.data import Task
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.runs.options import option
-
-if TYPE_CHECKING:
-    from fastlr.experiments.continual.options import ContinualOptions
+from fastlr.experiments.training.options import TrainingOptions
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -63,7 +61,7 @@ class ShrinkAndPerturb(
     )
 
     @classmethod
-    def is_on(cls, options: ContinualOptions) -> bool:
+    def is_on(cls, options: TrainingOptions) -> bool:
         """Return True if the options ask for either."""
         return super().is_on(options) or vars(options)["perturb"] != 0
 

@@ -1,0 +1,348 @@
+"""What a `Folding` does with the calls of a forward pass: a table of call -> handler.
+
+A handler gets a call, and what is known of the model's blocks. It returns the call's result, or
+None for a call that is to run as the model says. Handlers build blocks of `Pending` results (a
+convolution begins one, batch norm, additions and activations are taken in), and run some other
+calls by nodes of our own. They note what they did, by the name of a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastlr.ghost import recurrent
+from fastlr.ghost.fusion.attention import ATTENTION, self_attention
+from fastlr.ghost.fusion.batch_norm import FixedNorm, norm_arguments
+from fastlr.ghost.fusion.blocks import Blocks
+from fastlr.ghost.fusion.pending import (
+    METADATA,
+    Convolution,
+    Lazy,
+    Norm,
+    Pending,
+    Product,
+    computed,
+    loaded_of,
+    result_dtype,
+)
+from fastlr.ghost.fusion.squeeze_excitation import (
+    MEANS,
+    PRODUCTS,
+    gate,
+    is_gate,
+    squeeze,
+    whole_mean,
+)
+from fastlr.ops.geometry import ConvGeometry, kind_of
+from fastlr.ops.torch_private import no_torch_function_of_subclasses
+
+ALONE = "no batch norm follows"
+# To the number of their spatial axes.
+CONVOLUTIONS: dict[Callable, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+ADDITIONS: set[Callable] = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
+
+
+class Call(NamedTuple):
+    """A call of a torch function; its arguments may be pending results."""
+
+    func: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def operand(self) -> Any:
+        """The first argument."""
+        return self.args[0] if self.args else self.kwargs.get("input")
+
+    def with_values(self) -> Call:
+        """Return the same call with pending results computed."""
+        return Call(self.func, computed(self.args), computed(self.kwargs))
+
+    def run(self) -> Any:
+        """Make the call as the model says."""
+        func, args, kwargs = self.with_values()
+        return func(*args, **kwargs)
+
+
+Handler = Callable[[Blocks, Call], Any]
+
+
+def metadata(blocks: Blocks, call: Call) -> Any:
+    """Answer for a pending result what asks for no numbers, such as its shape."""
+    if not isinstance(call.operand, Lazy):
+        return None
+    with no_torch_function_of_subclasses():
+        return call.func(*call.args, **call.kwargs)
+
+
+# --------------------------------------------------------------------------------------------------
+# blocks
+def convolution(blocks: Blocks, call: Call) -> Pending | None:
+    """Begin a block with a convolution of the model's own weight."""
+    axes = CONVOLUTIONS[call.func]
+    return _begun(blocks, axes, *call.args[:1], *computed(call.args[1:]), **computed(call.kwargs))
+
+
+def _begun(
+    blocks: Blocks,
+    axes: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Pending | None:
+    """Return the result of a convolution, not computed; None where no block can begin.
+
+    After ``axes`` the arguments are those of torch's functions.
+    """
+    name = blocks.names.get(id(weight))
+    if name is None or name in blocks.refused or not torch.is_grad_enabled():
+        return None
+    if id(weight) in blocks.seen:
+        blocks.refuse(weight, "it is used more than once")
+        return None
+    blocks.seen.add(id(weight))
+    plain = weight.is_leaf and weight.is_floating_point()
+    if not plain or (bias is not None and id(bias) not in blocks.names):
+        return None
+    if input.ndim != axes + 2 or input.shape[1] != weight.shape[1] * groups:
+        return None
+    # What torch refuses is an error that the model is to raise itself.
+    if not torch.is_autocast_enabled(input.device.type) and input.dtype != weight.dtype:
+        return None
+    geometry = ConvGeometry.of(weight.shape[2:], stride, padding, dilation, groups=groups)
+    size = [] if geometry is None else geometry.output_size(input.shape[2:], weight.shape[2:])
+    if geometry is None or min(size) < 1:
+        return None
+    blocks.plain[name] = ALONE
+    made = Convolution(_readable(input, weight, geometry), weight, bias, geometry)
+    return Pending(blocks, made, [len(input), len(weight), *size])
+
+
+def _readable(input: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Return the input of a block as it reads it: pending where it applies what is left to it.
+
+    Only blocks with kernels do, and only in the dtype that the input has.
+    """
+    if not isinstance(input, Lazy):
+        return input
+    applies = kind_of(weight, geometry) is not None and input.dtype == result_dtype(input)
+    return input if applies and input.leaves_steps() else input.compute()
+
+
+def batch_norm(blocks: Blocks, call: Call) -> Tensor | None:
+    """Fold batch norm into the convolution before it; elsewhere run it as a scaling and a shift."""
+    if isinstance(call.operand, Pending) and call.operand.batch_norm is None:
+        result = _folded_norm(blocks, norm_arguments(call.args, call.kwargs))
+        if result is not None:
+            return result
+    values = call.with_values()
+    return _fixed_norm(blocks, norm_arguments(values.args, values.kwargs))
+
+
+def _folded_norm(blocks: Blocks, given: dict[str, Any]) -> Pending | None:
+    """Return a block that has taken in batch norm; None, and why in ``plain``, if it cannot."""
+    pending, mean, var = given["input"], given["running_mean"], given["running_var"]
+    gamma, beta = given["weight"], given["bias"]
+    name = blocks.names[id(pending.convolution.weight)]
+    if given["training"] or mean is None or var is None:
+        blocks.plain[name] = "batch norm uses the batch's statistics"
+        return None
+    if any(blocks.is_computed(t) for t in (mean, var, gamma, beta)):
+        blocks.plain[name] = "batch norm's parameters are computed"
+        return None
+    own = [id(t) for t in (gamma, beta, pending.convolution.bias) if t is not None]
+    if not blocks.seen.isdisjoint(own):
+        blocks.plain[name] = "a parameter is used more than once"
+        return None
+    if pending.absorbed or pending.value is not None or not torch.is_grad_enabled():
+        blocks.plain[name] = "something else uses its result"
+        return None
+    if pending.dtype != result_dtype(pending.convolution.x):
+        return None
+    blocks.seen.update(own)
+    del blocks.plain[name]
+    blocks.folded[name] = "none"
+    result = pending.next_step()
+    result.batch_norm = Norm(mean, var, gamma, beta, float(given["eps"]))
+    return result
+
+
+def _fixed_norm(blocks: Blocks, given: dict[str, Any]) -> Tensor | None:
+    """Run a batch norm after something else than a convolution as a scaling and a shift.
+
+    This pays on a CPU; None where it is not possible.
+    """
+    x, gamma, beta = given["input"], given["weight"], given["bias"]
+    affine = [t for t in (gamma, beta) if t is not None]
+    statistics = [given["running_mean"], given["running_var"]]
+    if given["training"] or not affine or any(t is None for t in statistics):
+        return None
+    name = blocks.names.get(id(affine[0]))
+    if name is None or name in blocks.refused or not torch.is_grad_enabled():
+        return None
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return None
+    if x.ndim < 2 or x.shape[1] != len(affine[0]):
+        return None
+    if any(t.dtype != x.dtype or blocks.is_computed(t) for t in affine + statistics):
+        return None
+    blocks.fixed.add(name)
+    return FixedNorm.apply(x, gamma, beta, *statistics, float(given["eps"]))
+
+
+def addition(blocks: Blocks, call: Call) -> Pending | None:
+    """Take the addition of a tensor of its shape, the residual, into a block."""
+    if len(call.args) != 2 or call.kwargs or not torch.is_grad_enabled():
+        return None
+    pending, other = call.args
+    in_place = call.func is Tensor.add_
+    if not in_place and not _takes_addition(pending):
+        pending, other = other, pending
+    if not _takes_addition(pending) or not isinstance(other, Tensor):
+        return None
+    loaded = loaded_of(other) if pending.may_leave_activation else None
+    if loaded is None or not loaded.gradient_at_output or loaded.gate is not None:
+        other = computed(other)
+    alike = other.shape == pending.shape and other.dtype == pending.dtype
+    if not alike or other.device != pending.device or id(other) in blocks.names:
+        return None
+    if not pending.takes_addition:  # computing the other has needed its numbers
+        return None
+    blocks.folded[blocks.names[id(pending.convolution.weight)]] = "add"
+    result = pending if in_place else pending.next_step()
+    result.take_residual(other)
+    return result
+
+
+def _takes_addition(t: Any) -> bool:
+    return isinstance(t, Pending) and t.takes_addition
+
+
+def activation(blocks: Blocks, call: Call) -> Pending | None:
+    """Take an activation into the block of whose result it is."""
+    pending, found = call.operand, _activation_of(call)
+    if found is None or not torch.is_grad_enabled():
+        return None
+    if not isinstance(pending, Pending) or pending.batch_norm is None:
+        return None
+    if pending.activation != "none" or not pending.untouched or pending.absorbed:
+        return None
+    name, in_place = found
+    follows = name if pending.residual is None else f"add, {name}"
+    blocks.folded[blocks.names[id(pending.convolution.weight)]] = follows
+    # In place: whoever holds it sees the change.
+    result = pending if in_place else pending.next_step()
+    result.activation = name
+    return result
+
+
+# Activations that may have an argument ``inplace``, and others that are told by their function
+# alone: (name, whether it works in place).
+_WITH_INPLACE = {F.relu: "relu", F.relu6: "relu6", F.hardswish: "hardswish", F.silu: "silu"}
+_OF_NOTHING_ELSE: dict[Callable, tuple[str, bool]] = {
+    torch.relu: ("relu", False),
+    Tensor.relu: ("relu", False),
+    torch.relu_: ("relu", True),
+    Tensor.relu_: ("relu", True),
+}
+
+
+def _activation_of(call: Call) -> tuple[str, bool] | None:
+    """Return (the name of the activation that a call is, whether it works in place).
+
+    None if the call is none of ours.
+    """
+    func, more = call.func, call.args[1:]
+    if func in _WITH_INPLACE:
+        in_place = more[0] if more else call.kwargs.get("inplace", False)
+        return _WITH_INPLACE[func], bool(in_place)
+    if func is F.hardtanh:
+        options = {"min_val": -1.0, "max_val": 1.0, "inplace": False}
+        options |= dict(zip(options, more, strict=False)) | call.kwargs
+        is_relu6 = (options["min_val"], options["max_val"]) == (0, 6)
+        return ("relu6", bool(options["inplace"])) if is_relu6 else None
+    if more:
+        return None
+    if func is F.gelu:
+        kinds = {"none": ("gelu", False), "tanh": ("gelu_tanh", False)}
+        return kinds.get(call.kwargs.get("approximate", "none"))
+    return _OF_NOTHING_ELSE.get(func)
+
+
+# --------------------------------------------------------------------------------------------------
+# calls that run by nodes of our own
+def _product_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Product | None:
+    """Return the product of a block's result with factors, which its readers apply; or None.
+
+    That is by kernels, where the block leaves its activation to them too.
+    """
+    if len(args) != 2 or kwargs:
+        return None
+    factors, x = args if isinstance(args[1], Pending) else args[::-1]
+    if not isinstance(x, Pending) or isinstance(factors, Lazy) or not is_gate(factors, x):
+        return None
+    return Product(x, factors) if x.leaves_steps() else None
+
+
+def _mean_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the mean of a block's result over all positions as its kernel gives it, or None."""
+    if not args or not isinstance(args[0], Pending):
+        return None
+    keeps_axes = whole_mean(func, args, kwargs)
+    if keeps_axes is None:
+        return None
+    result = args[0].mean_over_positions()
+    return result if result is None or keeps_axes else result.flatten(1)
+
+
+# Calls that may run in another way: their kind, and the functions that return the result of such a
+# call (function, arguments, keywords), or None where they do not apply. The first is for calls on a
+# block's pending result; the second gets values.
+REPLACEMENTS: dict[Callable, tuple[str, Callable | None, Callable]] = {
+    **dict.fromkeys(PRODUCTS, ("gate", _product_of_block, gate)),
+    **dict.fromkeys(MEANS, ("squeeze", _mean_of_block, squeeze)),
+    **dict.fromkeys(recurrent.CALLS, ("recurrent", None, recurrent.scanned)),
+    ATTENTION: ("attention", None, self_attention),
+}
+
+
+def replacement(blocks: Blocks, call: Call) -> Any:
+    """Run a call in its other way, and count it."""
+    if blocks.calls_refused is not None or not torch.is_grad_enabled():
+        return None
+    kind, of_block, of_values = REPLACEMENTS[call.func]
+    result = None if of_block is None else of_block(*call)
+    if result is None:
+        result = of_values(*call.with_values())
+    if result is not None:
+        blocks.replaced[kind] += 1
+    return result
+
+
+def recurrent_layer(blocks: Blocks, call: Call) -> Any:
+    """Run a recurrent layer as one scan, or else by torch's own steps, which rules cover."""
+    result = replacement(blocks, call)
+    if result is None and torch.is_grad_enabled():
+        return blocks.unfused.call(*call.with_values())
+    return result
+
+
+# Each call that is of interest. Other calls run as the model says.
+HANDLERS: dict[Callable, Handler] = {
+    **dict.fromkeys(METADATA, metadata),
+    **dict.fromkeys(CONVOLUTIONS, convolution),
+    F.batch_norm: batch_norm,
+    **dict.fromkeys(ADDITIONS, addition),
+    **dict.fromkeys((*_WITH_INPLACE, *_OF_NOTHING_ELSE, F.gelu, F.hardtanh), activation),
+    **dict.fromkeys(REPLACEMENTS, replacement),
+    **dict.fromkeys(recurrent.CALLS, recurrent_layer),
+}
