@@ -102,7 +102,8 @@ def test_sizes_are_those_of_the_networks():
         ContinualOptions(), {"classes": 1000, "size": 224, "resize": "squash"}, 3000
     )
     assert named == [
-        f"{sizes[0]:,} parameters for 5.47 million (the network's size with 1,000 classes is {sizes[1]:,})"
+        f"{sizes[0]:,} parameters for 5.47 million "
+        f"(the network's size with 1,000 classes is {sizes[1]:,})"
     ]
 
 

@@ -87,10 +87,6 @@ class Sheet:
             lines += [note, ""]
         return "\n".join(lines)
 
-    def html(self) -> str:
-        """The table in HTML."""
-        return HTML.get_template("sheet").render(sheet=self)
-
     def csv(self) -> str:
         """Title-less, note-less: a header and the rows as they are shown."""
         return csv_text(self.columns, self.rows)
@@ -112,3 +108,11 @@ def csv_text(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     writer.writerow(columns)
     writer.writerows(rows)
     return out.getvalue()
+
+
+def outside_zero(names: Sequence[str], total: int) -> str:
+    """Say which of ``total`` intervals of 95 % leave out zero, and how many would by chance."""
+    return (
+        f"Intervals without zero: {', '.join(names) or 'none'}; of {total} such intervals about "
+        f"{total / 20:.1f} would leave out zero by chance"
+    )

@@ -99,6 +99,7 @@ class ContinualOptions(TrainingOptions):
         measure_images: Training images of the task just learned for the measures of activations and
             gradients.
         tau: Threshold of dormant_ratio_tau.
+        trainability_repeats: Draws of labels of trainability, each 100 training steps of a copy.
     """
 
     model: str = "mobilenet_v3_large"
@@ -127,6 +128,7 @@ class ContinualOptions(TrainingOptions):
     redundancy_batch: int = option(0, at_least=0)
     measure_images: int = option(256, at_least=2)
     tau: float = option(0.1, at_least=0)
+    trainability_repeats: int = option(3, at_least=1)
 
     def __post_init__(self) -> None:
         """Check what the types do not say."""
@@ -227,6 +229,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 _NO_MATTER = set(
     (
         "seed device threads layout fused step on_nan redundancy_batch measures tau data "
+        "trainability_repeats "
         "synthetic_classes"
     ).split()
 )

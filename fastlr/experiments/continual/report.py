@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastlr.display.images import tiled
 from fastlr.display.record import counted
-from fastlr.display.sheets import Sheet, csv_text
+from fastlr.display.sheets import csv_text
 from fastlr.errors import InputError
 from fastlr.experiments.continual import figures as curves
 from fastlr.experiments.continual import tables
@@ -73,30 +73,31 @@ def write_report(
     known = [c for result in results.values() if not isinstance(result, TooShort) for c in result]
     agreements = agreement(runs, resamples=resamples, seed=seed)
     forgotten, spent = forgetting_by_blocks(runs), costs(runs)
-    accuracy, forgetting = (_sheets_of(target, result) for target, result in results.items())
+    accuracy, forgetting = TARGETS
+    full = {name: tables.correlation_sheets(result, name) for name, result in results.items()}
+    overview = {name: tables.overview_sheets(result, name) for name, result in results.items()}
     screen = tables.with_setting(
         [
             tables.runs_sheet(runs),
-            accuracy.full[0],
-            *accuracy.overview,
-            *accuracy.lead,
+            full[accuracy][0],
+            *overview[accuracy],
+            *tables.lead_sheets(results[accuracy], accuracy),
             tables.forgetting_sheet(forgotten),
-            forgetting.full[0],
+            full[forgetting][0],
             tables.ablation_sheet(agreements),
             tables.cost_sheet(spent, runs),
         ],
         runs,
     )
     rest = [
-        *accuracy.full[1:],
-        *forgetting.full[1:],
-        *forgetting.overview,
+        *full[accuracy][1:],
+        *full[forgetting][1:],
+        *overview[forgetting],
         prediction_sheet(predicted),
         tables.definitions_sheet(runs),
     ]
     setting = tables.setting(runs)
-    future = results["future accuracy"]
-    sentences = findings(runs, future, resamples=resamples, seed=seed) + verdicts(runs)
+    sentences = findings(runs, results[accuracy], resamples=resamples, seed=seed) + verdicts(runs)
     numbers: dict[str, Any] = {
         "findings": sentences,
         "runs": [str(run.path) for run in runs],
@@ -127,29 +128,6 @@ def write_report(
         screen=screen,
         texts=_correlations_as_csv(known),
     )
-
-
-class TargetSheets(NamedTuple):
-    """The tables of correlations with one target.
-
-    Attributes:
-        full: Those of each kind and transform, the paper's first; one that says so where the runs
-            are too short.
-        overview: All kinds side by side; empty where the runs are too short.
-        lead: How far local redundancy leads; empty where there is nothing to compare.
-    """
-
-    full: list[Sheet]
-    overview: list[Sheet]
-    lead: list[Sheet]
-
-
-def _sheets_of(target: str, result: list[Correlation] | TooShort) -> TargetSheets:
-    full = tables.correlation_sheets(result, target)
-    if isinstance(result, TooShort) or not result:
-        return TargetSheets(full, [], [])
-    lead = tables.lead_sheet(result, target)
-    return TargetSheets(full, [tables.overview_sheet(result, target)], [lead] if lead else [])
 
 
 def _correlations_as_csv(known: Sequence[Correlation]) -> dict[str, str]:

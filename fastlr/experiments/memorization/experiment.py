@@ -22,9 +22,11 @@ import fastlr
 from fastlr.errors import NonFiniteError
 from fastlr.experiments.continual.measures import redundancy_record
 from fastlr.experiments.data.memorization import GaussianPairs, LabelledShapes, RandomData, digest
+from fastlr.experiments.memorization.fields import FIELDS
 from fastlr.experiments.memorization.options import PRESETS, MemorizeOptions, substitutions
 from fastlr.experiments.redundancy import redundancy_estimator
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
+from fastlr.experiments.runs.fields import ACCURACY, REDUNDANCY, texts
 from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
 from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.optim import spans, trainable_parameters
@@ -33,6 +35,7 @@ from fastlr.ghost.model_io import select_output
 from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
 
+_SHOWN = (FIELDS["loss"], ACCURACY, FIELDS["bits_per_parameter"], REDUNDANCY)
 REPORTS = 20  # of progress within an epoch, at most
 Record = dict[str, Any]
 
@@ -253,18 +256,7 @@ def _finished(options: MemorizeOptions, records: Sequence[Mapping[str, Any]]) ->
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
     """Loss, accuracy, bits a parameter; local redundancy where it was measured."""
-    texts = {
-        "loss": f"{record['loss']:.4g}",
-        "accuracy": "",
-        "bits/parameter": f"{record['bits_per_parameter']:.3f}",
-        "LR": "",
-    }
-    if record["accuracy"] is not None:
-        texts["accuracy"] = f"{100 * record['accuracy']:.1f} %"
-    redundancy = record["measures"].get("local_redundancy")
-    if redundancy:
-        texts["LR"] = f"{redundancy['value']:.4g}"
-    return texts
+    return texts(record, _SHOWN)
 
 
 DRIVER = Driver(

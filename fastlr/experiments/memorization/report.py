@@ -27,9 +27,9 @@ from fastlr.display.figures import (
 )
 from fastlr.display.sheets import DASH, Sheet, shown
 from fastlr.display.tables import pm
+from fastlr.experiments.memorization.fields import FIELDS
 from fastlr.experiments.memorization.options import OPEN, MemorizeOptions
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
-from fastlr.experiments.runs.fields import Field
 from fastlr.experiments.runs.options import choices_of_ours, not_as_in_the_paper
 from fastlr.experiments.runs.records import finite, number
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
@@ -73,15 +73,6 @@ KINDS = {
         "nats over all n images of C classes (Theorem 3.2); the ceiling is n log2 C.",
     ),
 }
-FIELDS = (
-    Field("epoch", "epoch", form="{:.0f}"),
-    Field("train_loss", "train loss"),
-    Field("loss", "loss"),
-    Field("accuracy", "accuracy", form="{:.1f} %", percent=True),
-    Field("bits", "bits", form="{:,.0f}"),
-    Field("bits_per_parameter", "bits/param", form="{:.4f}"),
-    Field("share_of_ceiling", "ceiling", form="{:.1f} %", percent=True),
-)
 
 
 def write_memorization_report(
@@ -186,7 +177,7 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
             f"{run.last['loss']:.4g}",
             f"{run.last['bits']:,.0f}",
             f"{run.last['bits_per_parameter']:.3f}",
-            FIELDS[-1].text(number(run.last.get("share_of_ceiling"))),
+            FIELDS["share_of_ceiling"].text(number(run.last.get("share_of_ceiling"))),
             f"{100 * run.last['bits_per_parameter'] / WEIGHT_BITS:.1f} %",
             shown(run.late_gain(), "{:+.3f}"),
         )
@@ -228,11 +219,11 @@ def training_sheet(run: MemorizationRun, slug: str) -> Sheet:
         redundancy[epoch] = pm(value, error) if math.isfinite(error) else f"{value:.4g}"
     recorded = sorted({*redundancy, run.epochs[-1]}) if len(redundancy) > 1 else run.epochs
     places = np.linspace(0, len(recorded) - 1, _LINES).round().astype(int)
-    columns = [*(field.label for field in FIELDS), "LR ± s.e."]
+    columns = [*(field.short for field in FIELDS.values()), "LR ± s.e."]
     rows = []
     for epoch in dict.fromkeys(recorded[place] for place in places):
         record = run.rows[epoch]
-        cells = [field.text(number(record.get(field.name))) for field in FIELDS]
+        cells = [field.text(number(record.get(field.name))) for field in FIELDS.values()]
         rows.append((*cells, redundancy.get(epoch, DASH)))
     notes = ["train loss: mean over the epoch's batches as they were met, in train mode."]
     if redundancy:
@@ -311,7 +302,7 @@ def bits_curves(runs: Sequence[MemorizationRun]) -> Any:
             text = f"ceiling, all bits that there are: {run.ceiling:.2f}"
             dashed_line(axes, run.ceiling, text)
 
-    labels = dict.fromkeys(KINDS, "bits per parameter")
+    labels = dict.fromkeys(KINDS, FIELDS["bits_per_parameter"].label)
     return _panels([run for run in runs if len(run) > 1], labels, draw)
 
 

@@ -388,6 +388,12 @@ def all_measures(runs: Iterable[RunFolder]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.measures))
 
 
+def on_machines(runs: Iterable[RunFolder]) -> list[str]:
+    """Return the sentence that says where runs were; nothing where no run says it."""
+    machines = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
+    return [f"On {machines}."] if machines else []
+
+
 def check_numbers(record: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise ValueError if an entry of a record is no finite number, KeyError if it is not there."""
     for name in names:

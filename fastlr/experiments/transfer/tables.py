@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fastlr.display.record import counted
-from fastlr.display.sheets import DASH, Sheet
+from fastlr.display.sheets import DASH, Sheet, outside_zero
 from fastlr.experiments.runs.options import not_as_in_the_paper
-from fastlr.experiments.runs.records import as_dict
+from fastlr.experiments.runs.records import as_dict, on_machines
 from fastlr.experiments.statistics.seeds import Mean
 from fastlr.experiments.training.options import training_text
 from fastlr.experiments.transfer.experiment import DRIVER
@@ -183,9 +183,7 @@ def difference_sheet(runs: Sequence[TransferRun]) -> Sheet:
         "error of that mean, 95 % interval by Student's distribution (– where it is 0 in every "
         "seed). Lower: seeds in which the first is better. Same: seeds in which both picked one "
         "checkpoint, whose fine-tuning runs they share (difference 0).",
-        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(pairs)} such intervals "
-        f"about {len(pairs) / 20:.1f} would leave out zero by chance (no correction for their "
-        "number).",
+        f"{outside_zero(outside, len(pairs))} (no correction for their number).",
     )
     return Sheet("differences", title, columns, rows, notes)
 
@@ -295,12 +293,11 @@ def runs_sheet(runs: Sequence[TransferRun]) -> Sheet:
         seconds = [f"{run.spent(name):.1f}" for name in ("train", "local_redundancy", "finetune")]
         minutes = f"{run.spent() / 60:.1f}"
         rows.append((run.name, done, str(len(run.tunings)), finished, *seconds, minutes))
-    machines = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
     note = (
         "Pretraining: its optimiser steps; LR: measuring local redundancy; all: every step of the "
-        f"run. On {machines}."
+        "run."
     )
-    return Sheet("runs", "Runs", columns, rows, (note,))
+    return Sheet("runs", "Runs", columns, rows, (" ".join([note, *on_machines(runs)]),))
 
 
 def finished_of(runs: Sequence[TransferRun]) -> list[TransferRun]:

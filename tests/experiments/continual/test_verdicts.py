@@ -1,7 +1,5 @@
 """The verdict on runs that were learned for it, trimmed: one new seed of each problem."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path
@@ -32,7 +30,7 @@ RUNS = Path(__file__).with_name("runs_of_verdicts")
 def cut(name, tasks):
     """The first tasks of a run."""
     run = copy.copy(read_run(RUNS / name))
-    run.steps = {task: record for task, record in run.tasks.items() if task < tasks}
+    run.rows = {task: record for task, record in run.tasks.items() if task < tasks}
     return run
 
 
