@@ -140,15 +140,6 @@ class LocalRedundancyMonitor(Integration, Callback):
         )
         return reading
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what Lightning saves with its checkpoints."""
-        return {**self.meter.state_dict(), **self.course_state()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        self.meter.load_state_dict(state_dict)
-        self.load_course(state_dict)
-
     def _target(self, pl_module: Any) -> nn.Module:
         if self.module is None:
             target = pl_module

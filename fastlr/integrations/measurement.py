@@ -394,13 +394,15 @@ class Integration:
         last = later[-max(FEWEST, len(self.course) // PARTS) :]
         return None if len(later) < FEWEST else (self.course[start:stop], last)
 
-    def course_state(self) -> dict[str, Any]:
-        """Return what the verdict of a resumed training needs, for a checkpoint."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint should hold, for the same bits and the same verdict."""
         readings = [reading._asdict() for reading in self.course]
-        return {"course": readings, "compared_with": self.compared_with}
+        course = {"course": readings, "compared_with": self.compared_with}
+        return {**self.meter.state_dict(), **course}
 
-    def load_course(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `course_state`; states of older versions hold none."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`; those of older versions hold no readings."""
+        self.meter.load_state_dict(state)
         self.course = [Measurement(**reading) for reading in state.get("course", [])]
         self.compared_with = state.get("compared_with")
 

@@ -143,8 +143,7 @@ class Monitor(Integration):
         A resumed training then measures at the same steps, with the same bits.
         """
         counts = {"steps": self.steps, "epochs": self.epochs, "first": self.first}
-        states = self.keeper.state_dict(), self.meter.state_dict(), self.course_state()
-        return {**counts, **states[0], **states[1], **states[2]}
+        return {**counts, **self.keeper.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the `state_dict` was taken."""
@@ -152,8 +151,7 @@ class Monitor(Integration):
             self.steps, self.epochs = state["steps"], state["epochs"]
             self.first = dict(state.get("first", {}))  # older states have none
             self.keeper.load_state_dict(state)
-            self.meter.load_state_dict(state)
-            self.load_course(state)
+            super().load_state_dict(state)
         except KeyError as error:
             raise InputError(f"not the state of a Monitor: {error} is missing") from None
 
