@@ -88,6 +88,8 @@ def test_training_is_bit_for_bit_the_same(when, steps):
     _, values = curves["local_redundancy/train_phase/train_stream"]
     assert values == [row[2] for row in metric.rows]
     assert metric.result() == values[-1]
+    after_the_start = [row[2] for row in metric.rows if row[0]]
+    assert [reading.value for reading in metric.course] == after_the_start
     assert set(curves) - set(plain.get_all_metrics()) == {
         f"{name}/train_phase/train_stream"
         for name in ("local_redundancy", "local_redundancy_stderr", "weight_norm")

@@ -114,6 +114,8 @@ def test_training_and_its_log_are_the_same(tmp_path, options):
     assert logged(alone) == logged(trainer)
     assert len(logged(alone)) == 5
     assert [row[0] for row in callback.rows] == [0, 4, 8]
+    assert [reading.value for reading in callback.course] == [row[2] for row in callback.rows[1:]]
+    assert "it takes 6 readings after training began" in callback.verdict()
     assert [(r["step"], r["local_redundancy"]) for r in logged(trainer, True)] == [
         (r[0], r[2]) for r in callback.rows
     ]

@@ -149,6 +149,9 @@ def test_best_checkpoint_and_resumption(tmp_path):
     )
     assert second.meter.batch_size == broken.meter.batch_size is not None
     assert all(row[2] == row[3] for row in second.rows)
+    after_the_start = (broken.rows + second.rows)[1:]
+    assert [reading.value for reading in second.course] == [row[2] for row in after_the_start]
+    assert "and there are 5." in second.verdict()
 
 
 def test_averaged_weights():
