@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import json
 import os
 import socket
 import warnings
@@ -110,6 +111,21 @@ def save_file(path: Path, content: Any) -> None:
     buffer = io.BytesIO()  # torch.save straight to a full disk can end the process
     torch.save(content, buffer)
     replace_file(path, buffer.getbuffer())
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        InputError: The file cannot be read, or holds anything else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} holds no JSON object")
+    return content
 
 
 def read_tensors(path: Path) -> Any:

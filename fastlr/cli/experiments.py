@@ -123,7 +123,8 @@ def experiment_command(
                 return
             if out is None:
                 raise InputError("give --out, the folder of the run")
-            if is_many(out) if resume else seeds is not None:
+            several = is_many(out) if resume else seeds is not None
+            if several:
                 queue = Queue(driver, out, preset, at_once, tensorboard)
                 carry_out_many(queue, given, {}, seeds, resume)
             elif seeds is not None:
@@ -152,8 +153,12 @@ continual = experiment_command(
     "continual",
     "Train on a sequence of binary tasks and measure plasticity at every boundary; PRESET names a "
     "set of options.",
-    "paper, table5, dohare32, tiny or demo; without it, paper.",
-    data=(str, "Folder of an image store, or synthetic."),
+    "paper, table5, dohare32, tiny, small or demo; without it, paper.",
+    data=(
+        str,
+        "Folder of an image store, or synthetic, random-labels, random-labels-digits or "
+        "permuted-digits.",
+    ),
     tasks=(int, "How many, in all: --set tasks=."),
 )
 transfer = experiment_command(
@@ -343,19 +348,19 @@ def carry_out_many(
     try:
         with RunBoard(queue.driver, queue.path) as board:
             if resume:
-                outcome = queue.resume(given, board.begin, seeds, grids or None)
+                ended = queue.resume(given, board.begin, seeds, grids or None)
             else:
                 count = 1 if seeds is None else seeds
                 runs = product(queue.driver, queue.preset, given, grids, count)
-                outcome = queue.begin(runs, board.begin)
+                ended = queue.begin(runs, board.begin)
     except KeyboardInterrupt:
         when = " before the runs began: begin them anew"
         if is_many(queue.path):
             when = ": --resume goes on with the runs"
         raise Interrupted(f"interrupted{when}") from None
-    failed = f", {len(outcome.failed)} failed: --resume tries again" if outcome.failed else ""
-    print(f"runs: {outcome.path} ({len(outcome.finished)} finished{failed})")
-    _print_log(outcome.path, queue.tensorboard)
+    failed = f", {len(ended.failed)} failed: --resume tries again" if ended.failed else ""
+    print(f"runs: {queue.path} ({len(ended.finished)} finished{failed})")
+    _print_log(queue.path, queue.tensorboard)
     if failed:
         raise typer.Exit(1)
 

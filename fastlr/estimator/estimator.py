@@ -40,6 +40,7 @@ from fastlr.ghost.runtime import (
     versions,
 )
 from fastlr.ghost.surroundings import refuse_surroundings
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.model_lock import locked
 
 __all__ = [
@@ -127,6 +128,7 @@ class LocalRedundancy:
             full_params(self.model) as members,
             members.guard(),
             as_it_was(self.model, self.view.device),
+            uncompiled(),
         ):
             self.passes.renew()
             if members.size > 1:

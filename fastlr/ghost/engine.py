@@ -40,6 +40,7 @@ from fastlr.ghost.surroundings import refuse_surroundings
 from fastlr.ghost.verification.audit import Audits, Disproved
 from fastlr.ghost.verification.prover import generic_cotangent
 from fastlr.ghost.verification.record import Ledger
+from fastlr.ops.compiled_parts import uncompiled
 from fastlr.ops.deferred_checks import out_of_memory, refuse_beyond
 from fastlr.ops.model_lock import all_modules
 
@@ -142,7 +143,7 @@ class Engine:
 
     def without_caches(self, x: Any) -> AbstractContextManager[None]:
         """Run the model within this context without what earlier forward passes have left in it."""
-        return emptied(caches_of(self.view, self.known, self._flags(), x))
+        return emptied(caches_of(self.view, self.known, self._flags, x))
 
     def run(self, x: Any, cotangent: Cotangent) -> ChunkNorms:
         """Per-sample squared norms of the gradient of <cotangent, output> for each sample.
@@ -166,6 +167,7 @@ class Engine:
             torch.inference_mode(False),
             quiet_rng(self.view.device),
             put_back(self._buffers.keep(modules, unseen=training)),
+            uncompiled(),  # checkpoints run compiled parts again in the backward pass
         ):
             try:
                 with refusals(self.view, x), self.without_caches(x):

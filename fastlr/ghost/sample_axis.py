@@ -51,7 +51,7 @@ class Regular:
 
         The result is [B, outer*inner, other axes in order].
         """
-        t = t.movedim(dim, 0)
+        t = t.movedim(dim, 0) if dim else t
         rest = t.shape[1:]
         if self.outer == 1:
             return t.reshape(count, self.inner, *rest)

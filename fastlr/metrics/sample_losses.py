@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fastlr.errors import InputError, NonFiniteError
+from fastlr.errors import FastlrError, InputError, NonFiniteError, first_line
 from fastlr.ghost.model_io import sample_count
 from fastlr.ghost.state import BufferKeeper, put_back
 from fastlr.ghost.verification.agreement import MARGIN, agree
@@ -77,7 +77,7 @@ class SampleLosses:
         out_dim: the samples' axis of the output.
 
     Raises:
-        InputError: ``loss`` cannot be called.
+        InputError: ``loss`` cannot be called, or is a class.
     """
 
     def __init__(self, loss: Loss, out_dim: int) -> None:
@@ -132,7 +132,15 @@ class SampleLosses:
         Raises:
             InputError: The loss mixes samples, or is random. Others: as for `gradient`.
         """
-        gradient = self.gradient(z, y)
+        try:
+            gradient = self.gradient(z, y)
+        except Exception as error:
+            if whole or isinstance(error, FastlrError) or out_of_memory(error):
+                raise
+            raise InputError(
+                f"the loss fails on a part of the samples ({first_line(error)}): pass weights that "
+                "it holds by place as a part of y"
+            ) from error
         if z.shape[self.out_dim] > 1 and not self._known(z, y):
             _Company(self, *_fitted(z, y), gradient).require_none(whole=whole)
         return gradient
@@ -360,12 +368,14 @@ def _of_options_alone(loss: Any) -> bool:
 
 def _unreduced(loss: Loss) -> Loss:
     """Return the loss without its reduction, where it has one."""
-    if not callable(loss):
-        kind = type(loss).__name__
-        raise InputError(f"loss must be a function (output, y) -> losses, not {kind}")
+    if isinstance(loss, type) or not callable(loss):
+        kind = loss.__name__ if isinstance(loss, type) else type(loss).__name__
+        raise InputError(
+            f"loss must be a function (output, y) -> losses, or an instance of a loss, not {kind}"
+        )
     if isinstance(loss, nn.Module):
-        if not hasattr(loss, "reduction"):
-            return loss
+        if not hasattr(loss, "reduction") or isinstance(loss, torch.jit.ScriptModule):
+            return loss  # a constant, there
         unreduced: Any = copy(loss)  # of the module alone: its parameters and buffers are the same
         unreduced.reduction = "none"
         return unreduced

@@ -12,8 +12,7 @@ All tensors of the first and the third have samples, along axis 0, those of a bl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -98,27 +97,20 @@ def leaves(args: Sequence[Any]) -> Iterator[Any]:
             yield a
 
 
-def with_leaves(args: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Return the arguments of an op with other leaves, in the order of `leaves`."""
-    rest = iter(values)
-    filled = []
-    for a in args:
-        filled.append(type(a)(*islice(rest, len(a))) if isinstance(a, RECORDS) else next(rest))
-    return filled
-
-
-def leaves_with_samples(args: Sequence[Any], samples: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers of the leaves that have samples along axis 0.
+def changed(
+    change: Callable[[Any, bool], Any], args: Sequence[Any], samples: Sequence[int] = ()
+) -> list[Any]:
+    """Return the arguments of an op with other leaves.
 
     Args:
-        args: of an op.
+        change: takes a leaf and whether it has samples.
+        args: of the op.
         samples: numbers of the arguments that have samples; in records all tensors have.
     """
-    numbers: list[int] = []
-    count = 0
+    given: list[Any] = []
     for i, a in enumerate(args):
-        fields = a if isinstance(a, RECORDS) else (a,)
-        if i in samples:
-            numbers += [count + k for k, field in enumerate(fields) if isinstance(field, Tensor)]
-        count += len(fields)
-    return tuple(numbers)
+        if isinstance(a, RECORDS):
+            given.append(type(a)(*(change(field, i in samples) for field in a)))
+        else:
+            given.append(change(a, i in samples))
+    return given

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastlr import ops
-from fastlr.ops.block import RECORDS, Block, Gradients, Loaded
+from fastlr.ops.block import Block, Gradients, Loaded, changed
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.kernel_checks import with_strides, without_repeats
 
@@ -193,16 +193,14 @@ def moved(op: str, args: tuple, device: torch.device, dtype: torch.dtype) -> tup
     """
     if op == "fold_weights":
         return dtype, *(_on(a, device, None) for a in args[1:])
-    given = []
-    for i, a in enumerate(args):
+
+    def on_device(a: Any, by_sample: bool) -> Any:
+        return _on(a, device, dtype if by_sample else None)
+
+    given = changed(on_device, args, ops.SAMPLES[op])
+    for i, a in enumerate(given):
         if isinstance(a, Block):
-            weight, folded, channels, *how = a
-            parameters = (_on(weight, device, None), _on(folded, device, dtype))
-            given.append(Block(*parameters, _on(channels, device, None), *how))
-        elif isinstance(a, RECORDS):
-            given.append(type(a)(*(_on(field, device, dtype) for field in a)))
-        else:
-            given.append(_on(a, device, dtype if i in ops.SAMPLES[op] else None))
+            given[i] = a._replace(folded=_on(a.folded, device, dtype))
     return tuple(given)
 
 

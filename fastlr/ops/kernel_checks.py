@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fastlr.errors import FastlrWarning
-from fastlr.ops.block import leaves, leaves_with_samples, with_leaves
+from fastlr.ops.block import changed, leaves
 from fastlr.ops.deferred_checks import out_of_memory
 from fastlr.ops.geometry import ConvGeometry
 from fastlr.ops.recent import Recent
@@ -76,20 +76,21 @@ def signature(args: Sequence[Any], samples: Sequence[int]) -> str:
 
     It is the same in every process. See `compared`.
     """
-    parts = []
-    by_sample = leaves_with_samples(args, samples)
-    for i, a in enumerate(leaves(args)):
-        if isinstance(a, Tensor):
-            parts.append(_layout(a, i in by_sample))
-        elif isinstance(a, ConvGeometry):
-            parts.append(signature(a, ()))
-        elif isinstance(a, int) and not isinstance(a, bool):
-            parts.append(f"int%{divisor(a)}")
-        elif isinstance(a, (tuple, list)):
-            parts.append(str(list(a)))
-        elif not isinstance(a, float):
-            parts.append(str(a).removeprefix("torch."))
-    return "; ".join(parts)
+    parts = leaves(changed(_described, args, samples))
+    return "; ".join(part for part in parts if part is not None)
+
+
+def _described(a: Any, by_sample: bool) -> str | None:
+    """Describe an argument for the signature of a call; None for a number that is none of it."""
+    if isinstance(a, Tensor):
+        return _layout(a, by_sample)
+    if isinstance(a, ConvGeometry):
+        return signature(a, ())
+    if isinstance(a, int) and not isinstance(a, bool):
+        return f"int%{divisor(a)}"
+    if isinstance(a, (tuple, list)):
+        return str(list(a))
+    return None if isinstance(a, float) else str(a).removeprefix("torch.")
 
 
 def _layout(t: Tensor, by_sample: bool) -> str:
@@ -148,38 +149,35 @@ def compared(
         drawn instead. The twin's float32 products are without TF32.
     """
     result = kernel(*args) if result is None else result
-    kernel, twin = _of_leaves(kernel, args), _of_leaves(twin, args)
-    samples, args = leaves_with_samples(args, samples), list(leaves(args))
+    tensors = [a for a in leaves(args) if isinstance(a, Tensor)]
     by_sample = bool(samples)
-    count = args[samples[0]].shape[0] if samples else 0
-    largest = max((a.numel() for a in args if isinstance(a, Tensor)), default=1)
+    count = len(next(leaves([args[samples[0]]]))) if samples else 0
+    largest = max(t.numel() for t in tensors)
     few = max(1, min(MOST, ELEMENTS * max(1, count) // max(1, largest)))
     chosen = torch.linspace(0, count - 1, min(few, count)).round().long() if samples else None
-    device = next(a.device.type for a in args if isinstance(a, Tensor))
-    with torch.no_grad(), torch.autocast(device, enabled=False), full_products():
-        picked = _picked(args, samples, chosen)
+
+    def has_samples(a: Any) -> bool:  # a factor may be broadcast instead
+        return isinstance(a, Tensor) and a.ndim > 0 and len(a) == count
+
+    def pick(a: Any, by_sample: bool) -> Any:
+        return _of(a, chosen) if by_sample and has_samples(a) else a
+
+    def draw(a: Any, by_sample: bool) -> Any:
+        return _drawn(a, few if by_sample and has_samples(a) else None)
+
+    with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False), full_products():
+        picked = changed(pick, args, samples)
         results = [_of(t, chosen) for t in _leaves(result)]
         deviation, empty = _deviation(results, picked, twin, by_sample)
         if empty:  # zero or not finite: nothing was learnt
-            drawn = []
-            for i, a in enumerate(args):
-                drawn.append(_drawn(a, few if _has_samples(args, samples, i) else None))
+            drawn = changed(draw, args, samples)
             # On as many samples: on fewer it might be another compiled variant.
             again = kernel(*drawn)
             if again is not NotImplemented:
                 results = [_of(t, chosen) for t in _leaves(again)]
-                picked = _picked(drawn, samples, chosen)
+                picked = changed(pick, drawn, samples)
                 deviation = max(deviation, _deviation(results, picked, twin, by_sample)[0])
     return deviation
-
-
-def _of_leaves(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
-    """Return an op's function that takes the leaves of these arguments in place of records."""
-
-    def on_leaves(*values: Any) -> Any:
-        return function(*with_leaves(args, values))
-
-    return on_leaves
 
 
 def _deviation(
@@ -189,12 +187,12 @@ def _deviation(
 
     It says nothing where no result is finite and not zero.
     """
-    dtypes = [a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+    dtypes = [a.dtype for a in leaves(args) if isinstance(a, Tensor) and a.is_floating_point()]
     if not dtypes:
         return _exact(results, _leaves(twin(*args)))
     lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    truth, rounded = _leaves(twin(*map(_wide, args))), _leaves(twin(*args))
-    terms = _leaves(twin(*map(_size, args)))
+    truth, rounded = _leaves(twin(*changed(_wide, args))), _leaves(twin(*args))
+    terms = _leaves(twin(*changed(_size, args)))
     worst, empty = Deviation(0.0, 0.0), True
     for got, right, low, size in zip(results, truth, rounded, terms, strict=True):
         if got.shape != right.shape:
@@ -238,39 +236,16 @@ def _leaves(result: Any) -> list[Tensor]:
     return [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
 
 
-def _wide(a: Any) -> Any:
+def _wide(a: Any, by_sample: bool = False) -> Any:
     """To float64, tensors and dtypes alike."""
     if isinstance(a, torch.dtype):
         return torch.float64
     return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
 
 
-def _size(a: Any) -> Any:
+def _size(a: Any, by_sample: bool) -> Any:
     """Return absolute values in float64; anything but a tensor as `_wide` does."""
     return _wide(a.abs() if isinstance(a, Tensor) else a)
-
-
-def _has_samples(args: Sequence[Any], samples: Sequence[int], i: int) -> bool:
-    """Return True if argument ``i`` has the samples along axis 0.
-
-    A factor may be broadcast instead.
-    """
-    a = args[i]
-    return (
-        i in samples
-        and isinstance(a, Tensor)
-        and a.ndim > 0
-        and a.shape[0] == args[samples[0]].shape[0]
-    )
-
-
-def _picked(args: Sequence[Any], samples: Sequence[int], chosen: Tensor | None) -> list[Any]:
-    """Return the arguments of a call on some of its samples."""
-    picked = list(args)
-    for i, a in enumerate(args):
-        if _has_samples(args, samples, i):
-            picked[i] = _of(a, chosen)
-    return picked
 
 
 def _of(t: Tensor, chosen: Tensor | None) -> Tensor:
@@ -301,8 +276,10 @@ def _drawn(a: Any, few: int | None) -> Any:
 
 def without_repeats(t: Tensor) -> Tensor:
     """The first of the elements along axes on which a tensor is expanded (strides of 0)."""
-    ends = [1 if step == 0 else None for step in t.stride()]
-    return t[tuple(map(slice, ends))]
+    for axis, step in enumerate(t.stride()):
+        if step == 0:
+            t = t.narrow(axis, 0, min(1, t.shape[axis]))
+    return t
 
 
 def with_strides(values: Tensor, t: Tensor) -> Tensor:

@@ -46,14 +46,14 @@ class RealInputs:
         shape: Of one sample: [C, H, W] of an image, [length, features] of a series.
         count: How many.
         what: What they are, in words.
-        note: What must be known of their standard error; empty if nothing.
+        notes: What must be known of their standard error.
     """
 
     inputs: Inputs
     shape: tuple[int, ...]
     count: int
     what: str
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def series(self) -> bool:
@@ -202,20 +202,15 @@ def _draw(total: int, n: int, seed: int) -> torch.Tensor:
 def _windows(path: Path, n: int, context: int) -> RealInputs:
     """Evenly spaced windows of the last fifth of a CSV series."""
     windows = split_series(read_series(path), context, horizon=1).validation
-    index = (
-        torch.linspace(0, len(windows) - 1, min(n, len(windows)), dtype=torch.float64)
-        .round()
-        .long()
-    )
+    places = torch.linspace(0, len(windows) - 1, min(n, len(windows)), dtype=torch.float64)
+    index = places.round().long()
     inputs, _ = windows.batch(index)
     distance = (len(windows) - 1) / max(1, len(inputs) - 1)
-    note = (
-        ""
-        if distance >= context
-        else "The windows overlap, so the standard errors on them are too small."
-    )
+    notes: tuple[str, ...] = ()
+    if distance < context:
+        notes = ("The windows overlap, so the standard errors on them are too small.",)
     what = f"windows of the last fifth of {path.name}"
-    return RealInputs(TensorInputs(inputs), tuple(inputs.shape[1:]), len(inputs), what, note)
+    return RealInputs(TensorInputs(inputs), tuple(inputs.shape[1:]), len(inputs), what, notes)
 
 
 def _images(images: torch.Tensor, what: str) -> RealInputs:

@@ -23,20 +23,20 @@ CONSTANT = (
 )
 
 
-def few_checkpoints(n: int) -> str:
-    """Say what correlations of ``n`` checkpoints are worth; empty where they have a standard error.
+def few_checkpoints(n: int) -> list[str]:
+    """Say what correlations of ``n`` checkpoints are worth; nothing if they have a standard error.
 
-    >>> few_checkpoints(5)[:60], few_checkpoints(91)
-    ('With 5 checkpoints r has no standard error: unrelated number', '')
+    >>> few_checkpoints(5)[0][:60], few_checkpoints(91)
+    ('With 5 checkpoints r has no standard error: unrelated number', [])
     """
     if n >= FEWEST_FOR_ERROR:
-        return ""
+        return []
     t = float(stdtrit(n - 2, 1 - LEVEL / 2))
-    return (
+    return [
         f"With {n} checkpoints r has no standard error: unrelated numbers reach |r| of "
         f"{t / math.sqrt(n - 2 + t * t):.2f} once in 20 times, and a trend that all checkpoints of "
         "a training follow makes r large by itself. It describes these checkpoints, no others."
-    )
+    ]
 
 
 def checkpoints_sheet(

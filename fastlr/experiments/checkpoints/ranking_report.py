@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Any
 
-from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, save_figure, style_rows
+from fastlr.display.figures import COLOURS, INK, MUTED, new_figure, style_rows, title_of_all
 from fastlr.display.sheets import DASH, Sheet
 from fastlr.display.tables import pm
 from fastlr.experiments.checkpoints.ranking import PairedTest, Ranking
@@ -63,6 +62,7 @@ def ranking_sheet(ranked: Ranking, notes: Sequence[str] = ()) -> Sheet:
 
 def ranking_record(ranked: Ranking) -> dict[str, Any]:
     """The ranking for JSON: best, verdict, every estimate and every pair."""
+    estimates = ranked.estimates.items()
     return {
         "best": ranked.best,
         "distinguishable": ranked.distinguishable,
@@ -70,15 +70,12 @@ def ranking_record(ranked: Ranking) -> dict[str, Any]:
         "verdict": verdict(ranked),
         "level": ranked.level,
         "test": "paired z over inputs, two-sided, Holm's correction for all pairs",
-        "ranking": [
-            {"checkpoint": name, **estimate.to_dict()}
-            for name, estimate in ranked.estimates.items()
-        ],
-        "pairs": [vars(pair) for pair in ranked.pairs],
+        "ranking": [{"checkpoint": name, **estimate.to_dict()} for name, estimate in estimates],
+        "pairs": list(map(vars, ranked.pairs)),
     }
 
 
-def ranking_chart(ranked: Ranking, path: str | os.PathLike[str]) -> bool:
+def ranking_chart(ranked: Ranking) -> Any:
     """Draw each checkpoint's local redundancy, best first, and its paired difference from the best.
 
     The intervals are of 95 %.
@@ -93,23 +90,15 @@ def ranking_chart(ranked: Ranking, path: str | os.PathLike[str]) -> bool:
     right.axvline(0, color=MUTED, linewidth=1)
     left.set_yticks(range(len(names)), names, fontsize=8, color=INK)
     left.set_ylim(len(names) - 0.5, -0.5)
-    for axes, text in (
-        (
-            left,
-            f"local redundancy, n = {ranked.estimates[names[0]].n} inputs (± 1.96 standard errors)",
-        ),
-        (right, f"best ({names[0]}) minus this one, paired (± 1.96 standard errors)"),
-    ):
-        style_rows(axes, text, fontsize=8)
+    inputs = ranked.estimates[names[0]].n
+    style_rows(left, f"local redundancy, n = {inputs} inputs (± 1.96 standard errors)", fontsize=8)
+    text = f"best ({names[0]}) minus this one, paired (± 1.96 standard errors)"
+    style_rows(right, text, fontsize=8)
+    for axes in (left, right):
         axes.tick_params(axis="y", length=0)
-    figure.suptitle(
-        "Checkpoints by local redundancy; orange: not distinguishable from the best",
-        x=0.01,
-        ha="left",
-        fontsize=10,
-        color=INK,
-    )
-    return save_figure(figure, path)
+    title = "Checkpoints by local redundancy; orange: not distinguishable from the best"
+    title_of_all(figure, title)
+    return figure
 
 
 def _interval(axes: Any, y: int, value: float, stderr: float, colour: str) -> None:

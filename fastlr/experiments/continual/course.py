@@ -20,11 +20,11 @@ from fastlr.experiments.continual.tables import hundred, label, order
 from fastlr.experiments.runs.records import (
     Array,
     all_measures,
-    as_dict,
     differs,
     finite,
     grouped,
     mean_of_known,
+    measured,
     number,
 )
 
@@ -37,7 +37,7 @@ def by_intervention(runs: Sequence[ContinualRun]) -> dict[str, list[ContinualRun
     The groups are named by their folders if these differ, else by their options.
     """
     defaults = vars(ContinualOptions())
-    settings = [{key: run.options.get(key, defaults[key]) for key in COMPARED} for run in runs]
+    settings = [{key: defaults[key] for key in COMPARED} | run.options for run in runs]
     varying = [key for key in sorted(COMPARED) if differs(key, settings)]
     changes = []  # of each run from the defaults
     for setting in settings:
@@ -107,7 +107,7 @@ def _mean_logarithms(run: ContinualRun, measure: str) -> list[float]:
 
     They are NaN where it was not measured.
     """
-    start = np.array([number(as_dict(run.start, measure).get("value"))])
+    start = np.array([number(measured(run.untrained, measure).get("value"))])
     parts = (start, *ends(run.measure(measure)))
     return [mean_of_known(np.log(part[part > 0])) for part in parts]
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fastlr.errors import InputError
+from fastlr.experiments.continual.fields import LEARNING_SPEED
 from fastlr.experiments.continual.interventions.plain import layer_norm_for_batch_norm
 from fastlr.experiments.continual.measures import Measurer
 from fastlr.experiments.continual.options import (
@@ -41,6 +42,7 @@ from fastlr.experiments.data import (
     synthetic_store,
 )
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
+from fastlr.experiments.runs.fields import ACCURACY, REDUNDANCY, texts
 from fastlr.experiments.runs.folder import (
     Run,
     random_states,
@@ -155,7 +157,11 @@ def _learn(
     options = trainer.options
     began = time.perf_counter()
 
+    trainer.first_epoch_accuracy = None
+
     def report_epoch(epoch: int) -> None:
+        if epoch == 1 and LEARNING_SPEED in options.measures:
+            trainer.first_epoch_accuracy = trainer.accuracy(task.test_x, task.test_y)
         report(Progress(number, options.tasks, epoch, options.epochs, None))
 
     loss = trainer.learn(task, number, report_epoch)  # ends by waiting for the device
@@ -208,14 +214,10 @@ def _finished(options: ContinualOptions, records: Sequence[Mapping[str, Any]]) -
 
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
-    """Accuracy, and local redundancy where it was measured."""
-    texts = {"accuracy": record.get("skipped") or "", "LR": ""}
-    if record.get("accuracy") is not None:
-        texts["accuracy"] = f"{100 * record['accuracy']:.1f} %"
-    redundancy = record["measures"].get("local_redundancy", {}).get("value")
-    if redundancy is not None:
-        texts["LR"] = f"{redundancy:.4g}"
-    return texts
+    """Accuracy, or why the task was skipped, and local redundancy where it was measured."""
+    found = texts(record, (ACCURACY, REDUNDANCY))
+    found["accuracy"] = record.get("skipped") or found["accuracy"]
+    return found
 
 
 DRIVER = Driver(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +13,15 @@ from fastlr.display.figures import (
     INK,
     MUTED,
     count_axis,
+    dashed_line,
     error_band,
     legend,
     legend_below,
     log_axis,
     new_figure,
-    save_figure,
     style,
     style_rows,
+    title_of_all,
 )
 from fastlr.display.record import counted
 from fastlr.display.tables import group_to_fit
@@ -51,17 +51,17 @@ _REDUNDANCY = "local redundancy, E||grad||²"
 _BAND = " (band: ± 2 standard errors)"
 
 
-def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
+def redundancy_and_accuracy(runs: Sequence[ContinualRun]) -> Any:
     """Draw local redundancy above accuracy over tasks, with bands of two standard errors.
 
-    Returns False if neither was recorded.
+    Returns None if neither was recorded.
 
     Thin: each task; thick, from 150 tasks on: running mean over 30 (of the logarithm, for local
     redundancy).
     """
     has_lr = _recorded(SHAPES, runs)
     if not has_lr and not any(np.isfinite(run.accuracy).any() for run in runs):
-        return False
+        return None
     figure, (top, bottom) = new_figure((9, 6.2), 2, sharex=True)
     for index, run in enumerate(runs):
         colour, line = _look(index)
@@ -71,7 +71,7 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLik
         _curve(bottom, tasks, accuracy, colour, run.name, line=line)
     for chance in np.unique(finite([100 * run.chance for run in runs])):
         text = f"chance, {chance:.3g} %"
-        bottom.axhline(chance, color=MUTED, linewidth=1, linestyle="--", label=text)
+        dashed_line(bottom, chance, text)
     inputs = _count((run.measure(SHAPES, "n") for run in runs), "inputs")
     style(top, _REDUNDANCY, f"Local redundancy over tasks{inputs}{_BAND}")
     images = _count((run.test_images for run in runs), "images a task")
@@ -82,7 +82,7 @@ def redundancy_and_accuracy(runs: Sequence[ContinualRun], path: str | os.PathLik
         log_axis(top)
     count_axis(bottom, f"task{_thick(runs)}")
     legend_below(figure, bottom)
-    return save_figure(figure, path)
+    return figure
 
 
 def _recorded(name: str, runs: Sequence[ContinualRun]) -> bool:
@@ -90,9 +90,7 @@ def _recorded(name: str, runs: Sequence[ContinualRun]) -> bool:
     return any(np.isfinite(run.measure(name)).any() for run in runs)
 
 
-def group_curves(
-    groups: Mapping[str, Sequence[ContinualRun]], path: str | os.PathLike[str]
-) -> bool:
+def group_curves(groups: Mapping[str, Sequence[ContinualRun]]) -> Any:
     """Draw local redundancy above accuracy over tasks, as means over the runs of each group.
 
     The panels are those of `redundancy_and_accuracy`.
@@ -113,7 +111,7 @@ def group_curves(
     log_axis(top)
     count_axis(bottom, f"task{_thick(every)}")
     legend_below(figure, bottom)
-    return save_figure(figure, path)
+    return figure
 
 
 def _seeds(groups: Mapping[str, Sequence[ContinualRun]]) -> str:
@@ -145,23 +143,21 @@ def _thick(runs: Sequence[ContinualRun]) -> str:
 
 def ablation_curves(
     runs: Sequence[ContinualRun],
-    path: str | os.PathLike[str],
     at: str = "task",
     names_at: Sequence[str] = (),
-) -> bool:
+) -> Any:
     """Draw local redundancy on synthetic and on real inputs over tasks.
 
-    Returns False with fewer than two kinds of inputs.
+    Returns None with fewer than two kinds of inputs.
 
     Args:
         runs: A panel each.
-        path: Of the picture.
         at: What the axis is of.
         names_at: The names of what it is of, if they have any.
     """
     names = [name for name in _ABLATION if _recorded(name, runs)]
     if len(names) < 2:
-        return False
+        return None
     runs = [run for run in runs if not set(names).isdisjoint(run.measures)]
     figure, panels = new_figure((9, 0.9 + 3.0 * len(runs)), len(runs), sharex=True, squeeze=False)
     panels = panels.ravel()
@@ -179,13 +175,13 @@ def ablation_curves(
         step = -(-len(names_at) // _NAMES)
         last.set_xticks(range(0, len(names_at), step), names_at[::step], rotation=30, ha="right")
         last.set_xlim(-0.5, len(names_at) - 0.5)
-    return save_figure(figure, path)
+    return figure
 
 
-def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -> bool:
+def layer_map(run: ContinualRun, most: int = 40) -> Any:
     """Draw local redundancy as a map of modules over tasks, with logarithmic colours.
 
-    Modules are in network order, top to bottom. Returns False if no values by module were recorded.
+    Modules are in network order, top to bottom. Returns None if no values by module were recorded.
 
     Modules are joined into blocks until there are at most ``most`` rows; beyond 400 columns tasks
     are averaged.
@@ -194,10 +190,10 @@ def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -
 
     means = run.per_parameter()
     if not means:
-        return False
+        return None
     rows, cells, start, width = _cells(means, most)
     if not cells.count():
-        return False
+        return None
     low, high = float(cells.min()), float(cells.max())
     norm = LogNorm(max(low, high * 1e-8), high if high > low else low * 1.01)
     figure, axes = new_figure((9, max(2.4, 1.4 + 0.19 * len(rows))), 1)
@@ -224,7 +220,7 @@ def layer_map(run: ContinualRun, path: str | os.PathLike[str], most: int = 40) -
     bar.ax.tick_params(labelsize=8, colors=MUTED)
     for side in axes.spines.values():
         side.set_visible(False)
-    return save_figure(figure, path)
+    return figure
 
 
 def _cells(
@@ -259,17 +255,17 @@ def _cells(
     return rows, np.ma.masked_less_equal(cells, 0), start, width
 
 
-def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLike[str]) -> bool:
+def correlation_chart(correlations: Sequence[Correlation]) -> Any:
     """Draw the semi-partial correlations of the raw measures with their 95 % intervals.
 
-    Returns False if there are none.
+    Returns None if there are none.
     """
     chosen = [
         c for c in correlations if c.kind == "semi-partial" and c.transform == "raw" and not c.note
     ]
     names = order(c.measure for c in chosen)
     if not names:
-        return False
+        return None
     figure, axes = new_figure((7.5, 1.3 + 0.48 * len(names)), 1)
     axes.axvline(0, color=MUTED, linewidth=1)
     for c in chosen:
@@ -300,20 +296,20 @@ def correlation_chart(correlations: Sequence[Correlation], path: str | os.PathLi
     short = "; LR: local redundancy" if has_short else ""
     title = f"Semi-partial correlations{tasks}\n(lines: 95 % intervals{short})"
     axes.set_title(title, loc="left", fontsize=9, color=INK)
-    return save_figure(figure, path)
+    return figure
 
 
-def measure_curves(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -> bool:
+def measure_curves(runs: Sequence[ContinualRun]) -> Any:
     """Draw every measure but local redundancy over tasks, in a small panel each.
 
-    Returns False if there are none.
+    Returns None if there are none.
 
     The axes begin at zero, so that small changes look small.
     """
     others = [name for name in order(all_measures(runs)) if not name.startswith(SHAPES)]
     names = [name for name in others if _recorded(name, runs)]
     if not names:
-        return False
+        return None
     columns = min(3, len(names))
     lines = -(-len(names) // columns)
     figure, panels = new_figure((3.1 * columns + 0.4, 2.3 * lines + 0.6), lines, columns)
@@ -335,8 +331,8 @@ def measure_curves(runs: Sequence[ContinualRun], path: str | os.PathLike[str]) -
     of = _count(images, "training images (units, gradients, ranks)").removeprefix(", ")
     lines_of_title = ["The other measures at each task boundary", of, _thick(runs).strip()]
     title = "\n".join(filter(None, lines_of_title))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
-    return save_figure(figure, path)
+    title_of_all(figure, title)
+    return figure
 
 
 def _redundancy_curve(

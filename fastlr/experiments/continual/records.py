@@ -43,21 +43,12 @@ class ContinualRun(RunFolder):
 
     experiment, driver, required = "a continual run", "continual", ("start", "task")
     row = step = "task"
-
-    @property
-    def rows(self) -> dict[int, Record]:
-        """The records of the tasks: that of the untrained network comes before them."""
-        return self.steps
+    untrained_is_row = False  # it comes before task 0
 
     @property
     def tasks(self) -> dict[int, Record]:
         """Task number to its record."""
-        return self.steps
-
-    @property
-    def start(self) -> dict[str, Any]:
-        """Measures of the untrained network."""
-        return as_dict(self.untrained, "measures")
+        return self.rows
 
     def add(self, record: Record) -> None:
         """Take a line of the records."""

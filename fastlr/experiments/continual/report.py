@@ -6,38 +6,27 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fastlr.display.images import contact_sheet
+from fastlr.display.images import tiled
 from fastlr.display.record import counted
-from fastlr.display.sheets import Sheet, csv_text
+from fastlr.display.sheets import csv_text
 from fastlr.errors import InputError
 from fastlr.experiments.continual import figures as curves
 from fastlr.experiments.continual import tables
 from fastlr.experiments.continual.association import TARGETS, Correlation, TooShort, correlations
 from fastlr.experiments.continual.course import by_intervention, course_sheets
 from fastlr.experiments.continual.findings import findings
-from fastlr.experiments.continual.options import COMPARED
+from fastlr.experiments.continual.options import COMPARED, OPEN, ContinualOptions
 from fastlr.experiments.continual.prediction import prediction_sheet, predictions
 from fastlr.experiments.continual.records import ContinualRun, read_runs
 from fastlr.experiments.continual.summaries import agreement, costs, forgetting_by_blocks
 from fastlr.experiments.continual.verdicts import verdicts, verdicts_by_group
+from fastlr.experiments.runs.options import choices_of_ours
 from fastlr.experiments.runs.records import as_dict
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
-
-
-@dataclass(frozen=True)
-class ContinualReport(Report):
-    """The report of continual runs.
-
-    Attributes:
-        correlations: By target.
-    """
-
-    correlations: dict[str, list[Correlation] | TooShort]
 
 
 def write_report(
@@ -48,7 +37,7 @@ def write_report(
     resamples: int = 1000,
     seed: int = 0,
     pool: bool = False,
-) -> ContinualReport:
+) -> Report:
     """Analyse run folders and write the report.
 
     Args:
@@ -84,30 +73,31 @@ def write_report(
     known = [c for result in results.values() if not isinstance(result, TooShort) for c in result]
     agreements = agreement(runs, resamples=resamples, seed=seed)
     forgotten, spent = forgetting_by_blocks(runs), costs(runs)
-    accuracy, forgetting = (_sheets_of(target, result) for target, result in results.items())
+    accuracy, forgetting = TARGETS
+    full = {name: tables.correlation_sheets(result, name) for name, result in results.items()}
+    overview = {name: tables.overview_sheets(result, name) for name, result in results.items()}
     screen = tables.with_setting(
         [
             tables.runs_sheet(runs),
-            accuracy.full[0],
-            *accuracy.overview,
-            *accuracy.lead,
+            full[accuracy][0],
+            *overview[accuracy],
+            *tables.lead_sheets(results[accuracy], accuracy),
             tables.forgetting_sheet(forgotten),
-            forgetting.full[0],
+            full[forgetting][0],
             tables.ablation_sheet(agreements),
             tables.cost_sheet(spent, runs),
         ],
         runs,
     )
     rest = [
-        *accuracy.full[1:],
-        *forgetting.full[1:],
-        *forgetting.overview,
+        *full[accuracy][1:],
+        *full[forgetting][1:],
+        *overview[forgetting],
         prediction_sheet(predicted),
         tables.definitions_sheet(runs),
     ]
     setting = tables.setting(runs)
-    future = results["future accuracy"]
-    sentences = findings(runs, future, resamples=resamples, seed=seed) + verdicts(runs)
+    sentences = findings(runs, results[accuracy], resamples=resamples, seed=seed) + verdicts(runs)
     numbers: dict[str, Any] = {
         "findings": sentences,
         "runs": [str(run.path) for run in runs],
@@ -126,11 +116,11 @@ def write_report(
         f"Bootstraps with {resamples} resamples, seed {seed}. Numbers with all digits are in "
         "report.json."
     )
-    report = write_files(
+    return write_files(
         folder,
         "Plasticity over a sequence of tasks",
         sentences,
-        [*setting, summary],
+        [*setting, choices_of_ours(runs[0].options, ContinualOptions(), OPEN), summary],
         [*screen, *rest],
         _drawings(runs, known) if figures == "png" else [],
         runs,
@@ -138,30 +128,6 @@ def write_report(
         screen=screen,
         texts=_correlations_as_csv(known),
     )
-    return ContinualReport(**vars(report), correlations=results)
-
-
-class TargetSheets(NamedTuple):
-    """The tables of correlations with one target.
-
-    Attributes:
-        full: Those of each kind and transform, the paper's first; one that says so where the runs
-            are too short.
-        overview: All kinds side by side; empty where the runs are too short.
-        lead: How far local redundancy leads; empty where there is nothing to compare.
-    """
-
-    full: list[Sheet]
-    overview: list[Sheet]
-    lead: list[Sheet]
-
-
-def _sheets_of(target: str, result: list[Correlation] | TooShort) -> TargetSheets:
-    full = tables.correlation_sheets(result, target)
-    if isinstance(result, TooShort) or not result:
-        return TargetSheets(full, [], [])
-    lead = tables.lead_sheet(result, target)
-    return TargetSheets(full, [tables.overview_sheet(result, target)], [lead] if lead else [])
 
 
 def _correlations_as_csv(known: Sequence[Correlation]) -> dict[str, str]:
@@ -169,7 +135,7 @@ def _correlations_as_csv(known: Sequence[Correlation]) -> dict[str, str]:
     if not known:
         return {}
     columns = [key for key in vars(known[0]) if key != "per_run"]
-    rows = [[getattr(c, key) for key in columns] for c in known]
+    rows = [list(map(vars(c).get, columns)) for c in known]
     return {"correlations.csv": csv_text(columns, rows)}
 
 
@@ -178,7 +144,7 @@ def _report_by_intervention(
     runs: Sequence[ContinualRun],
     folder: Path,
     figures: str,
-) -> ContinualReport:
+) -> Report:
     """Write the report of runs that differ by interventions: their courses side by side."""
     screen = [*course_sheets(groups), tables.runs_sheet(runs)]
     sentences = verdicts_by_group(groups)
@@ -190,18 +156,17 @@ def _report_by_intervention(
     caption = "Local redundancy and accuracy over the tasks, by intervention."
     course = Drawing("course.png", partial(curves.group_curves, groups), caption)
     lead = f"{counted(len(runs), 'run')} of {counted(len(groups), 'intervention')}."
-    report = write_files(
+    return write_files(
         folder,
         "Plasticity over a sequence of tasks, by intervention",
         sentences,
-        [lead],
+        [lead, choices_of_ours(runs[0].options, ContinualOptions(), OPEN)],
         [*screen, tables.definitions_sheet(runs)],
         [course] if figures == "png" else [],
         runs,
         numbers,
         screen=screen,
     )
-    return ContinualReport(**vars(report), correlations={})
 
 
 def _drawings(runs: Sequence[ContinualRun], known: Sequence[Correlation]) -> list[Drawing]:
@@ -246,17 +211,16 @@ def _drawings(runs: Sequence[ContinualRun], known: Sequence[Correlation]) -> lis
     return [*drawings, Drawing("inputs.png", partial(_draw_inputs, runs[0], size, seed), caption)]
 
 
-def _draw_inputs(run: ContinualRun, size: Any, seed: Any, path: Path) -> bool:
+def _draw_inputs(run: ContinualRun, size: Any, seed: Any) -> Any:
     """Draw the first synthetic images on which a run was measured.
 
-    Returns False if the run did not measure on them or its configuration does not say their size.
+    Returns None if the run did not measure on them or its configuration does not say their size.
     """
     from fastlr.inputs import ShapeImages
 
     is_known = isinstance(size, int) and isinstance(seed, int)
     if not is_known or "local_redundancy" not in run.measures:
-        return False
+        return None
     enlarged = max(1, 96 // size)  # whole pixels, so that small images can be seen
     images = ShapeImages(size=(3, size, size)).raw(0, 16, seed=seed)
-    contact_sheet(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3), path)
-    return True
+    return tiled(images.repeat_interleave(enlarged, 2).repeat_interleave(enlarged, 3))

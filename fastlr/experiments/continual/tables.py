@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from fastlr.display.sheets import DASH, Sheet, shown
+from fastlr.display.sheets import DASH, Sheet, outside_zero, shown
 from fastlr.display.tables import pm
 from fastlr.experiments.continual.association import (
     KINDS,
@@ -33,6 +33,7 @@ from fastlr.experiments.runs.records import (
     finite,
     grouped,
     mean_of_known,
+    on_machines,
 )
 from fastlr.experiments.statistics.bootstrap import SHORTEST_BLOCK
 from fastlr.experiments.training.options import training_text
@@ -146,7 +147,11 @@ def _correlation_sheet(
     missing = "; ".join(dict.fromkeys(f"{label(c.measure)}: {c.note}" for c in chosen if c.note))
     if not known:
         return Sheet(name, title, notes=(f"No measure has a correlation. {missing}",))
-    notes = [*_correlation_notes(known, target, kind, transform), _without_zero(known)]
+    notes = _correlation_notes(known, target, kind, transform)
+    outside = [
+        f"{label(c.measure)} ({_METHODS[c.method]})" for c in known if c.low > 0 or c.high < 0
+    ]
+    notes.append(f"{outside_zero(outside, len(known))}.")
     if known[0].blocks < 10:
         notes.append(f"With {known[0].blocks} blocks the errors themselves are rough.")
     if missing:
@@ -200,19 +205,10 @@ def _correlation_notes(
     return notes
 
 
-def _without_zero(known: Sequence[Correlation]) -> str:
-    """Say which intervals leave out zero, and how many would by chance."""
-    outside = [
-        f"{label(c.measure)} ({_METHODS[c.method]})" for c in known if c.low > 0 or c.high < 0
-    ]
-    return (
-        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(known)} such intervals "
-        f"about {len(known) / 20:.1f} would leave out zero by chance."
-    )
-
-
-def overview_sheet(correlations: Sequence[Correlation], target: str) -> Sheet:
-    """All kinds of correlation side by side."""
+def overview_sheets(correlations: list[Correlation] | TooShort, target: str) -> list[Sheet]:
+    """All kinds of correlation side by side; no table where the runs are too short."""
+    if isinstance(correlations, TooShort) or not correlations:
+        return []
     by = {
         (c.measure, c.method, c.kind, c.transform): _with_error(c.value, c.stderr)
         for c in correlations
@@ -231,14 +227,16 @@ def overview_sheet(correlations: Sequence[Correlation], target: str) -> Sheet:
     )
     columns = ("x 100", "", *(f"{_SHORT[kind]}, {transform}" for kind, transform in combinations))
     title = f"All correlations with {TARGETS[target].label}"
-    return Sheet(slug(target, "overview"), title, columns, rows, notes)
+    return [Sheet(slug(target, "overview"), title, columns, rows, notes)]
 
 
-def lead_sheet(correlations: Sequence[Correlation], target: str) -> Sheet | None:
-    """How far local redundancy leads each other measure; None where there is nothing to compare."""
+def lead_sheets(correlations: list[Correlation] | TooShort, target: str) -> list[Sheet]:
+    """How far local redundancy leads each other measure; no table where there is no other."""
+    if isinstance(correlations, TooShort):
+        return []
     leads = [c for c in correlations if c.transform == "raw" and math.isfinite(c.lead)]
     if not leads:
-        return None
+        return []
     by = {(c.measure, c.kind, c.method): _with_error(c.lead, c.lead_stderr) for c in leads}
     combinations = list(product(KINDS, _METHODS))
     rows = []
@@ -252,7 +250,7 @@ def lead_sheet(correlations: Sequence[Correlation], target: str) -> Sheet | None
         "that falls where accuracy rises has a negative correlation, so compare sizes in the "
         "tables above.",
     )
-    return Sheet(slug(target, "lead"), "How far local redundancy leads", columns, rows, notes)
+    return [Sheet(slug(target, "lead"), "How far local redundancy leads", columns, rows, notes)]
 
 
 def forgetting_sheet(blocks: Sequence[ForgettingBlock]) -> Sheet:
@@ -296,7 +294,6 @@ def cost_sheet(timed: Sequence[Cost], runs: Sequence[ContinualRun]) -> Sheet:
             str(cost.n),
         )
         rows.append(row)
-    devices = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
     tasks = sum(len(run.tasks) for run in runs)
     of_measures = sum(c.total for c in timed if c.name not in ("train", "evaluate"))
     notes = [
@@ -307,8 +304,7 @@ def cost_sheet(timed: Sequence[Cost], runs: Sequence[ContinualRun]) -> Sheet:
         "total and the mean, not in the median. Measures joined by + share one pass: each of them "
         "alone costs at most as much.",
     ]
-    if devices:
-        notes.append(f"On {devices}.")
+    notes += on_machines(runs)
     return Sheet("costs", title, columns, rows, notes)
 
 
@@ -378,7 +374,8 @@ def ablation_sheet(
     definitions = (
         f"x: local redundancy on the synthetic inputs, y: on {real}, at the same {at}. raw: the "
         "values as they are; log: their natural logarithms. No trend is removed.",
-        "The paper (Table 4) does not define R^2 and MSE; ours: r^2 is Pearson's r squared, the "
+        "The paper (Table 4) does not define R^2 and MSE. Its R^2 is r squared (.964^2 = .929, "
+        ".847^2 = .717 for its .718), as r^2 here, the "
         "share of y's variance that the best straight line in x explains; R2 x = y is 1 - sum (x "
         "- y)^2 / sum (y - mean y)^2, negative where the mean of y would be the better guess; MSE "
         "is the mean of (x - y)^2, of the raw values and of their logarithms; MSE std. that after "

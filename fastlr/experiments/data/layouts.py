@@ -247,7 +247,7 @@ def _npy_shapes(source: Source, classes: list[ClassFiles], npy_train: int) -> No
     for entry in classes:
         assert entry.npy is not None
         try:
-            with source.open(entry.npy[len(source.prefix) :]) as file:
+            with source.place.open(entry.npy) as file:
                 head = io.BytesIO(file.read(_HEADER))
             if npy_format.read_magic(head) == (1, 0):
                 shape, _, dtype = npy_format.read_array_header_1_0(head)
@@ -281,8 +281,9 @@ def _choose(
     twice = duplicate(unicodedata.normalize("NFC", entry.name).strip() for entry in classes)
     if twice is not None:
         raise InputError(f"{source.path} has two classes of the name {twice}: rename one")
-    numbers = all(entry.name.isascii() and entry.name.isdigit() for entry in classes)
-    classes = sorted(classes, key=lambda entry: (int(entry.name) if numbers else 0, entry.name))
+    classes = sorted(classes, key=lambda entry: entry.name)
+    if all(entry.name.isascii() and entry.name.isdigit() for entry in classes):
+        classes.sort(key=lambda entry: int(entry.name))
     if isinstance(limit, int):
         if not 1 <= limit <= len(classes):
             raise InputError(f"--limit-classes {limit}: {source.path} has {len(classes)} classes")

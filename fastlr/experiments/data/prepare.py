@@ -30,7 +30,6 @@ from fastlr.experiments.data.decode import (
     RULES,
     SPLITS,
     SourceError,
-    size_within,
 )
 from fastlr.experiments.data.layouts import ClassFiles, names_checksum, scan
 from fastlr.experiments.data.sources import Source, list_source
@@ -98,7 +97,9 @@ def prepare(
         OSError: The disk is full, or cannot be written.
     """
     if workers is None:
-        workers = len(os.sched_getaffinity(0))
+        workers = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            workers = len(os.sched_getaffinity(0))
     if workers < 1:
         raise InputError(f"workers must be at least 1, got {workers}")
     seed, folder = check_seed(seed), Path(os.path.abspath(out))
@@ -126,22 +127,22 @@ def prepare(
         "kind": layout.kind,
         "size": size,
         "resize": resize,
-        "test_fraction": test_fraction if layout.held_out else None,
-        "seed": seed if layout.held_out else None,
-        "npy_train": npy_train if layout.kind == "npy" else None,
+        "test_fraction": None,
+        "seed": None,
+        "npy_train": None,
         "classes": len(layout.classes),
         "listed": sum(entry.rows for entry in layout.classes),
         "fingerprint": names_checksum(listing, layout.classes),
         "ignored": layout.ignored,
     }
+    if layout.held_out:
+        plan.update(test_fraction=test_fraction, seed=seed)
+    if layout.kind == "npy":
+        plan["npy_train"] = npy_train
     with _writing(folder):
-        _make(
-            folder, listing, layout.classes, plan, max_file_mb, workers, progress or _show_nothing
-        )
+        show = progress or (lambda *_: None)
+        _make(folder, listing, layout.classes, plan, max_file_mb, workers, show)
     return ImageStore.open(folder)
-
-
-def _show_nothing(what: str, done: int, total: int) -> None: ...
 
 
 @contextmanager
@@ -162,10 +163,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float) -> None:
-    """Refuse files that are too large, before anything is read.
-
-    Only files whose size the listing gives are looked at: those of an archive, and .npy files.
-    """
+    """Refuse files of an archive and .npy files that are too large, before anything is read."""
     if not max_file_mb > 0:
         raise InputError(
             f"--max-file-mb {max_file_mb:g}: give a number above 0, such as {MAX_FILE_MB}"
@@ -174,7 +172,7 @@ def _check_sizes(listing: Source, classes: list[ClassFiles], max_file_mb: float)
         known = [*entry.train, *entry.test] if listing.zipped else []
         for name in [entry.npy] if entry.npy else known:
             try:
-                size_within(max_file_mb, str(listing.path), listing.zipped, name)
+                listing.place.size_within(max_file_mb, name)
             except SourceError as error:
                 raise InputError(str(error)) from None
 
@@ -203,8 +201,7 @@ def _make(
         "out": str(folder / IMAGES),
         "size": plan["size"],
         "resize": plan["resize"],
-        "root": str(listing.path),
-        "zipped": listing.zipped,
+        **listing.place._asdict(),
         "max_file_mb": max_file_mb,
     }
     jobs = [
@@ -352,8 +349,9 @@ def _intact(
         digests[i] = digest
         add(classes[i].rows)
 
-    small = total * row_bytes < 1 << 28  # then starting processes would take longer
-    run_jobs(jobs, 1 if small else workers, lambda images: None, keep)
+    if total * row_bytes < 1 << 28:  # starting processes would take longer
+        workers = 1
+    run_jobs(jobs, workers, lambda images: None, keep)
     return {
         entry.name: blocks[entry.name]
         for i, entry in written.items()
@@ -386,12 +384,13 @@ def _allocate(path: Path, size: int) -> None:
 
 
 def _reserve(descriptor: int, path: Path, size: int) -> None:
-    unsupported = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
     try:
         os.posix_fallocate(descriptor, 0, size)
         return
+    except AttributeError:  # not on every system
+        pass
     except OSError as error:
-        if error.errno not in unsupported:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
     if shutil.disk_usage(path).free < size - os.fstat(descriptor).st_size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -26,6 +26,7 @@ from fastlr.ops.philox import STREAMS, check_seed, normals
 DATES = ("date", "datetime", "timestamp", "time")  # names of the date column, in any case
 _FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d")  # besides ISO 8601
 _DAY, _WEEK = 24, 168
+_FEATURES = 7  # of a generated series, called F0, F1, ...
 _OUTLIER = 1e4  # times the median distance from the median
 
 
@@ -208,30 +209,28 @@ def _even_step(path: Path, column: str, dates: list[datetime], lines: list[int])
     return usual
 
 
-def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> Table:
+def generated_series(rows: int = 4000, *, seed: int = 0) -> Table:
     """Make an hourly series with daily and weekly cycles: for the demo and tests, not for findings.
 
-    Each feature has a level, a daily cycle with a second harmonic, a weekly cycle, a slow drift and
-    noise that forgets its past with 0.9 a step; half of the noise is common to all features.
+    Each of its 7 features has a level, a daily cycle with a second harmonic, a weekly cycle, a slow
+    drift and noise that forgets its past with 0.9 a step; half of the noise is common to all.
     Amplitudes and phases differ from feature to feature and from seed to seed. The same numbers on
     every machine, up to the last bits of sines.
 
     Args:
         rows: Hours.
-        features: Columns, called F0, F1, ...
         seed: In ``[0, 2**64)``.
 
     Raises:
-        InputError: Fewer than two rows, no feature, or a seed out of range.
+        InputError: Fewer than two rows, or a seed out of range.
 
     Example:
-        >>> generated_series(rows=100, features=2).values.shape
-        (100, 2)
+        >>> generated_series(rows=100).values.shape
+        (100, 7)
     """
     check_seed(seed)
-    for name, value, least in (("rows", rows, 2), ("features", features, 1)):
-        if value < least:
-            raise InputError(f"a generated series of {value} {name}: give at least {least}")
+    if rows < 2:
+        raise InputError(f"a generated series of {rows} rows: give at least 2")
 
     def draw(start: int, count: int, width: int) -> NDArray[np.float64]:
         stream = STREAMS["generated series"]
@@ -246,7 +245,7 @@ def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> T
         )
         return noise.numpy()
 
-    shape = draw(0, 8, features)  # the noise of hour t is drawn at index 8 + t
+    shape = draw(0, 8, _FEATURES)  # the noise of hour t is drawn at index 8 + t
     hours = np.arange(rows, dtype=np.float64)[:, None]
     day, week = 2 * np.pi * hours / _DAY, 2 * np.pi * hours / _WEEK
     values = 10 + 5 * shape[0]
@@ -254,13 +253,14 @@ def generated_series(rows: int = 4000, features: int = 7, *, seed: int = 0) -> T
     values = values + (0.4 + 0.2 * np.abs(shape[3])) * np.sin(2 * day + 2 * shape[4])
     values = values + (0.8 + 0.4 * np.abs(shape[5])) * np.sin(week + 2 * shape[6])
     values = values + 0.5 * np.sin(2 * np.pi * hours / 2000 + 2 * shape[7])
-    noise = draw(8, rows, features + 1)
+    noise = draw(8, rows, _FEATURES + 1)
     noise = 0.3 * (noise[:, :1] + noise[:, 1:]) / math.sqrt(2)
-    state = np.zeros(features)
+    state = np.zeros(_FEATURES)
     for hour in range(rows):
         state = 0.9 * state + noise[hour]
         values[hour] += state
-    return Table(f"generated:{seed}", None, tuple(f"F{i}" for i in range(features)), values, 3600.0)
+    names = tuple(f"F{i}" for i in range(_FEATURES))
+    return Table(f"generated:{seed}", None, names, values, 3600.0)
 
 
 @dataclass(frozen=True)

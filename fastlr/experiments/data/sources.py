@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from fastlr.errors import InputError
-from fastlr.experiments.data.decode import open_file, open_zip
+from fastlr.experiments.data.decode import Files, open_zip
 
 
 @dataclass
@@ -34,9 +33,10 @@ class Source:
     folders: set[str]
     checksums: dict[str, int]
 
-    def open(self, name: str) -> BinaryIO:
-        """Open a file below the prefix."""
-        return open_file(str(self.path), self.zipped, self.prefix + name)
+    @property
+    def place(self) -> Files:
+        """The folder or archive, whose files are named with the prefix."""
+        return Files(str(self.path), self.zipped)
 
 
 def list_source(path: str | Path) -> Source:
@@ -64,14 +64,9 @@ def list_source(path: str | Path) -> Source:
     files.sort()
     prefix = _wrapper(files, folders)
     cut = len(prefix)
-    return Source(
-        path,
-        not path.is_dir(),
-        prefix,
-        [name[cut:] for name in files],
-        {name[cut:] for name in folders if len(name) > cut and name.startswith(prefix)},
-        {name[cut:]: checksum for name, checksum in checksums.items()},
-    )
+    below = {name[cut:] for name in folders if name.startswith(prefix)} - {""}
+    checksums = {name[cut:]: checksum for name, checksum in checksums.items()}
+    return Source(path, not path.is_dir(), prefix, [name[cut:] for name in files], below, checksums)
 
 
 def _walk(path: Path) -> tuple[list[str], set[str]]:

@@ -22,8 +22,11 @@ import fastlr
 from fastlr.errors import NonFiniteError
 from fastlr.experiments.continual.measures import redundancy_record
 from fastlr.experiments.data.memorization import GaussianPairs, LabelledShapes, RandomData, digest
+from fastlr.experiments.memorization.fields import FIELDS
 from fastlr.experiments.memorization.options import PRESETS, MemorizeOptions, substitutions
+from fastlr.experiments.redundancy import redundancy_estimator
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
+from fastlr.experiments.runs.fields import ACCURACY, REDUNDANCY, texts
 from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
 from fastlr.experiments.training.loop import TrainingLoop
 from fastlr.experiments.training.optim import spans, trainable_parameters
@@ -32,6 +35,7 @@ from fastlr.ghost.model_io import select_output
 from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
 
+_SHOWN = (FIELDS["loss"], ACCURACY, FIELDS["bits_per_parameter"], REDUNDANCY)
 REPORTS = 20  # of progress within an epoch, at most
 Record = dict[str, Any]
 
@@ -139,9 +143,11 @@ class Memorizer(TrainingLoop):
         loss, accuracy = (self.parallel.sum(total) / self.data.n).tolist()
         bits = self.data.bits(_finite(loss, f"in eval mode {when}"))
         ceiling = self.data.ceiling
+        if self.options.kind != "vision":
+            accuracy = None
         return {
             "loss": loss,
-            "accuracy": accuracy if self.options.kind == "vision" else None,
+            "accuracy": accuracy,
             "bits": bits,
             "bits_per_parameter": bits / self.parameters,
             "share_of_ceiling": bits / ceiling if ceiling else None,
@@ -151,16 +157,9 @@ class Memorizer(TrainingLoop):
         """Return local redundancy, on inputs of the same kind that are not among the samples."""
         options = self.options
         if self._redundancy is None:
-            self._redundancy = fastlr.LocalRedundancy(
-                self.model,
-                self.data.inputs,
-                options.redundancy_n,
-                predictive=self.data.predictive,
-                probe=options.redundancy_probe,
-                seed=stream_seed(options.seed, "redundancy"),
-                dtype=self.autocast_dtype,
-                batch_size=options.redundancy_batch or self.chunk or None,
-                progress=False,
+            seed = stream_seed(options.seed, "redundancy")
+            self._redundancy = redundancy_estimator(
+                self, self.data.inputs, self.chunk, predictive=self.data.predictive, seed=seed
             )
         estimate = self._redundancy.measure()
         self.chunk = estimate.batch_size
@@ -257,18 +256,7 @@ def _finished(options: MemorizeOptions, records: Sequence[Mapping[str, Any]]) ->
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
     """Loss, accuracy, bits a parameter; local redundancy where it was measured."""
-    texts = {
-        "loss": f"{record['loss']:.4g}",
-        "accuracy": "",
-        "bits/parameter": f"{record['bits_per_parameter']:.3f}",
-        "LR": "",
-    }
-    if record["accuracy"] is not None:
-        texts["accuracy"] = f"{100 * record['accuracy']:.1f} %"
-    redundancy = record["measures"].get("local_redundancy")
-    if redundancy:
-        texts["LR"] = f"{redundancy['value']:.4g}"
-    return texts
+    return texts(record, _SHOWN)
 
 
 DRIVER = Driver(

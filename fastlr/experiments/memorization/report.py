@@ -6,7 +6,6 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
@@ -17,21 +16,21 @@ import numpy as np
 
 from fastlr.display.figures import (
     COLOURS,
-    MUTED,
     count_axis,
+    dashed_line,
     error_band,
     labels_once,
     legend,
     log_axis,
     new_figure,
-    save_figure,
     style,
 )
 from fastlr.display.sheets import DASH, Sheet, shown
 from fastlr.display.tables import pm
+from fastlr.experiments.memorization.fields import FIELDS
+from fastlr.experiments.memorization.options import OPEN, MemorizeOptions
 from fastlr.experiments.memorization.records import MemorizationRun, alike, read_memorization_runs
-from fastlr.experiments.runs.fields import Field
-from fastlr.experiments.runs.options import not_as_in_the_paper
+from fastlr.experiments.runs.options import choices_of_ours, not_as_in_the_paper
 from fastlr.experiments.runs.records import finite, number
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.statistics.seeds import mean_over_seeds
@@ -57,6 +56,7 @@ class Kind(NamedTuple):
     definition: str
 
 
+WEIGHT_BITS = 16  # of a weight in bfloat16, as the paper trains
 KINDS = {
     "series": Kind(
         "Gaussian series",
@@ -73,15 +73,6 @@ KINDS = {
         "nats over all n images of C classes (Theorem 3.2); the ceiling is n log2 C.",
     ),
 }
-FIELDS = (
-    Field("epoch", "epoch", form="{:.0f}"),
-    Field("train_loss", "train loss"),
-    Field("loss", "loss"),
-    Field("accuracy", "accuracy", form="{:.1f} %", percent=True),
-    Field("bits", "bits", form="{:,.0f}"),
-    Field("bits_per_parameter", "bits/param", form="{:.4f}"),
-    Field("share_of_ceiling", "ceiling", form="{:.1f} %", percent=True),
-)
 
 
 def write_memorization_report(
@@ -118,7 +109,7 @@ def write_memorization_report(
         folder,
         "Memorization",
         sentences,
-        [lead],
+        [lead, choices_of_ours(runs[0].options, MemorizeOptions(), OPEN)],
         [bits, *training, speed],
         drawings,
         runs,
@@ -165,7 +156,17 @@ def findings(runs: Sequence[MemorizationRun]) -> list[str]:
 
 def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
     """The bits that each run has memorised at its last record, and means over seeds."""
-    columns = ["run", "epochs", "parameters", "loss", "bits", "bits/param", "ceiling", "last 10 %"]
+    columns = [
+        "run",
+        "epochs",
+        "parameters",
+        "loss",
+        "bits",
+        "bits/param",
+        "ceiling",
+        "of 16",
+        "last 10 %",
+    ]
     groups = alike(runs)
     rows = []
     for run in [run for group in groups for run in group]:
@@ -176,12 +177,17 @@ def bits_sheet(runs: Sequence[MemorizationRun]) -> Sheet:
             f"{run.last['loss']:.4g}",
             f"{run.last['bits']:,.0f}",
             f"{run.last['bits_per_parameter']:.3f}",
-            FIELDS[-1].text(number(run.last.get("share_of_ceiling"))),
+            FIELDS["share_of_ceiling"].text(number(run.last.get("share_of_ceiling"))),
+            f"{100 * run.last['bits_per_parameter'] / WEIGHT_BITS:.1f} %",
             shown(run.late_gain(), "{:+.3f}"),
         )
         rows.append(row)
     kinds = {run.kind for run in runs}
     notes = [kind.definition for name, kind in KINDS.items() if name in kinds]
+    notes.append(
+        f"of 16: share of the {WEIGHT_BITS} bits of a bfloat16 weight, which the paper calls the "
+        "theoretical ceiling; the ceiling before it is how many bits the labels have."
+    )
     notes.append(
         "Losses are over all samples in eval mode. last 10 %: bits a parameter that came in the "
         "last tenth of the epochs; far from 0, the network has not taken up all that it could."
@@ -213,11 +219,11 @@ def training_sheet(run: MemorizationRun, slug: str) -> Sheet:
         redundancy[epoch] = pm(value, error) if math.isfinite(error) else f"{value:.4g}"
     recorded = sorted({*redundancy, run.epochs[-1]}) if len(redundancy) > 1 else run.epochs
     places = np.linspace(0, len(recorded) - 1, _LINES).round().astype(int)
-    columns = [*(field.label for field in FIELDS), "LR ± s.e."]
+    columns = [*(field.short for field in FIELDS.values()), "LR ± s.e."]
     rows = []
     for epoch in dict.fromkeys(recorded[place] for place in places):
         record = run.rows[epoch]
-        cells = [field.text(number(record.get(field.name))) for field in FIELDS]
+        cells = [field.text(number(record.get(field.name))) for field in FIELDS.values()]
         rows.append((*cells, redundancy.get(epoch, DASH)))
     notes = ["train loss: mean over the epoch's batches as they were met, in train mode."]
     if redundancy:
@@ -278,10 +284,10 @@ def _drawings(runs: Sequence[MemorizationRun]) -> list[Drawing]:
     ]
 
 
-def bits_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def bits_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw bits per parameter over epochs (the paper's figure), a panel for each kind of data.
 
-    Returns False before the first epoch.
+    Returns None before the first epoch.
     """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
@@ -294,13 +300,13 @@ def bits_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
         )
         if _has_ceiling(run):
             text = f"ceiling, all bits that there are: {run.ceiling:.2f}"
-            axes.axhline(run.ceiling, color=MUTED, linewidth=1, linestyle="--", label=text)
+            dashed_line(axes, run.ceiling, text)
 
-    labels = dict.fromkeys(KINDS, "bits per parameter")
-    return _panels([run for run in runs if len(run) > 1], path, labels, draw)
+    labels = dict.fromkeys(KINDS, FIELDS["bits_per_parameter"].label)
+    return _panels([run for run in runs if len(run) > 1], labels, draw)
 
 
-def loss_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def loss_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw the losses over epochs; False before the first."""
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
@@ -320,13 +326,13 @@ def loss_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -
         )
 
     labels = {name: kind.loss for name, kind in KINDS.items()}
-    return _panels([run for run in runs if len(run) > 1], path, labels, draw)
+    return _panels([run for run in runs if len(run) > 1], labels, draw)
 
 
-def redundancy_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[str]) -> bool:
+def redundancy_curves(runs: Sequence[MemorizationRun]) -> Any:
     """Draw local redundancy over epochs, on a logarithmic axis.
 
-    Returns False where it was measured less than twice.
+    Returns None where it was measured less than twice.
     """
 
     def draw(axes: Any, run: MemorizationRun, colour: str) -> None:
@@ -340,20 +346,19 @@ def redundancy_curves(runs: Sequence[MemorizationRun], path: str | os.PathLike[s
         log_axis(axes)
 
     labels = dict.fromkeys(KINDS, "local redundancy, E||grad||²")
-    return _panels([run for run in runs if len(run.redundancy()[0]) > 1], path, labels, draw)
+    return _panels([run for run in runs if len(run.redundancy()[0]) > 1], labels, draw)
 
 
 def _panels(
     runs: Sequence[MemorizationRun],
-    path: str | os.PathLike[str],
     ylabel: dict[str, str],  # by kind of data
     draw: Callable[[Any, MemorizationRun, str], None],  # axes, run, colour
-) -> bool:
+) -> Any:
     """One panel for each kind of data, one colour for each run."""
     given = {run.kind for run in runs}
     kinds = [kind for kind in KINDS if kind in given]
     if not kinds:
-        return False
+        return None
     figure, panels = new_figure((10, 0.5 + 3.0 * len(kinds)), len(kinds), squeeze=False)
     for axes, kind in zip(panels.ravel(), kinds):
         chosen = [run for run in runs if run.kind == kind]
@@ -368,7 +373,7 @@ def _panels(
         count_axis(axes, "epoch")
         if len(labels_once(axes)) <= 2 * len(COLOURS):
             legend(axes, loc="center left", bbox_to_anchor=(1, 0.5))
-    return save_figure(figure, path)
+    return figure
 
 
 def _has_ceiling(run: MemorizationRun) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fastlr.display.sheets import shown
+from fastlr.experiments.runs.records import measured
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,19 @@ class Field:
         return shown(value, self.form)
 
 
+ACCURACY = Field("accuracy", "accuracy", "accuracy", form="{:.1f} %", percent=True)
+REDUNDANCY = Field("local_redundancy", "local redundancy", "LR")
+
+
 def by_name(*fields: Field) -> dict[str, Field]:
     """Return fields by their names, in their order."""
     return {field.name: field for field in fields}
+
+
+def texts(record: Mapping[str, Any], fields: Iterable[Field]) -> dict[str, str]:
+    """Return the numbers of a record for a display, by their short names; empty if not known."""
+    found = {}
+    for field in fields:
+        value = measured(record, field.name).get("value")
+        found[field.short] = "" if value is None else field.text(value)
+    return found

@@ -36,6 +36,7 @@ from fastlr.files import (
     LOCK,
     disk_errors,
     lock_folder,
+    read_object,
     read_tensors,
     replace_file,
     save_file,
@@ -258,7 +259,8 @@ class Run:
                 os.ftruncate(file.fileno(), before)
                 raise
         self.records.append(record)
-        self._steps += record["kind"] != _OUTSIDE
+        if record["kind"] != _OUTSIDE:
+            self._steps += 1
 
     def _read(self) -> None:
         path = self.path / RECORDS
@@ -312,15 +314,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
         InputError: It is not there or damaged.
     """
     file = Path(path) / CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} holds no run: there is no {CONFIG}") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {file}: {error}") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{file} is no configuration of a run")
-    return config
+    if not file.exists():
+        raise InputError(f"{path} holds no run: there is no {CONFIG}")
+    return read_object(file)
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, int]:

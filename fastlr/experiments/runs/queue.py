@@ -38,7 +38,7 @@ from fastlr.experiments.runs.folder import (
 from fastlr.experiments.runs.options import RunOptions, from_json
 from fastlr.experiments.runs.processes import Job, Listen, run_jobs
 from fastlr.experiments.runs.sweep import Grids, product
-from fastlr.files import LOCK, locked, now, replace_file
+from fastlr.files import LOCK, locked, now, read_object, replace_file
 
 if TYPE_CHECKING:
     from fastlr.experiments.runs.ray import Cluster
@@ -49,16 +49,14 @@ PER_GPU = 4  # runs at a time on one
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Ended:
     """How the runs of a folder ended.
 
     Attributes:
-        path: The folder.
         finished: Names, those that had finished before among them.
         failed: Name -> a line that says why.
     """
 
-    path: Path
     finished: tuple[str, ...]
     failed: Mapping[str, str]
 
@@ -95,7 +93,7 @@ class Queue:
 
     def begin(
         self, settings_by_name: Mapping[str, Mapping[str, Any]], listening: Listening
-    ) -> Outcome:
+    ) -> Ended:
         """Begin runs in a new or empty folder and carry them through; a name becomes a folder.
 
         On the CPU each has one thread, unless ``threads`` or OMP_NUM_THREADS say otherwise; the
@@ -132,7 +130,7 @@ class Queue:
         listening: Listening,
         count: int | None = None,
         grids: Grids | None = None,
-    ) -> Outcome:
+    ) -> Ended:
         """Resume the runs of the folder that are not finished, and begin those that never began.
 
         Args:
@@ -234,7 +232,7 @@ class Queue:
 
     def _run(
         self, runs: dict[str, dict[str, Any]], changed: dict[str, Any], listening: Listening
-    ) -> Outcome:
+    ) -> Ended:
         """Write down what the runs are, and do those that are not finished."""
         if self.at_once is not None and self.at_once < 1:
             raise InputError(f"--at-once {self.at_once}: give at least 1")
@@ -255,7 +253,7 @@ class Queue:
             failed = run_jobs(jobs, _slots(options, self.at_once), listen)
         else:
             failed = self.cluster.run(jobs, self.path / MANY, share, self.at_once, listen)
-        return Outcome(self.path, tuple(name for name in runs if name not in failed), failed)
+        return Ended(tuple(name for name in runs if name not in failed), failed)
 
     def _job(self, name: str, settings: dict[str, Any], changed: dict[str, Any]) -> Job:
         """Return the process of a run."""
@@ -273,15 +271,8 @@ class Queue:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((path / MANY).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path / MANY}: {error}") from error
-    if (
-        not isinstance(record, dict)
-        or not isinstance(record.get("runs"), dict)
-        or not record["runs"]
-    ):
+    record = read_object(path / MANY)
+    if not isinstance(record.get("runs"), dict) or not record["runs"]:
         raise InputError(f"{path / MANY} is no list of runs")
     return record
 

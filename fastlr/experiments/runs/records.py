@@ -14,7 +14,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -44,18 +44,19 @@ class RunFolder:
         path: The run folder.
         config: ``config.json``; empty if there is none.
         untrained: The record of the network before training; empty if there is none.
-        steps: Step to its record: of several for one step, as after a crash, the last counts.
+        rows: Step to its record: of several for one step, as after a crash, the last counts.
     """
 
     path: Path
     config: Record = field(default_factory=dict)
     untrained: Record = field(default_factory=dict)
-    steps: dict[int, Record] = field(default_factory=dict)
+    rows: dict[int, Record] = field(default_factory=dict)
 
     experiment: ClassVar[str]  # in words, for messages
     driver: ClassVar[str]  # its name
     row: ClassVar[str]  # kind of the records of steps
     step: ClassVar[str]  # their entry that numbers the steps
+    untrained_is_row: ClassVar[bool] = True  # number 0
     required: ClassVar[tuple[str, ...]] = ("start",)  # kinds, one of which there must be
     numbers: ClassVar[tuple[str, ...]] = ()  # entries of a step that must be finite numbers
 
@@ -129,9 +130,11 @@ class RunFolder:
         if record["kind"] == "start":
             check_numbers(record, self.numbers)
             self.untrained = record
+            if self.untrained_is_row:
+                self.rows[0] = record
         elif record["kind"] == self.row:
             check_numbers(record, self.numbers)
-            self.steps[self.step_of(record)] = record
+            self.rows[self.step_of(record)] = record
 
     def step_of(self, record: Record) -> int:
         """Return the number of a record's step.
@@ -149,11 +152,6 @@ class RunFolder:
         missing = sorted(set(range(len(self))) - self.rows.keys())
         return [f"no record of {self.step} {step}" for step in missing]
 
-    @property
-    def rows(self) -> dict[int, Record]:
-        """The rows of the table by their steps, of which the untrained network is number 0."""
-        return {0: self.untrained, **self.steps}
-
     def __len__(self) -> int:
         return max(self.rows, default=-1) + 1
 
@@ -166,16 +164,16 @@ class RunFolder:
             name: Of the measure or number.
             key: Which number of the measure's entry: "value", or another ("stderr").
         """
-        values = np.full(len(self), np.nan)
-        for step, record in self.rows.items():
-            values[step] = number(measured(record, name).get(key))
-        return values
+        return self._column(lambda record: measured(record, name).get(key))
 
     def seconds(self, name: str) -> Array:
         """Return the seconds that "train", "evaluate" or a measure took at each step."""
+        return self._column(lambda record: as_dict(record, "seconds").get(name))
+
+    def _column(self, entry: Callable[[Record], Any]) -> Array:
         values = np.full(len(self), np.nan)
         for step, record in self.rows.items():
-            values[step] = number(as_dict(record, "seconds").get(name))
+            values[step] = number(entry(record))
         return values
 
     @property
@@ -185,16 +183,13 @@ class RunFolder:
 
     def spent(self, name: str = "") -> float:
         """Return the seconds of all records, or those of one thing, such as "train"."""
-        told = [as_dict(record, "seconds") for record in self.records]
-        if name:
-            told = [{name: seconds.get(name)} for seconds in told]
-        return math.fsum(finite([number(value) for seconds in told for value in seconds.values()]))
+        told = [entry for record in self.records for entry in as_dict(record, "seconds").items()]
+        return math.fsum(finite([number(value) for key, value in told if name in ("", key)]))
 
     def names(self, key: str) -> list[str]:
         """Return the names in an entry of the steps' records, in the order of first appearance."""
-        return list(
-            dict.fromkeys(name for record in self.steps.values() for name in as_dict(record, key))
-        )
+        entries = [as_dict(record, key) for record in self.rows.values()]
+        return list(dict.fromkeys(name for entry in entries for name in entry))
 
     @property
     def measures(self) -> list[str]:
@@ -391,6 +386,12 @@ def number(value: Any) -> float:
 def all_measures(runs: Iterable[RunFolder]) -> list[str]:
     """Return the names of the measures that any of several runs recorded, as they come."""
     return list(dict.fromkeys(name for run in runs for name in run.measures))
+
+
+def on_machines(runs: Iterable[RunFolder]) -> list[str]:
+    """Return the sentence that says where runs were; nothing where no run says it."""
+    machines = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
+    return [f"On {machines}."] if machines else []
 
 
 def check_numbers(record: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fastlr.display.figures import save_figure
 from fastlr.display.record import output_folder, write_json
 from fastlr.display.sheets import HTML, WIDTH, Sheet
 from fastlr.errors import InputError
@@ -46,14 +47,14 @@ pre { font-size: .75rem; overflow-x: auto; background: #f5f7f9;
   padding: .8rem; } summary { cursor: pointer; margin: .6rem 0; }
 </style></head>
 <body>
-{% macro figure(caption, data) %}
+{% macro figure(path, caption) %}
 
-<figure><img alt="{{ caption }}" src="data:image/png;base64,{{ data }}">
+<figure><img alt="{{ caption }}" src="data:image/png;base64,{{ base64(path) }}">
 <figcaption>{{ caption }}</figcaption></figure>
 {% endmacro %}
 <h1>{{ title }}</h1>
-{% for caption, data in pictures[:1] %}
-{{ figure(caption, data) }}
+{% for path, caption in figures[:1] %}
+{{ figure(path, caption) }}
 {% endfor %}
 {% for sentence in findings %}
 <p class="finding">{{ sentence }}</p>
@@ -61,8 +62,8 @@ pre { font-size: .75rem; overflow-x: auto; background: #f5f7f9;
 {% for paragraph in lead %}
 <p class="note">{{ paragraph }}</p>
 {% endfor %}
-{% for caption, data in pictures[1:] %}
-{{ figure(caption, data) }}
+{% for path, caption in figures[1:] %}
+{{ figure(path, caption) }}
 {% endfor %}
 <h2>Tables</h2>
 {% for sheet in sheets %}
@@ -84,12 +85,12 @@ class Drawing:
 
     Attributes:
         name: Of the PNG file.
-        draw: Writes the file; returns False where there is nothing to draw.
+        draw: Returns the figure, or a picture of Pillow; None where there is nothing to draw.
         caption: What stands below it.
     """
 
     name: str
-    draw: Callable[[Path], bool]
+    draw: Callable[[], Any]
     caption: str
 
 
@@ -170,25 +171,24 @@ def write_files(
         InputError: A file cannot be written.
     """
     figures: list[Figure] = []
-    pictures: list[tuple[str, str]] = []
     for drawing in drawings:
-        path, caption = folder / drawing.name, drawing.caption.strip()
-        if drawing.draw(path):
-            figures.append((path, caption))
-            data = base64.b64encode(path.read_bytes()).decode("ascii")
-            pictures.append((caption, data))
-        else:
+        path, picture = folder / drawing.name, drawing.draw()
+        if picture is None:
             path.unlink(missing_ok=True)
+        else:
+            save_figure(picture, path)
+            figures.append((path, drawing.caption.strip()))
     write_json(folder / "report.json", dict(numbers))
     origins = dict.fromkeys(filter(None, map(provenance, runs)))
     page = _PAGE.render(
         title=title,
         findings=findings,
-        lead=[*lead, *origins],
+        lead=[paragraph for paragraph in (*lead, *origins) if paragraph],
         sheets=sheets,
-        pictures=pictures,
+        figures=figures,
         runs=runs,
         json=json.dumps,
+        base64=_base64,
     )
     paragraphs = [f"# {title}\n", *(f"{sentence}\n" for sentence in findings)]
     markdown = "\n".join([*paragraphs, *(sheet.markdown() for sheet in sheets)])
@@ -199,6 +199,10 @@ def write_files(
     return Report(
         folder, folder / "index.html", tuple(sheets), tuple(screen), tuple(figures), tuple(findings)
     )
+
+
+def _base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode("ascii")
 
 
 def provenance(run: RunFolder) -> str:

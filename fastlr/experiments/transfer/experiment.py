@@ -25,6 +25,7 @@ from torch import Tensor
 from fastlr.errors import InputError
 from fastlr.experiments.data import SplitSeries, open_series, split_series
 from fastlr.experiments.runs.experiment import Driver, Progress, Report
+from fastlr.experiments.runs.fields import REDUNDANCY, Field, texts
 from fastlr.experiments.runs.folder import Run, seed_everything, stream_seed
 from fastlr.experiments.runs.records import measured
 from fastlr.experiments.training.forecaster import Forecaster, batches, cosine, evenly
@@ -37,6 +38,7 @@ from fastlr.ghost.runtime import clock
 from fastlr.models import load_model
 
 Record = dict[str, Any]
+_VALIDATION = Field("validation_loss", "validation loss", "val", form="{:.4f}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,13 +362,8 @@ def _finished(options: TransferOptions, records: Sequence[Mapping[str, Any]]) ->
 
 def _shown(record: Mapping[str, Any]) -> dict[str, str]:
     """Losses and local redundancy of a step."""
-    if record["kind"] == "selection":
-        return {"val": "", "LR": ""}
-    key = "tuned" if record["kind"] == "finetune" else "val"
-    values = {key: f"{record['validation_loss']:.4f}"}
-    if "measures" in record:
-        values["LR"] = f"{record['measures']['local_redundancy']['value']:.4g}"
-    return values
+    found = texts(record, (_VALIDATION, REDUNDANCY))
+    return {"tuned": found["val"]} if record["kind"] == "finetune" else found
 
 
 DRIVER = Driver(

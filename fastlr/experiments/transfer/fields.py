@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fastlr.experiments.runs.fields import Field, by_name
+from fastlr.experiments.runs.fields import REDUNDANCY, Field, by_name
 
 FIELDS = by_name(
     Field("train_loss", "training loss", "train loss"),
     Field("validation_loss", "validation loss", "val. loss"),
-    Field("local_redundancy", "local redundancy", "LR"),
+    REDUNDANCY,
     Field("local_redundancy_at_end", "local redundancy of the file", "LR, file"),
     Field("weight_norm", "weight norm", "weight norm"),
     Field("dormant_ratio", "dormant ratio", "dormant"),

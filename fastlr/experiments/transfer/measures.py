@@ -14,8 +14,8 @@ import fastlr
 from fastlr import metrics
 from fastlr.errors import InputError
 from fastlr.estimator.statistics import Moments
-from fastlr.experiments.continual.measures import or_none
 from fastlr.experiments.data import SplitSeries
+from fastlr.experiments.redundancy import by_batches, or_none, redundancy_estimator
 from fastlr.experiments.runs.folder import stream_seed
 from fastlr.experiments.training.forecaster import Forecaster, batches
 from fastlr.experiments.transfer.options import TransferOptions
@@ -33,17 +33,9 @@ class Redundancy:
     def __init__(
         self, net: Forecaster, options: TransferOptions, features: int, chunk: int
     ) -> None:
-        self._estimator = fastlr.LocalRedundancy(
-            net.model,
-            fastlr.GaussianSeries(length=options.context, features=features),
-            options.redundancy_n,
-            predictive=fastlr.Gaussian(sigma=options.sigma),
-            probe=options.redundancy_probe,
-            seed=options.seed,
-            dtype=net.autocast_dtype,
-            batch_size=options.redundancy_batch or chunk or None,
-            progress=False,
-        )
+        inputs = fastlr.GaussianSeries(length=options.context, features=features)
+        predictive = fastlr.Gaussian(sigma=options.sigma)
+        self._estimator = redundancy_estimator(net, inputs, chunk, predictive=predictive)
         self._definition = (
             f"local redundancy: mean over {options.redundancy_n} Gaussian inputs of E_y ||grad log "
             f"P(y|x)||^2, y ~ N(f(x), sigma^2 I) with sigma = {options.sigma:g}, eval mode"
@@ -55,12 +47,14 @@ class Redundancy:
         """Forget the measurements so far."""
         self.points: list[dict[str, Any]] = []
         self._sums = torch.zeros((), dtype=torch.float64)
+        self._by = ""
 
     def measure(self, step: int) -> None:
         """Measure the network as it is now, after so many steps."""
         estimate = self._estimator.measure()
         assert estimate.per_sample is not None
         self.chunk, self._sums = estimate.batch_size, self._sums + estimate.per_sample
+        self._by = by_batches(estimate)
         self.points.append(
             {"step": step, "value": estimate.value, "stderr": or_none(estimate.stderr)}
         )
@@ -72,7 +66,7 @@ class Redundancy:
         """
         moments = Moments()
         moments.add(self._sums / len(self.points))
-        definition = self._definition
+        definition = self._definition + self._by
         if len(self.points) > 1:
             definition += f"; mean of {len(self.points)} measurements"
         return {

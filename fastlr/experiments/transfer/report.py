@@ -6,7 +6,6 @@ The page is one self-contained HTML file.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,15 +19,17 @@ from fastlr.display.figures import (
     COLOURS,
     MUTED,
     count_axis,
+    dashed_line,
     legend_below,
     new_figure,
-    save_figure,
     style,
 )
+from fastlr.experiments.runs.options import choices_of_ours
 from fastlr.experiments.runs.records import Array
 from fastlr.experiments.runs.report import Drawing, Report, make_folder, write_files
 from fastlr.experiments.transfer import tables
 from fastlr.experiments.transfer.fields import FIELDS, strategy
+from fastlr.experiments.transfer.options import OPEN, TransferOptions
 from fastlr.experiments.transfer.records import (
     TransferRun,
     differences,
@@ -94,7 +95,8 @@ def write_transfer_report(
         "picks": picks,
         "findings": sentences,
     }
-    lead = [*setting, "Numbers with all digits are in report.json."]
+    ours = choices_of_ours(runs[0].options, TransferOptions(), OPEN)
+    lead = [*setting, ours, "Numbers with all digits are in report.json."]
     drawings = _drawings(finished or runs) if figures == "png" else []
     return write_files(
         folder,
@@ -166,14 +168,14 @@ def _drawings(runs: Sequence[TransferRun]) -> list[Drawing]:
     ]
 
 
-def pretraining_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]) -> bool:
+def pretraining_curves(runs: Sequence[TransferRun]) -> Any:
     """Draw losses and local redundancy over the epochs of pretraining (the paper's Figure 4).
 
-    Returns False before epoch 1.
+    Returns None before epoch 1.
     """
     last = tables.last_epoch(runs)
     if not last:
-        return False
+        return None
     figure, axes = new_figure((8, 4.2), 1)
     epochs = np.arange(last + 1.0)
     for name, colour in (("train_loss", _TRAIN), ("validation_loss", _VALIDATION)):
@@ -199,19 +201,19 @@ def pretraining_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]
     right.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
     right.yaxis.get_offset_text().set(size=8, color=MUTED)
     legend_below(figure, axes, right)
-    return save_figure(figure, path)
+    return figure
 
 
-def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str]) -> bool:
+def finetuning_curves(runs: Sequence[TransferRun]) -> Any:
     """Draw the validation loss over the steps of fine-tuning (the paper's Figure 5).
 
-    Returns False without strategies to draw.
+    Returns None without strategies to draw.
 
     The two strategies of the paper's figure have bands, the others thin lines.
     """
     names = [name for name in strategies(runs) if name != "no_pretraining"]
     if not names:
-        return False
+        return None
     figure, axes = new_figure((8, 4.2), 1)
     colours = iter(COLOURS[2:])
     for name in names:
@@ -225,9 +227,7 @@ def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str])
             axes.plot(steps, rows.mean(0), color=next(colours), linewidth=0.9, label=text)
     if "no_pretraining" in runs[0].picks:
         end = float(np.mean([run.loss("no_pretraining") for run in runs]))
-        axes.axhline(
-            end, color=MUTED, linewidth=1, linestyle="--", label="no pretraining, at its end"
-        )
+        dashed_line(axes, end, "no pretraining, at its end")
     style(
         axes,
         "mean squared error on the target, normalised",
@@ -235,7 +235,7 @@ def finetuning_curves(runs: Sequence[TransferRun], path: str | os.PathLike[str])
     )
     count_axis(axes, "optimiser step")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return save_figure(figure, path)
+    return figure
 
 
 def _seeds(runs: Sequence[TransferRun]) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fastlr.display.record import counted
-from fastlr.display.sheets import DASH, Sheet
+from fastlr.display.sheets import DASH, Sheet, outside_zero
 from fastlr.experiments.runs.options import not_as_in_the_paper
-from fastlr.experiments.runs.records import as_dict
+from fastlr.experiments.runs.records import as_dict, on_machines
 from fastlr.experiments.statistics.seeds import Mean
 from fastlr.experiments.training.options import training_text
 from fastlr.experiments.transfer.experiment import DRIVER
@@ -147,6 +147,8 @@ def _strategy_notes(finished: Sequence[TransferRun]) -> list[str]:
             "seeds ± standard error, 95 % interval (Student, n - 1); negative is better. Epoch: "
             "median pick."
         )
+    if "dormant_ratio" in first.picks:
+        notes.append(f"Min dormant ratio: {_dormant(first.options)}.")
     if first.picks.get("linear_probe", {}).get("by"):
         judge = "training windows"
         if first.options.get("probe_by", "validation") == "validation":
@@ -181,15 +183,22 @@ def difference_sheet(runs: Sequence[TransferRun]) -> Sheet:
         "error of that mean, 95 % interval by Student's distribution (– where it is 0 in every "
         "seed). Lower: seeds in which the first is better. Same: seeds in which both picked one "
         "checkpoint, whose fine-tuning runs they share (difference 0).",
-        f"Intervals without zero: {', '.join(outside) or 'none'}; of {len(pairs)} such intervals "
-        f"about {len(pairs) / 20:.1f} would leave out zero by chance (no correction for their "
-        "number).",
+        f"{outside_zero(outside, len(pairs))} (no correction for their number).",
     )
     return Sheet("differences", title, columns, rows, notes)
 
 
 def _pair_name(pair: Difference) -> str:
     return f"{strategy(pair.first).short} - {strategy(pair.second).short}"
+
+
+def _dormant(options: Mapping[str, Any]) -> str:
+    """Define the dormant ratio of a run."""
+    mean = "activation below" if options.get("dormant_by") == "mean" else "|activation| at most"
+    return (
+        f"share of feed-forward units with mean {mean} {options.get('dormant_threshold', '?')} on "
+        "training windows of the source"
+    )
 
 
 def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
@@ -203,14 +212,12 @@ def pretraining_sheet(runs: Sequence[TransferRun]) -> Sheet:
             columns.append(field.short)
             cells.append([field.text(mean) for mean in means])
     options = averaged[0].options
-    dormant = "activation below" if options.get("dormant_by") == "mean" else "|activation| at most"
     seeds = "One seed" if len(averaged) == 1 else f"Means of {len(averaged)} seeds"
     unfinished = "" if averaged[0].complete else ": none has finished yet"
     notes = (
         f"LR: local redundancy on {options.get('redundancy_n', '?')} Gaussian inputs, mean of the "
         "measurements within the epoch; LR, file: at its end alone; epoch 0 is before training. "
-        f"Dormant: share of feed-forward units with mean {dormant} "
-        f"{options.get('dormant_threshold', '?')} on training windows of the source. Losses are "
+        f"Dormant: {_dormant(options)}. Losses are "
         "mean squared errors; probe: that of a linear probe on the target.",
         f"{seeds}{unfinished}.",
     )
@@ -286,12 +293,11 @@ def runs_sheet(runs: Sequence[TransferRun]) -> Sheet:
         seconds = [f"{run.spent(name):.1f}" for name in ("train", "local_redundancy", "finetune")]
         minutes = f"{run.spent() / 60:.1f}"
         rows.append((run.name, done, str(len(run.tunings)), finished, *seconds, minutes))
-    machines = "; ".join(dict.fromkeys(run.machine for run in runs if run.machine))
     note = (
         "Pretraining: its optimiser steps; LR: measuring local redundancy; all: every step of the "
-        f"run. On {machines}."
+        "run."
     )
-    return Sheet("runs", "Runs", columns, rows, (note,))
+    return Sheet("runs", "Runs", columns, rows, (" ".join([note, *on_machines(runs)]),))
 
 
 def finished_of(runs: Sequence[TransferRun]) -> list[TransferRun]:

@@ -59,11 +59,9 @@ class FixedNorm(torch.autograd.Function):
         axes = [0, *range(2, g.ndim)]
         beta = g.sum(axes)
         gamma = ((x - _along(mean, x)) * g).sum(axes) * torch.rsqrt(var + ctx.eps)
-        wanted = (
-            t if needed else None
-            for t, needed in zip((gamma, beta), ctx.needs_input_grad[1:3], strict=True)
-        )
-        return gx, *wanted, None, None, None
+        _, needs_gamma, needs_beta, *_ = ctx.needs_input_grad
+        found = gamma if needs_gamma else None, beta if needs_beta else None
+        return gx, *found, None, None, None
 
 
 def norm_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """What a `Folding` does with the calls of a forward pass: a table of call -> handler.
 
-A handler gets the folding and a call, and returns the call's result, or None for a call that is to
-run as the model says. Handlers build blocks of `Pending` results (a convolution begins one, batch
-norm, additions and activations are taken in), and run some other calls by nodes of our own. They
-tell the folding what they did, by the name of a weight.
+A handler gets a call, and what is known of the model's blocks. It returns the call's result, or
+None for a call that is to run as the model says. Handlers build blocks of `Pending` results (a
+convolution begins one, batch norm, additions and activations are taken in), and run some other
+calls by nodes of our own. They note what they did, by the name of a weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor
 from fastlr.ghost import recurrent
 from fastlr.ghost.fusion.attention import ATTENTION, self_attention
 from fastlr.ghost.fusion.batch_norm import FixedNorm, norm_arguments
+from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.pending import (
     METADATA,
     Convolution,
@@ -40,12 +41,10 @@ from fastlr.ghost.fusion.squeeze_excitation import (
 from fastlr.ops.geometry import ConvGeometry, kind_of
 from fastlr.ops.torch_private import no_torch_function_of_subclasses
 
-if TYPE_CHECKING:
-    from fastlr.ghost.fusion.mode import Folding
-
 ALONE = "no batch norm follows"
-CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}  # to the number of their spatial axes
-ADDITIONS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
+# To the number of their spatial axes.
+CONVOLUTIONS: dict[Callable, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
+ADDITIONS: set[Callable] = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__}
 
 
 class Call(NamedTuple):
@@ -66,13 +65,14 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """Make the call as the model says."""
-        return self.func(*computed(self.args), **computed(self.kwargs))
+        func, args, kwargs = self.with_values()
+        return func(*args, **kwargs)
 
 
-Handler = Callable[["Folding", Call], Any]
+Handler = Callable[[Blocks, Call], Any]
 
 
-def metadata(folding: Folding, call: Call) -> Any:
+def metadata(blocks: Blocks, call: Call) -> Any:
     """Answer for a pending result what asks for no numbers, such as its shape."""
     if not isinstance(call.operand, Lazy):
         return None
@@ -82,14 +82,14 @@ def metadata(folding: Folding, call: Call) -> Any:
 
 # --------------------------------------------------------------------------------------------------
 # blocks
-def convolution(folding: Folding, call: Call) -> Pending | None:
+def convolution(blocks: Blocks, call: Call) -> Pending | None:
     """Begin a block with a convolution of the model's own weight."""
     axes = CONVOLUTIONS[call.func]
-    return _begun(folding, axes, *call.args[:1], *computed(call.args[1:]), **computed(call.kwargs))
+    return _begun(blocks, axes, *call.args[:1], *computed(call.args[1:]), **computed(call.kwargs))
 
 
 def _begun(
-    folding: Folding,
+    blocks: Blocks,
     axes: int,
     input: Tensor,
     weight: Tensor,
@@ -103,76 +103,80 @@ def _begun(
 
     After ``axes`` the arguments are those of torch's functions.
     """
-    name = folding.names.get(id(weight))
-    if name is None or name in folding.refused or not torch.is_grad_enabled():
+    name = blocks.names.get(id(weight))
+    if name is None or name in blocks.refused or not torch.is_grad_enabled():
         return None
-    if id(weight) in folding.seen:
-        folding.refuse(weight, "it is used more than once")
+    if id(weight) in blocks.seen:
+        blocks.refuse(weight, "it is used more than once")
         return None
-    folding.seen.add(id(weight))
-    if not weight.is_leaf or not weight.is_floating_point():
-        return None
-    if bias is not None and id(bias) not in folding.names:
+    blocks.seen.add(id(weight))
+    plain = weight.is_leaf and weight.is_floating_point()
+    if not plain or (bias is not None and id(bias) not in blocks.names):
         return None
     if input.ndim != axes + 2 or input.shape[1] != weight.shape[1] * groups:
         return None
+    # What torch refuses is an error that the model is to raise itself.
     if not torch.is_autocast_enabled(input.device.type) and input.dtype != weight.dtype:
-        return None  # an error that the model is to raise itself
+        return None
     geometry = ConvGeometry.of(weight.shape[2:], stride, padding, dilation, groups=groups)
-    if geometry is None:
+    size = [] if geometry is None else geometry.output_size(input.shape[2:], weight.shape[2:])
+    if geometry is None or min(size) < 1:
         return None
-    size = geometry.output_size(input.shape[2:], weight.shape[2:])
-    if min(size) < 1:
-        return None
-    folding.plain[name] = ALONE
-    if isinstance(input, Lazy):
-        # Only blocks with kernels, which do not change its dtype, apply what it leaves to them.
-        applies = kind_of(weight, geometry) is not None and input.dtype == result_dtype(input)
-        if not (applies and input.leaves_steps()):
-            input = input.compute()
-    made = Convolution(input, weight, bias, geometry)
-    return Pending(folding, made, [len(input), len(weight), *size])
+    blocks.plain[name] = ALONE
+    made = Convolution(_readable(input, weight, geometry), weight, bias, geometry)
+    return Pending(blocks, made, [len(input), len(weight), *size])
 
 
-def batch_norm(folding: Folding, call: Call) -> Tensor | None:
+def _readable(input: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
+    """Return the input of a block as it reads it: pending where it applies what is left to it.
+
+    Only blocks with kernels do, and only in the dtype that the input has.
+    """
+    if not isinstance(input, Lazy):
+        return input
+    applies = kind_of(weight, geometry) is not None and input.dtype == result_dtype(input)
+    return input if applies and input.leaves_steps() else input.compute()
+
+
+def batch_norm(blocks: Blocks, call: Call) -> Tensor | None:
     """Fold batch norm into the convolution before it; elsewhere run it as a scaling and a shift."""
     if isinstance(call.operand, Pending) and call.operand.batch_norm is None:
-        result = _folded_norm(folding, norm_arguments(call.args, call.kwargs))
+        result = _folded_norm(blocks, norm_arguments(call.args, call.kwargs))
         if result is not None:
             return result
     values = call.with_values()
-    return _fixed_norm(folding, norm_arguments(values.args, values.kwargs))
+    return _fixed_norm(blocks, norm_arguments(values.args, values.kwargs))
 
 
-def _folded_norm(folding: Folding, given: dict[str, Any]) -> Pending | None:
+def _folded_norm(blocks: Blocks, given: dict[str, Any]) -> Pending | None:
     """Return a block that has taken in batch norm; None, and why in ``plain``, if it cannot."""
     pending, mean, var = given["input"], given["running_mean"], given["running_var"]
     gamma, beta = given["weight"], given["bias"]
-    name = folding.names[id(pending.convolution.weight)]
+    name = blocks.names[id(pending.convolution.weight)]
     if given["training"] or mean is None or var is None:
-        folding.plain[name] = "batch norm uses the batch's statistics"
+        blocks.plain[name] = "batch norm uses the batch's statistics"
         return None
-    if any(folding.is_computed(t) for t in (mean, var, gamma, beta)):
-        folding.plain[name] = "batch norm's parameters are computed"
+    if any(blocks.is_computed(t) for t in (mean, var, gamma, beta)):
+        blocks.plain[name] = "batch norm's parameters are computed"
         return None
     own = [id(t) for t in (gamma, beta, pending.convolution.bias) if t is not None]
-    if not folding.seen.isdisjoint(own):
-        folding.plain[name] = "a parameter is used more than once"
+    if not blocks.seen.isdisjoint(own):
+        blocks.plain[name] = "a parameter is used more than once"
         return None
     if pending.absorbed or pending.value is not None or not torch.is_grad_enabled():
-        folding.plain[name] = "something else uses its result"
+        blocks.plain[name] = "something else uses its result"
         return None
     if pending.dtype != result_dtype(pending.convolution.x):
         return None
-    folding.seen.update(own)
-    del folding.plain[name]
-    folding.folded[name] = "none"
+    blocks.seen.update(own)
+    del blocks.plain[name]
+    blocks.folded[name] = "none"
     result = pending.next_step()
     result.batch_norm = Norm(mean, var, gamma, beta, float(given["eps"]))
     return result
 
 
-def _fixed_norm(folding: Folding, given: dict[str, Any]) -> Tensor | None:
+def _fixed_norm(blocks: Blocks, given: dict[str, Any]) -> Tensor | None:
     """Run a batch norm after something else than a convolution as a scaling and a shift.
 
     This pays on a CPU; None where it is not possible.
@@ -182,20 +186,20 @@ def _fixed_norm(folding: Folding, given: dict[str, Any]) -> Tensor | None:
     statistics = [given["running_mean"], given["running_var"]]
     if given["training"] or not affine or any(t is None for t in statistics):
         return None
-    name = folding.names.get(id(affine[0]))
-    if name is None or name in folding.refused or not torch.is_grad_enabled():
+    name = blocks.names.get(id(affine[0]))
+    if name is None or name in blocks.refused or not torch.is_grad_enabled():
         return None
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return None
     if x.ndim < 2 or x.shape[1] != len(affine[0]):
         return None
-    if any(t.dtype != x.dtype or folding.is_computed(t) for t in affine + statistics):
+    if any(t.dtype != x.dtype or blocks.is_computed(t) for t in affine + statistics):
         return None
-    folding.fixed.add(name)
+    blocks.fixed.add(name)
     return FixedNorm.apply(x, gamma, beta, *statistics, float(given["eps"]))
 
 
-def addition(folding: Folding, call: Call) -> Pending | None:
+def addition(blocks: Blocks, call: Call) -> Pending | None:
     """Take the addition of a tensor of its shape, the residual, into a block."""
     if len(call.args) != 2 or call.kwargs or not torch.is_grad_enabled():
         return None
@@ -209,11 +213,11 @@ def addition(folding: Folding, call: Call) -> Pending | None:
     if loaded is None or not loaded.gradient_at_output or loaded.gate is not None:
         other = computed(other)
     alike = other.shape == pending.shape and other.dtype == pending.dtype
-    if not alike or other.device != pending.device or id(other) in folding.names:
+    if not alike or other.device != pending.device or id(other) in blocks.names:
         return None
     if not pending.takes_addition:  # computing the other has needed its numbers
         return None
-    folding.folded[folding.names[id(pending.convolution.weight)]] = "add"
+    blocks.folded[blocks.names[id(pending.convolution.weight)]] = "add"
     result = pending if in_place else pending.next_step()
     result.take_residual(other)
     return result
@@ -223,7 +227,7 @@ def _takes_addition(t: Any) -> bool:
     return isinstance(t, Pending) and t.takes_addition
 
 
-def activation(folding: Folding, call: Call) -> Pending | None:
+def activation(blocks: Blocks, call: Call) -> Pending | None:
     """Take an activation into the block of whose result it is."""
     pending, found = call.operand, _activation_of(call)
     if found is None or not torch.is_grad_enabled():
@@ -234,7 +238,7 @@ def activation(folding: Folding, call: Call) -> Pending | None:
         return None
     name, in_place = found
     follows = name if pending.residual is None else f"add, {name}"
-    folding.folded[folding.names[id(pending.convolution.weight)]] = follows
+    blocks.folded[blocks.names[id(pending.convolution.weight)]] = follows
     # In place: whoever holds it sees the change.
     result = pending if in_place else pending.next_step()
     result.activation = name
@@ -276,68 +280,60 @@ def _activation_of(call: Call) -> tuple[str, bool] | None:
 
 # --------------------------------------------------------------------------------------------------
 # calls that run by nodes of our own
-def product(folding: Folding, call: Call) -> Tensor | None:
-    """Run a product with one factor a sample and channel as a `Gate`, or by its readers."""
-    if not folding.replaces_calls:
-        return None
-    result = _product_of_block(call)
-    if result is None:
-        result = gate(*call.with_values())
-    return folding.counted("gate", result)
-
-
-def _product_of_block(call: Call) -> Product | None:
-    """Return the product of a block's result, for its readers to apply; None if it is none.
+def _product_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Product | None:
+    """Return the product of a block's result with factors, which its readers apply; or None.
 
     That is by kernels, where the block leaves its activation to them too.
     """
-    if len(call.args) != 2 or call.kwargs:
+    if len(args) != 2 or kwargs:
         return None
-    factors, x = call.args if isinstance(call.args[1], Pending) else call.args[::-1]
+    factors, x = args if isinstance(args[1], Pending) else args[::-1]
     if not isinstance(x, Pending) or isinstance(factors, Lazy) or not is_gate(factors, x):
         return None
     return Product(x, factors) if x.leaves_steps() else None
 
 
-def mean(folding: Folding, call: Call) -> Tensor | None:
-    """Run a mean over all positions as a `Squeeze`, or take it from where a block is computed."""
-    if not folding.replaces_calls:
-        return None
-    result = _mean_of_block(call)
-    if result is None:
-        result = squeeze(*call.with_values())
-    return folding.counted("squeeze", result)
-
-
-def _mean_of_block(call: Call) -> Tensor | None:
+def _mean_of_block(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
     """Return the mean of a block's result over all positions as its kernel gives it, or None."""
-    pending = call.args[0] if call.args else None
-    if not isinstance(pending, Pending):
+    if not args or not isinstance(args[0], Pending):
         return None
-    keeps_axes = whole_mean(*call)
+    keeps_axes = whole_mean(func, args, kwargs)
     if keeps_axes is None:
         return None
-    result = pending.mean_over_positions()
+    result = args[0].mean_over_positions()
     return result if result is None or keeps_axes else result.flatten(1)
 
 
-def attention(folding: Folding, call: Call) -> Any:
-    """Run self-attention without torch's copies around it."""
-    if not folding.replaces_calls:
+# Calls that may run in another way: their kind, and the functions that return the result of such a
+# call (function, arguments, keywords), or None where they do not apply. The first is for calls on a
+# block's pending result; the second gets values.
+REPLACEMENTS: dict[Callable, tuple[str, Callable | None, Callable]] = {
+    **dict.fromkeys(PRODUCTS, ("gate", _product_of_block, gate)),
+    **dict.fromkeys(MEANS, ("squeeze", _mean_of_block, squeeze)),
+    **dict.fromkeys(recurrent.CALLS, ("recurrent", None, recurrent.scanned)),
+    ATTENTION: ("attention", None, self_attention),
+}
+
+
+def replacement(blocks: Blocks, call: Call) -> Any:
+    """Run a call in its other way, and count it."""
+    if blocks.calls_refused is not None or not torch.is_grad_enabled():
         return None
-    return folding.counted("attention", self_attention(*call.with_values()))
+    kind, of_block, of_values = REPLACEMENTS[call.func]
+    result = None if of_block is None else of_block(*call)
+    if result is None:
+        result = of_values(*call.with_values())
+    if result is not None:
+        blocks.replaced[kind] += 1
+    return result
 
 
-def recurrent_layer(folding: Folding, call: Call) -> Any:
+def recurrent_layer(blocks: Blocks, call: Call) -> Any:
     """Run a recurrent layer as one scan, or else by torch's own steps, which rules cover."""
-    if not torch.is_grad_enabled():
-        return None
-    values = call.with_values()
-    if folding.replaces_calls:
-        result = folding.counted("recurrent", recurrent.scanned(*values))
-        if result is not None:
-            return result
-    return folding.unfused.call(*values)
+    result = replacement(blocks, call)
+    if result is None and torch.is_grad_enabled():
+        return blocks.unfused.call(*call.with_values())
+    return result
 
 
 # Each call that is of interest. Other calls run as the model says.
@@ -347,8 +343,6 @@ HANDLERS: dict[Callable, Handler] = {
     F.batch_norm: batch_norm,
     **dict.fromkeys(ADDITIONS, addition),
     **dict.fromkeys((*_WITH_INPLACE, *_OF_NOTHING_ELSE, F.gelu, F.hardtanh), activation),
-    **dict.fromkeys(PRODUCTS, product),
-    **dict.fromkeys(MEANS, mean),
-    ATTENTION: attention,
+    **dict.fromkeys(REPLACEMENTS, replacement),
     **dict.fromkeys(recurrent.CALLS, recurrent_layer),
 }

@@ -9,7 +9,7 @@ decided in fastlr.ghost.fusion.mode.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
@@ -53,9 +53,9 @@ class Fold(NamedTuple):
     Attributes:
         dtype: of the folded weight.
         eps: added to the variance.
-        tensors: weight, bias, gamma, beta, running mean and variance (see
-            `fastlr.ops.reference.folded.fold_weights`), or weak references to them; None for those
-            that the model does not have.
+        tensors: weight, bias, gamma, beta, running mean and variance, as
+            `fastlr.ops.reference.folded.fold_weights` takes them; or what gives them as long as
+            they exist.
     """
 
     dtype: torch.dtype
@@ -68,20 +68,15 @@ class Fold(NamedTuple):
         return self.dtype, self.eps, *map(_identity, self.tensors)
 
     @property
-    def weakly(self) -> Fold:
-        """The same by weak references."""
-        return self._replace(tensors=tuple(t if t is None else ref(t) for t in self.tensors))
-
-    @property
-    def strongly(self) -> Fold:
-        """The same of weak references, with None for tensors that are gone."""
-        return self._replace(tensors=tuple(t if t is None else t() for t in self.tensors))
-
-    @property
     def exists(self) -> bool:
         """True if no tensor that must be there is gone: weight, running mean and variance."""
         weight, _, _, _, mean, var = self.tensors
         return weight is not None and mean is not None and var is not None
+
+
+def _weakly(t: Tensor | None) -> Callable[[], Tensor | None]:
+    """Return what gives a tensor as long as it exists, then None."""
+    return ref(t) if t is not None else lambda: None
 
 
 def _identity(t: Tensor | None) -> tuple | None:
@@ -126,7 +121,7 @@ class FoldedWeights:
             return ops.run("fold_weights", dtype, (eps,), *tensors)[0]
         if not self._asked:
             self._first = dtype, id(tensors[0])
-        self._asked.append(fold.weakly)
+        self._asked.append(fold._replace(tensors=tuple(map(_weakly, tensors))))
         key = fold.identity
         if key not in self._made:
             folds = [fold]
@@ -139,8 +134,14 @@ class FoldedWeights:
         return self._made[key][1]
 
     def _of_earlier_pass(self) -> list[Fold]:
-        """Return what the last pass that began like this one has asked for."""
-        return [fold.strongly for fold in self._passes.get(self._first, [])]
+        """Return what the last pass that began like this one has asked for.
+
+        Tensors that are gone are None.
+        """
+        folds = []
+        for fold in self._passes.get(self._first, []):
+            folds.append(fold._replace(tensors=tuple(t() for t in fold.tensors)))
+        return folds
 
     @torch.no_grad()
     def _make(self, folds: list[Fold]) -> None:
@@ -148,7 +149,7 @@ class FoldedWeights:
         alike: dict[tuple, list[Fold]] = {}
         for fold in folds:
             if fold.exists:
-                dtypes = [None if t is None else t.dtype for t in fold.tensors]
+                dtypes = [getattr(t, "dtype", None) for t in fold.tensors]
                 given = {*dtypes} - {None}
                 key = (fold.dtype, *(given if len(given) == 1 else dtypes))
                 alike.setdefault(key, []).append(fold)
@@ -237,7 +238,8 @@ class FoldedConv(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any, weights: FoldedWeights, options: BlockOptions, *given: Tensor | None
     ) -> Tensor | tuple[Tensor | None, ...]:
-        tensors, neighbours = BlockTensors(*given), options.neighbours or ALONE  # type: ignore[arg-type]
+        tensors = BlockTensors(*given)  # type: ignore[arg-type]
+        neighbours = options.neighbours or ALONE
         x, weight = _cast(tensors.x, options.dtype), tensors.weight
         affine = weight, tensors.bias, tensors.gamma, tensors.beta
         fold = Fold(options.dtype, options.eps, (*affine, tensors.mean, tensors.var))
@@ -245,14 +247,15 @@ class FoldedConv(torch.autograd.Function):
         block = Block(weight, folded, channels, options.activation, options.geometry)
         residual = product = mean = None
         if options.neighbours is None and _keeps_product(x, block):
-            out, kept, product = conv_and_product(x, block, tensors.residual)
+            out, found, product = conv_and_product(x, block, tensors.residual)
         else:
             loaded = Loaded(x, neighbours.activation, tensors.gate)
             if tensors.residual is not None:
                 residual = Loaded(tensors.residual, neighbours.residual_activation)
-            out, kept = ops.run("folded_conv", loaded, block, residual, neighbours.mean)
+            out, found = ops.run("folded_conv", loaded, block, residual, neighbours.mean)
+        kept: Tensor | None = found
         if neighbours.mean:
-            mean, kept = kept, out
+            mean, kept = found, out
         if options.activation == "none":
             kept = None  # not needed, and the model may add to the output in place
         ctx.save_for_backward(x, tensors.gate, weight, folded, channels, kept, product)
@@ -289,8 +292,10 @@ class FoldedConv(torch.autograd.Function):
             found = ready[1]
         else:
             found = FoldedConv.gradients(ctx, *given)
-        wanted = zip(INPUTS, ctx.needs_input_grad, strict=True)
-        return tuple(found.get(role) if needed else None for role, needed in wanted)
+        for role, needed in zip(INPUTS, ctx.needs_input_grad, strict=True):
+            if not needed:
+                found.pop(role, None)
+        return tuple(map(found.get, INPUTS))
 
     @staticmethod
     def gradients(ctx: Any, *given: Tensor | None) -> dict[str, Tensor | None]:

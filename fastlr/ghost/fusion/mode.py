@@ -16,7 +16,6 @@ seen by anything else, where a parameter serves twice, and where a proof refutes
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -31,6 +30,7 @@ from fastlr.distributed import on_demand
 from fastlr.ghost import recurrent
 from fastlr.ghost.fusion import batch_norm as fixed_norm
 from fastlr.ghost.fusion import conv_bn
+from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.calls import ALONE, CONVOLUTIONS, HANDLERS, Call, metadata
 from fastlr.ghost.fusion.pending import METADATA, computed
 from fastlr.ops.torch_private import saved_tensors_are_hooked, tree_leaves
@@ -58,37 +58,23 @@ OURS = frozenset({conv_bn.NODE, fixed_norm.NODE})
 _DTYPE: Any = Tensor.dtype
 
 
-class Folding(TorchFunctionMode):
+class Folding(Blocks, TorchFunctionMode):
     """Finds the blocks of one model and folds them; used as a context around its forward pass.
 
+    What it finds is in the attributes of `Blocks`.
+
     Attributes:
-        folded: name of a convolution's weight -> what follows it in its block, in the last forward
-            pass.
-        plain: name of a convolution's weight -> why it had no block there.
-        fixed: names of the weights of batch norms that ran by themselves as a scaling and a shift
-            there.
-        replaced: how many calls of a kind ran in another way there: "gate", "squeeze"
-            (squeeze_excitation.py), "attention", "recurrent".
-        unfused: runs recurrent layers step by step where they cannot be replaced.
-        refused: name of a weight -> why it runs as the model says from now on; grows.
-        calls_refused: why calls of those kinds run as the model says from now on.
-        disabled: why nothing is folded any more.
+        inputs: of the forward pass, where kernels serve.
         casts_inputs: True if convolutions that autocast converts the inputs for were all that read
             them, by kernels.
+        idle: the model has nothing to fold, and is run as it is.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.refused: dict[str, str] = {}
-        self.calls_refused: str | None = None
-        self.disabled: str | None = None
-        self.names: dict[int, str] = {}
-        self.idle = False
         self.inputs: Any = None
         self.casts_inputs: bool | None = None
-        self.unfused = recurrent.Unfused()
-        self.weights = conv_bn.FoldedWeights()
-        self._forget()
+        self.idle = False
 
     def run(
         self, tensors: Mapping[str, Tensor], forward: Callable[[], Any], inputs: Any = None
@@ -108,7 +94,7 @@ class Folding(TorchFunctionMode):
         has_steps = recurrent.expected(tensors)
         self.names = {id(t): name for name, t in tensors.items()}
         for _ in range(3):
-            self._forget()
+            self.begin()
             if self.disabled or self.idle or not enabled():
                 break
             with self:
@@ -121,65 +107,9 @@ class Folding(TorchFunctionMode):
                 return result
         else:
             self.disabled = self.disabled or "its blocks change from one forward pass to the next"
-        self._forget()
+        self.begin()
         with self.unfused if has_steps else nullcontext():
             return forward()
-
-    def _forget(self) -> None:
-        """Begin a forward pass."""
-        self.again = False
-        self.folded: dict[str, str] = {}
-        self.plain: dict[str, str] = {}
-        self.fixed: set[str] = set()
-        self.replaced: Counter[str] = Counter()
-        self.unfused.calls = 0
-        self.weights.begin()
-        self.seen: set[int] = set()
-
-    @property
-    def active(self) -> bool:
-        """True if the last forward pass differed from the model's own."""
-        return bool(self.folded or self.fixed or self.replaced)
-
-    def refuse(self, weight: Tensor, reason: str) -> None:
-        """Leave a convolution unfolded from now on."""
-        self.refused[self.names.get(id(weight), "?")] = reason
-        self.again = True
-
-    def refuse_all(self, reason: str) -> None:
-        """Fold nothing from now on."""
-        self.disabled, self.again = reason, True
-
-    def give_up(self, names: list[str], reason: str) -> None:
-        """Leave these convolutions unfolded from now on.
-
-        If none is named, leave all of them, but first the replaced calls.
-        """
-        self.refused.update(dict.fromkeys(names, reason))
-        if not names and self.replaced:
-            self.calls_refused = reason
-        elif not names:
-            self.disable(reason)
-
-    def disable(self, reason: str) -> None:
-        """Run the model as it is from now on."""
-        self.disabled = reason
-        self._forget()
-
-    def is_computed(self, t: Tensor | None) -> bool:
-        """Return True for a tensor that needs a gradient and is no parameter of the model."""
-        return t is not None and t.requires_grad and id(t) not in self.names
-
-    @property
-    def replaces_calls(self) -> bool:
-        """True if calls may run by nodes of our own here and now."""
-        return self.calls_refused is None and torch.is_grad_enabled()
-
-    def counted(self, kind: str, result: Any) -> Any:
-        """Return a replaced call's result, and count it if there is one."""
-        if result is not None:
-            self.replaced[kind] += 1
-        return result
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Any = (), kwargs: Any = None

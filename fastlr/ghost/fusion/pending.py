@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import NoneType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastlr import ops
+from fastlr.ghost.fusion.blocks import Blocks
 from fastlr.ghost.fusion.conv_bn import (
     BlockOptions,
     BlockTensors,
     FoldedConv,
-    FoldedWeights,
     Neighbours,
 )
 from fastlr.ghost.fusion.squeeze_excitation import Gate
@@ -49,18 +49,6 @@ def result_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-class Folds(Protocol):
-    """The mode that made a pending result, to be told what forbids folding.
-
-    It is a fastlr.ghost.fusion.mode.Folding.
-    """
-
-    weights: FoldedWeights
-
-    def refuse(self, weight: Tensor, why: str) -> None: ...  # noqa: D102
-    def refuse_all(self, why: str) -> None: ...  # noqa: D102
-
-
 class Activated(torch.autograd.Function):
     """The activation of what a block has left before it, for those who cannot apply it on loading.
 
@@ -68,13 +56,15 @@ class Activated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, act: str, gradient_at_output: bool) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, tensor: Tensor, act: str, gradient_at_output: bool) -> Tensor:
+        """Return the activation, and save what its derivative needs."""
         ctx.save_for_backward(*(() if gradient_at_output else (tensor,)))
         ctx.act = act
         return ACTIVATIONS[act](tensor)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:  # noqa: D102
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        """Apply the derivative, unless somebody else does."""
         if ctx.saved_tensors:
             g = ops.run("activation_grad", g, *ctx.saved_tensors, ctx.act)
         return g, None, None
@@ -83,7 +73,7 @@ class Activated(torch.autograd.Function):
 class Lazy(Tensor):
     """A result that has not been computed, or of which only a part has."""
 
-    folding: Folds
+    blocks: Blocks  # of the model, to be told what forbids folding
     value: Tensor | None  # the result, once somebody has needed its numbers
 
     def compute(self) -> Tensor:
@@ -115,7 +105,7 @@ class Lazy(Tensor):
     ):
         for lazy in [a for a in tree_leaves((args, kwargs)) if isinstance(a, Lazy)]:
             # reached without torch's Python interface: autograd has not seen it
-            lazy.folding.refuse_all(f"{func} got a result past torch's Python interface")
+            lazy.blocks.refuse_all(f"{func} got a result past torch's Python interface")
         return func(*computed(args), **computed(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override] # noqa: D105
@@ -134,7 +124,7 @@ class Product(Lazy):
         """Stand for ``factored * factors``."""
         shape = list(factored.shape)
         self: Product = wrapper_subclass(cls, shape, factored.dtype, factored.device)
-        self.folding, self.value = factored.folding, None
+        self.blocks, self.value = factored.blocks, None
         self.factored, self.factors, self.version = factored, factors, factors._version
         return self
 
@@ -207,11 +197,11 @@ class Pending(Lazy):
     unactivated: Loaded | None  # computed but for the activation, which is left to the readers
 
     @staticmethod
-    def __new__(cls, folding: Folds, convolution: Convolution, shape: list[int]) -> Pending:
+    def __new__(cls, blocks: Blocks, convolution: Convolution, shape: list[int]) -> Pending:
         """Stand for a result of this shape."""
         x = convolution.x
         self: Pending = wrapper_subclass(cls, shape, result_dtype(x), x.device)
-        self.folding, self.value = folding, None
+        self.blocks, self.value = blocks, None
         self.convolution, self.batch_norm, self.activation = convolution, None, "none"
         self.autocast = torch.is_autocast_enabled(x.device.type)
         self.versions = versions(x)
@@ -221,7 +211,7 @@ class Pending(Lazy):
 
     def next_step(self) -> Pending:
         """Return the same once more, to take in the next call; this one is absorbed."""
-        result = Pending(self.folding, self.convolution, list(self.shape))
+        result = Pending(self.blocks, self.convolution, list(self.shape))
         result.versions, result.batch_norm, self.absorbed = self.versions, self.batch_norm, True
         result.residual, result.residual_versions = self.residual, self.residual_versions
         return result
@@ -258,7 +248,7 @@ class Pending(Lazy):
         changed = self._changed_in_place()
         if self.absorbed or changed:
             why = changed or "something else uses the result before the activation"
-            self.folding.refuse(self.convolution.weight, why)
+            self.blocks.refuse(self.convolution.weight, why)
         kind = self.device.type
         dtype = torch.get_autocast_dtype(kind)
         with torch.enable_grad(), torch.autocast(kind, enabled=self.autocast, dtype=dtype):
@@ -302,7 +292,7 @@ class Pending(Lazy):
         tensors = BlockTensors(
             loaded.tensor, weight, bias, gamma, beta, residual, running_mean, var, loaded.gate
         )
-        weights = self.folding.weights
+        weights = self.blocks.weights
         with torch.autocast(self.device.type, enabled=False):
             if not (mean or isinstance(x, Lazy) or isinstance(self.residual, Lazy)):
                 return FoldedConv.apply(weights, options, *tensors), None

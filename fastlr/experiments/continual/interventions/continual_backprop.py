@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -146,13 +147,13 @@ class ContinualBackprop(
                 "leave it out"
             )
         self.layers = [_Layer(units) for units in replaceable]
-        self.replaced: dict[str, int] = {}
+        self.replaced: Counter[str] = Counter()
         self.generator = self.generator_for(0)
 
     def before_task(self, task: Task, number: int) -> None:
         """Begin a stream of random numbers of its own for the task."""
         self.generator = self.generator_for(number)
-        self.replaced = {}
+        self.replaced.clear()
         self._clear()
 
     @contextmanager
@@ -178,32 +179,39 @@ class ContinualBackprop(
         """Update the utilities; replace units that are due."""
         self.trainer.parallel.sum_all(list(self.written()))  # of the images of all ranks
         for layer in self.layers:
-            contribution = torch.zeros_like(layer.utility)
-            for sums, mean in zip(layer.inputs, layer.means, strict=True):
-                reader, count = sums.reader, sums.count.clamp(min=1)
-                by_feature = (
-                    sums.absolute
-                    / count
-                    * reader.by_feature(reader.layer.weight.abs()).sum(1).flatten()
-                )
-                contribution += by_feature.view(-1, reader.repeat).sum(1)
-                mean.lerp_(sums.plain / count, 1 - self.decay)
-            layer.utility.lerp_(contribution, 1 - self.decay)
-            layer.ages += 1
-            mature = (layer.ages > self.maturity).nonzero().flatten()
-            layer.owed += self.rate * len(mature)
-            due = min(int(layer.owed), len(mature))
-            if due:
-                layer.owed -= due
-                utility = layer.utility.cpu()[mature] / (1 - self.decay ** layer.ages[mature])
-                worst = utility.sort(stable=True).indices[:due]
-                self.replace(layer, mature[worst].sort().values)
+            self._update(layer)
+            due = self._due(layer)
+            if len(due):
+                self.replace(layer, due)
         self._clear()
+
+    def _update(self, layer: _Layer) -> None:
+        """Take the step's contributions into the running utilities and means; all units age."""
+        contribution = torch.zeros_like(layer.utility)
+        for sums, mean in zip(layer.inputs, layer.means, strict=True):
+            reader, count = sums.reader, sums.count.clamp(min=1)
+            outgoing = reader.by_feature(reader.layer.weight.abs()).sum(1).flatten()
+            contribution += (sums.absolute / count * outgoing).view(-1, reader.repeat).sum(1)
+            mean.lerp_(sums.plain / count, 1 - self.decay)
+        layer.utility.lerp_(contribution, 1 - self.decay)
+        layer.ages += 1
+
+    def _due(self, layer: _Layer) -> Tensor:
+        """Return the mature units of the lowest utility, as many as are owed."""
+        mature = (layer.ages > self.maturity).nonzero().flatten()
+        layer.owed += self.rate * len(mature)
+        due = min(int(layer.owed), len(mature))
+        if not due:
+            return mature[:0]
+        layer.owed -= due
+        utility = layer.utility.cpu()[mature] / (1 - self.decay ** layer.ages[mature])
+        worst = utility.sort(stable=True).indices[:due]
+        return mature[worst].sort().values
 
     @torch.no_grad()
     def replace(self, layer: _Layer, units: Tensor) -> None:
         """Replace some units (int64, on the CPU) by new ones."""
-        self.replaced[layer.units.name] = self.replaced.get(layer.units.name, 0) + len(units)
+        self.replaced[layer.units.name] += len(units)
         index = units.to(layer.utility.device)
         for reader, mean in zip(layer.units.readers, layer.means, strict=True):
             features = reader.features(index)
@@ -262,9 +270,14 @@ class ContinualBackprop(
 
     def state(self) -> dict[str, Any]:
         """Return utilities, means, ages and what is owed, by layer."""
-        keys = ("utility", "means", "ages", "owed")
         return {
-            layer.units.name: {key: getattr(layer, key) for key in keys} for layer in self.layers
+            layer.units.name: {
+                "utility": layer.utility,
+                "means": layer.means,
+                "ages": layer.ages,
+                "owed": layer.owed,
+            }
+            for layer in self.layers
         }
 
     @torch.no_grad()

@@ -278,7 +278,9 @@ def _reduced(args: tuple, kwargs: dict, source: Tensor, tag: _Tag) -> _Tag | Non
     dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if dims is None:
         return None
-    reduced = {d % source.ndim for d in ([dims] if isinstance(dims, int) else dims)}
+    if isinstance(dims, int):
+        dims = [dims]
+    reduced = {d % source.ndim for d in dims}
     if tag.axis in reduced:
         return None
     if kwargs.get("keepdim", args[2] if len(args) > 2 else False):
